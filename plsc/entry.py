@@ -18,6 +18,7 @@ from plsc.config.optim import ParameterGroup
 from plsc.config.option import name_of
 from plsc.config.original import OriginalSetters
 from plsc.config.runtime import AutoMixedPrecisionLists
+from plsc.config.train import logger_names
 from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
 from plsc.evaluate.verification import VerificationResult
@@ -33,6 +34,7 @@ from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
 from plsc.train.data import as_reader
 from plsc.train.evaluation import Prediction, run_prediction, run_test
+from plsc.train.loggers import Logger
 from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
 
@@ -76,6 +78,7 @@ class Entry(OriginalSetters):
         self._schedule: ScheduleFunction | None = None
         self._store: dist.Store | None = None
         self._callbacks: list[Callback] = []
+        self._loggers: tuple[Logger, ...] = ()
         self._world: World | None = None
 
     def set_store(self, store: dist.Store) -> None:
@@ -299,6 +302,28 @@ class Entry(OriginalSetters):
                 "function and the name of an event"
             )
 
+    def set_loggers(self, *loggers: str | Sequence[str] | Logger) -> None:
+        """Choose where metrics are written, by ``train.loggers`` and by loggers of your own.
+
+        Args:
+            *loggers: names of ``train.loggers``, and objects with the methods ``write(entry)`` and
+                ``close()``, which are called on rank 0. See docs/logging.md.
+        """
+        names: list[str] = []
+        custom: list[Logger] = []
+        for one in loggers:
+            if isinstance(one, (str, list, tuple)):
+                names += logger_names(one)
+            elif isinstance(one, Logger) and not isinstance(one, type):
+                custom.append(one)
+            else:
+                raise OptionError(
+                    f"the logger is {one!r}; expected a name, or an object with the methods write(entry) and "
+                    "close()"
+                )
+        super().set_loggers(",".join(names))
+        self._loggers = tuple(custom)
+
     def train(self) -> TrainResult:
         """Train and return the final metrics, evaluation and checkpoints.
 
@@ -358,6 +383,7 @@ class Entry(OriginalSetters):
             self._optimizer,
             self._schedule,
             tuple(self._callbacks),
+            self._loggers,
         )
         world = self._world
         try:

@@ -34,7 +34,7 @@ from plsc.train.build import Run, UserParts, build_run
 from plsc.train.callbacks import Callback, Callbacks, Context
 from plsc.train.directories import open_to_resume
 from plsc.train.loop import Trainer
-from plsc.train.saving import Saver
+from plsc.train.saving import NoSaver
 from plsc.train.snapshot import seed_generators
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ def _train(run: Run, steps: int, output: Path) -> _ProfilingWatch:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        Trainer(run, _NoSaver()).train()
+        Trainer(run, NoSaver()).train()
     finally:
         watch.profile.stop()
     return watch
@@ -359,25 +359,3 @@ def _peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-class _NoSaver(Saver):
-    """A Saver that saves nothing."""
-
-    def __init__(self) -> None:
-        self.last = None
-        self.best = None
-
-    def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
-        """Do nothing."""
-
-    def is_done(self) -> bool:
-        """Return True: no save is running."""
-        return True
-
-    def finish_save(self) -> None:
-        """Do nothing."""
-
-    def close(self, seconds: float | None = None) -> list[Path]:
-        """Return an empty list: nothing to upload."""
-        return []

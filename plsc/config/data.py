@@ -96,8 +96,8 @@ class DataOptions:
 
     dataset_dir: str = declare(
         "./train_data",
-        "training data: a folder (label.txt and images/, one folder per class, or base64 files), .rec, "
-        ".parquet, .tar, .csv, .jsonl or .lmdb files, or an fsspec URL of these",
+        "training data: a folder (label.txt and images/, one folder per class, or base64 files), files "
+        "of another format (docs/formats.md), or an fsspec URL of these",
         "set_dataset_dir(directory)",
         not_empty,
     )

@@ -167,6 +167,8 @@ _SYNONYMS = {
     "batch_size": "train.batch_size",
     "learning_rate": "optim.lr",
     "epochs": "train.epochs",
+    "max_epochs": "train.epochs",
+    "max_steps": "train.steps",
     "backbone": "model.name",
     "scheduler": "optim.schedule",
 }

@@ -219,8 +219,8 @@ class Setters:
 
     def set_dataset_dir(self, directory: str) -> None:
         """Set ``data.dataset_dir``: training data: a folder (label.txt and images/, one folder per class,
-        or base64 files), .rec, .parquet, .tar, .csv, .jsonl or .lmdb files, or an fsspec URL of these.
-        Default: './train_data'.
+        or base64 files), files of another format (docs/formats.md), or an fsspec URL of these. Default:
+        './train_data'.
         """
         self.options.set("data.dataset_dir", directory)
 
@@ -600,6 +600,24 @@ class Setters:
         """Set ``train.log_period``: steps between log lines. Default: 200."""
         self.options.set("train.log_period", period)
 
+    def set_loggers(self, loggers: str | Sequence[str]) -> None:
+        """Set ``train.loggers``: where metrics are written: jsonl, csv, tensorboard, mlflow, wandb;
+        separated by commas, or a list. Default: 'jsonl'.
+        """
+        self.options.set("train.loggers", loggers)
+
+    def set_log_gradient_norm(self, flag: bool) -> None:
+        """Set ``train.log_gradient_norm``: log the norm of the network's gradient before clipping.
+        Default: False.
+        """
+        self.options.set("train.log_gradient_norm", flag)
+
+    def set_log_images(self, flag: bool) -> None:
+        """Set ``train.log_images``: draw the first batch of each epoch and the hardest pairs. Default:
+        False.
+        """
+        self.options.set("train.log_images", flag)
+
     def set_with_test(self, with_test: bool) -> None:
         """Set ``train.with_test``: evaluate val_targets during training. Default: True."""
         self.options.set("train.with_test", with_test)
@@ -619,6 +637,54 @@ class Setters:
         Default: False.
         """
         self.options.set("train.deterministic", flag)
+
+    def set_limit_train_batches(self, limit: int | float) -> None:
+        """Set ``train.limit_train_batches``: batches per epoch: an integer is their number, a fraction
+        their share; 1.0: all. Default: 1.0.
+        """
+        self.options.set("train.limit_train_batches", limit)
+
+    def set_limit_val_batches(self, limit: int | float) -> None:
+        """Set ``train.limit_val_batches``: batches of each evaluation during training: an integer is their
+        number, a fraction their share; 1.0: all. Default: 1.0.
+        """
+        self.options.set("train.limit_val_batches", limit)
+
+    def set_limit_test_batches(self, limit: int | float) -> None:
+        """Set ``train.limit_test_batches``: batches of test: an integer is their number, a fraction their
+        share; 1.0: all. Default: 1.0.
+        """
+        self.options.set("train.limit_test_batches", limit)
+
+    def set_overfit_batches(self, num: int) -> None:
+        """Set ``train.overfit_batches``: train on the same first batches in every epoch, augmented in the
+        same way; 0: on all. Default: 0.
+        """
+        self.options.set("train.overfit_batches", num)
+
+    def set_fast_dev_run(self, flag: bool) -> None:
+        """Set ``train.fast_dev_run``: run one batch of training, evaluation or test, and save nothing.
+        Default: False.
+        """
+        self.options.set("train.fast_dev_run", flag)
+
+    def set_max_time(self, duration: float | str | None) -> None:
+        """Set ``train.max_time``: maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h';
+        the time before a resume counts. Default: None.
+        """
+        self.options.set("train.max_time", duration)
+
+    def set_check_shape(self, flag: bool) -> None:
+        """Set ``train.check_shape``: print the shapes of the parameters and the output of each layer for
+        the first batch. Default: False.
+        """
+        self.options.set("train.check_shape", flag)
+
+    def set_check_content(self, flag: bool) -> None:
+        """Set ``train.check_content``: also print mean, standard deviation, share of zeros and share of
+        nan and inf of these. Default: False.
+        """
+        self.options.set("train.check_content", flag)
 
     def set_stop_deadline(self, seconds: float) -> None:
         """Set ``train.stop_deadline``: seconds to save the state after SIGINT or SIGTERM. Default: 60.0."""

@@ -3,10 +3,49 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plsc.config.option import at_least, between, declare, more_than, not_empty, of_run, one_of
-from plsc.errors import OptionError
+from plsc.errors import OptionError, did_you_mean
+
+LOGGER_NAMES = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
+
+
+def logger_names(value: str | Iterable[str]) -> list[str]:
+    """Return the names of `train.loggers`, without repetitions."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return list(dict.fromkeys(filter(None, (part.strip() for part in parts))))
+
+
+def _loggers(value: str | tuple[str, ...]) -> str | None:
+    wrong = [name for name in logger_names(value) if name not in LOGGER_NAMES]
+    return f"names out of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
+
+
+_CLOCK = re.compile(r"(\d+):(\d+):(\d+):(\d+)")  # as in Slurm and Lightning
+_UNITS = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def seconds_of(duration: float | str | None) -> float | None:
+    """Return a duration in seconds: a number, ``DD:HH:MM:SS``, or units as in ``1d12h``; else None."""
+    if not isinstance(duration, str):
+        return duration
+    found = _CLOCK.fullmatch(duration) or _UNITS.fullmatch(duration)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _duration(value: float | str) -> str | None:
+    is_valid = (seconds_of(value) or 0) > 0
+    return None if is_valid else "seconds (more than 0), 'DD:HH:MM:SS', or units such as '12h' or '1h30m'"
+
+
+def _limit(value: int | float) -> str | None:
+    is_valid = value >= 1 if isinstance(value, int) else 0 < value <= 1
+    return None if is_valid else "an integer of at least 1, or a fraction greater than 0.0 and at most 1.0"
 
 
 @dataclass(frozen=True)
@@ -52,6 +91,18 @@ class TrainOptions:
     )
     calc_acc: bool = of_run(False, "log the training accuracy", "set_calc_acc(calc)")
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
+    loggers: str | tuple[str, ...] = declare(
+        "jsonl",
+        "where metrics are written: jsonl, csv, tensorboard, mlflow, wandb; separated by commas, or a list",
+        "set_loggers(loggers)",
+        _loggers,
+    )
+    log_gradient_norm: bool = declare(
+        False, "log the norm of the network's gradient before clipping", "set_log_gradient_norm(flag)"
+    )
+    log_images: bool = declare(
+        False, "draw the first batch of each epoch and the hardest pairs", "set_log_images(flag)"
+    )
     with_test: bool = of_run(True, "evaluate val_targets during training", "set_with_test(with_test)")
     test_period: int = of_run(
         0,
@@ -70,12 +121,64 @@ class TrainOptions:
         "use deterministic algorithms only; operations without one fail",
         "set_deterministic(flag)",
     )
+    limit_train_batches: int | float = of_run(
+        1.0,
+        "batches per epoch: an integer is their number, a fraction their share; 1.0: all",
+        "set_limit_train_batches(limit)",
+        _limit,
+    )
+    limit_val_batches: int | float = of_run(
+        1.0,
+        "batches of each evaluation during training: an integer is their number, a fraction their share; "
+        "1.0: all",
+        "set_limit_val_batches(limit)",
+        _limit,
+    )
+    limit_test_batches: int | float = declare(
+        1.0,
+        "batches of test: an integer is their number, a fraction their share; 1.0: all",
+        "set_limit_test_batches(limit)",
+        _limit,
+    )
+    overfit_batches: int = of_run(
+        0,
+        "train on the same first batches in every epoch, augmented in the same way; 0: on all",
+        "set_overfit_batches(num)",
+        at_least(0),
+    )
+    fast_dev_run: bool = declare(
+        False,
+        "run one batch of training, evaluation or test, and save nothing",
+        "set_fast_dev_run(flag)",
+    )
+    max_time: float | str | None = declare(
+        None,
+        "maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h'; the time before a resume "
+        "counts",
+        "set_max_time(duration)",
+        _duration,
+    )
+    check_shape: bool = declare(
+        False,
+        "print the shapes of the parameters and the output of each layer for the first batch",
+        "set_check_shape(flag)",
+    )
+    check_content: bool = declare(
+        False,
+        "also print mean, standard deviation, share of zeros and share of nan and inf of these",
+        "set_check_content(flag)",
+    )
     stop_deadline: float = declare(
         60.0,
         "seconds to save the state after SIGINT or SIGTERM",
         "set_stop_deadline(seconds)",
         more_than(0),
     )
+
+    @property
+    def train_limit(self) -> int | float:
+        """The limit of the batches per epoch."""
+        return self.overfit_batches or self.limit_train_batches
 
 
 _ONE_SLASH = re.compile(r"(s3a?|gs|gcs|hdfs|webhdfs|abfss?|az|memory|file):/(?!/)")

@@ -26,6 +26,7 @@ class BatchPlan:
             smaller; some ranks may then have no sample. ``drop`` leaves it out.
         order: ``global`` shuffles all samples, ``block`` shuffles as BlockOrder does, with ``block_samples``
             and ``pool_samples``, ``sequential`` does not shuffle.
+        limit: limit of the steps per epoch; see `limited`.
 
     Raises:
         DataError: there are no samples, or ``drop`` leaves no step.
@@ -39,6 +40,7 @@ class BatchPlan:
     order: str = "global"
     block_samples: int = 1024
     pool_samples: int = 65536
+    limit: int | float = 1.0
 
     def __post_init__(self) -> None:
         if self.order == "block":
@@ -54,7 +56,7 @@ class BatchPlan:
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps per epoch, the same on every rank."""
-        return count_steps(self.num_samples, self.global_batch, self.last_batch)
+        return limited(count_steps(self.num_samples, self.global_batch, self.last_batch), self.limit)
 
     def global_indices(self, epoch: int, step: int) -> np.ndarray:
         """Return the sample indices of a step's global batch, int64, in order."""
@@ -103,6 +105,16 @@ class BatchPlan:
 def count_steps(num_samples: int, global_batch: int, last_batch: str) -> int:
     """Return the number of global batches per epoch."""
     return num_samples // global_batch if last_batch == "drop" else -(-num_samples // global_batch)
+
+
+def limited(count: int, limit: int | float) -> int:
+    """Return how many of `count` batches a limit leaves: an integer is a number, a float a share."""
+    return min(count, limit if isinstance(limit, int) else max(1, round(count * limit)))
+
+
+def is_limited(limit: int | float) -> bool:
+    """Return whether a limit can leave out batches: 1.0 means all, the integer 1 means one."""
+    return isinstance(limit, int) or limit < 1
 
 
 def check_blocks(block_samples: int, pool_samples: int) -> None:

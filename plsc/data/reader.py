@@ -11,7 +11,7 @@ import torch
 
 from plsc.data.batch import Batch
 from plsc.data.decode import ImageShape, decode_image
-from plsc.data.order import count_steps
+from plsc.data.order import count_steps, is_limited, limited
 from plsc.data.sources.torch_dataset import whole_number
 from plsc.data.transform import IsolatedRandom
 from plsc.data.workers import run_in_process
@@ -79,6 +79,7 @@ class ReaderLoader:
         shards_itself: call ``reader(rank, ranks)``, which yields only this rank's samples (see
             `declares_shards`). It is seeded identically on all ranks, so it may shuffle a list and take
             every ranks-th entry.
+        limit: limit of the batches per epoch; see `limited`. The generator is closed there.
         ahead: run the generator in a forked process, a few batches ahead. (A thread would share the global
             generators with the training.) Changes it makes to variables of the script are lost.
 
@@ -98,6 +99,7 @@ class ReaderLoader:
         seed: int,
         class_num: int | None = None,
         num_samples: int | None = None,
+        limit: int | float = 1.0,
         last_batch: str = "pad",
         title: str = "train reader",
         shards_itself: bool = False,
@@ -123,7 +125,15 @@ class ReaderLoader:
         self.title = title
         self._steps: int | None = None
         if num_samples is not None:
-            self._steps = count_steps(num_samples, global_batch, last_batch)
+            self._steps = limited(count_steps(num_samples, global_batch, last_batch), limit)
+        elif isinstance(limit, int):
+            self._steps = limit
+        elif limit < 1:
+            raise OptionError(
+                f"train.limit_train_batches is {limit}, but the length of a generator reader is unknown; set "
+                "a number of batches, or call set_train_image_num"
+            )
+        self._limit = self._steps if is_limited(limit) else None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -171,7 +181,7 @@ class ReaderLoader:
         first: dict[int, Sample] = {}  # the first global batch, which padding repeats
         step, whole = 0, self._samples_per_step
         size = whole
-        while size == whole:
+        while size == whole and step != self._limit:
             keep_all = step == 0 and self.last_batch == "pad"
             slots = range(0) if step < start_step else self._slots()
             kept: dict[int, Sample] = {}

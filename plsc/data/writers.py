@@ -174,8 +174,8 @@ def writer_of(location: str) -> Write:
     suffix = name[name.rindex(".") :] if "." in name.lstrip(".") else ""
     if suffix not in WRITERS:
         raise DataError(
-            f"{base_name(location)!r}: unknown suffix {suffix!r}; expected .rec, .parquet or .tar, or no "
-            "suffix for a folder of base64 lines"
+            f"{base_name(location)!r}: unknown suffix {suffix!r}; expected "
+            f"{', '.join(filter(None, WRITERS))}, or no suffix for a folder of base64 lines"
         )
     return WRITERS[suffix]
 
@@ -197,11 +197,10 @@ def convert(
     progress: bool = True,
     **reading: Any,
 ) -> Conversion:
-    """Convert the dataset at `location` to `destination`, in the format given by its suffix.
+    """Convert the dataset at `location` to `destination`, in the format given by its suffix (`WRITERS`).
 
-    Suffixes: ``.rec``, ``.parquet``, ``.tar``; none for a folder of base64 lines. Both locations may be
-    fsspec URLs. Encoded images are copied unchanged. The destination appears when it is complete; existing
-    files are never overwritten.
+    Both locations may be fsspec URLs. Encoded images are copied unchanged. The destination appears when it is
+    complete; existing files are never overwritten.
 
     Args:
         reading: options of `open_source`.

@@ -66,11 +66,11 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
 
 
 def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Plot loss, learning rate, and if present batch accuracy and verification accuracy, over the steps.
+    """Plot mean loss, learning rate, and if present batch accuracy and verification accuracy, over the steps.
 
-    The file has one JSON object per line, ``{"step": .., "loss": .., "lr": .., "accuracy": ..}`` or
-    ``{"step": .., "eval": {name: {"accuracy": ..}}}``. Incomplete lines (of a killed run) are ignored. If a
-    resumed run repeats steps, the later line is used.
+    The file has one JSON object per line, ``{"step": .., "mean_loss": .., "lr": .., "accuracy": ..}`` (or
+    ``loss``, of a single batch) or ``{"step": .., "eval": {name: {"accuracy": ..}}}``. Incomplete lines (of a
+    killed run) are ignored. If a resumed run repeats steps, the later line is used.
 
     Raises:
         DataError: the file cannot be read or has no loss yet, or the plot cannot be written.
@@ -111,7 +111,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, _Points], dict[str, _Points]]:
                 if not _is_number(step) or step < 0:
                     continue
                 for key in ("loss", "accuracy", "lr"):
-                    value = record.get(key)
+                    value = record.get(f"mean_{key}", record.get(key))
                     if _is_number(value):
                         series.setdefault(key, {})[int(step)] = value
                 evaluated = record.get("eval")
@@ -157,7 +157,7 @@ def _draw_noisy(axes: Axes, points: _Points, colour: str) -> None:
         marker = "o" if len(values) == 1 else None
         axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=4)
         return
-    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.7, label="each logged step")
+    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.7, label="each log line")
     smooth = _running_mean(values, window)
     axes.plot(steps, smooth, color=colour, linewidth=1.8, label=f"mean over {window}")
     add_legend(axes, fontsize=8.5, loc="best")
@@ -181,7 +181,7 @@ def _draw_evaluations(axes: Axes, evaluations: dict[str, _Points]) -> None:
 
 # The panels from top to bottom: label, height in inches, function.
 _PANELS: dict[str, tuple[str, float, Any]] = {
-    "loss": ("Loss", 2.4, partial(_draw_noisy, colour=COLOURS[0])),
+    "loss": ("Mean loss", 2.4, partial(_draw_noisy, colour=COLOURS[0])),
     "accuracy": ("Batch accuracy", 1.7, partial(_draw_noisy, colour=COLOURS[2])),
     "eval": ("Verification", 1.7, _draw_evaluations),
     "lr": ("Learning rate", 1.2, _draw_learning_rate),

@@ -8,7 +8,7 @@ threshold of the other nine; the lowest one wins a tie.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,14 @@ class VerificationResult:
     positives: int
     negatives: int
     mean_norm: float  # mean L2 norm of the embeddings before normalisation
+    cosines: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; the keys of FARs are strings such as ``"0.001"``."""
+        """Return plain values for JSON, without the cosines; FARs are strings such as ``"0.001"``."""
+        values = asdict(self)
+        del values["cosines"]
         return {
-            **asdict(self),
+            **values,
             "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
             "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
         }
@@ -78,6 +81,7 @@ def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> Veri
         positives=positives,
         negatives=negatives,
         mean_norm=float(norms.mean()),
+        cosines=cosines,
     )
 
 

@@ -15,6 +15,7 @@ from plsc.checkpoint.load import check_files
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, HEADS_KEY, Checker
 from plsc.config import Config, Options, find_option
 from plsc.config.data import is_name
+from plsc.data.order import is_limited
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import safe_arguments
@@ -42,7 +43,8 @@ def resolve_run(
     config = adopt(options, path, manifest, model, "run")
     _check_data_sets(config, path, manifest)
     steps = manifest.scalars.get("steps_per_epoch")
-    if config.data.datasets and "train.epoch_steps" not in config.explicit and steps is not None:
+    is_free = "train.epoch_steps" not in config.explicit and not is_limited(config.train.train_limit)
+    if config.data.datasets and is_free and steps is not None:
         # Even if datasets change, the length of epochs and the schedule do not.
         config = config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
     return with_margin(_keep_global_batch(config, path, manifest, ranks))
@@ -203,8 +205,8 @@ def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
         )
     if saved is not None and not options.data.datasets:
         raise CheckpointError(
-            f"{path} has a head for each of the datasets {', '.join(saved)}, but this run has a single data "
-            "set (data.dataset_dir); to resume, add the datasets with add_dataset; to start from its "
+            f"{path} has a head for each of the datasets {', '.join(saved)}, but this run has a single "
+            "dataset (data.dataset_dir); to resume, add the datasets with add_dataset; to start from its "
             "network, use set_pretrained instead of set_checkpoint_dir"
         )
 

@@ -29,6 +29,7 @@ from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.heads import build_heads, margin_of, sampling_of
+from plsc.train.loggers import Logger
 from plsc.train.network import (
     build_trained_network,
     check_network_options,
@@ -61,6 +62,7 @@ class UserParts:
     optimizer: Factory | None = None
     schedule: ScheduleFunction | None = None
     callbacks: tuple[Callback, ...] = ()
+    loggers: tuple[Logger, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,10 @@ def build_run(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
-    targets = load_targets(options, user.test_reader) if options.train.with_test else []
+    targets = []
+    if options.train.with_test:
+        limit = options.train.limit_val_batches
+        targets = load_targets(options, user.test_reader, limit, world.size)
     layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
     global_batch = global_batch_size(options, world.size)
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.

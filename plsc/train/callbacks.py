@@ -104,6 +104,7 @@ class Context:
         world: the process groups, for collectives of your own.
         total_steps: steps of the run; None for a reader of unknown length.
         batch: the batch of this rank; from batch_start to after_step.
+        is_logged: whether the metrics of the current step are logged; from batch_start on.
         output: output of the head, for the global batch; from after_forward to after_step.
         losses: (mean loss, images) of the steps whose losses became known since the last after_step or
             epoch_end.
@@ -128,6 +129,7 @@ class Context:
         self.rank, self.world_size, self.is_main = world.rank, world.size, world.is_main
         self.total_steps = total_steps
         self.batch: Batch | None = None
+        self.is_logged = False
         self.output: HeadOutput | None = None
         self.losses: list[tuple[float, int]] = []
         self.data_seconds = self.step_seconds = 0.0
@@ -137,6 +139,7 @@ class Context:
         self.error: BaseException | None = None
         self.stop_reason = ""
         self.scalars: dict[str, float] = {}
+        self.pictures: dict[str, Path] = {}
         self._position = position
         self._outputs: dict[str, list[Tensor]] = {}
 
@@ -186,8 +189,13 @@ class Context:
         return None if gradient is None else local_part(gradient)
 
     def log(self, name: str, value: float) -> None:
-        """Add a scalar to the next line of metrics.jsonl; only values of rank 0 are written."""
+        """Add a scalar to the metrics of the next log line; only values of rank 0 are written."""
         self.scalars[name] = float(value)
+
+    def log_picture(self, name: str, path: Path) -> None:
+        """Pass a PNG file to the loggers with the next log line or evaluation; only on rank 0."""
+        if self.is_main:
+            self.pictures[name] = path
 
     def stop(self, reason: str) -> None:
         """End the run after this step, with evaluation and a checkpoint. One rank suffices."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,10 +15,8 @@ from plsc.errors import TrainingError, TrainingInterrupted
 from plsc.parallel.backbone import local_part, original_class_name
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
+from plsc.train.heads import margin_arguments
 from plsc.train.state import Position
-
-BAD_BATCH_NAME = "bad_batch.json"
-_NAMES_SHOWN = 4
 
 _STEPS = ("step", "multi_step")
 _FALLING = ("polynomial", "cosine", "exponential")
@@ -106,7 +103,7 @@ def _unused(options: Config, made_with: Mapping[str, Any] | None) -> Iterator[tu
         yield ("optim.cosine_cycles",), schedule
     if optim.schedule != "polynomial":
         yield ("optim.decay_power",), schedule
-    if head.loss_type.removeprefix("dist_") in ("softmax", "normface"):
+    if not any("margin" in name for name in margin_arguments(head.loss_type.removeprefix("dist_"))):
         yield ("head.margin_warmup_steps",), f"head.loss_type is {head.loss_type}"
     if ":" in optim.optimizer and not has_own_rows:
         yield ("optim.lr", "optim.weight_decay"), "the optimizer's factory decides"
@@ -126,28 +123,6 @@ def _unused(options: Config, made_with: Mapping[str, Any] | None) -> Iterator[tu
         yield ("precision.white_list", "precision.black_list"), mode
     if precision.mode != "float16" and precision.loss_scaling == "auto":
         yield tuple(f"precision.{name}" for name in _SCALING), mode
-
-
-def stop_at_bad_loss(
-    world: World, save_dir: Path, position: Position, loss: float, rate: float, names: list[str]
-) -> None:
-    """Raise TrainingError with the step, the learning rate and the samples; a collective.
-
-    names: names of this rank's samples. The names of the global batch are written to bad_batch.json.
-    """
-    everywhere = [name for part in world.all_gather_object(names) for name in part]
-    path = save_dir / BAD_BATCH_NAME
-    if world.is_main:
-        report = {"step": position.step, "loss": str(loss), "lr": rate, "samples": everywhere}
-        path.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    shown = ", ".join(everywhere[:_NAMES_SHOWN])
-    more = len(everywhere) - _NAMES_SHOWN
-    raise TrainingError(
-        f"the loss is {loss} at step {position.step} (epoch {position.epoch + 1}, learning rate "
-        f"{rate:g}); samples of the batch: {shown}{f' and {more} more' if more > 0 else ''}, listed in "
-        f"{path}. Lower the learning rate or use a longer warm-up, check these images, and resume from the "
-        "last checkpoint"
-    )
 
 
 def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:
@@ -177,8 +152,9 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
     if expected is None or position.step_in_epoch == expected:
         return None
     return (
-        f"epoch {position.epoch + 1} of the reader had {position.step_in_epoch} steps, but {expected} were "
-        "expected; correct set_train_image_num: warm-up, log lines and resuming depend on it"
+        f"epoch {position.epoch + 1} had {position.step_in_epoch} steps, but {expected} were expected; "
+        "correct set_train_image_num of a reader, or set_limit_train_batches of a run that resumed within an "
+        "epoch: warm-up, log lines and resuming depend on it"
     )
 
 

@@ -23,7 +23,7 @@ from plsc.data.class_names import ClassNames
 from plsc.data.files import read_file_list
 from plsc.data.loader import SourceLoader, choose_kind
 from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
-from plsc.data.order import BatchPlan, count_steps
+from plsc.data.order import BatchPlan, count_steps, limited
 from plsc.data.reader import ReaderLoader
 from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, open_source
@@ -162,6 +162,7 @@ def open_training_data(
         data.order,
         data.block_samples,
         data.pool_samples,
+        options.train.train_limit,
     )
     recipe = make_recipe(options, transform, class_num)
     loader = source_loader(source, plan, world.rank, recipe, options, world)
@@ -199,6 +200,7 @@ def _open_generator(
         seed=options.train.seed,
         last_batch=data.last_batch,
         num_samples=num_samples,
+        limit=options.train.train_limit,
         shards_itself=data.reader_shards_itself,
         ahead=data.num_workers > 0 and can_fork and not has_workers,
         pin_memory=world.device.type == "cuda",
@@ -229,6 +231,7 @@ def _open_rank_files(
         1,
         hash_key(options.train.seed, world.rank),
         options.data.last_batch,
+        limit=options.train.train_limit,
     )
     first = world.rank * len(source)
     recipe = make_recipe(options, transform, class_num, first_sample=first)
@@ -367,7 +370,7 @@ def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
             f"data.last_batch 'drop' leaves no step per epoch: the datasets have {num_samples} samples, "
             f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
         )
-    return steps
+    return limited(steps, options.train.train_limit)
 
 
 def _share(one: TrainingSet, options: Config) -> Share:

@@ -29,10 +29,11 @@ from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 from plsc.train.classes import OpenedCheckpoint
-from plsc.train.loggers import METRICS_NAME, PLOT_NAME
+from plsc.train.loggers import CSV_NAME, METRICS_NAME, PLOT_NAME
 
 LAST, BEST = "last", "best"  # checkpoints of save_dir, instead of a path
-SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # files that a run writes next to its checkpoints
+# Files that a run writes next to its checkpoints.
+SMALL_FILES = (METRICS_NAME, PLOT_NAME, CSV_NAME, LIST_NAME)
 logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of the checkpoint of an epoch

@@ -20,7 +20,7 @@ class WeightAverage(Callback):
     """Keeps an exponential moving average of the network's weights, and uses it in evaluations.
 
     After update n, average = d * average + (1 - d) * weights with d = min(decay, (1 + n) / (10 + n)), as in
-    TensorFlow's ExponentialMovingAverage. Running statistics of batch norms are averaged, too.
+    TensorFlow's ExponentialMovingAverage. Running statistics of batch norms are also averaged.
 
     Args:
         network: its weights are averaged; of a sharded network, the part of this rank.

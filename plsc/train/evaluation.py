@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
 from plsc.config.option import name_of, shown_value
 from plsc.data.class_names import class_names_of
+from plsc.data.order import is_limited, limited
 from plsc.data.pairs import read_pairs
 from plsc.data.reader import declares_shards, open_reader
 from plsc.data.sources.base import FileSource, IndexedSource, Source
@@ -64,10 +66,13 @@ class Target:
     is_same: np.ndarray
 
 
-def load_targets(options: Config, test_reader: TestReader | None = None) -> list[Target]:
+def load_targets(
+    options: Config, test_reader: TestReader | None = None, limit: int | float = 1.0, ranks: int = 1
+) -> list[Target]:
     """Return the pair files that `data.val_targets` names, in order; by default lfw.bin if it exists.
 
-    Raises DataError for a missing or damaged file, or one with too few pairs for ten folds.
+    limit: limit of the batches per file; at least ten pairs are left. Raises DataError for a missing or
+    damaged file, or one with too few pairs for ten folds.
     """
     names = options.data.val_targets
     folder = Path(options.data.dataset_dir)
@@ -88,7 +93,30 @@ def load_targets(options: Config, test_reader: TestReader | None = None) -> list
                 f"{target.name} has {len(target.is_same)} pairs, {same} of them of the same class; expected "
                 f"at least {_FOLDS} pairs, with both same and different classes"
             )
-    return targets
+    batch = options.train.test_batch_size * ranks / 2  # pairs
+    return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]
+
+
+def spread(labels: np.ndarray, batch: float, limit: int | float, at_least: int = 1) -> np.ndarray:
+    """Return which samples to evaluate under a limit of batches: sorted indices, int64 [n].
+
+    They are spread evenly over the labels, so that no class dominates in a sorted file. batch: samples per
+    step of all ranks. at_least: number of samples that the evaluation needs.
+    """
+    count = len(labels)
+    if not is_limited(limit):
+        return np.arange(count)
+    batches = limited(math.ceil(count / batch), limit)
+    wanted = min(count, max(at_least, int(batches * batch)))
+    by_label = np.argsort(labels, kind="stable")
+    return np.sort(by_label[np.linspace(0, count - 1, wanted).round().astype(np.int64)])
+
+
+def _limited(target: Target, pairs: np.ndarray) -> Target:
+    if len(pairs) == len(target.is_same):
+        return target
+    images = [target.images[2 * pair + side] for pair in pairs.tolist() for side in (0, 1)]
+    return Target(target.name, images, target.is_same[pairs])
 
 
 def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:
@@ -148,7 +176,8 @@ class Prediction:
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
     """Return the verification of the checkpoint's network on every pair file, by name."""
     network, config = load_for_run(options, world, user.model)
-    targets = load_targets(config, user.test_reader)
+    limit = 1 if config.train.fast_dev_run else config.train.limit_test_batches
+    targets = load_targets(config, user.test_reader, limit, world.size)
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "

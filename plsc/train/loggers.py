@@ -1,105 +1,251 @@
-"""Destinations of a run's metrics: files and tracking tools, and the plot of the loss; only on rank 0."""
+"""Destinations of a run's metrics: files and tracking tools."""
 
 from __future__ import annotations
 
-import contextlib
+import csv
+import importlib.util
+import io
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-from plsc.errors import TrainingError
+import numpy as np
+from PIL import Image
+
+from plsc.errors import OptionError
 from plsc.storage.publish import replacing
-from plsc.train.callbacks import Callback, Context
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
+CSV_NAME = "metrics.csv"
 
 
+@runtime_checkable
 class Logger(Protocol):
-    """A destination of metrics."""
+    """A destination of metrics. A custom class needs only these two methods."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Write the metrics of a step or the results of an evaluation; ``entry["step"]`` is the step."""
+        """Write the metrics of a step, an evaluation or an epoch, or the paths of pictures by name.
+
+        ``entry["step"]`` is the step. `scalars` returns the numbers of an entry by name.
+        """
 
     def close(self) -> None:
         """Write what is left, and release all resources."""
 
 
+def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the finite numbers of an entry except the step, by name.
+
+    The ``loss`` of a step is named ``loss_step``, an accuracy of an evaluation ``eval/lfw/accuracy``.
+    """
+    found: dict[str, float] = {}
+    for key, value in entry.items():
+        name = prefix + key if prefix else _STEP_NAMES.get(key, key)
+        if isinstance(value, Mapping):
+            found |= scalars(value, f"{name}/")
+        elif isinstance(value, (int, float)) and math.isfinite(value) and name != "step":
+            found[name] = value
+    return found
+
+
+_STEP_NAMES = {"loss": "loss_step", "accuracy": "accuracy_step"}  # next to loss_epoch, accuracy_epoch
+
+
 class JsonLines:
-    """Writes metrics.jsonl: one JSON object per line.
+    """Writes metrics.jsonl, one JSON object per line, and at the end of each epoch the plot loss.png.
 
     Lines after `step`, from an earlier attempt of a resumed run, are removed.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        path = folder / METRICS_NAME
-        _drop_later_lines(path, step)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, folder: Path, step: int, *_: Any) -> None:
+        self.path = folder / METRICS_NAME
+        _drop_later_lines(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._has_loss = False
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write a line."""
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
+        self._has_loss |= entry.get("mean_loss") is not None
+        if "loss_epoch" in entry and self._has_loss:
+            from plsc.evaluate.plots import plot_metrics  # importing matplotlib takes a third of a second
+
+            plot_metrics(self.path, self.path.with_name(PLOT_NAME))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class Logging(Callback):
-    """Writes the metrics and evaluations of a run to its loggers, and plots them after each epoch."""
+class Csv:
+    """Writes metrics.csv: one row per step, with its metrics and those of an evaluation or an epoch.
 
-    def __init__(self) -> None:
-        self._loggers: list[Logger] = []
-        self._has_steps = False
+    Rows after `step` are removed. The file is rewritten when a metric appears for the first time.
+    """
 
-    def run_start(self, context: Context) -> None:
-        """Open the loggers on rank 0."""
-        if context.is_main:
-            with _explaining_errors(context.folder):
-                context.folder.mkdir(parents=True, exist_ok=True)
-                self._loggers.append(JsonLines(context.folder, context.step))
+    def __init__(self, folder: Path, step: int, *_: Any) -> None:
+        self.path = folder / CSV_NAME
+        self._columns: list[str] = []
+        self._row: dict[str, Any] = {}
+        self._row_at = 0
+        self._file: BinaryIO = io.BytesIO()  # replaced by _rewrite
+        self._rewrite([row for row in self._read() if int(row["step"]) <= step])
 
-    def logged(self, context: Context) -> None:
-        """Write the metrics of a step."""
-        self._write(context, context.metrics)
-        self._has_steps = True
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write a row, or add to the last one if its step is the same."""
+        row = {"step": str(entry["step"]), "epoch": "", **scalars(entry)}
+        if row["step"] == self._row.get("step"):
+            row = {**self._row, **row}
+            self._file.truncate(self._row_at)
+            self._file.seek(self._row_at)
+        if not row.keys() <= set(self._columns):
+            self._columns = list(dict.fromkeys([*self._columns, *row]))
+            self._rewrite(self._read())
+        self._add(row)
+        self._file.flush()
 
-    def evaluated(self, context: Context) -> None:
-        """Write the results of an evaluation."""
-        results = {name: result.as_dict() for name, result in context.evaluation.items()}
-        self._write(context, {"step": context.step, "epoch": context.current_epoch, "eval": results})
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
-    def epoch_end(self, context: Context) -> None:
-        """Plot metrics.jsonl to loss.png."""
-        if context.is_main and self._has_steps:
-            from plsc.evaluate.plots import plot_metrics  # importing matplotlib takes a third of a second
+    def _add(self, row: dict[str, Any]) -> None:
+        self._row, self._row_at = row, self._file.tell()
+        self._file.write(_csv_line(row.get(name, "") for name in self._columns))
 
-            plot_metrics(context.folder / METRICS_NAME, context.folder / PLOT_NAME)
+    def _read(self) -> list[dict[str, str]]:
+        """Return the rows of the file, without incomplete ones."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+        self._columns = list(dict.fromkeys([*(reader.fieldnames or []), *self._columns]))
+        return [row for row in reader if (row.get("step") or "").isdecimal() and None not in row.values()]
 
-    def run_end(self, context: Context) -> None:
-        """Close the loggers."""
-        for one in self._loggers:
-            one.close()
-
-    exception = run_end
-
-    def _write(self, context: Context, entry: dict[str, Any]) -> None:
-        with _explaining_errors(context.folder):
-            for one in self._loggers:
-                one.write(entry)
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        with replacing(self.path) as temporary:
+            temporary.write_bytes(_csv_line(self._columns) if self._columns else b"")
+        self._file.close()
+        self._file = self.path.open("r+b")
+        self._file.seek(0, io.SEEK_END)
+        for row in rows:
+            self._add({name: value for name, value in row.items() if value})
+        self._file.flush()
 
 
-@contextlib.contextmanager
-def _explaining_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(
-            f"cannot write {folder / METRICS_NAME}: {error.strerror}; free space or check the permissions, "
-            "or choose another folder with set_model_save_dir. Checkpoints saved before are intact"
-        ) from error
+def _csv_line(values: Iterable[Any]) -> bytes:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(values)
+    return line.getvalue().encode()
+
+
+class TensorBoard:
+    """Writes TensorBoard events to the folder. Events after `step` are hidden by TensorBoard."""
+
+    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        for summary in hparams(flat_options(options), {"loss_epoch": 0.0}):
+            self._writer._get_file_writer().add_summary(summary)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write scalars and pictures."""
+        for name, value in scalars(entry).items():
+            self._writer.add_scalar(name, value, entry["step"])
+        for name, path in entry.get("pictures", {}).items():
+            pixels = np.asarray(Image.open(path).convert("RGB"))
+            self._writer.add_image(name, pixels, entry["step"], dataformats="HWC")
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class MLflow:
+    """Writes to a run of MLflow, at MLFLOW_TRACKING_URI. A resumed run continues the run `run_id`."""
+
+    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        self.run_id: str = mlflow.start_run(run_id or None, run_name=folder.name).info.run_id
+        values = [] if run_id else list(flat_options(options).items())  # a parameter cannot change
+        for start in range(0, len(values), 100):  # the limit of MLflow's servers
+            mlflow.log_params(dict(values[start : start + 100]))
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write scalars and pictures."""
+        self._mlflow.log_metrics(scalars(entry), step=entry["step"], run_id=self.run_id)
+        for path in entry.get("pictures", {}).values():
+            self._mlflow.log_artifact(path, "pictures", run_id=self.run_id)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+class WandB:
+    """Writes to a run of Weights & Biases. A resumed run continues the run `run_id`."""
+
+    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            dir=folder,
+            config=dict(options),
+            id=run_id or None,
+            resume="allow",
+            settings=wandb.Settings(x_disable_meta=True),  # it has the command line, with URLs and passwords
+        )
+        self._run.define_metric("*", step_metric="step")  # W&B's own steps cannot be repeated after a resume
+        self.run_id: str = self._run.id
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write scalars and pictures."""
+        pictures = {name: self._wandb.Image(path) for name, path in entry.get("pictures", {}).items()}
+        self._run.log({"step": entry["step"], **scalars(entry), **pictures})
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+LOGGERS: dict[str, Callable[[Path, int, Mapping[str, Any], str], Logger]] = {
+    "jsonl": JsonLines,
+    "csv": Csv,
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+}
+"""The loggers by name; called with the folder of the run, the step from which it resumes (0: from scratch),
+its options without secrets, and the `run_id` that the logger had before the resume."""
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Raise OptionError if the package of a logger is not installed."""
+    for name in names:
+        if name not in ("jsonl", "csv") and importlib.util.find_spec(name) is None:
+            raise OptionError(
+                f"the logger {name!r} needs the package {name}, which is not installed; run "
+                f"pip install 'plsc[{name}]'"
+            )
+
+
+def flat_options(options: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """Return the options that have a value, by path, such as ``train.batch_size``: numbers and strings."""
+    return {
+        f"{group}.{name}": value if type(value) in (int, float) else str(value)
+        for group, values in options.items()
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def _drop_later_lines(path: Path, step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from plsc.config import Options
+from plsc.config.train import logger_names, seconds_of
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
@@ -25,20 +26,23 @@ from plsc.train.adopt import resolve_run
 from plsc.train.advice import DataWait, LearningCheck
 from plsc.train.build import Run, UserParts, build_run, describe_run
 from plsc.train.callbacks import Callback, Callbacks
+from plsc.train.check_layers import LayerTable
 from plsc.train.checks import (
     epoch_warning,
     interrupted,
     nothing_left,
     stop_at_bad_weights,
 )
-from plsc.train.directories import open_directories, open_start
+from plsc.train.directories import Start, open_directories, open_start
 from plsc.train.ema import WeightAverage
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.loggers import Logging
+from plsc.train.limits import MaxTime, in_temporary_folder, one_step, remove_temporary
+from plsc.train.loggers import Logger, check_packages
 from plsc.train.metrics import BadSampleReport, Mean, Meter
 from plsc.train.output import Progress
+from plsc.train.reporting import GradientNorm, Logging, Pictures
 from plsc.train.resume import restore
-from plsc.train.saving import Saver
+from plsc.train.saving import NoSaver, Saver
 from plsc.train.snapshot import seed_generators
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart, start_from_pretrained
@@ -48,10 +52,16 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
     start = open_start(options.resolve(), world)
     config = resolve_run(options, start.checkpoint, world.size, user.model)
+    check_packages(logger_names(config.train.loggers))
+    is_trial = config.train.fast_dev_run
+    if is_trial:
+        config = one_step(config, start)
     run = build_run(config, world, user, start.checkpoint)
+    if is_trial:
+        start = in_temporary_folder(start, world)
     directories = open_directories(config, world, start)
     try:
-        run = with_output(run, directories.local, is_resumed=start.checkpoint is not None)
+        run = with_output(run, start, user.loggers)
         world.log(start.note)
         lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
@@ -64,26 +74,38 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             seed_generators(world, config.train.seed)
         for line in [*describe_run(run, start.checkpoint), *lines]:
             world.log(line)
-        result = Trainer(run, Saver(run, directories)).train()
+        result = Trainer(run, NoSaver() if is_trial else Saver(run, directories)).train()
         result.warm_start = warm_start
         return result
     finally:
         directories.release()
+        if is_trial:
+            remove_temporary(directories)
 
 
-def with_output(run: Run, folder: Path, is_resumed: bool = False) -> Run:
-    """Return the run with the callbacks that write its metrics to a folder, and that warn about problems."""
-    context = run.callbacks.context
-    context.folder = folder
+def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
+    """Return the run with the callbacks of its options, which write its metrics and warn about problems.
+
+    loggers: the user's, in addition to those of `train.loggers`.
+    """
+    context, train = run.callbacks.context, run.options.train
+    context.folder = start.local
     decay = run.options.optim.ema_decay
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
         DataWait.of(run.data.loader, run.world),
-        LearningCheck.of(run, is_resumed),
+        LearningCheck.of(run, is_resumed=start.checkpoint is not None),
         Progress(),
-        Logging(),
+        *([GradientNorm()] if train.log_gradient_norm else []),
+        *([Pictures(run.targets)] if train.log_images else []),
     ]
+    if not train.fast_dev_run:
+        callbacks.append(Logging(loggers, is_same_run=bool(start.resumed)))
+    if (seconds := seconds_of(train.max_time)) is not None:
+        callbacks.append(MaxTime(seconds))
+    if train.check_shape or train.check_content:
+        callbacks.append(LayerTable(train.check_content))
     return replace(run, callbacks=Callbacks(callbacks, context))
 
 
@@ -147,6 +169,7 @@ class Trainer:
             self._run.world.log(nothing_left(self._position.step, self._position.epoch))
         try:
             self._callbacks("run_start")
+            self._stop_if_asked()
             with StopSignal(self._options.stop_deadline) as stop:
                 while not self._is_over():
                     self._train_epoch(stop)
@@ -210,9 +233,9 @@ class Trainer:
             return not status.has_ended
         if status.has_ended or batch is None:
             return False
-        self._callbacks.context.batch = batch
-        self._callbacks("batch_start")
         is_logged = self._is_logged()
+        self._callbacks.context.batch, self._callbacks.context.is_logged = batch, is_logged
+        self._callbacks("batch_start")
         made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
@@ -236,7 +259,9 @@ class Trainer:
     def _read(self) -> Generator[Batch, None, None]:
         """Yield the remaining batches of the epoch."""
         run, position = self._run, self._position
-        batches = run.data.loader.epoch(position.epoch, position.step_in_epoch)
+        # An epoch's number decides its order and augmentation.
+        epoch = 0 if self._options.overfit_batches else position.epoch
+        batches = run.data.loader.epoch(epoch, position.step_in_epoch)
         if run.options.speed.overlap_copies:
             return copied_in_side_stream(batches, run.world.device)
         return batches
@@ -266,7 +291,7 @@ class Trainer:
             "bad_samples": self._bad_samples.gather(),
         }
         context = self._callbacks.context
-        metrics = {**context.scalars, **metrics}
+        metrics = {**{name: _finite(value) for name, value in context.scalars.items()}, **metrics}
         context.scalars = {}
         self._result.metrics = context.metrics = metrics
 

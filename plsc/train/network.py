@@ -62,6 +62,10 @@ def check_network_options(options: Config, ranks: int) -> None:
             "train.deterministic: torch.compile does not guarantee equal results",
         ),
         (
+            options.train.check_shape or options.train.check_content,
+            "train.check_shape or check_content: compiled code does not call the layers",
+        ),
+        (
             precision.white_list or precision.black_list,
             "precision.white_list or black_list: compiled code does not call the modules that they name",
         ),

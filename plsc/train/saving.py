@@ -194,6 +194,28 @@ class Saver:
         return best_in(Store(self.directories.local), self.retention, self.directories.start.run_id)
 
 
+class NoSaver(Saver):
+    """A Saver that saves nothing."""
+
+    def __init__(self) -> None:
+        self.last = None
+        self.best = None
+
+    def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
+        """Do nothing."""
+
+    def is_done(self) -> bool:
+        """Return True: no save is running."""
+        return True
+
+    def finish_save(self) -> None:
+        """Do nothing."""
+
+    def close(self, seconds: float | None = None) -> list[Path]:
+        """Return an empty list: nothing to upload."""
+        return []
+
+
 def _problem_of(action: Callable[[], object]) -> str | None:
     """Run an action whose failure is not fatal; return the error message, None on success."""
     try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,10 @@ from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unsc
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
 from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
-from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.spans import span
+from plsc.train.bad_loss import find_bad_layer, stop_at_bad_loss
 from plsc.train.build import Run
-from plsc.train.checks import stop_at_bad_loss
 from plsc.train.network import training_mode
 from plsc.train.state import Position
 
@@ -48,7 +48,8 @@ class StepResult:
 class Step:
     """Executes the training steps of a run, one per call of `make`; a collective.
 
-    save_dir: folder for bad_batch.json, by default `checkpoint.save_dir`. losses: the losses of the steps.
+    save_dir: folder for the batch of a bad loss, by default `checkpoint.save_dir`. losses: the losses of the
+    steps.
     """
 
     def __init__(self, run: Run, save_dir: Path | None = None) -> None:
@@ -56,8 +57,11 @@ class Step:
         self._options = run.options.train
         self._mode = training_mode(run.options, run.world.device)
         is_late = run.world.device.type == "cuda" and run.options.speed.late_losses
-        folder = save_dir or Path(run.options.checkpoint.save_dir)
-        self.losses = LossReader(run.world, folder, is_late)
+        self._folder = save_dir or Path(run.options.checkpoint.save_dir)
+        self.losses = LossReader(self._stop_at_bad_loss, is_late)
+        # torch's fused optimizers can skip an update without a synchronisation.
+        is_fused = bool(run.optimizer.defaults.get("fused")) and not is_sharded(run.network)
+        self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
         self._has_updated = False
 
@@ -82,7 +86,10 @@ class Step:
             is_skipped, is_excused = self._find_overflow(output)
         run.callbacks.context.output = output
         run.callbacks("after_backward")
-        self.losses.add(output.mean_loss, output.batch, run.position, rate, batch.names, is_excused)
+        self.losses.add(output.mean_loss, output.batch, run.position, rate, batch, is_excused)
+        if self._skips_bad_update:
+            is_bad = (output.mean_loss - output.mean_loss).ne(0)  # of nan and inf
+            run.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
         if run.scaler is not None or not self.losses.is_late:
             self.losses.check()  # before any weight changes
         if is_skipped:
@@ -113,25 +120,18 @@ class Step:
         """
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
         scale = 1.0 if run.scaler is None else run.scaler.scale
-        with span("copy to device"):
-            images = batch.input(device, run.network.input_layout).tensor_split(parts)
-            labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
-        numbers = self._number_samples(batch)
-        split = None if numbers is None else numbers.tensor_split(parts)
         total = sum(sizes) if sizes else 0
         outputs: list[HeadOutput] = []
-        for part in range(parts):
+        for part, (images, labels) in enumerate(self._micro_batches(batch, run.position.step)):
             is_last = part == parts - 1
-            self._seed(part)
-            run.samples.numbers = None if split is None else split[part]
             # Gradients are summed over the ranks only in the last micro-batch.
             with nullcontext() if is_last else no_gradient_sync(run.trained_network):
                 with span("forward"), autocast(self._mode, device):
-                    embeddings = run.trained_network(images[part], labels[part], True)
+                    embeddings = run.trained_network(images, labels, True)
                 with span("head"):
                     output = run.head(
                         scale_gradient(embeddings, scale),
-                        labels[part],
+                        labels,
                         with_accuracy=is_logged and self._options.calc_acc,
                         with_gauge=is_logged,
                         sizes=_of_part(sizes, part, parts) if sizes else None,
@@ -143,6 +143,19 @@ class Step:
                     (output.loss if parts == 1 else output.loss * share).backward()
             outputs.append(output)
         return outputs[0] if parts == 1 else join_outputs(outputs)
+
+    def _micro_batches(self, batch: Batch, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the images and labels of each micro-batch, for whose forward pass generators are seeded."""
+        run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+        with span("copy to device"):
+            images = batch.input(device, run.network.input_layout).tensor_split(parts)
+            labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
+        numbers = self._number_samples(batch)
+        split = None if numbers is None else numbers.tensor_split(parts)
+        for part in range(parts):
+            self._seed(step, part)
+            run.samples.numbers = None if split is None else split[part]
+            yield images[part], labels[part]
 
     def _number_samples(self, batch: Batch) -> Tensor | None:
         """Return the sample numbers of a batch for dropout, int64 [b]; None if no layer needs them.
@@ -161,16 +174,27 @@ class Step:
             return None
         return numbers.to(self._run.world.device, non_blocking=True)
 
-    def _seed(self, part: int) -> None:
-        """Seed torch's generators for a micro-batch of the step.
+    def _seed(self, step: int, part: int) -> None:
+        """Seed torch's generators for a micro-batch of a step.
 
         The CPU generator gets the same seed on all ranks and for all micro-batches, as dropout layers expect:
         they distinguish samples by number. GPU generators get different seeds: only custom layers use them.
         """
-        seed, step, world = self._options.seed, self._run.position.step, self._run.world
+        seed, world = self._options.seed, self._run.world
         torch.manual_seed(hash_key(seed, step))
         if world.device.type == "cuda":
             torch.cuda.manual_seed(hash_key(seed, step, world.rank, part))
+
+    def _stop_at_bad_loss(self, coming: Pending, loss: float) -> NoReturn:
+        """Raise TrainingError after a second forward pass, which finds the layer; a collective."""
+        run = self._run
+        with torch.no_grad(), autocast(self._mode, run.world.device):
+            layer = find_bad_layer(run.network, self._micro_batches(coming.batch, coming.position.step))
+        note = ""
+        if self.losses.is_late and not self._skips_bad_update:
+            note = ", after an update with this loss; set_late_losses(False) stops before it"
+        about = (coming.position, loss, coming.rate, coming.batch)
+        stop_at_bad_loss(run.world, self._folder, *about, layer, note)
 
     def _find_overflow(self, output: HeadOutput) -> tuple[bool, bool]:
         """Return whether to skip the step, and whether its loss may be infinite; identical on all ranks.
@@ -291,7 +315,7 @@ class BufferCopy:
 
 
 @dataclass
-class _Coming:
+class Pending:
     """The loss of a step, with details for the error if it is not finite.
 
     arrived: event after the copy to the CPU, None if the loss is on the CPU already.
@@ -302,21 +326,21 @@ class _Coming:
     images: int
     position: Position
     rate: float
-    names: Sequence[str]
+    batch: Batch
     is_excused: bool
 
 
 class LossReader:
     """Queue of the losses of steps, which are read as numbers in order.
 
-    save_dir: folder for bad_batch.json. is_late: whether a loss may be read one step later.
+    stop: raises TrainingError for a loss that is not finite; called on all ranks. is_late: whether a loss may
+    be read one step later.
     """
 
-    def __init__(self, world: World, save_dir: Path, is_late: bool) -> None:
-        self._world = world
-        self._save_dir = save_dir
+    def __init__(self, stop: Callable[[Pending, float], NoReturn], is_late: bool) -> None:
+        self._stop = stop
         self.is_late = is_late
-        self._coming: deque[_Coming] = deque()
+        self._coming: deque[Pending] = deque()
         self._read: list[tuple[float, int]] = []
 
     def add(
@@ -325,10 +349,10 @@ class LossReader:
         images: int,
         position: Position,
         rate: float,
-        names: Sequence[str],
+        batch: Batch,
         is_excused: bool = False,
     ) -> None:
-        """Add the mean loss of a step, the number of its images, and the names of this rank's samples.
+        """Add the mean loss of a step over so many images; batch: the batch of this rank.
 
         is_excused: the step is skipped, so its loss need not be finite.
         """
@@ -338,7 +362,7 @@ class LossReader:
             value.copy_(loss.detach(), non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._coming.append(_Coming(value, arrived, images, replace(position), rate, names, is_excused))
+        self._coming.append(Pending(value, arrived, images, replace(position), rate, batch, is_excused))
 
     def read(self, everything: bool) -> list[tuple[float, int]]:
         """Return (loss, images) of the steps; with `everything`, also of the last step if reading is late.
@@ -357,12 +381,5 @@ class LossReader:
                 coming.arrived.synchronize()
             loss = float(coming.value)
             if not (math.isfinite(loss) or coming.is_excused):
-                stop_at_bad_loss(
-                    self._world,
-                    self._save_dir,
-                    coming.position,
-                    loss,
-                    coming.rate,
-                    list(coming.names),
-                )
+                self._stop(coming, loss)
             self._read.append((loss, coming.images))

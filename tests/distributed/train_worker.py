@@ -132,12 +132,12 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         run = build_run(config, world, UserParts(model=network()))
         before = weights_of(run)
         directories = open_directories(config, world, open_start(config, world))
-        run = with_output(run, directories.local)
+        run = with_output(run, directories.start)
         Trainer(run, Saver(run, directories)).train()
         directories.release()
         world.barrier()
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
+        metrics = [entry for entry in map(json.loads, lines) if "loss" in entry]
         world.barrier()
     kept = world.all_gather_object([list(run.head.class_range), list(run.head.weight.shape)])
     report = {

@@ -43,7 +43,8 @@ def metrics(folder: Path, name: str) -> dict[int, dict[str, float]]:
     """Return what does not depend on time, by step."""
     entries = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
     kinds = ("loss", "accuracy", "effective_rank")
-    return {e["step"]: {k: v for k, v in e.items() if k.split("/")[0] in kinds} for e in entries}
+    steps = [entry for entry in entries if "loss" in entry]
+    return {e["step"]: {k: v for k, v in e.items() if k.split("/")[0] in kinds} for e in steps}
 
 
 def check_same_losses(ours: dict, theirs: dict, case: str) -> None:

@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from plsc import Entry
 from plsc.errors import TrainingError
 from plsc.parallel.world import World
+from plsc.train.build import UserParts
 from tests.devices import NEEDS_GPU, VISIBLE
 from tests.distributed import job
 from tests.distributed.launch import run_torchrun
 from tests.images import write_dataset, write_pair_file
 from tests.option_pairs import CHANGES, CHANGES_OF_GPUS, check_pair
-from tests.resuming import different, saved_at
+from tests.resuming import different, options_of, saved_at
+from tests.resuming import train as train_network
+from tests.spoiled import Spoiled, SpoilImage
 
 pytestmark = NEEDS_GPU
 
@@ -73,6 +77,25 @@ def test_a_loss_that_is_read_late_stops_the_run_when_it_is_bad(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
     with pytest.raises(TrainingError, match=r"the loss is (nan|inf) at step"):
         train(dataset, tmp_path / "run", "cuda", set_lr=1e30, set_log_period=1000)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "foreach"])
+def test_a_late_loss_names_the_layer_and_only_a_fused_optimizer_skips_its_update(tmp_path, implementation):
+    dataset = write_dataset(tmp_path / "set", classes=6, per_class=4)
+    options = options_of(
+        dataset, tmp_path / "run", train__batch_size=6, train__log_period=100, train__check_content=True,
+        optim__implementation=implementation,
+    )  # fmt: skip
+    spoil = SpoilImage()
+    with pytest.raises(TrainingError) as caught:
+        train_network(options, World.single("cuda"), Spoiled, UserParts(callbacks=(spoil,)))
+    text = str(caught.value)
+    assert "the loss is nan at step 3 " in text
+    if implementation == "auto":
+        assert f"a nan or inf: block.1; samples: {spoil.names[4]}; the batch" in text
+    else:
+        assert ", after an update with this loss; set_late_losses(False) stops before it;" in text
+    assert load_file(tmp_path / "run/bad_batch.safetensors")["images"].equal(spoil.images)
 
 
 def test_a_deterministic_run_resumes_to_the_same_bits(tmp_path):

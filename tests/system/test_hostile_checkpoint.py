@@ -288,7 +288,7 @@ def in_save_dir(work):
     ]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "bad_samples.txt"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "loss.png", "bad_samples.txt"])
 def test_a_run_does_not_write_through_a_link_in_its_folder(name, work, capsys):
     options = in_save_dir(work)
     (work / "run" / name).symlink_to(work / "faces" / "label.txt")
@@ -321,10 +321,10 @@ def hostile(spec):
                   [0.5, 1.5], [0.5, 0.6], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [4, 5], ["*"], {"eps": 0.5},
                   [{"pattern": "fc", "lr_factor": 2.0}],
                   [{"pattern": "fc", "rule": "constant", "val": 1}], [{"name": "a", "path": URL}],
-                  "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
+                  "csv", "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
-                  "file:///tmp/a"):  # fmt: skip
+                  "csv", "file:///tmp/a"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value
@@ -334,8 +334,9 @@ def hostile(spec):
 
 
 NEVER = {
+    "train.loggers", "train.log_gradient_norm", "train.log_images",
     "checkpoint", "memory", "runtime.device", "runtime.backend", "runtime.timeout", "runtime.init_method",
-    "runtime.rank", "runtime.world_size",
+    "runtime.rank", "runtime.world_size", "runtime.quiet",
     "runtime.cpu_threads", "model.pretrained", "model.initialization", "parallel.shard_units",
     "data.dataset_dir", "data.datasets", "data.val_targets", "data.num_workers", "data.loader",
     "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir", "data.image_column",

@@ -93,7 +93,7 @@ def test_machines_are_a_number_or_a_range_and_need_an_endpoint():
     for endpoint in ("host", "host:", ":1", "host:99999"):
         with pytest.raises(OptionError, match="expected host:port"):
             _nodes("1", endpoint)
-    with pytest.raises(OptionError, match="without --rdzv-endpoint"):
+    with pytest.raises(OptionError, match="--rdzv-endpoint is not set; pass host:port"):
         _nodes("2", None)
 
 

@@ -112,22 +112,56 @@ static int put(struct output *out, const uint8_t *from, int64_t size) {
     return 0;
 }
 
-/* Write the lines order[0, count) to a file from `offset`, each with a newline. Line i is lengths[i] bytes at
-   places[i]. *checksum: contribution to the file's checksum, if factors are given. Return 0 or errno. */
+/* Put the lines order[0, count), each with a newline. Line i is lengths[i] bytes at places[i]. */
+static int put_lines(struct output *out, const uint8_t *const *places, const int64_t *lengths,
+                     const int64_t *order, int64_t count) {
+    int error = 0;
+    for (int64_t i = 0; i < count && !error; i++) {
+        error = put(out, places[order[i]], lengths[order[i]]);
+        if (!error)
+            error = put(out, (const uint8_t *)"\n", 1);
+    }
+    return error ? error : flush(out);
+}
+
+static struct output output_at(int handle, int64_t offset, uint8_t *buffer, const uint64_t *factors) {
+    int64_t lead = offset % CAPACITY;
+    struct output out = {handle, offset - lead, lead, lead, buffer, factors, 0};
+    return out;
+}
+
+/* Write lines to a file from `offset`. *checksum: their contribution to the file's checksum. Return 0 or
+   errno. */
 PLSC_API int64_t plsc_copy_lines(const uint8_t *const *places, const int64_t *lengths,
                                  const int64_t *order, int64_t count, int32_t handle, int64_t offset,
                                  const uint64_t *factors, uint64_t *checksum) {
-    int64_t lead = offset % CAPACITY;
-    struct output out = {handle, offset - lead, lead, lead, malloc((size_t)CAPACITY), factors, 0};
-    int error = out.buffer ? 0 : ENOMEM;
-    for (int64_t i = 0; i < count && !error; i++) {
-        error = put(&out, places[order[i]], lengths[order[i]]);
-        if (!error)
-            error = put(&out, (const uint8_t *)"\n", 1);
-    }
-    if (!error)
-        error = flush(&out);
+    uint8_t *buffer = malloc((size_t)CAPACITY);
+    struct output out = output_at(handle, offset, buffer, factors);
+    int error = buffer ? put_lines(&out, places, lengths, order, count) : ENOMEM;
     *checksum = out.checksum;
-    free(out.buffer);
+    free(buffer);
+    return error;
+}
+
+/* Write consecutive runs of lines to `files` pairs of files: counts[i] records of `record` bytes to
+   handles[2 i] from offsets[2 i], and as many lines to handles[2 i + 1]. Return 0 or errno. */
+PLSC_API int64_t plsc_spread_lines(const uint8_t *const *places, const int64_t *lengths,
+                                   const int64_t *order, const uint8_t *records, int64_t record,
+                                   const int64_t *counts, const int32_t *handles,
+                                   const int64_t *offsets, int64_t files) {
+    uint8_t *buffer = malloc((size_t)CAPACITY);
+    int error = buffer ? 0 : ENOMEM;
+    for (int64_t i = 0; i < files && !error; i++) {
+        struct output heads = output_at(handles[2 * i], offsets[2 * i], buffer, NULL);
+        struct output lines = output_at(handles[2 * i + 1], offsets[2 * i + 1], buffer, NULL);
+        error = put(&heads, records, counts[i] * record);
+        if (!error)
+            error = flush(&heads);
+        if (!error)
+            error = put_lines(&lines, places, lengths, order, counts[i]);
+        records += counts[i] * record;
+        order += counts[i];
+    }
+    free(buffer);
     return error;
 }

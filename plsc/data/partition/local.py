@@ -31,10 +31,9 @@ from plsc.data.partition.parts import (
     LinePlaces,
     Parts,
     Run,
-    copy_lines,
     map_file,
-    put,
     read_exactly,
+    spread_lines,
 )
 from plsc.errors import DataError
 
@@ -233,13 +232,12 @@ class BucketWriter:
 
     def __enter__(self) -> BucketWriter:
         with ExitStack() as stack:
-            self._handles = [
-                [
-                    stack.enter_context(bucket.path(kind).open("xb", buffering=0)).fileno()
-                    for kind in ("records", "lines")
-                ]
+            handles = [
+                stack.enter_context(bucket.path(kind).open("xb", buffering=0)).fileno()
                 for bucket in self.buckets
+                for kind in ("records", "lines")
             ]
+            self._handles = np.array(handles, np.int32).reshape(-1, 2)
             self._stack = stack.pop_all()
         return self
 
@@ -254,17 +252,10 @@ class BucketWriter:
         order = np.argsort(which, kind="stable")
         counts = np.bincount(which, minlength=len(self.buckets))
         taken = np.bincount(which, weights=sizes, minlength=len(self.buckets)).astype(np.int64)
-        first_lines, offsets = self._claim(counts, taken)
+        offsets = self._claim(counts, taken)
         records = np.empty(len(order), dtype=_RECORD)
         records["number"], records["size"] = numbers[order], sizes[order]
-        begin = 0
-        for index in np.flatnonzero(counts).tolist():
-            end = begin + int(counts[index])
-            at = int(first_lines[index]) * _RECORD.itemsize
-            put(self._handles[index][0], records[begin:end].tobytes(), at)
-            handle, offset = self._handles[index][1], int(offsets[index])
-            copy_lines(lines, order[begin:end], handle, offset, is_summed=False)
-            begin = end
+        spread_lines(lines, order, records, counts, self._handles, offsets)
 
     def _which(self, numbers: np.ndarray) -> np.ndarray:
         if self._bits == 0:  # one bucket; shifting by all 64 bits is undefined
@@ -272,10 +263,10 @@ class BucketWriter:
         keys = line_keys(self._seed, numbers) >> np.uint64(64 - self._above - self._bits)
         return (keys & np.uint64(2**self._bits - 1)).astype(np.uint16)
 
-    def _claim(self, lines: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of lines and bytes in each bucket before these lines."""
+    def _claim(self, lines: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the bytes of records and of lines in each bucket before these lines, int64 [buckets, 2]."""
         with self._lock:
-            before = self._lines.copy(), self._sizes.copy()
+            before = np.stack([self._lines * _RECORD.itemsize, self._sizes], axis=1)
             self._lines += lines
             self._sizes += sizes
         return before
@@ -379,5 +370,5 @@ def write_buckets(buckets: list[Bucket], writer: Writer, seed: int, budget: Budg
     """Write the lines of all buckets, and remove the buckets."""
     for batch in batches(buckets, seed, budget):
         writer.write(list(pool.map(Bucket.load, batch)), pool)
-        for bucket in batch:
-            bucket.remove()
+        for _ in pool.map(Bucket.remove, batch):
+            pass

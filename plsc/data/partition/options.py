@@ -54,7 +54,7 @@ class Budget:
     @property
     def bucket(self) -> int:
         """Bytes of memory per bucket."""
-        return max(2**20, int(0.6 * self.total) // self.workers)
+        return max(2**20, int(0.75 * self.total) // self.workers)
 
     def buffers(self, count: int) -> Buffers:
         """Return buffers for a reader; a line longer than a block may take half of the memory."""

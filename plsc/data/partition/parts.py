@@ -35,6 +35,7 @@ _FACTORS = splitmix64_of(np.arange(_WORDS, dtype=np.uint64)) | np.uint64(1)  # c
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CHECKSUM = ("plsc_checksum", (_pointer, _long, _long, _pointer))
 _COPY = ("plsc_copy_lines", (*[_pointer] * 3, _long, _int, _long, *[_pointer] * 2))
+_SPREAD = ("plsc_spread_lines", (*[_pointer] * 4, _long, *[_pointer] * 3, _long))
 
 
 def checksum(data: np.ndarray | bytes | bytearray | memoryview, offset: int = 0) -> int:
@@ -98,26 +99,54 @@ def map_file(path: str | Path, size: int, *, populates: bool = False) -> np.ndar
         return np.frombuffer(mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ), dtype=np.uint8)
 
 
-def copy_lines(
-    lines: LinePlaces, order: np.ndarray, handle: int, offset: int, *, is_summed: bool = True
-) -> int:
+def copy_lines(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:
     """Write the lines `order` (int64), each followed by a newline, to an open file from `offset`.
 
-    Returns their contribution to the file's checksum, if `is_summed`. Raises OSError if writing fails.
+    Returns their contribution to the file's checksum. Raises OSError if writing fails.
     """
     native = function(*_COPY)
     if native is None:
         return copy_lines_reference(lines, order, handle, offset)
     order = np.ascontiguousarray(order)
     total = ctypes.c_uint64()
-    error = native(
+    _check(native(
         lines.addresses.ctypes.data, lines.lengths.ctypes.data, order.ctypes.data, len(order),
-        handle, offset,
-        _FACTORS.ctypes.data if is_summed else None, ctypes.byref(total),
-    )  # fmt: skip
+        handle, offset, _FACTORS.ctypes.data, ctypes.byref(total),
+    ))  # fmt: skip
+    return total.value
+
+
+def spread_lines(
+    lines: LinePlaces,
+    order: np.ndarray,
+    records: np.ndarray,
+    counts: np.ndarray,
+    handles: np.ndarray,
+    offsets: np.ndarray,
+) -> None:
+    """Write the lines `order` (int64) and their records [len(order)] to n pairs of open files, in one call.
+
+    The next counts[i] (int64 [n]) records are written to handles[i, 0] (int32 [n, 2]) from byte offsets[i, 0]
+    (int64 [n, 2]), and their lines, each followed by a newline, to handles[i, 1] from offsets[i, 1]. Raises
+    OSError if writing fails.
+    """
+    native = function(*_SPREAD)
+    if native is not None:
+        arrays = (lines.addresses, lines.lengths, order, records)
+        _check(native(
+            *(array.ctypes.data for array in arrays), records.itemsize,
+            counts.ctypes.data, handles.ctypes.data, offsets.ctypes.data, len(counts),
+        ))  # fmt: skip
+        return
+    ends = np.cumsum(counts).tolist()
+    for begin, end, pair, at in zip([0, *ends], ends, handles.tolist(), offsets.tolist(), strict=False):
+        put(pair[0], records[begin:end].tobytes(), at[0])
+        copy_lines_reference(lines, order[begin:end], pair[1], at[1])
+
+
+def _check(error: int) -> None:
     if error:
         raise OSError(error, os.strerror(error))
-    return total.value
 
 
 def copy_lines_reference(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:

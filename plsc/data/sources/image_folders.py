@@ -116,6 +116,7 @@ class ImageFolderSource(FileSource):
     def __init__(
         self,
         dataset_dir: str | Path,
+        *,
         label_map: str | Path | None = None,
         class_depth: int | None = None,
     ) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,28 +21,18 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, open_filesystem, shown
 
-_COLUMNS = ("image_column", "label_column", "label_map")
-
-
-class Format(NamedTuple):
-    """The source class of a suffix, its options, and whether several files of a folder form one dataset."""
-
-    make: Callable[..., Source]
-    options: tuple[str, ...] = ()
-    has_shards: bool = False
-
-
-# To add a format, add a line here, by its suffix.
-FORMATS = {
-    ".rec": Format(RecordIOSource),
-    ".csv": Format(CsvSource, _COLUMNS),
-    ".tsv": Format(CsvSource, _COLUMNS),
-    ".jsonl": Format(JsonLinesSource, _COLUMNS),
-    ".ndjson": Format(JsonLinesSource, _COLUMNS),
-    ".parquet": Format(ParquetSource, _COLUMNS, has_shards=True),
-    ".tar": Format(TarSource, _COLUMNS, has_shards=True),
-    ".lmdb": Format(LmdbSource, ("label_map",)),
+# To add a format, add a line here, by its suffix. Keyword-only parameters of the class are its options.
+FORMATS: dict[str, Callable[..., Source]] = {
+    ".rec": RecordIOSource,
+    ".csv": CsvSource,
+    ".tsv": CsvSource,
+    ".jsonl": JsonLinesSource,
+    ".ndjson": JsonLinesSource,
+    ".parquet": ParquetSource,
+    ".tar": TarSource,
+    ".lmdb": LmdbSource,
 }
+_SHARDED = (".parquet", ".tar")  # several files in a folder form one dataset
 _LAYOUTS = (
     "expected a folder with label.txt (lines of '<path> <label>') and images, a folder with file_list.txt "
     "and files of '<base64>TAB<label>' lines, a folder with one folder of images per class, or a file or "
@@ -81,27 +72,24 @@ def open_source(
     suffix = _suffix(str(location))
     folder = Path(location)
     if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
-        return _make(suffix, str(location), options)
+        return _make(FORMATS[suffix], str(location), options)
     if not is_url(location) and not folder.is_dir():
         raise DataError(f"{folder} {_describe_unknown(folder)}; {_LAYOUTS}")
     names = _names_in(str(location))
     if "label.txt" in names:
-        _refuse(options, ())
-        return LabelFileSource(location)
+        return _make(LabelFileSource, location, options)
     if "file_list.txt" in names:
-        _refuse(options, ())
-        return Base64Source(str(location))
+        return _make(Base64Source, str(location), options)
     if "data.mdb" in names:
-        return _make(".lmdb", str(location), options)
+        return _make(LmdbSource, str(location), options)
     folders = [name for name in names if not name.startswith(".") and names[name]]
     found = None if folders and "class_depth" in options else _only_dataset(str(location), names)
     if found is not None and (is_url(location) or not _is_overruled(found, folder, folders, options)):
-        return _make(_suffix(found), found, options)
+        return _make(FORMATS[_suffix(found)], found, options)
     # A folder with only `images/` is likely the first format without its label.txt, not one class.
     if folders in ([], ["images"]):
         raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
-    _refuse(options, ("label_map", "class_depth"))
-    return ImageFolderSource(location, **options)
+    return _make(ImageFolderSource, location, options)
 
 
 def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[str, Any]) -> bool:
@@ -115,7 +103,7 @@ def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[st
     if filled < 2:
         return False
     try:
-        classes = len(np.unique(_make(_suffix(found), found, options).labels()))
+        classes = len(np.unique(_make(FORMATS[_suffix(found)], found, options).labels()))
     except (DataError, OptionError):
         return True
     if classes < 2:
@@ -136,17 +124,13 @@ def _describe_unknown(path: Path) -> str:
     return f"is not a dataset: no format has files{suffix}"
 
 
-def _make(suffix: str, location: str, options: dict[str, Any]) -> Source:
-    found = FORMATS[suffix]
-    _refuse(options, found.options)
-    return found.make(location, **options)
-
-
-def _refuse(options: dict[str, Any], accepted: tuple[str, ...]) -> None:
+def _make(source: Callable[..., Source], location: str | Path, options: dict[str, Any]) -> Source:
+    accepted = inspect.getfullargspec(source).kwonlyargs
     for name in options:
         if name not in accepted:
             known = f"it accepts {', '.join(accepted)}" if accepted else "remove it"
             raise OptionError(f"{name} is set, but this data format does not use it; {known}")
+    return source(location, **options)
 
 
 def _only_dataset(location: str, names: Iterable[str]) -> str | None:
@@ -158,7 +142,7 @@ def _only_dataset(location: str, names: Iterable[str]) -> str | None:
     if len(by_suffix) != 1:
         return None
     ((suffix, found),) = by_suffix.items()
-    if FORMATS[suffix].has_shards:
+    if suffix in _SHARDED:
         return f"{location.rstrip('/')}/*{suffix}"
     return f"{location.rstrip('/')}/{found[0]}" if len(found) == 1 else None
 

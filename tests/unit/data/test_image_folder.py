@@ -82,7 +82,7 @@ def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
 )
 def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
     (tmp_path / file).write_text(text)
-    source = ImageFolderSource(folder, tmp_path / file, class_depth=1)
+    source = ImageFolderSource(folder, label_map=tmp_path / file, class_depth=1)
     assert source.labels().tolist() == [10, 5, 5]
 
 
@@ -102,7 +102,7 @@ def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
 def test_a_bad_label_map_is_refused(folder, tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
     with pytest.raises(DataError) as caught:
-        ImageFolderSource(folder, tmp_path / file, class_depth=1)
+        ImageFolderSource(folder, label_map=tmp_path / file, class_depth=1)
     assert message in str(caught.value)
 
 

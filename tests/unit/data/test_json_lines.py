@@ -82,7 +82,7 @@ def test_an_image_that_is_not_a_string_is_reported_when_it_is_read(tmp_path, ima
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_a_file_without_samples_is_refused(tmp_path, text):
-    with pytest.raises(OptionError, match=r"train\.jsonl: no column"):
+    with pytest.raises(DataError, match=r"train\.jsonl is empty; expected one line per sample"):
         JsonLinesSource(write(tmp_path, text))
 
 

@@ -20,13 +20,7 @@ from plsc.parallel.world import World
 from plsc.train.advice import LearningCheck
 from plsc.train.build import UserParts, build_run, check_combinations
 from plsc.train.callbacks import Context
-from plsc.train.checks import (
-    batch_note,
-    idle_note,
-    interrupted,
-    stop_at_bad_loss,
-    threads_note,
-)
+from plsc.train.checks import batch_note, idle_note, interrupted, threads_note
 from plsc.train.loggers import JsonLines
 from plsc.train.loop import exchange_status, run_training
 from plsc.train.output import Progress, slow_start
@@ -34,17 +28,6 @@ from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step
 from tests.images import write_dataset
-
-
-def test_a_bad_loss_names_step_rate_and_samples_and_lists_all_of_them(tmp_path):
-    names = [f"images/{i}.jpg (label.txt:{i + 1})" for i in range(6)]
-    with pytest.raises(TrainingError) as caught:
-        stop_at_bad_loss(World.single(), tmp_path, Position(7, 1, 2), math.nan, 0.25, names)
-    text = str(caught.value)
-    assert "the loss is nan at step 7 (epoch 2, learning rate 0.25)" in text
-    assert "images/0.jpg (label.txt:1)" in text
-    assert "and 2 more" in text
-    assert json.loads((tmp_path / "bad_batch.json").read_text())["samples"] == names
 
 
 @pytest.mark.parametrize(

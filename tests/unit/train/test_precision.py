@@ -108,9 +108,7 @@ def test_what_scaling_cannot_mend_stops_the_run(case, dataset, tmp_path):
 
 @pytest.fixture
 def reading_late(monkeypatch):
-    monkeypatch.setattr(
-        step_module, "LossReader", lambda world, folder, is_late: LossReader(world, folder, True)
-    )
+    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3, 5])
@@ -141,9 +139,7 @@ def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anyth
 def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_path, monkeypatch):
     settings = {"train__log_period": 4, "checkpoint__every_n_steps": 5}
     train(options(dataset, tmp_path / "once", **settings), WORLD, Scripted)
-    monkeypatch.setattr(
-        step_module, "LossReader", lambda world, folder, is_late: LossReader(world, folder, True)
-    )
+    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
     train(options(dataset, tmp_path / "late", **settings), WORLD, Scripted)
     assert not different(tmp_path / "late/0", tmp_path / "once/0")
     mine, theirs = (logged(tmp_path / run, "loss", "mean_loss") for run in ("late", "once"))

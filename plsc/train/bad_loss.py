@@ -1,0 +1,115 @@
+"""Explain a loss that is not finite: name the first layer with a nan or inf, and save the batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from plsc.data.batch import Batch
+from plsc.errors import TrainingError
+from plsc.parallel.world import World
+from plsc.train.check_layers import tensors_of
+from plsc.train.state import Position
+
+BAD_BATCH_NAME = "bad_batch.json"
+BAD_IMAGES_NAME = "bad_batch.safetensors"
+_NAMES_SHOWN = 4
+_NO_LAYER = 2**31
+
+
+@dataclass
+class BadLayer:
+    """The first layer of this rank whose output has a nan or inf.
+
+    order: number of the call in the forward pass; _NO_LAYER if all layers are finite. images: indices in the
+    batch of the images with a nan or inf, if only some of them have one.
+    """
+
+    order: int = _NO_LAYER
+    name: str = ""
+    images: list[int] = field(default_factory=list)
+
+
+def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> BadLayer:
+    """Run forward passes, watched by hooks, and return the first layer whose output has a nan or inf.
+
+    micro_batches: images and labels of each pass; together the batch of this rank.
+    """
+    found, calls, start, size = BadLayer(), 0, 0, 0
+
+    def look(name: str, output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        bad = [one for one in tensors_of(output) if not one.isfinite().all()]
+        if bad and found.order == _NO_LAYER:
+            found.order, found.name = calls, name or "the output of the network"
+            if bad[0].shape[:1] == (size,):  # else its rows are not images
+                rows = (~bad[0].isfinite()).reshape(size, -1).any(1)
+                found.images = [start + row for row in rows.nonzero()[:, 0].tolist() if not rows.all()]
+
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: look(name, output))
+        for name, module in network.named_modules()
+    ]
+    try:
+        for images, labels in micro_batches:
+            size = len(images)
+            network(images, labels, True)
+            start += size
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def stop_at_bad_loss(
+    world: World,
+    folder: Path,
+    position: Position,
+    loss: float,
+    rate: float,
+    batch: Batch,
+    layer: BadLayer,
+    note: str = "",
+) -> NoReturn:
+    """Raise TrainingError with the step, the learning rate, the layer and the samples; a collective.
+
+    batch, layer: of this rank. note: about the layer. Writes the names of the global batch to bad_batch.json,
+    and the images and labels of the first rank with the layer to bad_batch.safetensors.
+    """
+    names = list(batch.names)
+    mine = layer.order, layer.name, names, [names[index] for index in layer.images]
+    orders, layers, all_names, bad_names = zip(*world.all_gather_object(mine), strict=True)
+    ranks = [rank for rank, order in enumerate(orders) if order == min(orders)]
+    name = layers[ranks[0]]
+    everywhere = [one for part in all_names for one in part]
+    bad = [one for rank in ranks for one in bad_names[rank]] if min(orders) < _NO_LAYER else []
+    if world.is_main:
+        report = {
+            "step": position.step, "loss": str(loss), "lr": rate, "layer": name, "ranks": ranks,
+            "bad_samples": bad, "samples": everywhere,
+        }  # fmt: skip
+        (folder / BAD_BATCH_NAME).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if world.rank == ranks[0]:
+        images = {"images": batch.final_images().cpu().contiguous(), "labels": batch.labels}
+        save_file(images, folder / BAD_IMAGES_NAME)
+    world.barrier()  # the launcher ends all ranks when one fails
+    of = f" (rank {', '.join(map(str, ranks))})" if world.size > 1 else ""
+    where = f"the first layer with a nan or inf: {name}{of}{note}"
+    if min(orders) == _NO_LAYER:
+        where = "no layer of the network has a nan or inf, so the head produced it"
+    shown = ", ".join((bad or everywhere)[:_NAMES_SHOWN])
+    more = len(bad or everywhere) - _NAMES_SHOWN
+    raise TrainingError(
+        f"the loss is {loss} at step {position.step} (epoch {position.epoch + 1}, learning rate "
+        f"{rate:g}); {where}; samples{'' if bad else ' of the batch'}: {shown}"
+        f"{f' and {more} more' if more > 0 else ''}; the batch is saved to {folder / BAD_IMAGES_NAME}, its "
+        f"names to {BAD_BATCH_NAME}. Lower the learning rate or use a longer warm-up, check these images, "
+        "and resume from the last checkpoint"
+    )

@@ -1,0 +1,219 @@
+"""Limits of a run: batches per epoch and evaluation, time, one step without files."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+
+from plsc import Callback
+from plsc.checkpoint import read_manifest
+from plsc.config import Options
+from plsc.config.train import seconds_of
+from plsc.data.order import BatchPlan
+from plsc.data.reader import ReaderLoader
+from plsc.errors import OptionError
+from plsc.parallel.world import World
+from plsc.train.evaluation import spread
+from plsc.train.limits import MaxTime
+from tests.images import write_dataset, write_pair_file
+from tests.resuming import different, options_of, saved_at, train
+from tests.system.small_entry import entry
+
+WORLD = World.single()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = write_dataset(tmp_path_factory.mktemp("limits") / "faces", classes=4, per_class=6)
+    write_pair_file(folder / "lfw.bin", folder)
+    return folder
+
+
+LIMITS = [(1, 1), (2, 2), (9, 6), (0.5, 3), (0.01, 1), (1.0, 6)]
+
+
+@pytest.mark.parametrize(("limit", "steps"), LIMITS)
+def test_a_limit_is_a_number_or_a_share_of_the_batches_of_an_epoch(limit, steps):
+    assert BatchPlan(24, 4, 1, 0, limit=limit).steps_per_epoch == steps
+    images = [(torch.zeros(3, 2, 2), 0)] * 24
+    loader = ReaderLoader(
+        lambda: iter(images), 0, 1, (3, 2, 2), global_batch=4, seed=0, num_samples=24, limit=limit
+    )
+    assert len(list(loader.epoch(0))) == loader.steps_per_epoch == steps
+
+
+def test_a_limit_of_a_reader_of_unknown_length_is_a_number():
+    def reader():
+        while True:
+            yield torch.zeros(3, 2, 2), 0
+
+    def loader(limit):
+        return ReaderLoader(reader, 0, 1, (3, 2, 2), global_batch=4, seed=0, limit=limit)
+
+    assert len(list(loader(5).epoch(0))) == loader(5).steps_per_epoch == 5
+    with pytest.raises(OptionError, match=r"limit_train_batches is 0\.5, but the length"):
+        loader(0.5)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 0.0, 1.5, True, "all"])
+def test_other_limits_are_refused(limit):
+    with pytest.raises(OptionError, match=r"train\.limit_train_batches is"):
+        Options().set("train.limit_train_batches", limit)
+
+
+def test_a_limited_run_resumes_to_the_same_bits_and_its_schedule_ends_with_it(dataset, tmp_path):
+    settings = {
+        "train__batch_size": 4, "optim__schedule": "cosine", "checkpoint__keep_last": -1,
+        "checkpoint__every_n_steps": 1,
+    }  # fmt: skip
+    train(options_of(dataset, tmp_path / "whole", train__limit_train_batches=0.5, **settings), WORLD)
+    middle = saved_at(tmp_path / "whole", 4)
+    assert read_manifest(middle).step_in_epoch == 1
+    train(options_of(dataset, tmp_path / "resumed", checkpoint__load_dir=str(middle), **settings), WORLD)
+    assert not different(saved_at(tmp_path / "whole", 6), saved_at(tmp_path / "resumed", 6))
+    lines = map(json.loads, (tmp_path / "whole/metrics.jsonl").open())
+    rates = [line["lr"] for line in lines if "lr" in line]
+    assert len(rates) == 6
+    assert rates[-1] < 0.1 * rates[0]
+
+
+def test_several_data_sets_resume_with_the_same_length_of_an_epoch(dataset, tmp_path):
+    def run(epochs, resume):
+        ins = entry(dataset, tmp_path / "run", set_train_batch_size=8, set_train_epochs=epochs)
+        ins.set_limit_train_batches(0.5)
+        ins.add_dataset("a", dataset)
+        ins.add_dataset("b", dataset)
+        if resume:
+            ins.set_checkpoint_dir("last")
+        return ins.train().steps
+
+    assert [run(1, False), run(2, True), run(3, True)] == [3, 6, 9]
+
+
+class Seen(Callback):
+    """Records names and images of all batches."""
+
+    def __init__(self):
+        self.epochs = {}
+
+    def batch_start(self, context):
+        batch = context.batch
+        found = (list(batch.names), batch.labels.tolist(), batch.final_images())
+        self.epochs.setdefault(context.epoch, []).append(found)
+
+
+def test_overfitting_trains_on_the_same_images_of_several_classes_in_every_epoch(dataset, tmp_path):
+    ins = entry(dataset, tmp_path / "run", set_train_batch_size=4, set_train_epochs=3)
+    ins.set_overfit_batches(2)
+    ins.set_crop_padding(2)
+    seen = Seen()
+    ins.add_callback(seen)
+    assert ins.train().steps == 6
+    first = seen.epochs[0]
+    assert len({name for names, _, _ in first for name in names}) == 8
+    assert len({label for _, labels, _ in first for label in labels}) > 1
+    for epoch in (1, 2):
+        for (names, _, images), (now, _, images_now) in zip(first, seen.epochs[epoch], strict=True):
+            assert names == now
+            assert images.equal(images_now)
+
+
+def test_a_limited_evaluation_keeps_ten_folds_and_both_kinds_of_pairs(dataset, tmp_path):
+    ins = entry(dataset, tmp_path / "run", set_with_test=True, set_test_batch_size=30)
+    ins.set_limit_val_batches(1)
+    result = ins.train()
+    found = result.evaluation["lfw"]
+    assert (found.pairs, found.positives) == (15, 8)
+    ins = entry(dataset, tmp_path / "run", set_checkpoint_dir=result.checkpoint, set_test_batch_size=2)
+    assert ins.test()["lfw"].pairs == 40
+    ins.set_limit_test_batches(0.5)
+    assert ins.test()["lfw"].pairs == 20
+    ins.set_limit_test_batches(1)
+    assert ins.test()["lfw"].pairs == 10
+    ins.set_limit_test_batches(1.0)
+    ins.set_fast_dev_run(True)
+    assert ins.test()["lfw"].pairs == 10
+
+
+def test_an_evaluation_takes_samples_of_all_classes_of_a_sorted_set():
+    labels = np.repeat(np.arange(5), 20)
+    chosen = spread(labels, batch=10, limit=1)
+    assert np.bincount(labels[chosen]).tolist() == [2] * 5
+    assert (np.diff(chosen) > 0).all()
+    assert spread(labels, batch=10, limit=1.0).tolist() == list(range(100))
+    assert len(spread(labels, batch=30, limit=0.5)) == 60
+
+
+def files(folder):
+    return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def test_a_fast_run_makes_one_step_and_leaves_no_file(dataset, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    fast = {"set_fast_dev_run": True, "set_with_test": True, "set_test_batch_size": 20, "set_train_epochs": 5}
+    result = entry(dataset, tmp_path / "run", **fast).train()
+    assert (result.steps, result.checkpoint, result.evaluation["lfw"].pairs) == (1, None, 10)
+    assert not (tmp_path / "run").exists()
+
+    entry(dataset, tmp_path / "run").train()
+    before = files(tmp_path / "run")
+    resumed = entry(dataset, tmp_path / "run", set_checkpoint_dir="last", **fast).train()
+    assert resumed.steps == 3
+    assert files(tmp_path / "run") == before
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [(90, 90), ("12h", 43200), ("1d1h", 90000), ("2m30s", 150), ("01:02:03:04", 93784)],
+)
+def test_a_maximum_time_is_in_seconds_or_in_units(duration, seconds):
+    options = Options()
+    options.set("train.max_time", duration)
+    assert seconds_of(options.train.max_time) == seconds
+
+
+@pytest.mark.parametrize("duration", ["", "12", "h", "1:30", "30 min", 0, -1, "0s"])
+def test_other_times_are_refused(duration):
+    with pytest.raises(OptionError, match=r"train\.max_time is .*'12h'"):
+        Options().set("train.max_time", duration)
+
+
+class Clock(Callback):
+    """A clock that a step advances by ten seconds."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def after_step(self, context):
+        self.now += 10
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_time_before_a_resume_counts(dataset, tmp_path, messages):
+    def run(epochs, resume=True):
+        ins = entry(dataset, tmp_path / "run", set_train_epochs=epochs)
+        clock = Clock()
+        ins.add_callback(clock)
+        ins.add_callback(MaxTime(45, clock))
+        if resume:
+            ins.set_checkpoint_dir("last")
+        return ins.train()
+
+    assert run(2, resume=False).steps == 4
+    result = run(9)
+    assert result.steps == 5
+    assert result.checkpoint.name == "2-step5"
+    assert "stopped after step 5: the maximum time of 45s is over" in messages
+    assert run(9).steps == 5
+
+
+def test_the_option_limits_the_time(dataset, tmp_path):
+    assert entry(dataset, tmp_path / "run", set_train_epochs=9, set_max_time=1e-9).train().steps <= 1

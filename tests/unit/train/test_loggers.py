@@ -1,0 +1,235 @@
+"""Loggers: what each writes in a run, and that a resumed run continues it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plsc.errors import OptionError, TrainingError
+from plsc.train.loggers import Csv, scalars
+from tests.images import write_dataset, write_pair_file
+from tests.system.small_entry import entry
+
+STEPS = 3  # per epoch: 10, 10 and 4 images
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = write_dataset(tmp_path_factory.mktemp("loggers") / "faces", classes=4, per_class=6)
+    write_pair_file(folder / "lfw.bin", folder)
+    return folder
+
+
+def train(dataset, folder, *loggers, epochs=2, resume=None, **settings):
+    settings = {"set_with_test": True, "set_train_batch_size": 10, "set_last_batch": "keep"} | settings
+    ins = entry(dataset, folder, set_train_epochs=epochs, **settings)
+    if loggers:
+        ins.set_loggers(*loggers)
+    if resume:
+        ins.set_checkpoint_dir(resume)
+    losses = []
+    for event in ("after_step", "epoch_end"):
+        ins.add_callback(lambda context: losses.extend(context.losses), event)
+    ins.train()
+    return losses
+
+
+def train_and_resume(dataset, folder, *loggers, **settings):
+    """Train two epochs, and resume from the first: as after a crash in the second."""
+    train(dataset, folder, *loggers, **settings)
+    train(dataset, folder, *loggers, epochs=3, resume=folder / "0", **settings)
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+class Remember:
+    """A user's logger."""
+
+    def __init__(self):
+        self.entries, self.is_closed = [], False
+
+    def write(self, entry):
+        self.entries.append(entry)
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_images(dataset, tmp_path):
+    losses = train(dataset, tmp_path, set_calc_acc=True)
+    lines = lines_of(tmp_path)
+    epochs = [line for line in lines if "loss_epoch" in line]
+    assert [(line["step"], line["epoch"]) for line in epochs] == [(STEPS, 0), (2 * STEPS, 1)]
+    accuracies = [line["accuracy"] for line in lines if "loss" in line]
+    for number, line in enumerate(epochs):
+        mine = slice(STEPS * number, STEPS * (number + 1))
+        values, images = zip(*losses[mine], strict=True)
+        assert images == (10, 10, 4)
+        assert line["loss_epoch"] == pytest.approx(np.average(values, weights=images))
+        assert line["accuracy_epoch"] == pytest.approx(np.average(accuracies[mine], weights=images))
+        assert line["seconds"] > 0 < line["images_per_second_epoch"]
+
+
+def test_a_run_that_resumes_within_an_epoch_has_the_same_loss_of_the_epoch(dataset, tmp_path):
+    train(dataset, tmp_path / "whole")
+    train(dataset, tmp_path / "parts", set_train_steps=STEPS + 1)
+    train(dataset, tmp_path / "parts", set_train_steps=2 * STEPS, resume="last")
+    (first, last), parts = (
+        [line["loss_epoch"] for line in lines_of(tmp_path / name) if "loss_epoch" in line]
+        for name in ("whole", "parts")
+    )
+    assert parts[0] == first
+    assert parts[-1] == last
+
+
+def test_a_csv_file_has_each_step_once_and_columns_that_appear_later(dataset, tmp_path):
+    train_and_resume(dataset, tmp_path, "csv")
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 3 * STEPS + 1))
+    assert all(float(row["loss_step"]) > 0 for row in rows)
+    evaluated = [int(row["step"]) for row in rows if row["eval/lfw/accuracy"] and row["loss_epoch"]]
+    assert evaluated == [STEPS, 2 * STEPS, 3 * STEPS]
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_csv_file_without_a_header_or_with_a_cut_row_is_continued(tmp_path):
+    for kept in ("", "step,loss_step\n1,0.5\n2,0.4\n3,0.", "damaged\n"):
+        (tmp_path / "metrics.csv").write_text(kept)
+        logger = Csv(tmp_path, 2)
+        logger.write({"step": 3, "loss": 0.25})
+        logger.write({"step": 3, "x, y": 1.0})
+        logger.close()
+        with (tmp_path / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["step"] for row in rows] == (["1", "2", "3"] if "loss" in kept else ["3"])
+        assert (rows[-1]["loss_step"], rows[-1]["x, y"]) == ("0.25", "1.0")
+
+
+def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(dataset, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train_and_resume(dataset, tmp_path, "tensorboard", set_log_images=True, set_log_gradient_norm=True)
+    board = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    for name in ("loss_step", "mean_loss", "lr", "images_per_second", "data_seconds", "gradient_norm"):
+        assert [one.step for one in board.Scalars(name)] == list(range(1, 3 * STEPS + 1)), name
+    for name in ("loss_epoch", "eval/lfw/accuracy"):
+        assert [one.step for one in board.Scalars(name)] == [STEPS, 2 * STEPS, 3 * STEPS], name
+    assert [one.step for one in board.Images("hardest pairs/lfw")] == [STEPS, 2 * STEPS, 3 * STEPS]
+    assert len(board.Images("batch")) == 3
+    options = board.PluginTagToContent("hparams")
+    assert b"train.batch_size" in b"".join(options.values())
+
+
+def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    train_and_resume(dataset, tmp_path / "run", "mlflow", set_log_images=True)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs(["0"])
+    assert (run.info.status, run.data.params["train.batch_size"]) == ("FINISHED", "10")
+    steps = sorted(one.step for one in client.get_metric_history(run.info.run_id, "loss_step"))
+    # Those of the second epoch twice: MLflow deletes no values.
+    assert steps == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9]
+    assert run.data.metrics["loss_epoch"] > 0
+    names = {one.path for one in client.list_artifacts(run.info.run_id, "pictures")}
+    assert {"pictures/batch_0.png", "pictures/lfw_hardest_9.png"} <= names
+    train(dataset, tmp_path / "other", "mlflow", resume=tmp_path / "run" / "0")
+    assert len(client.search_runs(["0"])) == 2
+
+
+def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
+    dataset, tmp_path, monkeypatch
+):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint.upload_dir", "s3://me:geheim@host/runs"])
+    train_and_resume(dataset, tmp_path, "wandb", set_log_images=True)
+    wandb.teardown()  # its process then has written everything
+    records = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(records) == 2
+    assert len({path.name for path in records}) == 1  # run-<id>.wandb
+    for path in records:
+        written = path.read_bytes()
+        assert all(
+            name in written for name in (b"loss_step", b"loss_epoch", b"eval/lfw/accuracy", b"batch_size")
+        )
+        assert b"geheim" not in written
+    assert list(tmp_path.glob("wandb/**/media/images/batch_*.png"))
+
+
+def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
+    mine = Remember()
+    train(dataset, tmp_path, "jsonl", mine, set_log_images=True)
+    assert mine.is_closed
+    assert mine.entries == lines_of(tmp_path)
+    only_mine = Remember()
+    train(dataset, tmp_path / "other", only_mine)
+    assert len([entry for entry in only_mine.entries if "loss" in entry]) == 2 * STEPS
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
+
+
+def test_pictures_show_the_batch_after_augmentation(dataset, tmp_path):
+    batches = []
+    ins = entry(dataset, tmp_path, set_log_images=True, set_with_test=True)
+    ins.add_callback(lambda context: batches.append(context.batch.final_images()), "batch_start")
+    ins.train()
+    pixels = np.asarray(Image.open(tmp_path / "pictures" / "batch_0.png"))
+    assert pixels.shape == (2 * 16, 8 * 16, 3)  # 12 images in rows of 8
+    for number, image in enumerate(batches[0]):
+        row, column = divmod(number, 8)
+        place = pixels[16 * row : 16 * (row + 1), 16 * column : 16 * (column + 1)]
+        assert np.array_equal(place, image.permute(1, 2, 0).numpy())
+    assert (pixels[16:, 4 * 16 :] == 255).all()
+    assert (tmp_path / "pictures" / "lfw_hardest_2.png").stat().st_size > 0
+
+
+def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset, tmp_path):
+    class Unreachable(Remember):
+        def write(self, entry):
+            if entry["step"] == STEPS + 1:
+                raise ConnectionError("the server does not respond")
+
+        def close(self):
+            raise ConnectionError("again")
+
+    with pytest.raises(TrainingError, match=r"logger Unreachable 0 cannot write .*does not respond"):
+        train(dataset, tmp_path, Unreachable())
+    assert (tmp_path / "0" / "manifest.json").exists()
+
+
+def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
+    ins = entry(dataset, tmp_path)
+    with pytest.raises(OptionError, match=r"expected names out of jsonl, csv.*did you mean 'tensorboard'"):
+        ins.set_loggers("tensorbord")
+    with pytest.raises(OptionError, match=r"expected a name, or an object with the methods"):
+        ins.set_loggers(print)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python then behaves as if it were not installed
+    with pytest.raises(OptionError, match=r"pip install 'plsc\[wandb\]'"):
+        train(dataset, tmp_path / "run", "wandb")
+    assert not (tmp_path / "run").exists()
+
+
+def test_secrets_of_options_reach_no_logger(dataset, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    train(dataset, tmp_path, "jsonl,csv,tensorboard", epochs=1, set_upload_dir="memory://me:geheim@host/runs")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("tfevents" in path.name for path in files)
+    assert not [path for path in files if b"geheim" in path.read_bytes()]
+
+
+def test_scalars_are_finite_and_named_by_step_and_target():
+    found = scalars(
+        {"step": 3, "loss": 1.5, "accuracy": None, "lr": math.inf, "eval": {"lfw": {"auc": 0.5, "fars": [1]}}}
+    )
+    assert found == {"loss_step": 1.5, "eval/lfw/auc": 0.5}
