@@ -20,8 +20,8 @@ LoadedPairs = tuple[list[np.ndarray], list[bool]]
 
 
 def get_train_image_list(data_dir: str | Path) -> list[tuple[str, int]]:
-    """Return (path, label) of each line of ``label.txt``, in order."""
-    source = LabelFileSource(data_dir)
+    """Return (absolute path, label) of each line of ``label.txt``, in order."""
+    source = LabelFileSource(Path(data_dir).absolute())
     labels = source.labels().tolist()
     return [(str(source.path(index)), label) for index, label in enumerate(labels)]
 
