@@ -111,7 +111,7 @@ class DataOptions:
     )
     train_image_num: int | None = of_run(
         None,
-        "images per epoch of a generator reader; other data are counted",
+        "images per epoch of a reader, if known; other data are counted",
         "set_train_image_num(num)",
         at_least(1),
     )

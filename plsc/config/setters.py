@@ -16,12 +16,12 @@ class Setters:
 
     options: Options
 
-    def set_model_name(self, name: str) -> None:
+    def set_model_name(self, model_name: str) -> None:
         """Set ``model.name``: network: ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18,
         IResNet34, IResNet50, IResNet100, IResNet200, SmallResNet, 'torchvision/NAME', 'timm/NAME', or
         'package.module:Class' (a subclass of BaseModel). Default: 'ResNet50'.
         """
-        self.options.set("model.name", name)
+        self.options.set("model.name", model_name)
 
     def set_emb_size(self, size: int) -> None:
         """Set ``model.emb_size``: size of the embedding. Default: 512."""
@@ -145,11 +145,11 @@ class Setters:
         """
         self.options.set("head.sub_centers", num)
 
-    def set_sample_ratio(self, ratio: float) -> None:
+    def set_sample_ratio(self, sample_ratio: float) -> None:
         """Set ``head.sample_ratio``: share of each rank's classes per step (PartialFC); the classes of the
         batch are always included. Default: 1.0.
         """
-        self.options.set("head.sample_ratio", ratio)
+        self.options.set("head.sample_ratio", sample_ratio)
 
     def set_hard_share(self, share: float) -> None:
         """Set ``head.hard_share``: share of the sampled classes that are hard negatives (closest to the
@@ -232,7 +232,7 @@ class Setters:
         self.options.set("data.datasets", datasets)
 
     def set_train_image_num(self, num: int | None) -> None:
-        """Set ``data.train_image_num``: images per epoch of a generator reader; other data are counted.
+        """Set ``data.train_image_num``: images per epoch of a reader, if known; other data are counted.
         Default: None.
         """
         self.options.set("data.train_image_num", num)
@@ -595,7 +595,7 @@ class Setters:
         self.options.set("train.epoch_steps", num)
 
     def set_train_steps(self, num: int | None) -> None:
-        """Set ``train.steps``: maximum number of steps, also within an epoch. Default: None."""
+        """Set ``train.steps``: number of steps, instead of epochs. Default: None."""
         self.options.set("train.steps", num)
 
     def set_calc_acc(self, calc: bool) -> None:
@@ -727,8 +727,8 @@ class Setters:
         self.options.set("checkpoint.upload_dir", url)
 
     def set_download_dir(self, url: str | None) -> None:
-        """Set ``checkpoint.download_dir``: fsspec URL of a checkpoint to download to load_dir, or to the
-        cache, and load. Default: None.
+        """Set ``checkpoint.download_dir``: fsspec URL of a checkpoint, or of a run (its newest one), to
+        download to load_dir, or to the cache, and load. Default: None.
         """
         self.options.set("checkpoint.download_dir", url)
 

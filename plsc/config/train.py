@@ -85,7 +85,7 @@ class TrainOptions:
     )
     steps: int | None = of_run(
         None,
-        "maximum number of steps, also within an epoch",
+        "number of steps, instead of epochs",
         "set_train_steps(num)",
         at_least(1),
     )
@@ -231,7 +231,8 @@ class CheckpointOptions:
     )
     download_dir: str | None = declare(
         None,
-        "fsspec URL of a checkpoint to download to load_dir, or to the cache, and load",
+        "fsspec URL of a checkpoint, or of a run (its newest one), to download to load_dir, or to the cache, "
+        "and load",
         "set_download_dir(url)",
         _url,
     )

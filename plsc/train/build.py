@@ -109,10 +109,9 @@ class Run:
 
 def _count_steps(options: Config, steps_per_epoch: int | None) -> int | None:
     """Return the total number of steps of a run, None if unknown."""
-    if steps_per_epoch is None:
+    if options.train.steps or steps_per_epoch is None:
         return options.train.steps
-    total = options.train.epochs * steps_per_epoch
-    return min(total, options.train.steps or total)
+    return options.train.epochs * steps_per_epoch
 
 
 def build_run(

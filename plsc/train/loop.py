@@ -396,7 +396,8 @@ class Trainer:
             self._run.world.log(f"stopped after step {self._position.step}: {reason}")
 
     def _is_over(self) -> bool:
-        return self._position.epoch >= self._options.epochs or self._is_last_step_made()
+        is_last_epoch = self._options.steps is None and self._position.epoch >= self._options.epochs
+        return is_last_epoch or self._is_last_step_made()
 
     def _is_last_step_made(self) -> bool:
         has_all = self._options.steps is not None and self._position.step >= self._options.steps
