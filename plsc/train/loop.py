@@ -97,9 +97,9 @@ def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
         LearningCheck.of(run, is_resumed=start.checkpoint is not None),
         Progress(),
         *([GradientNorm()] if train.log_gradient_norm else []),
+        *([Pictures(run.targets)] if train.log_images else []),
     ]
     if not train.fast_dev_run:
-        callbacks += [Pictures(run.targets)] if train.log_images else []
         callbacks.append(Logging(loggers, is_same_run=bool(start.resumed)))
     if (seconds := seconds_of(train.max_time)) is not None:
         callbacks.append(MaxTime(seconds))
