@@ -130,7 +130,7 @@ class HeadOptions:
     )
     sample_ratio: float = of_run(
         1.0,
-        "share of each rank's classes per step (PartialFC); the classes of the batch are always included",
+        "share of each rank's classes per step, including those of the batch (PartialFC)",
         "set_sample_ratio(ratio)",
         _ratio,
     )

@@ -323,7 +323,7 @@ class OptimOptions:
     )
     clip_scope: str = of_run(
         "backbone",
-        "gradients to clip: backbone, or all (class weights too, which takes longer)",
+        "gradients to clip: backbone, or all (class weights too)",
         "set_clip_scope(scope)",
         one_of("backbone", "all"),
     )

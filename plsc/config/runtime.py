@@ -51,7 +51,7 @@ class RuntimeOptions:
     )
     timeout: float = declare(
         1800.0,
-        "seconds that a rank waits for other ranks before it fails",
+        "seconds that a rank waits for other ranks",
         "set_timeout(seconds)",
         more_than(0),
     )
@@ -88,8 +88,7 @@ class ParallelOptions:
     )
     shard_units: str = declare(
         "auto",
-        "FSDP units of a sharded backbone: auto, or module names such as 'stages.*.*,neck', where * "
-        "matches one component",
+        "FSDP units of a sharded backbone: auto, or module names such as 'stages.*.*,neck'",
         "set_backbone_shard_units(patterns)",
     )
 
@@ -117,7 +116,7 @@ class PrecisionOptions:
     mode: str = of_run(
         "float32",
         "dtype of the backbone's computation: float32, float16 (with loss scaling, on CPUs bfloat16) or "
-        "bfloat16; weights and loss are always float32",
+        "bfloat16",
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
     )
@@ -259,7 +258,7 @@ class SpeedOptions:
     )
     compile: bool = of_run(
         False,
-        "compile the backbone with torch.compile; the first start takes minutes",
+        "compile the backbone with torch.compile",
         "set_compile(flag)",
     )
     fold_batch_norm: bool = declare(

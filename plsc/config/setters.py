@@ -142,8 +142,8 @@ class Setters:
         self.options.set("head.sub_centers", num)
 
     def set_sample_ratio(self, ratio: float) -> None:
-        """Set ``head.sample_ratio``: share of each rank's classes per step (PartialFC); the classes of the
-        batch are always included. Default: 1.0.
+        """Set ``head.sample_ratio``: share of each rank's classes per step, including those of the batch
+        (PartialFC). Default: 1.0.
         """
         self.options.set("head.sample_ratio", ratio)
 
@@ -475,8 +475,8 @@ class Setters:
         self.options.set("optim.clip_norm", norm)
 
     def set_clip_scope(self, scope: str) -> None:
-        """Set ``optim.clip_scope``: gradients to clip: backbone, or all (class weights too, which takes
-        longer). Default: 'backbone'.
+        """Set ``optim.clip_scope``: gradients to clip: backbone, or all (class weights too). Default:
+        'backbone'.
         """
         self.options.set("optim.clip_scope", scope)
 
@@ -488,7 +488,7 @@ class Setters:
 
     def set_precision(self, mode: str) -> None:
         """Set ``precision.mode``: dtype of the backbone's computation: float32, float16 (with loss
-        scaling, on CPUs bfloat16) or bfloat16; weights and loss are always float32. Default: 'float32'.
+        scaling, on CPUs bfloat16) or bfloat16. Default: 'float32'.
         """
         self.options.set("precision.mode", mode)
 
@@ -621,9 +621,7 @@ class Setters:
         self.options.set("train.seed", seed)
 
     def set_deterministic(self, flag: bool) -> None:
-        """Set ``train.deterministic``: use deterministic algorithms only; operations without one fail.
-        Default: False.
-        """
+        """Set ``train.deterministic``: use deterministic algorithms only. Default: False."""
         self.options.set("train.deterministic", flag)
 
     def set_limit_train_batches(self, limit: int | float) -> None:
@@ -729,8 +727,8 @@ class Setters:
         self.options.set("checkpoint.new_version", flag)
 
     def set_save_every_n_epochs(self, num: int) -> None:
-        """Set ``checkpoint.every_n_epochs``: epochs between checkpoints; 0: only the last epoch, which is
-        always saved. Default: 1.
+        """Set ``checkpoint.every_n_epochs``: epochs between checkpoints; the last epoch is always saved;
+        0: only this. Default: 1.
         """
         self.options.set("checkpoint.every_n_epochs", num)
 
@@ -759,14 +757,12 @@ class Setters:
         self.options.set("checkpoint.monitor_mode", mode)
 
     def set_async_save(self, flag: bool) -> None:
-        """Set ``checkpoint.asynchronous``: write checkpoints in the background, from a copy in CPU memory.
-        Default: True.
-        """
+        """Set ``checkpoint.asynchronous``: write checkpoints in the background. Default: True."""
         self.options.set("checkpoint.asynchronous", flag)
 
     def set_save_error(self, policy: str) -> None:
-        """Set ``checkpoint.on_error``: if a checkpoint cannot be written: stop the run, or continue
-        without it. Default: 'stop'.
+        """Set ``checkpoint.on_error``: if a checkpoint cannot be written: stop or continue. Default:
+        'stop'.
         """
         self.options.set("checkpoint.on_error", policy)
 
@@ -790,7 +786,7 @@ class Setters:
 
     def set_backbone_shard_units(self, patterns: str) -> None:
         """Set ``parallel.shard_units``: FSDP units of a sharded backbone: auto, or module names such as
-        'stages.*.*,neck', where * matches one component. Default: 'auto'.
+        'stages.*.*,neck'. Default: 'auto'.
         """
         self.options.set("parallel.shard_units", patterns)
 
@@ -819,9 +815,7 @@ class Setters:
         self.options.set("runtime.world_size", ranks)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set ``runtime.timeout``: seconds that a rank waits for other ranks before it fails. Default:
-        1800.0.
-        """
+        """Set ``runtime.timeout``: seconds that a rank waits for other ranks. Default: 1800.0."""
         self.options.set("runtime.timeout", seconds)
 
     def set_quiet(self, flag: bool) -> None:
@@ -847,9 +841,7 @@ class Setters:
         self.options.set("speed.channels_last", mode)
 
     def set_compile(self, flag: bool) -> None:
-        """Set ``speed.compile``: compile the backbone with torch.compile; the first start takes minutes.
-        Default: False.
-        """
+        """Set ``speed.compile``: compile the backbone with torch.compile. Default: False."""
         self.options.set("speed.compile", flag)
 
     def set_fold_batch_norm(self, flag: bool) -> None:

@@ -118,7 +118,7 @@ class TrainOptions:
     )
     deterministic: bool = of_run(
         False,
-        "use deterministic algorithms only; operations without one fail",
+        "use deterministic algorithms only",
         "set_deterministic(flag)",
     )
     limit_train_batches: int | float = of_run(
@@ -250,7 +250,7 @@ class CheckpointOptions:
     )
     every_n_epochs: int = declare(
         1,
-        "epochs between checkpoints; 0: only the last epoch, which is always saved",
+        "epochs between checkpoints; the last epoch is always saved; 0: only this",
         "set_save_every_n_epochs(num)",
         at_least(0),
     )
@@ -287,12 +287,12 @@ class CheckpointOptions:
     )
     asynchronous: bool = declare(
         True,
-        "write checkpoints in the background, from a copy in CPU memory",
+        "write checkpoints in the background",
         "set_async_save(flag)",
     )
     on_error: str = declare(
         "stop",
-        "if a checkpoint cannot be written: stop the run, or continue without it",
+        "if a checkpoint cannot be written: stop or continue",
         "set_save_error(policy)",
         one_of("stop", "continue"),
     )
