@@ -16,12 +16,11 @@ from plsc.config import Options
 from plsc.config.model import Initialization
 from plsc.config.optim import ParameterGroup
 from plsc.config.option import name_of
+from plsc.config.original import OriginalSetters
 from plsc.config.runtime import AutoMixedPrecisionLists
-from plsc.config.setters import Setters
 from plsc.config.train import logger_names
 from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
-from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.optim.optimizers import Factory
 from plsc.parallel.failure import FailureWatch
@@ -32,6 +31,7 @@ from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
+from plsc.train.data import as_reader
 from plsc.train.evaluation import Prediction, run_prediction, run_test
 from plsc.train.loggers import Logger
 from plsc.train.loop import TrainResult, run_training
@@ -40,7 +40,7 @@ from plsc.train.optim import ScheduleFunction, check_schedule_function
 T = TypeVar("T")
 
 
-class Entry(Setters):
+class Entry(OriginalSetters):
     """Train, test and use a classifier over very many classes.
 
     The same script runs in one process and under torchrun, on CPU and GPU::
@@ -53,13 +53,15 @@ class Entry(Setters):
         ins.train()
 
     Attributes:
-        train_reader: a function that returns a generator of (image float32 [C, H, W], label), or a map-style
-            torch Dataset of (image, label); replaces the dataset folder.
+        train_reader: a function that returns a generator of (image float32 [C, H, W], label) or of batches
+            of these, a torch Dataset of (image, label), or a DataLoader; replaces the dataset folder.
         train_transform: a transform of training images, after resizing and built-in augmentation: from
             torchvision.transforms.v2 (its input is uint8 [C, H, W]), or called as
             ``f(image=array)["image"]`` like those of albumentations.
         test_reader: ``reader(dataset_dir, val_targets)``, like plsc.utils.jpeg_reader.test.
         predict_reader: like train_reader; a generator may yield images without labels.
+
+    Every option can be read as an attribute, such as ``ins.train_batch_size`` of `set_train_batch_size`.
 
     User-fixable errors are subclasses of plsc.errors.PlscError.
     """
@@ -273,44 +275,6 @@ class Entry(Setters):
             }
         )
 
-    def set_hdfs_info(
-        self,
-        fs_name: str,
-        fs_ugi: str | None = None,
-        fs_dir_for_save: str | None = None,
-        fs_checkpoint_dir: str | None = None,
-    ) -> None:
-        """Download a checkpoint from HDFS before training, and upload each saved checkpoint to HDFS.
-
-        Args:
-            fs_name: file system, such as ``hdfs://namenode:9000``.
-            fs_ugi: "name,password" of the HDFS user. The password is ignored and not stored: simple
-                authentication of HDFS uses only the name.
-            fs_dir_for_save: HDFS folder for the checkpoints of set_model_save_dir.
-            fs_checkpoint_dir: HDFS folder of a checkpoint, which is downloaded to the folder of
-                set_checkpoint_dir (by default to the cache) and loaded.
-
-        Equivalent to set_upload_dir and set_download_dir with URLs. Raises OptionError if fs_name is not a
-        URL.
-        """
-        if not isinstance(fs_name, str) or "://" not in fs_name:
-            raise OptionError(
-                f"fs_name is {fs_name!r}; expected the URL of a file system, such as hdfs://namenode:9000"
-            )
-        values: dict[str, str] = {}
-        if fs_ugi is not None:
-            # A password follows the comma: do not store or print it.
-            values["checkpoint.hdfs_user"] = str(fs_ugi).split(",", 1)[0].strip()
-        for option, folder in (
-            ("upload_dir", fs_dir_for_save),
-            ("download_dir", fs_checkpoint_dir),
-        ):
-            if folder is not None:
-                is_url = "://" in folder
-                url = folder if is_url else f"{fs_name.rstrip('/')}/{folder.lstrip('/')}"
-                values[f"checkpoint.{option}"] = url
-        self.options.set_together(values)
-
     def add_callback(
         self,
         callback: Callback | Callable[[Context], None],
@@ -379,8 +343,11 @@ class Entry(Setters):
         """
         return self._run(partial(run_profile, steps=steps, output=output))
 
-    def test(self) -> dict[str, VerificationResult]:
-        """Return the verification results of a checkpoint's network, by the name of the pair file."""
+    def test(self) -> dict[str, Any]:
+        """Return the results of a checkpoint: a VerificationResult per pair file, by its name.
+
+        With set_val_dir, also a ClassificationResult under ``val``: top-1 and top-5 accuracy.
+        """
         return self._run(run_test)
 
     def predict(self) -> Prediction:
@@ -411,9 +378,9 @@ class Entry(Setters):
             atexit.register(self._world.close)
         user = UserParts(
             self._model,
-            self.train_reader,
+            as_reader(self.train_reader, "train_reader"),
             self.test_reader,
-            self.predict_reader,
+            as_reader(self.predict_reader, "predict_reader"),
             self.train_transform,
             self._optimizer,
             self._schedule,

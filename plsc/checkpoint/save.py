@@ -211,12 +211,14 @@ def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None
 def check_replaceable(store: Store, name: str, run_id: str | None = None) -> None:
     """Raise CheckpointError unless `name` is free or holds a checkpoint that may be replaced.
 
-    With `run_id`, only a checkpoint of that run may be replaced. Files, links and other folders never are;
-    in an object store, a folder that has only data files may be.
+    With `run_id`, only a checkpoint of that run may be replaced. An empty folder may be, and in an
+    object store one with only data files; files, links and other folders never are.
     """
     if not store.is_link(name) and not store.exists(name):
         return
     inside = [] if store.is_link(name) else store.names(name)
+    if not inside and not store.is_link(name) and store.size(name) is None:
+        return
     if MANIFEST_NAME in inside:
         there = ""
         with contextlib.suppress(CheckpointError):  # a damaged checkpoint belongs to no run

@@ -109,7 +109,7 @@ class DataOptions:
     )
     train_image_num: int | None = of_run(
         None,
-        "images per epoch of a generator reader",
+        "images per epoch of a reader, if known",
         "set_train_image_num(num)",
         at_least(1),
     )
@@ -117,6 +117,13 @@ class DataOptions:
         None,
         "pair files in the dataset folder, without .bin, separated by commas; None: 'lfw' if lfw.bin exists",
         "set_val_targets(targets)",
+    )
+    val_dir: str | None = declare(
+        None,
+        "held-out images of the same classes, a dataset like dataset_dir: top-1 and top-5 accuracy are "
+        "measured when pair files are",
+        "set_val_dir(directory)",
+        not_empty,
     )
     num_workers: int = declare(
         2,

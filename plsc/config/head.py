@@ -131,7 +131,7 @@ class HeadOptions:
     sample_ratio: float = of_run(
         1.0,
         "share of each rank's classes per step, including those of the batch (PartialFC)",
-        "set_sample_ratio(ratio)",
+        "set_sample_ratio(sample_ratio)",
         _ratio,
     )
     hard_share: float = of_run(

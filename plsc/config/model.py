@@ -128,7 +128,7 @@ class ModelOptions:
         "ResNet50",
         f"network: {', '.join(NETWORKS)}, 'torchvision/NAME', 'timm/NAME', or 'package.module:Class' (a "
         "subclass of BaseModel)",
-        "set_model_name(name)",
+        "set_model_name(model_name)",
         not_empty,
     )
     emb_size: int = of_model(512, "size of the embedding", "set_emb_size(size)", at_least(1))

@@ -16,12 +16,12 @@ class Setters:
 
     options: Options
 
-    def set_model_name(self, name: str) -> None:
+    def set_model_name(self, model_name: str) -> None:
         """Set ``model.name``: network: ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, IResNet18,
         IResNet34, IResNet50, IResNet100, IResNet200, SmallResNet, 'torchvision/NAME', 'timm/NAME', or
         'package.module:Class' (a subclass of BaseModel). Default: 'ResNet50'.
         """
-        self.options.set("model.name", name)
+        self.options.set("model.name", model_name)
 
     def set_emb_size(self, size: int) -> None:
         """Set ``model.emb_size``: size of the embedding. Default: 512."""
@@ -141,11 +141,11 @@ class Setters:
         """Set ``head.sub_centers``: weight vectors per class (sub-centre ArcFace). Default: 1."""
         self.options.set("head.sub_centers", num)
 
-    def set_sample_ratio(self, ratio: float) -> None:
+    def set_sample_ratio(self, sample_ratio: float) -> None:
         """Set ``head.sample_ratio``: share of each rank's classes per step, including those of the batch
         (PartialFC). Default: 1.0.
         """
-        self.options.set("head.sample_ratio", ratio)
+        self.options.set("head.sample_ratio", sample_ratio)
 
     def set_hard_share(self, share: float) -> None:
         """Set ``head.hard_share``: share of the sampled classes that are hard negatives (closest to the
@@ -226,7 +226,7 @@ class Setters:
         self.options.set("data.datasets", datasets)
 
     def set_train_image_num(self, num: int | None) -> None:
-        """Set ``data.train_image_num``: images per epoch of a generator reader. Default: None."""
+        """Set ``data.train_image_num``: images per epoch of a reader, if known. Default: None."""
         self.options.set("data.train_image_num", num)
 
     def set_val_targets(self, targets: str | None) -> None:
@@ -234,6 +234,12 @@ class Setters:
         None: 'lfw' if lfw.bin exists. Default: None.
         """
         self.options.set("data.val_targets", targets)
+
+    def set_val_dir(self, directory: str | None) -> None:
+        """Set ``data.val_dir``: held-out images of the same classes, a dataset like dataset_dir: top-1 and
+        top-5 accuracy are measured when pair files are. Default: None.
+        """
+        self.options.set("data.val_dir", directory)
 
     def set_num_workers(self, num: int) -> None:
         """Set ``data.num_workers``: threads or processes per rank that load images; 0: load between steps.
@@ -579,11 +585,11 @@ class Setters:
         self.options.set("train.epoch_steps", num)
 
     def set_train_steps(self, num: int | None) -> None:
-        """Set ``train.steps``: maximum number of steps, also within an epoch. Default: None."""
+        """Set ``train.steps``: number of steps, instead of epochs. Default: None."""
         self.options.set("train.steps", num)
 
     def set_calc_acc(self, calc: bool) -> None:
-        """Set ``train.calc_acc``: log the training accuracy. Default: False."""
+        """Set ``train.calc_acc``: log the training accuracy, top-1 and top-5. Default: False."""
         self.options.set("train.calc_acc", calc)
 
     def set_log_period(self, period: int) -> None:
@@ -609,7 +615,7 @@ class Setters:
         self.options.set("train.log_images", flag)
 
     def set_with_test(self, with_test: bool) -> None:
-        """Set ``train.with_test``: evaluate val_targets during training. Default: True."""
+        """Set ``train.with_test``: evaluate val_targets and val_dir during training. Default: True."""
         self.options.set("train.with_test", with_test)
 
     def set_test_period(self, period: int) -> None:
@@ -705,8 +711,8 @@ class Setters:
         self.options.set("checkpoint.upload_dir", url)
 
     def set_download_dir(self, url: str | None) -> None:
-        """Set ``checkpoint.download_dir``: fsspec URL of a checkpoint to download to load_dir, or to the
-        cache, and load. Default: None.
+        """Set ``checkpoint.download_dir``: fsspec URL of a checkpoint, or of a run (its newest one), to
+        download to load_dir, or to the cache, and load. Default: None.
         """
         self.options.set("checkpoint.download_dir", url)
 
@@ -745,8 +751,9 @@ class Setters:
         self.options.set("checkpoint.save_top_k", num)
 
     def set_monitor(self, metric: str | None) -> None:
-        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', or such as 'lfw accuracy';
-        None: accuracy of the first pair file, else loss. Default: None.
+        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or
+        'val top1'; None: accuracy of the first pair file, else top-1 on val_dir, else loss. Default:
+        None.
         """
         self.options.set("checkpoint.monitor", metric)
 

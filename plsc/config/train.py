@@ -85,11 +85,11 @@ class TrainOptions:
     )
     steps: int | None = of_run(
         None,
-        "maximum number of steps, also within an epoch",
+        "number of steps, instead of epochs",
         "set_train_steps(num)",
         at_least(1),
     )
-    calc_acc: bool = of_run(False, "log the training accuracy", "set_calc_acc(calc)")
+    calc_acc: bool = of_run(False, "log the training accuracy, top-1 and top-5", "set_calc_acc(calc)")
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
     loggers: str | tuple[str, ...] = declare(
         "jsonl",
@@ -103,7 +103,9 @@ class TrainOptions:
     log_images: bool = declare(
         False, "draw the first batch of each epoch and the hardest pairs", "set_log_images(flag)"
     )
-    with_test: bool = of_run(True, "evaluate val_targets during training", "set_with_test(with_test)")
+    with_test: bool = of_run(
+        True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"
+    )
     test_period: int = of_run(
         0,
         "steps between additional evaluations; 0: none",
@@ -227,7 +229,8 @@ class CheckpointOptions:
     )
     download_dir: str | None = declare(
         None,
-        "fsspec URL of a checkpoint to download to load_dir, or to the cache, and load",
+        "fsspec URL of a checkpoint, or of a run (its newest one), to download to load_dir, or to the cache, "
+        "and load",
         "set_download_dir(url)",
         _url,
     )
@@ -274,8 +277,8 @@ class CheckpointOptions:
     )
     monitor: str | None = declare(
         None,
-        "metric of the best checkpoint: 'loss', or such as 'lfw accuracy'; None: accuracy of the first "
-        "pair file, else loss",
+        "metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or 'val top1'; None: accuracy of "
+        "the first pair file, else top-1 on val_dir, else loss",
         "set_monitor(metric)",
         not_empty,
     )

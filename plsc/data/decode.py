@@ -39,6 +39,7 @@ PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 # Each scan of a progressive JPEG processes the whole image: a small file could take hours.
 MAX_SCANS = 200
 _USUAL_HEADERS = 4096  # bytes in which the frame header is searched
+_MOST_NORMALISED = 64.0
 _SMALL = 2**14  # a smaller file cannot have enough scans to matter
 # libjpeg's warnings for complete images; all other warnings mean that data is missing or wrong.
 _FOR_PILLOW = ("unknown JFIF revision", "Unknown Adobe color transform", "Invalid SOS parameters")
@@ -105,9 +106,19 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
         )
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
         raise DataError("contains NaN or infinite values; fix the image", kind="not finite")
+    check_normalised(image)
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
+
+
+def check_normalised(image: torch.Tensor) -> None:
+    """Raise DataError for a float image in 0..255, because float images are used unchanged."""
+    if image.is_floating_point() and image.numel() and image.min() >= 0 and image.max() > _MOST_NORMALISED:
+        raise DataError(
+            f"has float values up to {float(image.max()):g}, but float images are used unchanged; add "
+            "'image = (image - 127.5) / 128', or return uint8"
+        )
 
 
 def size_of(data: Image) -> tuple[int, int]:

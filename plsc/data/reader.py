@@ -31,7 +31,10 @@ def declares_shards(reader: Any) -> bool:
 
 
 def open_reader(reader: Callable[..., Any], title: str, **arguments: int) -> Iterator[Any]:
-    """Return the samples of ``reader(*arguments)``. Raises DataError if it returns no generator."""
+    """Return the samples of ``reader(*arguments)``, which may yield batches.
+
+    Raises DataError if it returns no generator.
+    """
     try:
         inspect.signature(reader).bind(*arguments.values())
     except ValueError:  # some functions written in C have no signature
@@ -44,11 +47,23 @@ def open_reader(reader: Callable[..., Any], title: str, **arguments: int) -> Ite
         raise DataError(
             f"the {title} must return a generator of (image, label), but returned {type(samples).__name__}"
         )
-    return iter(samples)
+    return _unbatched(iter(samples))
+
+
+def _unbatched(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield single samples; an item may be a list of samples, or images [B, C, H, W] with labels [B]."""
+    for item in items:
+        is_list = isinstance(item, (tuple, list)) and len(item) > 0
+        if is_list and isinstance(item[0], (tuple, list)):
+            yield from item
+        elif is_list and len(item) == 2 and getattr(item[0], "ndim", 0) == 4:
+            yield from zip(*item, strict=True)
+        else:
+            yield item
 
 
 class ReaderLoader:
-    """Yield this rank's batches of ``reader()``, which yields (image [C, H, W], label).
+    """Yield this rank's batches of ``reader()``, which yields (image [C, H, W], label), or batches of these.
 
     Every rank runs the whole generator. A global batch is the next
     ``global_batch`` samples; sample i of it goes to rank i mod ranks. The generators ``random``,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from plsc.data.augment import Operation
+from plsc.data.decode import check_normalised
 from plsc.errors import DataError
 from plsc.seeds import hash_key
 
@@ -92,6 +93,10 @@ def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:
         raise DataError(f"the transform must return uint8 or floats, but returned {result.dtype}")
     if not bool(torch.isfinite(result).all()):
         raise DataError("the transform returned NaN or infinite values")
+    try:
+        check_normalised(result)
+    except DataError as error:
+        raise error.at("the result of the transform") from error
     return result.float()
 
 

@@ -51,11 +51,6 @@ def count_classes(
     count = len(source) * world.size
     if not count:
         raise DataError("the dataset contains no samples; check data.dataset_dir")
-    if options.data.train_image_num not in (None, count):
-        raise OptionError(
-            f"data.train_image_num is {options.data.train_image_num}, but the dataset has {count} "
-            "images; remove the option, or fix the dataset"
-        )
     labels = source.labels()
     (largest,) = world.all_reduce_max(max(int(labels.max()), least - 1))
     class_num = options.head.class_num or largest + 1
@@ -79,6 +74,8 @@ def count_classes(
     if options.data.bad_images == "stop" or is_bad.all():
         check_labels(source, class_num)
     notes = []
+    if options.data.train_image_num not in (None, count):
+        notes.append(f"note: set_train_image_num is ignored, as the dataset has {count:,} images")
     if is_bad.any():
         notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
     if world.size > 1:  # a class without images on this rank may have images on another one

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
 from plsc.config import Config
 from plsc.config.data import DataSet
 from plsc.config.option import shown_value
@@ -87,9 +90,27 @@ def is_generator_reader(reader: Any, name: str) -> bool:
     if not is_dataset or isinstance(reader, (str, bytes, Mapping, type)):
         raise OptionError(
             f"{name} is {shown_value(reader)}; expected a function that returns a generator of (image, "
-            "label), or a map-style torch Dataset (for a folder or file, call set_dataset_dir)"
+            "label), a torch Dataset or a DataLoader (for a folder or file, call set_dataset_dir)"
         )
     return False
+
+
+def as_reader(reader: Any, name: str) -> Any:
+    """Return a DataLoader or IterableDataset as a function that returns its iterator; others unchanged."""
+    if isinstance(getattr(reader, "sampler", None), DistributedSampler):
+        raise OptionError(
+            f"{name} has a DistributedSampler, but plsc divides the samples over the ranks; remove it"
+        )
+    return reader.__iter__ if isinstance(reader, (DataLoader, IterableDataset)) else reader
+
+
+def _length_of(reader: Any) -> int | None:
+    """Return the number of samples per epoch of `as_reader(loader)`; None if it is unknown."""
+    loader = getattr(reader, "__self__", None)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    count = len(loader.sampler)  # type: ignore[arg-type]
+    return count - count % loader.batch_size if loader.drop_last and loader.batch_size else count
 
 
 def open_training_source(options: Config, reader: Any) -> Source:
@@ -165,6 +186,10 @@ def _open_generator(
             "data.loader is 'threads', but a generator reader uses the global random generators, which "
             "threads share; use 'processes', or set_num_workers(0)"
         )
+    num_samples = data.train_image_num or _length_of(reader)
+    # The forked process cannot start workers itself.
+    has_workers = getattr(getattr(reader, "__self__", None), "num_workers", 0) > 0
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
     loader = ReaderLoader(
         reader,
         global_batch=global_batch,
@@ -174,14 +199,14 @@ def _open_generator(
         class_num=class_num,
         seed=options.train.seed,
         last_batch=data.last_batch,
-        num_samples=data.train_image_num,
+        num_samples=num_samples,
         limit=options.train.train_limit,
         shards_itself=data.reader_shards_itself,
-        ahead=data.num_workers > 0 and "fork" in multiprocessing.get_all_start_methods(),
+        ahead=data.num_workers > 0 and can_fork and not has_workers,
         pin_memory=world.device.type == "cuda",
     )
     notes, is_of_ranks = [loader.describe()], loader.shards_itself
-    return TrainingData(loader, data.train_image_num, class_num, notes, is_of_ranks=is_of_ranks)
+    return TrainingData(loader, num_samples, class_num, notes, is_of_ranks=is_of_ranks)
 
 
 def _open_rank_files(
@@ -275,6 +300,11 @@ def _check_several(options: Config, reader: Any) -> None:
             "data.order 'rank_files' cannot be used with several datasets; use 'global', 'block' or "
             "'sequential'"
         )
+    if options.data.val_dir is not None:
+        raise OptionError(
+            "data.val_dir cannot be used with several datasets, as each has its own classes; use pair files "
+            "(data.val_targets)"
+        )
     if options.data.last_batch == "keep":
         raise OptionError(
             "data.last_batch 'keep' cannot be used with several datasets, as every step has the same number "
@@ -318,10 +348,7 @@ def _open_several(
     class_nums = [one.class_num for one in sets]
     joined = JoinedSource([one.name for one in sets], sources, class_nums)
     if options.data.train_image_num not in (None, len(joined)):
-        raise OptionError(
-            f"data.train_image_num is {options.data.train_image_num}, but the datasets have {len(joined)} "
-            "images; remove the option, or fix the datasets"
-        )
+        notes.append(f"note: set_train_image_num is ignored, as the datasets have {len(joined):,} images")
     steps = _epoch_steps(options, len(joined), global_batch)
     plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
     recipe = make_recipe(options, transform, sum(class_nums))
@@ -379,7 +406,9 @@ def _naming(name: str) -> Iterator[None]:
 def check_save_dir(source: Source, options: Config) -> None:
     """Raise OptionError if the save folder would become a class folder of the dataset."""
     save_dir = Path(options.checkpoint.save_dir).resolve()
-    if isinstance(source, ImageFolderSource) and save_dir.is_relative_to(source.root.resolve()):
+    if not isinstance(source, ImageFolderSource) or isinstance(source.root, str):
+        return
+    if save_dir.is_relative_to(source.root.resolve()):
         raise OptionError(
             f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
             "where every folder is a class; choose a folder outside of it"

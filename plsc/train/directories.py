@@ -353,11 +353,28 @@ def _resolve_checkpoint(
             url = place
         elif place not in (None, LAST, BEST):
             folder = Path(place)
+        if url is not None:
+            run = url
+            url = on_every_rank(
+                world, f"reach {shown(run)}", lambda: newest_at(run) if world.is_main else ""
+            )[0]
         locations = {str(one) for one in (folder, url) if one is not None}
         if url is not None:
             folder = fetch(url, world, folder)
     opened = None if folder is None else (folder, open_checkpoint(folder))
     return opened, locations, interrupted
+
+
+def newest_at(url: str) -> str:
+    """Return the URL of a checkpoint: `url` itself, or the newest one of the run at `url`."""
+    store = Store(url)
+    if MANIFEST_NAME in store.names():
+        return url
+    versions = sorted(filter(_VERSION.fullmatch, store.names(only_folders=True)), key=_number, reverse=True)
+    for folder in [*(store.child(version) for version in versions), url]:
+        if found := checkpoints_in(Store(folder)):
+            return join(folder, found[-1][0])
+    return url  # the download reports what is missing
 
 
 def _make_local(folder: Path | None, url: str | None, world: World) -> Path:

@@ -25,17 +25,21 @@ __all__ = ["arc_iterator", "load_bin", "test", "train"]
 
 def train(
     data_dir: str | Path,
-    file_list: str,
-    num_classes: int,
+    file_list: str | int = "file_list.txt",
+    num_classes: int | None = None,
     image_shape: ImageShape = (3, 112, 112),
     rank: int | None = None,
     ranks: int | None = None,
 ) -> Reader:
     """Return a reader of this rank's files: each call yields (image, label), in the order of the lines.
 
+    Called as ``train(data_dir, file_list, num_classes)`` or ``train(data_dir, num_classes)``.
     Images are float32 [C, H, W], (x - 127.5) / 128, mirrored at random (with ``random``). Raises DataError
-    for a label outside 0..num_classes - 1, and for files that cannot be divided equally over the ranks.
+    for a label outside 0..num_classes - 1, if that is set, and for files that cannot be divided equally over
+    the ranks.
     """
+    if isinstance(file_list, int):
+        return train(data_dir, "file_list.txt", file_list, image_shape, rank, ranks)
     source = Base64Source(data_dir, file_list)
     options = {"rand_mirror": True, "normalize": True}
     return _reader(source, num_classes, image_shape, rank, ranks, **options)
@@ -67,7 +71,7 @@ def arc_iterator(
 
 def _reader(
     source: Base64Source,
-    num_classes: int,
+    num_classes: int | None,
     image_shape: ImageShape,
     rank: int | None,
     ranks: int | None,
@@ -93,7 +97,7 @@ def _reader(
     return reader
 
 
-def _share(source: Base64Source, rank: int, ranks: int, num_classes: int) -> range:
+def _share(source: Base64Source, rank: int, ranks: int, num_classes: int | None) -> range:
     """Return the samples of a rank's files, after checking their labels."""
     counts = source.lines_per_file
     lines = counts.reshape(ranks, -1).sum(axis=1) if len(counts) % ranks == 0 else None
@@ -104,6 +108,8 @@ def _share(source: Base64Source, rank: int, ranks: int, num_classes: int) -> ran
         )
     share = range(rank * int(lines[0]), (rank + 1) * int(lines[0]))
     labels = source.labels()[share.start : share.stop]
+    if num_classes is None:
+        return share
     bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(bad):
         raise DataError(

@@ -13,27 +13,37 @@ from plsc.data.batch import to_input
 from plsc.data.decode import ImageShape, decode_image
 from plsc.data.pairs import read_pairs
 from plsc.data.sources import LabelFileSource, check_labels
-from plsc.errors import DataError
+from plsc.errors import DataError, OptionError
 
 Reader = Callable[..., Iterator[tuple[np.ndarray, int]]]
 LoadedPairs = tuple[list[np.ndarray], list[bool]]
 
 
 def get_train_image_list(data_dir: str | Path) -> list[tuple[str, int]]:
-    """Return (path, label) of each line of ``label.txt``, in order."""
-    source = LabelFileSource(data_dir)
+    """Return (absolute path, label) of each line of ``label.txt``, in order."""
+    source = LabelFileSource(Path(data_dir).absolute())
     labels = source.labels().tolist()
     return [(str(source.path(index)), label) for index, label in enumerate(labels)]
 
 
-def arc_train(data_dir: str | Path, class_dim: int, image_shape: ImageShape = (3, 112, 112)) -> Reader:
+def arc_train(
+    data_dir: str | Path,
+    class_dim: int | None = None,
+    image_shape: ImageShape = (3, 112, 112),
+    data_format: str = "NCHW",
+) -> Reader:
     """Return a reader of the training set: each call yields all (image, label) in a new random order.
 
     Images are float32 [C, H, W], (x - 127.5) / 128, mirrored at random. Order and mirroring are drawn from
-    ``random``. Raises DataError for a label outside 0..class_dim - 1.
+    ``random``. Raises DataError for a label outside 0..class_dim - 1, if class_dim is set.
     """
+    if data_format != "NCHW":
+        raise OptionError(
+            f"data_format is {data_format!r}; expected 'NCHW', as networks get [C, H, W] images"
+        )
     source = LabelFileSource(data_dir)
-    check_labels(source, class_dim)
+    if class_dim is not None:
+        check_labels(source, class_dim)
 
     def reader() -> Iterator[tuple[np.ndarray, int]]:
         order = list(range(len(source)))

@@ -13,6 +13,7 @@ from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.parallel.world import World
 from plsc.storage.store import Store
+from plsc.storage.urls import open_filesystem
 from plsc.train.directories import open_load_dir
 from plsc.train.loop import TrainResult
 from tests.images import write_dataset
@@ -137,3 +138,19 @@ def test_a_growing_log_and_a_failed_upload_do_not_stop_the_run(dataset, tmp_path
     start(dataset, tmp_path / "run2", checkpoint__upload_dir=f"file://{blocked}")
     assert (blocked / "best.json").is_file()
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_label_files_and_class_folders_in_a_store_are_trained_on(url, dataset, tmp_path):
+    filesystem, inside = open_filesystem(url)
+    for name in ("label.txt", *(f"images/{path.name}" for path in (dataset / "images").iterdir())):
+        folder, _, image = name.rpartition("/")
+        copies = [f"labels/{name}", *([f"folders/class{image[0]}/{image}"] if folder else [])]
+        for copy in copies:
+            filesystem.makedirs(f"{inside}/{copy}".rpartition("/")[0], exist_ok=True)
+            filesystem.pipe_file(f"{inside}/{copy}", (dataset / name).read_bytes())
+    local = start(dataset, tmp_path / "local", train__epochs=1)
+    for kind in ("labels", "folders"):
+        result = start(f"{url}/{kind}", tmp_path / kind, train__epochs=1)
+        assert result.steps == local.steps
+        if kind == "labels":
+            assert result.metrics["loss"] == local.metrics["loss"]

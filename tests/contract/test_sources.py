@@ -108,6 +108,33 @@ def from_remote_base64(folder: Path) -> Source:
     return open_source("memory://contract-base64")
 
 
+def copied_to_memory(folder: Path, name: str, **options: int) -> Source:
+    memory = fsspec.filesystem("memory")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            memory.pipe(f"/{name}/{path.relative_to(folder)}", path.read_bytes())
+    return open_source(f"memory://{name}", **options)
+
+
+def from_remote_label_file(folder: Path) -> Source:
+    from_label_file(folder / "images")
+    (folder / "images/label.txt").rename(folder / "label.txt")
+    return copied_to_memory(folder, "contract-labels")
+
+
+def from_remote_image_folder(folder: Path) -> Source:
+    write_images(folder)
+    return copied_to_memory(folder, "contract-folders")
+
+
+def from_remote_nested_folders(folder: Path) -> Source:
+    for name in write_images(folder):
+        inner = folder / Path(name).parent / "session"
+        inner.mkdir(exist_ok=True)
+        (folder / name).rename(inner / Path(name).name)
+    return copied_to_memory(folder, "contract-nested", class_depth=1)
+
+
 def from_json_lines(folder: Path) -> Source:
     names = write_images(folder)
     rows = [{"who": n, "file": name} for name, n in zip(names, LABELS, strict=True)]
@@ -137,6 +164,9 @@ def from_lmdb(folder: Path) -> Source:
 SOURCES = [
     from_label_file,
     from_image_folder,
+    from_remote_label_file,
+    from_remote_image_folder,
+    from_remote_nested_folders,
     from_torch_dataset,
     written(".rec"),
     from_remote_recordio,

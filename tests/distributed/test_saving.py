@@ -194,8 +194,9 @@ def test_a_password_in_an_option_raises_without_being_shown():
     with pytest.raises(OptionError, match="without a password") as refused:
         ins.set_hdfs_user(f"me,{PASSWORD}")
     assert PASSWORD not in str(refused.value)
-    with pytest.raises(OptionError, match="expected the URL of a file system"):
-        ins.set_hdfs_info("namenode", f"me,{PASSWORD}")
+    with pytest.raises(OptionError, match="fs_name is '/namenode'; expected a file system") as refused:
+        ins.set_hdfs_info("/namenode", f"me,{PASSWORD}")
+    assert PASSWORD not in str(refused.value)
     ins.set_model_save_dir(f"s3://me:{PASSWORD}@bucket/run")
     ins.set_upload_dir("s3://b/c")
     ins.set_dataset_dir("nothing")

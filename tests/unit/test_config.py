@@ -33,11 +33,8 @@ def test_the_defaults_are_those_of_plsc_0_1():
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.path)
 def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
     method = getattr(Entry, spec.setter)
-    (name, parameter), = [
-        item
-        for item in inspect.signature(method).parameters.items()
-        if item[0] != "self" and item[1].kind is not inspect.Parameter.VAR_KEYWORD
-    ]  # fmt: skip
+    _, (name, parameter), *others = inspect.signature(method).parameters.items()
+    assert all(one.default is None or one.kind is inspect.Parameter.VAR_KEYWORD for _, one in others)
     assert name == spec.argument
     assert parameter.annotation is not inspect.Parameter.empty
     assert len(spec.meaning) > 5
@@ -48,6 +45,7 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         value = kinds.get(spec.kind, 7)
     method(ins, value)
     assert ins.options.get(spec.path) == value
+    assert getattr(ins, spec.setter.removeprefix("set_")) == value
     assert spec.path in ins.options.explicit
 
 
@@ -148,7 +146,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
     with pytest.raises(AttributeError, match="no attribute 'set_emb_sise'"):
         ins.set_emb_sise(3)
     ins.note = "a script's own"
-    assert not hasattr(ins, "set_distfc_attr")
+    assert not hasattr(ins, "set_nothing")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,10 @@ class Budget:
         return Buffers(count, self.block, self.total // 2)
 
 
+def _start_of_name(text: str) -> str | None:
+    return None if re.fullmatch(r"\w[\w.-]*", text) else "letters, digits, '_', '-' and '.'"
+
+
 @dataclass(frozen=True)
 class PartitionOptions:
     """The options of a partition. Raises OptionError for invalid values."""
@@ -70,6 +74,12 @@ class PartitionOptions:
     file_list: str = declare("file_list.txt", "list of the data files: a name in data_dir, or a path")
     output_dir: str | None = declare(
         None, "output folder or fsspec URL; default: <data_dir>/partition_<nranks>"
+    )
+    output_name: str | None = declare(
+        None,
+        "start of the names of the parts, before the rank: base64_rank_ gives the names of PLSC; default: "
+        "part_0.txt, part_1.txt, ...",
+        check=_start_of_name,
     )
     seed: int = declare(0, "seed of the shuffle")
     memory: str = declare("512M", "memory limit, not counting the interpreter, such as 512M or 8G")

@@ -192,8 +192,10 @@ class Run:
     end: int
 
 
-def part_names(nranks: int) -> list[str]:
-    """Return the names of the parts, such as part_0.txt, with numbers of equal width."""
+def part_names(nranks: int, start: str | None = None) -> list[str]:
+    """Return the names of the parts: part_0.txt, with numbers of equal width, or `start` and the rank."""
+    if start is not None:
+        return [f"{start}{rank}" for rank in range(nranks)]
     width = len(str(nranks - 1))
     return [f"part_{rank:0{width}d}.txt" for rank in range(nranks)]
 
@@ -201,11 +203,11 @@ def part_names(nranks: int) -> list[str]:
 class Parts:
     """One file per rank, each with `lines_each` lines. Threads may write runs concurrently."""
 
-    def __init__(self, folder: Path, nranks: int, lines_each: int, on_bytes: Callable[[int], object]) -> None:
-        self.paths = [folder / name for name in part_names(nranks)]
+    def __init__(self, paths: list[Path], lines_each: int, on_bytes: Callable[[int], object]) -> None:
+        self.paths = paths
         self.lines_each = lines_each
-        self.sizes = [0] * nranks
-        self.checksums = [0] * nranks
+        self.sizes = [0] * len(paths)
+        self.checksums = [0] * len(paths)
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
 

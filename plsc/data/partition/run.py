@@ -41,7 +41,6 @@ FILE_LIST = "file_list.txt"
 FORMAT = "plsc-partition-1"
 _EXPANSION = 4  # assumed compression ratio of compressed inputs, until they have been read
 _SILENCE = 300.0  # seconds without progress before the upload of a large piece is abandoned
-_PART = re.compile(rf"(part_\d+\.txt|{re.escape(FILE_LIST)})$")
 
 
 def partition(options: PartitionOptions) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     and OptionError.
     """
     inputs = list_inputs(options.data_dir, options.file_list)
-    _refuse_existing(options.output)
+    _refuse_existing(options)
     if options.dry_run:
         return _dry_run(options, inputs)
     with _full_disk_reported(options.output), ExitStack() as stack:
@@ -113,7 +112,8 @@ def _write(options: PartitionOptions, inputs: list[Input], folder: Path, tempora
         padding = padding_lines(options.seed, lines, options.nranks)
         with progress_bar("writing", sum(one.content_bytes for one in counts)) as progress:
             each = lines_per_rank(lines, options.nranks)
-            parts = Parts(folder, options.nranks, each, progress.update)
+            names = part_names(options.nranks, options.output_name)
+            parts = Parts([folder / name for name in names], each, progress.update)
             writer = local.Writer(options.seed, parts, padding)
             if loaded is not None:
                 writer.write([loaded], pool)
@@ -133,7 +133,7 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
         counts, sizes, checksums = spark.write(options, inputs, target)
         _check_unchanged(inputs)
         _report(counts, options)
-        for stray in workspace.path.glob(f"{SAVING}part_*"):
+        for stray in workspace.path.glob(f"{SAVING}{options.output_name or 'part_'}*"):
             stray.unlink()  # left by a killed task that was repeated elsewhere
         manifest = _manifest(options, inputs, counts, sizes, checksums)
         _write_manifest(workspace.path, manifest)
@@ -187,7 +187,9 @@ def _manifest(
         ],
         "parts": [
             {"name": name, "size": size, "checksum": f"{checksum:016x}"}
-            for name, size, checksum in zip(part_names(options.nranks), sizes, checksums, strict=True)
+            for name, size, checksum in zip(
+                part_names(options.nranks, options.output_name), sizes, checksums, strict=True
+            )
         ],
     }
 
@@ -265,12 +267,14 @@ def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path
     return workspace, buckets.path
 
 
-def _refuse_existing(output: str) -> None:
+def _refuse_existing(options: PartitionOptions) -> None:
+    output = options.output
     if is_url(output):
         store = _open_store(output)
         if not store.can_rename:
             store.make_folder()  # fails early if the bucket does not exist
-            if all(_PART.match(name) for name in store.names()):
+            start = re.escape(options.output_name or "part_")
+            if all(re.fullmatch(rf"{start}\d+(\.txt)?|{re.escape(FILE_LIST)}", one) for one in store.names()):
                 return  # a killed run left parts without a manifest, which do not count as output
     refuse_existing(output)
 

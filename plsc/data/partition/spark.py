@@ -108,7 +108,7 @@ def _write(
         raise DataError(f"the files of {options.file_list} contain no samples")
     plan = _plan(options, lines)
     shared = context.broadcast(plan)
-    names = part_names(options.nranks)
+    names = part_names(options.nranks, options.output_name)
     written = (
         numbered.flatMap(lambda item: _send(item[1], firsts[item[0]], shared.value))
         .repartitionAndSortWithinPartitions(options.nranks, lambda key: key[0])

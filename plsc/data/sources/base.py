@@ -16,6 +16,8 @@ from plsc.data.decode import MAX_FILE_BYTES, Image, check_image_bytes
 from plsc.data.files import Shards
 from plsc.data.native import read_files
 from plsc.errors import DataError
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import join, open_filesystem, shown
 
 
 class Source(Protocol):
@@ -115,27 +117,48 @@ class IndexedSource:
 
 
 class FileSource(IndexedSource):
-    """Base of sources of image files below one folder, each with a label."""
+    """Base of sources of image files below one folder or URL, each with a label."""
 
-    def __init__(self, root: Path, paths: PathTable, labels: np.ndarray) -> None:
-        self.root = root
+    def __init__(self, root: Path | str, paths: PathTable, labels: np.ndarray) -> None:
+        self.root = root  # a string if it is a URL
         self._root = os.fsencode(root)
         self._paths = paths
         self._labels = labels
 
     def _stored_at(self, index: int) -> bytes:
+        if isinstance(self.root, str):
+            return _read_remote_image(self.root, os.fsdecode(self._paths[index]))
         return read_image_file(os.path.join(self._root, self._paths[index]))  # noqa: PTH118 - a hot path
 
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        if isinstance(self.root, str):
+            return itertools.repeat(None)
         return read_files(self._root, *self._paths.arrays(), indices)
 
-    def path(self, index: int) -> Path:
-        """Return the path of the image file."""
-        return self.root / os.fsdecode(self._paths[index])
+    def path(self, index: int) -> Path | str:
+        """Return the path or URL of the image file."""
+        name = os.fsdecode(self._paths[index])
+        return join(self.root, name) if isinstance(self.root, str) else self.root / name
 
     def name(self, index: int) -> str:
         """Return the path below the folder."""
         return printable(self._paths[index])
+
+
+def _read_remote_image(root: str, name: str) -> bytes:
+    """Return the bytes of a file below a URL; DataError if it is missing or cannot be read."""
+    filesystem, inside = open_filesystem(root)
+
+    def read() -> bytes | None:
+        try:
+            return bytes(filesystem.cat_file(join(inside, name), start=0, end=MAX_FILE_BYTES + 1))
+        except FileNotFoundError:
+            return None
+
+    found = with_retries(read, f"{shown(root)}: the image cannot be read")
+    if found is None:
+        raise DataError("the image file is missing; add it or remove its entry", kind="missing")
+    return found
 
 
 def read_image_file(path: bytes | str | Path) -> bytes:

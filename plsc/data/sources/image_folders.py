@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from plsc.data.lines import parse_label
 from plsc.data.sources.base import FileSource, PathTable, printable
 from plsc.data.sources.columns import with_label_map
 from plsc.errors import DataError
+from plsc.storage.blocks import streamed
+from plsc.storage.retry import with_retries
+from plsc.storage.urls import exists, is_url, join, open_filesystem, shown
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".bmp", ".gif"),
@@ -32,15 +36,15 @@ class LabelFileSource(FileSource):
     """
 
     def __init__(self, dataset_dir: str | Path) -> None:
-        folder = Path(dataset_dir)
+        folder = str(dataset_dir)
         self._blank_lines = array("q")  # number of samples before each blank line
-        paths, labels = self._read(folder / "label.txt")
-        root = folder
+        with streamed(join(folder, "label.txt")) as file:
+            paths, labels = self._read(file)
         first = os.fsdecode(paths[0])
-        if not (folder / first).exists() and (folder / "images" / first).exists():
-            root = folder / "images"
-        self._prefix = "" if root == folder else "images/"
-        super().__init__(root, paths, labels)
+        is_inside = not exists(join(folder, first)) and exists(join(folder, f"images/{first}"))
+        self._prefix = "images/" if is_inside else ""
+        root = join(folder, "images") if is_inside else folder
+        super().__init__(root if is_url(root) else Path(root), paths, labels)
 
     def line(self, index: int) -> int:
         """Return the line number of a sample in label.txt, from 1."""
@@ -50,29 +54,25 @@ class LabelFileSource(FileSource):
         """Return ``images/a.jpg (label.txt:12)``."""
         return f"{self._prefix}{super().name(index)} (label.txt:{self.line(index)})"
 
-    def _read(self, label_file: Path) -> tuple[PathTable, np.ndarray]:
+    def _read(self, file: BinaryIO) -> tuple[PathTable, np.ndarray]:
         paths, labels = PathTable(), array("q")
         number = 0
-        try:
-            with label_file.open("rb") as lines:
-                # readline with a limit: a file without line ends must not fill the memory
-                while line := lines.readline(_MAX_LINE_BYTES):
-                    number += 1
-                    if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-                        raise DataError(f"label.txt:{number} is longer than {_MAX_LINE_BYTES} bytes; fix it")
-                    if number == 1:
-                        line = line.removeprefix(b"\xef\xbb\xbf")
-                    line = line.strip()
-                    if line:
-                        path, label = _parse(line, number)
-                        paths.append(path)
-                        labels.append(label)
-                    else:
-                        self._blank_lines.append(len(paths))
-        except OSError as error:
-            raise DataError(f"{label_file} cannot be read: {error.strerror}") from error
+        # readline with a limit: a file without line ends must not fill the memory
+        while line := file.readline(_MAX_LINE_BYTES):
+            number += 1
+            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise DataError(f"label.txt:{number} is longer than {_MAX_LINE_BYTES} bytes; fix it")
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.strip()
+            if line:
+                path, label = _parse(line, number)
+                paths.append(path)
+                labels.append(label)
+            else:
+                self._blank_lines.append(len(paths))
         if len(paths) == 0:
-            raise DataError(f"{label_file} contains no samples; expected lines of '<path> <label>'")
+            raise DataError("label.txt contains no samples; expected lines of '<path> <label>'")
         return paths, np.frombuffer(labels, dtype=np.int64)
 
 
@@ -120,11 +120,12 @@ class ImageFolderSource(FileSource):
         label_map: str | Path | None = None,
         class_depth: int | None = None,
     ) -> None:
-        root = Path(dataset_dir).resolve()
+        is_remote = is_url(dataset_dir)
+        root = str(dataset_dir).rstrip("/") if is_remote else Path(dataset_dir).resolve()
         self.ignored_files = 0
         paths = PathTable()
         counts: dict[str, int] = {}  # number of images per folder, by its path below the root
-        for folder, names in _walk(root, ""):
+        for folder, names in _walk_store(str(root)) if is_remote else _walk(Path(root), ""):
             before = len(paths)
             for name in names if folder else ():
                 if _is_image(name):
@@ -134,7 +135,7 @@ class ImageFolderSource(FileSource):
             counts[folder] = len(paths) - before
         if len(paths) == 0:
             raise DataError(
-                f"{root} contains no images; expected <class>/<image> files that end in "
+                f"{shown(str(root))} contains no images; expected <class>/<image> files that end in "
                 + ", ".join(sorted(IMAGE_SUFFIXES))
             )
         depth = _checked_depth(root, counts, class_depth)
@@ -164,7 +165,7 @@ def _folders_at(folders: Iterable[str], depth: int) -> list[str]:
     return sorted(folder for folder in folders if folder and _depth(folder) == depth)
 
 
-def _checked_depth(root: Path, counts: Mapping[str, int], class_depth: int | None) -> int:
+def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int | None) -> int:
     """Return the depth of the class folders; DataError if it is ambiguous, or for images above it."""
     filled = [folder for folder, count in counts.items() if count]
     shallowest = min(filled, key=_depth)
@@ -193,6 +194,27 @@ def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
     yield folder, files
     for name in folders:
         yield from _walk(root, f"{folder}/{name}" if folder else name)
+
+
+def _walk_store(url: str) -> Iterator[tuple[str, list[str]]]:
+    """Do the same for a URL, with one listing."""
+    filesystem, inside = open_filesystem(url)
+    found = with_retries(
+        lambda: filesystem.find(inside, withdirs=True, detail=True), f"{shown(url)} cannot be listed"
+    )
+    folders: dict[str, list[str]] = {"": []}
+    depth = len(inside.strip("/").split("/")) if inside.strip("/") else 0
+    for path in sorted(found, key=lambda path: path.split("/")):
+        *above, name = path.strip("/").split("/")[depth:] or [""]
+        if not name or any(part.startswith(".") for part in (*above, name)):
+            continue
+        for count in range(1, len(above) + 1):
+            folders.setdefault("/".join(above[:count]), [])
+        if found[path]["type"] == "directory":
+            folders.setdefault("/".join((*above, name)), [])
+        else:
+            folders["/".join(above)].append(name)
+    yield from folders.items()
 
 
 def _entries(root: Path, folder: Path) -> tuple[list[str], list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +76,20 @@ def open_source(
     if not is_url(location) and not folder.is_dir():
         raise DataError(f"{folder} {_describe_unknown(folder)}; {_LAYOUTS}")
     names = _names_in(str(location))
-    if "label.txt" in names and not is_url(location):
-        return _make(LabelFileSource, folder, options)
+    if "label.txt" in names:
+        return _make(LabelFileSource, location, options)
     if "file_list.txt" in names:
         return _make(Base64Source, str(location), options)
     if "data.mdb" in names:
         return _make(LmdbSource, str(location), options)
-    folders = [] if is_url(location) else [name for name in names if _is_class_folder(folder, name)]
+    folders = [name for name in names if not name.startswith(".") and names[name]]
     found = None if folders and "class_depth" in options else _only_dataset(str(location), names)
-    if found is not None and not _is_overruled(found, folder, folders, options):
+    if found is not None and (is_url(location) or not _is_overruled(found, folder, folders, options)):
         return _make(FORMATS[_suffix(found)], found, options)
     # A folder with only `images/` is likely the first format without its label.txt, not one class.
     if folders in ([], ["images"]):
         raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
-    return _make(ImageFolderSource, folder, options)
-
-
-def _is_class_folder(folder: Path, name: str) -> bool:
-    return not name.startswith(".") and (folder / name).is_dir()
+    return _make(ImageFolderSource, location, options)
 
 
 def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[str, Any]) -> bool:
@@ -137,7 +133,7 @@ def _make(source: Callable[..., Source], location: str | Path, options: dict[str
     return source(location, **options)
 
 
-def _only_dataset(location: str, names: list[str]) -> str | None:
+def _only_dataset(location: str, names: Iterable[str]) -> str | None:
     """Return the only file of a known format in a folder, or the folder if it contains shards of one."""
     by_suffix: dict[str, list[str]] = {}
     for name in names:
@@ -151,12 +147,13 @@ def _only_dataset(location: str, names: list[str]) -> str | None:
     return f"{location.rstrip('/')}/{found[0]}" if len(found) == 1 else None
 
 
-def _names_in(location: str) -> list[str]:
+def _names_in(location: str) -> dict[str, bool]:
+    """Return the names in a folder, and whether each is a folder."""
     if not is_url(location):
-        return [path.name for path in Path(location).iterdir()]
+        return {path.name: path.is_dir() for path in Path(location).iterdir()}
     filesystem, inside = open_filesystem(location)
-    found = with_retries(lambda: filesystem.ls(inside, detail=False), f"{shown(location)} cannot be listed")
-    return [base_name(name) for name in found]
+    found = with_retries(lambda: filesystem.ls(inside, detail=True), f"{shown(location)} cannot be listed")
+    return {base_name(one["name"]): one["type"] == "directory" for one in found}
 
 
 def _suffix(location: str) -> str:

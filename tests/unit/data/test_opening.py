@@ -68,7 +68,7 @@ def test_remote_folders_are_recognised_by_their_content():
         source = open_source(f"memory://opening/{name}")
         assert type(source) is kind
         assert source[1] == SAMPLES[1]
-    with pytest.raises(DataError, match="memory://opening has no label"):
+    with pytest.raises(DataError, match="memory://opening contains no images"):
         open_source("memory://opening")
     with pytest.raises(DataError, match="memory://opening/gone cannot be listed"):
         open_source("memory://opening/gone")

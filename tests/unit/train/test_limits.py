@@ -13,11 +13,10 @@ from plsc import Callback
 from plsc.checkpoint import read_manifest
 from plsc.config import Options
 from plsc.config.train import seconds_of
-from plsc.data.order import BatchPlan
+from plsc.data.order import BatchPlan, spread
 from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError
 from plsc.parallel.world import World
-from plsc.train.evaluation import spread
 from plsc.train.limits import MaxTime
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, options_of, saved_at, train

@@ -310,7 +310,6 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
     refused("'rank_files' cannot be used with several", data__order="rank_files")
     refused("last_batch 'keep'", data__last_batch="keep")
     refused("both train_reader and data.datasets", reader=lambda: iter(()))
-    refused("train_image_num is 25, but the datasets have 26", data__train_image_num=25)
     refused("dataset glyphs: head.sample_ratio .* cosface is not sharded", values={
         "loss_type": "cosface", "sample_ratio": 0.5})  # fmt: skip
     refused("dataset glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})

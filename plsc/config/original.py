@@ -1,0 +1,154 @@
+"""Setters of the original PLSC that do more than set one option of the same name."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plsc.config.options import all_options
+from plsc.config.setters import Setters
+from plsc.errors import OptionError
+
+NO_MARGINS = (1.0, 0.0, 0.0)
+PLSC_MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "sphereface": (1.35, 0.0, 0.0)}
+"""Margins m1, m2 and m3 of PLSC in cos(m1 theta + m2) - m3: none, and the defaults of each loss."""
+PLSC_NAMES = {
+    "num_classes": "class_num",
+    "emb_dim": "emb_size",
+    "lr_steps": "step_boundaries",
+    "calc_train_acc": "calc_acc",
+}
+"""Attributes of PLSC's Entry that have no setter of the same name."""
+
+
+class OriginalSetters(Setters):
+    """The setters, with those of PLSC that differ from the option table; options as attributes."""
+
+    _model_parallel = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of the option of ``set_<name>``, such as ``ins.train_batch_size``."""
+        setter = f"set_{PLSC_NAMES.get(name, name)}"
+        for spec in all_options() if not name.startswith("_") else ():
+            if spec.setter == setter:
+                return self.options.get(spec.path)
+        raise AttributeError(f"Entry has no attribute {name!r}", name=name, obj=self)
+
+    def set_loss_type(
+        self,
+        loss_type: str,
+        margin1: float | None = None,
+        margin2: float | None = None,
+        margin3: float | None = None,
+    ) -> None:
+        """Set ``head.loss_type``, and optionally its margins in cos(margin1 theta + margin2) - margin3.
+
+        A margin that is None has PLSC's default: 1, 0.5, 0 for arcface; 1, 0, 0.35 for cosface; 1.35, 0, 0
+        for sphereface. If a margin is given that the loss does not have, the loss becomes ``combined``.
+        """
+        name = str(loss_type).removeprefix("dist_")
+        prefix = "dist_" if self._model_parallel or name != loss_type else ""
+        values: dict[str, Any] = {"head.loss_type": prefix + name}
+        given = (margin1, margin2, margin3)
+        if given != (None, None, None):
+            if name not in PLSC_MARGINS:
+                raise OptionError(
+                    f"the loss is {loss_type!r}, but margin1, margin2 and margin3 are for "
+                    f"{', '.join(PLSC_MARGINS)}; use set_margin or set_combined_margins"
+                )
+            defaults = PLSC_MARGINS[name]
+            margins = tuple(one if mine is None else mine for mine, one in zip(given, defaults, strict=True))
+            own = next(index for index in range(3) if defaults[index] != NO_MARGINS[index])
+            if margins[:own] + margins[own + 1 :] == NO_MARGINS[:own] + NO_MARGINS[own + 1 :]:
+                values["head.margin"] = margins[own]
+            else:
+                values |= {"head.loss_type": prefix + "combined", "head.combined_margins": margins}
+        self.options.set_together(values)
+
+    def set_model_parallel(self, flag: bool) -> None:
+        """Shard the class weights over the ranks: add the prefix dist_ to ``head.loss_type``, or remove it.
+
+        To shard the backbone (FSDP), use `set_backbone_parallel`.
+        """
+        if not isinstance(flag, bool):
+            raise OptionError(
+                f"set_model_parallel got {flag!r}; expected True or False: the class weights are sharded, as "
+                "by set_loss_type('dist_arcface')"
+            )
+        self._model_parallel = flag
+        self.set_loss_type(self.options.head.loss_type.removeprefix("dist_"))
+
+    def set_distfc_attr(self, param_attr: Any = None, bias_attr: Any = None) -> None:
+        """Accept the call of PLSC without attributes; raise OptionError that names the setters otherwise."""
+        if param_attr is not None:
+            raise OptionError(
+                f"param_attr is {param_attr!r}, but attributes of PaddlePaddle are not supported; for the "
+                "class weights, use set_head_lr_factor, set_head_weight_decay and set_initial_norm"
+            )
+        if bias_attr not in (None, False):
+            raise OptionError(f"bias_attr is {bias_attr!r}, but the classes have no bias; remove it")
+
+    def set_input_info(self, input_holder: Sequence[Mapping[str, Any]]) -> None:
+        """Set ``model.image_shape`` from PLSC's description of the inputs.
+
+        Args:
+            input_holder: mappings with name, shape and dtype, of an image [-1, C, H, W] and a label.
+        """
+        shapes = {one.get("name"): one.get("shape") for one in input_holder if isinstance(one, Mapping)}
+        shape = list(shapes.get("image") or ())
+        if set(shapes) != {"image", "label"} or len(shape) != 4:
+            raise OptionError(
+                f"the inputs are {shapes}; expected 'image' of shape [-1, channels, height, width] and "
+                "'label', as no other inputs are read"
+            )
+        self.set_image_shape(shape[1:])
+
+    def set_hdfs_info(
+        self,
+        fs_name: str,
+        fs_ugi: str | None = None,
+        fs_dir_for_save: str | None = None,
+        fs_checkpoint_dir: str | None = None,
+    ) -> None:
+        """Download a checkpoint from HDFS before training, and upload each saved checkpoint to HDFS.
+
+        Args:
+            fs_name: file system: ``hdfs://namenode:9000``, ``namenode:9000``, or the URL of another one.
+            fs_ugi: "name,password" of the HDFS user. The password is ignored and not stored: simple
+                authentication of HDFS uses only the name.
+            fs_dir_for_save: folder for the checkpoints of set_model_save_dir. On HDFS, a relative path is
+                below the user's home, ``/user/<name>``; elsewhere, below `fs_name`.
+            fs_checkpoint_dir: folder of a checkpoint or of a run, whose newest checkpoint is used. It is
+                downloaded to the folder of set_checkpoint_dir (by default to the cache) and loaded.
+
+        Equivalent to set_upload_dir and set_download_dir with URLs. Raises OptionError if fs_name is not the
+        name or URL of a file system.
+        """
+        if not isinstance(fs_name, str) or not fs_name.strip() or fs_name.startswith(("/", ".")):
+            raise OptionError(
+                f"fs_name is {fs_name!r}; expected a file system, such as hdfs://namenode:9000 or s3://bucket"
+            )
+        root = fs_name if "://" in fs_name else f"hdfs://{fs_name}"
+        values: dict[str, str] = {}
+        if fs_ugi is not None:
+            # A password follows the comma: do not store or print it.
+            values["checkpoint.hdfs_user"] = str(fs_ugi).split(",", 1)[0].strip()
+        user = values.get("checkpoint.hdfs_user") or self.options.checkpoint.hdfs_user
+        for option, folder in (
+            ("upload_dir", fs_dir_for_save),
+            ("download_dir", fs_checkpoint_dir),
+        ):
+            if folder is not None and "://" not in folder:
+                is_below_home = root.startswith(("hdfs://", "webhdfs://")) and not folder.startswith("/")
+                home = f"user/{user or _login_name()}" if is_below_home else ""
+                folder = posixpath.join(root, home, folder.lstrip("/"))
+            if folder is not None:
+                values[f"checkpoint.{option}"] = folder
+        self.options.set_together(values)
+
+
+def _login_name() -> str:
+    return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
