@@ -50,7 +50,7 @@ ins.set_train_batch_size(64)
 ```
 
 As a flag: `plsc train --train.batch_size 64`. `plsc config` writes all options to a YAML file for
-`plsc train --config run.yaml`.
+`plsc train --config run.yaml`. Each entry shows `option=default` and the setter.
 
 Marked options, if not set, come from the checkpoint ([details](checkpoints.md#what-a-checkpoint-decides)):
 ¹ when a run is resumed, ² whenever the network is used.
@@ -95,9 +95,10 @@ def page() -> str:
     for spec in all_options():
         if spec.group != group:
             group = spec.group
-            lines.append(f"\n## {group}\n\n| option and its default, setter | meaning |\n|---|---|")
-        call = f"<br>`{spec.setter}({spec.argument})`" if spec.setter else ""
-        lines.append(f"| `{spec.path}={spec.default}`{MARKS[spec.decides]}{call} | {spec.meaning} |")
+            lines.append(f"\n## {group}\n")
+        meaning = spec.meaning.replace("*", r"\*")
+        call = f" `{spec.setter}({spec.argument})`" if spec.setter else ""
+        lines.append(f"- `{spec.path}={spec.default}`{MARKS[spec.decides]}{call}<br>{meaning}")
     return "\n".join(lines) + "\n" + losses()
 
 
