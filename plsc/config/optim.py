@@ -269,7 +269,7 @@ class OptimOptions:
     )
     decay_steps: int | None = of_run(
         None,
-        "last step of a polynomial, cosine or exponential schedule; None: of the run",
+        "last step of a polynomial, cosine or exponential schedule; None: that of the run",
         "set_decay_steps(num)",
         at_least(1),
     )
