@@ -20,7 +20,7 @@ def logger_names(value: str | Iterable[str]) -> list[str]:
 
 def _loggers(value: str | tuple[str, ...]) -> str | None:
     wrong = [name for name in logger_names(value) if name not in LOGGER_NAMES]
-    return f"names out of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
+    return f"any of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
 
 
 _CLOCK = re.compile(r"(\d+):(\d+):(\d+):(\d+)")  # as in Slurm and Lightning

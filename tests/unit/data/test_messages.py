@@ -45,10 +45,10 @@ CASES = [
     (
         "mk.py",
         "print()\n",
-        " is not a dataset: no format has files with the suffix .py",
+        " cannot be opened: no format has files with the suffix .py",
         ".parquet",
     ),
-    ("LICENSE", "text", " is not a dataset: no format has files without a suffix", "label.txt"),
+    ("LICENSE", "text", " cannot be opened: no format has files without a suffix", "label.txt"),
     ("label.txt", "a.jpg 1\n", " is a file list; give the folder that contains it", "label.txt"),
     ("gone", None, " does not exist", "expected a folder with label.txt"),
 ]
