@@ -77,7 +77,7 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     if "train.batch_size" in options.explicit and not is_the_same:
         raise OptionError(
             f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} is a global batch of "
-            f"{product}, but {path} was trained with {saved}, which a resumed run must keep; remove the option"
+            f"{product}, but {path} was trained with {saved}, which a resumed run keeps; remove the option"
         )
     kept = replace(
         options.changed({"train.global_batch_size": saved}),

@@ -64,5 +64,5 @@ def test_errors_about_a_dataset_name_the_location_and_what_to_do(
     assert main(["data", "inspect", str(path)]) == 1
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert f"error: {path}{problem}" in error.replace("\\n", "")
+    assert f"{path}{problem}" in error.replace("\\n", "")
     assert advice in error

@@ -254,7 +254,7 @@ def test_errors_of_a_prefetching_reader_are_passed_on():
         yield GOOD, 0
         raise KeyError("mine")
 
-    with pytest.raises(DataError, match=r"^sample 5 of epoch 0 .*NaN") as caught:
+    with pytest.raises(DataError, match=r"^sample 5 of epoch 0 .*nan or inf") as caught:
         list(loader(bad, ahead=True).epoch(0))
     assert caught.value.kind == "not finite"
     assert "\n" not in str(caught.value)

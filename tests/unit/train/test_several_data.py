@@ -128,7 +128,7 @@ def test_a_joined_source_numbers_samples_and_classes_on_and_keeps_bad_labels_apa
     for index, said in (
         (2, r"a: sample 2: label 3 is outside 0\.\.2"),
         (5, r"b: sample 2: label -1 is outside 0\.\.1"),
-        (4, "b: sample 1: the image is empty"),
+        (4, "b: sample 1: is empty"),
     ):
         with pytest.raises(DataError, match=said):
             joined[index]
