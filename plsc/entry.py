@@ -21,7 +21,6 @@ from plsc.config.runtime import AutoMixedPrecisionLists
 from plsc.config.train import logger_names
 from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
-from plsc.evaluate.verification import VerificationResult
 from plsc.models import BaseModel
 from plsc.optim.optimizers import Factory
 from plsc.parallel.failure import FailureWatch
@@ -344,8 +343,11 @@ class Entry(OriginalSetters):
         """
         return self._run(partial(run_profile, steps=steps, output=output))
 
-    def test(self) -> dict[str, VerificationResult]:
-        """Return the verification results of a checkpoint's network, by the name of the pair file."""
+    def test(self) -> dict[str, Any]:
+        """Return the results of a checkpoint: a VerificationResult per pair file, by its name.
+
+        With set_val_dir, also a ClassificationResult under ``val``: top-1 and top-5 accuracy.
+        """
         return self._run(run_test)
 
     def predict(self) -> Prediction:

@@ -103,6 +103,12 @@ def masked(logits: Tensor, allowed: Tensor) -> Tensor:
     return logits.masked_fill(~allowed, -torch.inf)
 
 
+def top_classes(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k highest logits of each row and their classes; of equal logits the lowest class first."""
+    ordered = logits.sort(dim=1, descending=True, stable=True)
+    return ordered.values[:, :k], ordered.indices[:, :k]
+
+
 def cosines(embeddings: Tensor, weight: Tensor) -> Tensor:
     """Return c_ij = x_i . W_j / (|x_i| |W_j|), [B, C]; the maximum over the K sub-centres of a class."""
     e = embeddings / embeddings.norm(dim=1, keepdim=True)

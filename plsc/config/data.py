@@ -96,22 +96,20 @@ class DataOptions:
 
     dataset_dir: str = declare(
         "./train_data",
-        "training data: a folder (label.txt and images/, one folder per class, or base64 files), files "
-        "of another format (docs/formats.md), or an fsspec URL of these",
+        "training data: a path or fsspec URL (formats: docs/formats.md)",
         "set_dataset_dir(directory)",
         not_empty,
     )
     datasets: tuple[dict[str, Any], ...] = declare(
         (),
-        "several datasets with one head each, instead of dataset_dir: a list of mappings with name, path "
-        "and optionally weight, class_num, loss_type, margin, scale and sample_ratio; add_dataset adds "
-        "one",
+        "several datasets with one head each, instead of dataset_dir: a list of mappings with the "
+        "arguments of add_dataset, which adds one",
         "set_datasets(datasets)",
         _data_sets,
     )
     train_image_num: int | None = of_run(
         None,
-        "images per epoch of a reader, if known; other data are counted",
+        "images per epoch of a reader, if known",
         "set_train_image_num(num)",
         at_least(1),
     )
@@ -119,6 +117,13 @@ class DataOptions:
         None,
         "pair files in the dataset folder, without .bin, separated by commas; None: 'lfw' if lfw.bin exists",
         "set_val_targets(targets)",
+    )
+    val_dir: str | None = declare(
+        None,
+        "held-out images of the same classes, a dataset like dataset_dir: top-1 and top-5 accuracy are "
+        "measured when pair files are",
+        "set_val_dir(directory)",
+        not_empty,
     )
     num_workers: int = declare(
         2,
@@ -134,9 +139,8 @@ class DataOptions:
     )
     order: str = of_run(
         "global",
-        "order of the samples: global (all shuffled), block (blocks of neighbours shuffled: faster on "
-        "hard disks and remote stores), sequential, or rank_files (rank r reads file r of file_list.txt, "
-        "shuffled)",
+        "order of the samples: global (all shuffled), block (blocks of neighbours shuffled), "
+        "sequential, or rank_files (rank r reads file r of file_list.txt, shuffled)",
         "set_order(order)",
         one_of("global", "block", "sequential", "rank_files"),
     )
@@ -154,7 +158,7 @@ class DataOptions:
     )
     reader_shards_itself: bool = of_run(
         False,
-        "call a generator reader as reader(rank, ranks), to yield only the samples of this rank",
+        "call a generator reader as reader(rank, ranks), for the samples of this rank",
         "set_reader_shards_itself(flag)",
     )
     cache: str = declare(
@@ -171,8 +175,7 @@ class DataOptions:
     )
     cache_decoded: bool = declare(
         False,
-        "cache decoded images at the network's input size, not files: no repeated decoding, about 8 times "
-        "the bytes",
+        "cache decoded images at the network's input size: about 8 times the bytes",
         "set_cache_decoded(flag)",
     )
     cache_dir: str | None = declare(
@@ -189,20 +192,19 @@ class DataOptions:
     )
     bad_images: str = of_run(
         "stop",
-        "what to do with an unusable sample: stop, skip, or replace (by a random one); bad_samples.txt "
-        "lists these samples",
+        "what to do with an unusable sample: stop, skip, or replace (by a random one)",
         "set_bad_images(policy)",
         one_of("stop", "skip", "replace"),
     )
     crop_padding: int = of_run(
         0,
-        "augmentation: pad each side by this many black pixels, then crop at random; 0: off",
+        "augmentation: pad each side by this many black pixels, then crop at random",
         "set_crop_padding(pixels)",
         between(0, 4096),
     )
     colour_jitter: tuple[float, ...] = of_run(
         (0.0, 0.0, 0.0),
-        "augmentation: multiply brightness, contrast and saturation by random factors in [1 - x, 1 + x]",
+        "augmentation: multiply brightness, contrast and saturation by factors in [1 - x, 1 + x]",
         "set_colour_jitter(strengths)",
         _three_shares,
     )
@@ -220,25 +222,24 @@ class DataOptions:
     )
     flip: bool = of_model(
         True,
-        "mirror training images with probability 0.5; in evaluation, add the mirrored image's embedding",
+        "flip training images with probability 0.5; in evaluation, add the flipped image's embedding",
         "set_flip(flip)",
     )
     image_column: str | None = declare(
         None,
-        "column (tar: file suffix) of the images; None: common names are tried",
+        "column (tar: file suffix) of the images; None: common names",
         "set_image_column(name)",
         not_empty,
     )
     label_column: str | None = declare(
         None,
-        "column (tar: file suffix) of the labels; None: common names are tried",
+        "column (tar: file suffix) of the labels; None: common names",
         "set_label_column(name)",
         not_empty,
     )
     label_map: str | None = declare(
         None,
-        "file of class names and ids: .json, or lines of name, tab, id; None: ids in the order of the "
-        "sorted names",
+        "file of class names and ids: .json, or lines of name, tab, id; None: sorted names",
         "set_label_map(path)",
         not_empty,
     )

@@ -50,20 +50,20 @@ class HeadOptions:
     )
     class_num: int | None = of_run(
         None,
-        "number of classes; None: the largest label + 1",
+        "number of classes; None: largest label + 1",
         "set_class_num(num)",
         at_least(1),
     )
     margin: float = of_run(
         0.5,
-        "margin: an angle in radians; cosface: a cosine; sphereface: a factor of the angle; when not set: "
-        "0.5 for arcface, else the paper's value",
+        "margin: an angle in radians; cosface: a cosine; sphereface: a factor of the angle; when not "
+        "set: the paper's value",
         "set_margin(margin)",
         at_least(0),
     )
     margin_warmup_steps: int = of_run(
         0,
-        "steps over which the margin increases linearly to its value",
+        "steps of linear increase of the margin",
         "set_margin_warmup_steps(num)",
         at_least(0),
     )
@@ -124,38 +124,37 @@ class HeadOptions:
     )
     sub_centers: int = of_run(
         1,
-        "weight vectors per class (sub-centre ArcFace); the one closest to the embedding is used",
+        "weight vectors per class (sub-centre ArcFace)",
         "set_sub_centers(num)",
         between(1, 64),
     )
     sample_ratio: float = of_run(
         1.0,
-        "share of each rank's classes per step (PartialFC); the classes of the batch are always included",
+        "share of each rank's classes per step, including those of the batch (PartialFC)",
         "set_sample_ratio(sample_ratio)",
         _ratio,
     )
     hard_share: float = of_run(
         0.0,
-        "share of the sampled classes that are hard negatives (closest to the batch), not random",
+        "share of the sampled classes that are hard negatives (closest to the batch)",
         "set_hard_share(share)",
         between(0, 0.99),
     )
     optimizer: str = of_run(
         "sgd",
-        "optimizer of sharded class weights: sgd (with optim.momentum), adamw, or adagrad (one state "
-        "value per class weight vector)",
+        "optimizer of sharded class weights: sgd (with optim.momentum), adamw, or adagrad (row-wise)",
         "set_head_optimizer(name)",
         one_of("sgd", "adamw", "adagrad"),
     )
     lr_factor: float = of_run(
         1.0,
-        "learning rate of the class weights, relative to the backbone's",
+        "learning rate of class weights, relative to the backbone's",
         "set_head_lr_factor(factor)",
         more_than(0),
     )
     weight_decay: float | None = of_run(
         None,
-        "weight decay (L2) of the class weights; None: optim.weight_decay",
+        "weight decay (L2) of class weights; None: optim.weight_decay",
         "set_head_weight_decay(decay)",
         at_least(0),
     )
@@ -167,13 +166,13 @@ class HeadOptions:
     )
     state_dtype: str = of_run(
         "float32",
-        "dtype of the optimizer state of sharded class weights: float32, bfloat16, or int8 (sgd only)",
+        "dtype of the optimizer state of class weights: float32, bfloat16, or int8 (sgd only)",
         "set_row_state_dtype(dtype)",
         one_of("float32", "bfloat16", "int8"),
     )
     offload: bool = of_run(
         False,
-        "keep class weights and their optimizer state in CPU memory; the GPU gets those of the current step",
+        "keep class weights and their optimizer state in CPU memory",
         "set_head_offload(offload)",
     )
     products: str = of_run(
@@ -185,7 +184,7 @@ class HeadOptions:
     )
     keep_mb: float = of_run(
         0.0,
-        "MiB per rank to cache softmax terms for the update, in 16 bits; recomputed if they do not fit",
+        "MiB per rank to cache softmax terms for the update, in 16 bits",
         "set_head_keep_mb(mebibytes)",
         between(0, 2**40),
     )

@@ -152,15 +152,14 @@ class ModelOptions:
     )
     pretrained: str | None = declare(
         None,
-        "initial weights, loaded where name and shape match: a checkpoint, a .safetensors file, or a "
-        "state dict of torch.save",
+        "initial weights: a checkpoint, a .safetensors file, or a state dict of torch.save",
         "set_pretrained(path)",
         not_empty,
     )
     initialization: tuple[dict[str, Any], ...] = declare(
         (),
         "initialisation rules: a list of mappings with pattern, rule (of torch.nn.init, such as "
-        "kaiming_normal) and its arguments; the first match applies; set_initialization adds one",
+        "kaiming_normal) and its arguments; set_initialization adds one",
         "set_initializations(rules)",
         _initializations,
     )

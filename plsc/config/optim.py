@@ -249,8 +249,8 @@ class OptimOptions:
     )
     groups: tuple[dict[str, Any], ...] = of_run(
         (),
-        "parameter groups: a list of mappings with pattern and optionally lr_factor, weight_decay, "
-        "l1_decay, frozen and optimizer arguments; the first match applies; add_parameter_group adds one",
+        "parameter groups: a list of mappings with pattern, lr_factor, weight_decay, l1_decay, frozen "
+        "and optimizer arguments; add_parameter_group adds one",
         "set_parameter_groups(groups)",
         _groups,
     )
@@ -263,14 +263,13 @@ class OptimOptions:
     schedule: str = of_run(
         "cosine",
         "learning rate schedule: cosine, polynomial, exponential, step, multi_step, constant, or "
-        "'package.module:function'; when not set: step if step_boundaries or lr_decay_factor is set, "
-        "constant for a generator reader of unknown length, else cosine",
+        "'package.module:function'",
         "set_lr_schedule(schedule)",
         _schedule,
     )
     decay_steps: int | None = of_run(
         None,
-        "last step of a polynomial, cosine or exponential schedule; None: that of the run",
+        "last step of a polynomial, cosine or exponential schedule; None: of the run",
         "set_decay_steps(num)",
         at_least(1),
     )
@@ -324,14 +323,13 @@ class OptimOptions:
     )
     clip_scope: str = of_run(
         "backbone",
-        "gradients to clip: backbone, or all (class weights too, which takes longer)",
+        "gradients to clip: backbone, or all (class weights too)",
         "set_clip_scope(scope)",
         one_of("backbone", "all"),
     )
     ema_decay: float = of_run(
         0.0,
-        "decay per step, such as 0.999, of a moving average of the network's weights, used in evaluation, "
-        "test and predict; 0: off",
+        "decay per step, such as 0.999, of a moving average of the network's weights for evaluation; 0: off",
         "set_ema_decay(decay)",
         between(0, 0.999999),
     )

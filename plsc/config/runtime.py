@@ -39,8 +39,7 @@ class RuntimeOptions:
     )
     init_method: str = declare(
         "env://",
-        "rendezvous: env:// (environment variables), tcp://host:port of rank 0, or file:///path on a "
-        "shared file system",
+        "rendezvous: env:// (environment variables), tcp://host:port of rank 0, or file:///path",
         "set_init_method(url)",
         _meeting_place,
     )
@@ -52,7 +51,7 @@ class RuntimeOptions:
     )
     timeout: float = declare(
         1800.0,
-        "seconds that a rank waits for other ranks before it fails",
+        "seconds that a rank waits for other ranks",
         "set_timeout(seconds)",
         more_than(0),
     )
@@ -77,8 +76,7 @@ class ParallelOptions:
 
     backbone: str = of_run(
         "replicated",
-        "layout of the backbone: replicated, or sharded (parameters, gradients and optimizer state are "
-        "split over the ranks)",
+        "layout of the backbone: replicated, or sharded over the ranks (FSDP2)",
         "set_backbone_parallel(way)",
         one_of("replicated", "sharded"),
     )
@@ -90,8 +88,7 @@ class ParallelOptions:
     )
     shard_units: str = declare(
         "auto",
-        "FSDP units of a sharded backbone: auto, or module names such as 'stages.*.*,neck', where * "
-        "matches one component",
+        "FSDP units of a sharded backbone: auto, or module names such as 'stages.*.*,neck'",
         "set_backbone_shard_units(patterns)",
     )
 
@@ -119,7 +116,7 @@ class PrecisionOptions:
     mode: str = of_run(
         "float32",
         "dtype of the backbone's computation: float32, float16 (with loss scaling, on CPUs bfloat16) or "
-        "bfloat16; weights and loss are always float32",
+        "bfloat16",
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
     )
@@ -155,7 +152,7 @@ class PrecisionOptions:
     )
     use_dynamic_loss_scaling: bool = of_run(
         True,
-        "adapt the loss scale; False: a constant scale, steps with nan or inf are skipped",
+        "adapt the loss scale; False: constant",
         "set_dynamic_loss_scaling(flag)",
     )
     loss_scaling: str = of_run(
@@ -166,13 +163,13 @@ class PrecisionOptions:
     )
     white_list: tuple[str, ...] = of_run(
         (),
-        "operators, and modules by name or class (with * and ?), that compute in 16 bits",
+        "operators and modules (docs/precision.md) that compute in 16 bits",
         "set_precision_white_list(names)",
         _names,
     )
     black_list: tuple[str, ...] = of_run(
         (),
-        "operators, and modules by name or class (with * and ?), that compute in float32",
+        "operators and modules (docs/precision.md) that compute in float32",
         "set_precision_black_list(names)",
         _names,
     )
@@ -261,7 +258,7 @@ class SpeedOptions:
     )
     compile: bool = of_run(
         False,
-        "compile the backbone with torch.compile; the first start takes minutes",
+        "compile the backbone with torch.compile",
         "set_compile(flag)",
     )
     fold_batch_norm: bool = declare(
@@ -274,7 +271,7 @@ class SpeedOptions:
     )
     late_losses: bool = of_run(
         True,
-        "GPU: read each loss one step later, without waiting; False: check it before the update, as on a CPU",
+        "GPU: read each loss one step later, without waiting",
         "set_late_losses(flag)",
     )
     bucket_mb: float = of_run(

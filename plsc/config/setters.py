@@ -48,15 +48,15 @@ class Setters:
         self.options.set("model.sync_batch_norm", sync)
 
     def set_pretrained(self, path: str | None) -> None:
-        """Set ``model.pretrained``: initial weights, loaded where name and shape match: a checkpoint, a
-        .safetensors file, or a state dict of torch.save. Default: None.
+        """Set ``model.pretrained``: initial weights: a checkpoint, a .safetensors file, or a state dict of
+        torch.save. Default: None.
         """
         self.options.set("model.pretrained", path)
 
     def set_initializations(self, rules: Sequence[dict[str, Any]]) -> None:
         """Set ``model.initialization``: initialisation rules: a list of mappings with pattern, rule (of
-        torch.nn.init, such as kaiming_normal) and its arguments; the first match applies;
-        set_initialization adds one. Default: ().
+        torch.nn.init, such as kaiming_normal) and its arguments; set_initialization adds one. Default:
+        ().
         """
         self.options.set("model.initialization", rules)
 
@@ -68,19 +68,17 @@ class Setters:
         self.options.set("head.loss_type", loss_type)
 
     def set_class_num(self, num: int | None) -> None:
-        """Set ``head.class_num``: number of classes; None: the largest label + 1. Default: None."""
+        """Set ``head.class_num``: number of classes; None: largest label + 1. Default: None."""
         self.options.set("head.class_num", num)
 
     def set_margin(self, margin: float) -> None:
         """Set ``head.margin``: margin: an angle in radians; cosface: a cosine; sphereface: a factor of the
-        angle; when not set: 0.5 for arcface, else the paper's value. Default: 0.5.
+        angle; when not set: the paper's value. Default: 0.5.
         """
         self.options.set("head.margin", margin)
 
     def set_margin_warmup_steps(self, num: int) -> None:
-        """Set ``head.margin_warmup_steps``: steps over which the margin increases linearly to its value.
-        Default: 0.
-        """
+        """Set ``head.margin_warmup_steps``: steps of linear increase of the margin. Default: 0."""
         self.options.set("head.margin_warmup_steps", num)
 
     def set_scale(self, scale: float | str) -> None:
@@ -140,37 +138,35 @@ class Setters:
         self.options.set("head.initial_norm", norm)
 
     def set_sub_centers(self, num: int) -> None:
-        """Set ``head.sub_centers``: weight vectors per class (sub-centre ArcFace); the one closest to the
-        embedding is used. Default: 1.
-        """
+        """Set ``head.sub_centers``: weight vectors per class (sub-centre ArcFace). Default: 1."""
         self.options.set("head.sub_centers", num)
 
     def set_sample_ratio(self, sample_ratio: float) -> None:
-        """Set ``head.sample_ratio``: share of each rank's classes per step (PartialFC); the classes of the
-        batch are always included. Default: 1.0.
+        """Set ``head.sample_ratio``: share of each rank's classes per step, including those of the batch
+        (PartialFC). Default: 1.0.
         """
         self.options.set("head.sample_ratio", sample_ratio)
 
     def set_hard_share(self, share: float) -> None:
         """Set ``head.hard_share``: share of the sampled classes that are hard negatives (closest to the
-        batch), not random. Default: 0.0.
+        batch). Default: 0.0.
         """
         self.options.set("head.hard_share", share)
 
     def set_head_optimizer(self, name: str) -> None:
         """Set ``head.optimizer``: optimizer of sharded class weights: sgd (with optim.momentum), adamw, or
-        adagrad (one state value per class weight vector). Default: 'sgd'.
+        adagrad (row-wise). Default: 'sgd'.
         """
         self.options.set("head.optimizer", name)
 
     def set_head_lr_factor(self, factor: float) -> None:
-        """Set ``head.lr_factor``: learning rate of the class weights, relative to the backbone's. Default:
+        """Set ``head.lr_factor``: learning rate of class weights, relative to the backbone's. Default:
         1.0.
         """
         self.options.set("head.lr_factor", factor)
 
     def set_head_weight_decay(self, decay: float | None) -> None:
-        """Set ``head.weight_decay``: weight decay (L2) of the class weights; None: optim.weight_decay.
+        """Set ``head.weight_decay``: weight decay (L2) of class weights; None: optim.weight_decay.
         Default: None.
         """
         self.options.set("head.weight_decay", decay)
@@ -182,14 +178,14 @@ class Setters:
         self.options.set("head.row_dtype", dtype)
 
     def set_row_state_dtype(self, dtype: str) -> None:
-        """Set ``head.state_dtype``: dtype of the optimizer state of sharded class weights: float32,
-        bfloat16, or int8 (sgd only). Default: 'float32'.
+        """Set ``head.state_dtype``: dtype of the optimizer state of class weights: float32, bfloat16, or
+        int8 (sgd only). Default: 'float32'.
         """
         self.options.set("head.state_dtype", dtype)
 
     def set_head_offload(self, offload: bool) -> None:
-        """Set ``head.offload``: keep class weights and their optimizer state in CPU memory; the GPU gets
-        those of the current step. Default: False.
+        """Set ``head.offload``: keep class weights and their optimizer state in CPU memory. Default:
+        False.
         """
         self.options.set("head.offload", offload)
 
@@ -200,8 +196,8 @@ class Setters:
         self.options.set("head.products", dtype)
 
     def set_head_keep_mb(self, mebibytes: float) -> None:
-        """Set ``head.keep_mb``: MiB per rank to cache softmax terms for the update, in 16 bits; recomputed
-        if they do not fit. Default: 0.0.
+        """Set ``head.keep_mb``: MiB per rank to cache softmax terms for the update, in 16 bits. Default:
+        0.0.
         """
         self.options.set("head.keep_mb", mebibytes)
 
@@ -218,23 +214,19 @@ class Setters:
         self.options.set("head.tile", rows)
 
     def set_dataset_dir(self, directory: str) -> None:
-        """Set ``data.dataset_dir``: training data: a folder (label.txt and images/, one folder per class,
-        or base64 files), files of another format (docs/formats.md), or an fsspec URL of these. Default:
-        './train_data'.
+        """Set ``data.dataset_dir``: training data: a path or fsspec URL (formats: docs/formats.md).
+        Default: './train_data'.
         """
         self.options.set("data.dataset_dir", directory)
 
     def set_datasets(self, datasets: Sequence[dict[str, Any]]) -> None:
         """Set ``data.datasets``: several datasets with one head each, instead of dataset_dir: a list of
-        mappings with name, path and optionally weight, class_num, loss_type, margin, scale and
-        sample_ratio; add_dataset adds one. Default: ().
+        mappings with the arguments of add_dataset, which adds one. Default: ().
         """
         self.options.set("data.datasets", datasets)
 
     def set_train_image_num(self, num: int | None) -> None:
-        """Set ``data.train_image_num``: images per epoch of a reader, if known; other data are counted.
-        Default: None.
-        """
+        """Set ``data.train_image_num``: images per epoch of a reader, if known. Default: None."""
         self.options.set("data.train_image_num", num)
 
     def set_val_targets(self, targets: str | None) -> None:
@@ -242,6 +234,12 @@ class Setters:
         None: 'lfw' if lfw.bin exists. Default: None.
         """
         self.options.set("data.val_targets", targets)
+
+    def set_val_dir(self, directory: str | None) -> None:
+        """Set ``data.val_dir``: held-out images of the same classes, a dataset like dataset_dir: top-1 and
+        top-5 accuracy are measured when pair files are. Default: None.
+        """
+        self.options.set("data.val_dir", directory)
 
     def set_num_workers(self, num: int) -> None:
         """Set ``data.num_workers``: threads or processes per rank that load images; 0: load between steps.
@@ -257,8 +255,8 @@ class Setters:
 
     def set_order(self, order: str) -> None:
         """Set ``data.order``: order of the samples: global (all shuffled), block (blocks of neighbours
-        shuffled: faster on hard disks and remote stores), sequential, or rank_files (rank r reads file
-        r of file_list.txt, shuffled). Default: 'global'.
+        shuffled), sequential, or rank_files (rank r reads file r of file_list.txt, shuffled). Default:
+        'global'.
         """
         self.options.set("data.order", order)
 
@@ -271,8 +269,8 @@ class Setters:
         self.options.set("data.pool_samples", num)
 
     def set_reader_shards_itself(self, flag: bool) -> None:
-        """Set ``data.reader_shards_itself``: call a generator reader as reader(rank, ranks), to yield only
-        the samples of this rank. Default: False.
+        """Set ``data.reader_shards_itself``: call a generator reader as reader(rank, ranks), for the
+        samples of this rank. Default: False.
         """
         self.options.set("data.reader_shards_itself", flag)
 
@@ -287,8 +285,8 @@ class Setters:
         self.options.set("data.cache_bytes", num)
 
     def set_cache_decoded(self, flag: bool) -> None:
-        """Set ``data.cache_decoded``: cache decoded images at the network's input size, not files: no
-        repeated decoding, about 8 times the bytes. Default: False.
+        """Set ``data.cache_decoded``: cache decoded images at the network's input size: about 8 times the
+        bytes. Default: False.
         """
         self.options.set("data.cache_decoded", flag)
 
@@ -306,18 +304,18 @@ class Setters:
 
     def set_bad_images(self, policy: str) -> None:
         """Set ``data.bad_images``: what to do with an unusable sample: stop, skip, or replace (by a random
-        one); bad_samples.txt lists these samples. Default: 'stop'.
+        one). Default: 'stop'.
         """
         self.options.set("data.bad_images", policy)
 
     def set_crop_padding(self, pixels: int) -> None:
         """Set ``data.crop_padding``: augmentation: pad each side by this many black pixels, then crop at
-        random; 0: off. Default: 0.
+        random. Default: 0.
         """
         self.options.set("data.crop_padding", pixels)
 
     def set_colour_jitter(self, strengths: Sequence[float]) -> None:
-        """Set ``data.colour_jitter``: augmentation: multiply brightness, contrast and saturation by random
+        """Set ``data.colour_jitter``: augmentation: multiply brightness, contrast and saturation by
         factors in [1 - x, 1 + x]. Default: (0.0, 0.0, 0.0).
         """
         self.options.set("data.colour_jitter", strengths)
@@ -335,26 +333,26 @@ class Setters:
         self.options.set("data.random_erasing", share)
 
     def set_flip(self, flip: bool) -> None:
-        """Set ``data.flip``: mirror training images with probability 0.5; in evaluation, add the mirrored
+        """Set ``data.flip``: flip training images with probability 0.5; in evaluation, add the flipped
         image's embedding. Default: True.
         """
         self.options.set("data.flip", flip)
 
     def set_image_column(self, name: str | None) -> None:
-        """Set ``data.image_column``: column (tar: file suffix) of the images; None: common names are
-        tried. Default: None.
+        """Set ``data.image_column``: column (tar: file suffix) of the images; None: common names. Default:
+        None.
         """
         self.options.set("data.image_column", name)
 
     def set_label_column(self, name: str | None) -> None:
-        """Set ``data.label_column``: column (tar: file suffix) of the labels; None: common names are
-        tried. Default: None.
+        """Set ``data.label_column``: column (tar: file suffix) of the labels; None: common names. Default:
+        None.
         """
         self.options.set("data.label_column", name)
 
     def set_label_map(self, path: str | None) -> None:
-        """Set ``data.label_map``: file of class names and ids: .json, or lines of name, tab, id; None: ids
-        in the order of the sorted names. Default: None.
+        """Set ``data.label_map``: file of class names and ids: .json, or lines of name, tab, id; None:
+        sorted names. Default: None.
         """
         self.options.set("data.label_map", path)
 
@@ -417,9 +415,9 @@ class Setters:
         self.options.set("optim.decay_norm_and_bias", decay)
 
     def set_parameter_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Set ``optim.groups``: parameter groups: a list of mappings with pattern and optionally
-        lr_factor, weight_decay, l1_decay, frozen and optimizer arguments; the first match applies;
-        add_parameter_group adds one. Default: ().
+        """Set ``optim.groups``: parameter groups: a list of mappings with pattern, lr_factor,
+        weight_decay, l1_decay, frozen and optimizer arguments; add_parameter_group adds one. Default:
+        ().
         """
         self.options.set("optim.groups", groups)
 
@@ -429,15 +427,13 @@ class Setters:
 
     def set_lr_schedule(self, schedule: str) -> None:
         """Set ``optim.schedule``: learning rate schedule: cosine, polynomial, exponential, step,
-        multi_step, constant, or 'package.module:function'; when not set: step if step_boundaries or
-        lr_decay_factor is set, constant for a generator reader of unknown length, else cosine. Default:
-        'cosine'.
+        multi_step, constant, or 'package.module:function'. Default: 'cosine'.
         """
         self.options.set("optim.schedule", schedule)
 
     def set_decay_steps(self, num: int | None) -> None:
-        """Set ``optim.decay_steps``: last step of a polynomial, cosine or exponential schedule; None: that
-        of the run. Default: None.
+        """Set ``optim.decay_steps``: last step of a polynomial, cosine or exponential schedule; None: of
+        the run. Default: None.
         """
         self.options.set("optim.decay_steps", num)
 
@@ -485,20 +481,20 @@ class Setters:
         self.options.set("optim.clip_norm", norm)
 
     def set_clip_scope(self, scope: str) -> None:
-        """Set ``optim.clip_scope``: gradients to clip: backbone, or all (class weights too, which takes
-        longer). Default: 'backbone'.
+        """Set ``optim.clip_scope``: gradients to clip: backbone, or all (class weights too). Default:
+        'backbone'.
         """
         self.options.set("optim.clip_scope", scope)
 
     def set_ema_decay(self, decay: float) -> None:
         """Set ``optim.ema_decay``: decay per step, such as 0.999, of a moving average of the network's
-        weights, used in evaluation, test and predict; 0: off. Default: 0.0.
+        weights for evaluation; 0: off. Default: 0.0.
         """
         self.options.set("optim.ema_decay", decay)
 
     def set_precision(self, mode: str) -> None:
         """Set ``precision.mode``: dtype of the backbone's computation: float32, float16 (with loss
-        scaling, on CPUs bfloat16) or bfloat16; weights and loss are always float32. Default: 'float32'.
+        scaling, on CPUs bfloat16) or bfloat16. Default: 'float32'.
         """
         self.options.set("precision.mode", mode)
 
@@ -527,8 +523,8 @@ class Setters:
         self.options.set("precision.decr_ratio", ratio)
 
     def set_dynamic_loss_scaling(self, flag: bool) -> None:
-        """Set ``precision.use_dynamic_loss_scaling``: adapt the loss scale; False: a constant scale, steps
-        with nan or inf are skipped. Default: True.
+        """Set ``precision.use_dynamic_loss_scaling``: adapt the loss scale; False: constant. Default:
+        True.
         """
         self.options.set("precision.use_dynamic_loss_scaling", flag)
 
@@ -539,14 +535,14 @@ class Setters:
         self.options.set("precision.loss_scaling", when)
 
     def set_precision_white_list(self, names: Sequence[str]) -> None:
-        """Set ``precision.white_list``: operators, and modules by name or class (with * and ?), that
-        compute in 16 bits. Default: ().
+        """Set ``precision.white_list``: operators and modules (docs/precision.md) that compute in 16 bits.
+        Default: ().
         """
         self.options.set("precision.white_list", names)
 
     def set_precision_black_list(self, names: Sequence[str]) -> None:
-        """Set ``precision.black_list``: operators, and modules by name or class (with * and ?), that
-        compute in float32. Default: ().
+        """Set ``precision.black_list``: operators and modules (docs/precision.md) that compute in float32.
+        Default: ().
         """
         self.options.set("precision.black_list", names)
 
@@ -593,7 +589,7 @@ class Setters:
         self.options.set("train.steps", num)
 
     def set_calc_acc(self, calc: bool) -> None:
-        """Set ``train.calc_acc``: log the training accuracy. Default: False."""
+        """Set ``train.calc_acc``: log the training accuracy, top-1 and top-5. Default: False."""
         self.options.set("train.calc_acc", calc)
 
     def set_log_period(self, period: int) -> None:
@@ -619,13 +615,11 @@ class Setters:
         self.options.set("train.log_images", flag)
 
     def set_with_test(self, with_test: bool) -> None:
-        """Set ``train.with_test``: evaluate val_targets during training. Default: True."""
+        """Set ``train.with_test``: evaluate val_targets and val_dir during training. Default: True."""
         self.options.set("train.with_test", with_test)
 
     def set_test_period(self, period: int) -> None:
-        """Set ``train.test_period``: steps between evaluations, in addition to those after each epoch; 0:
-        none. Default: 0.
-        """
+        """Set ``train.test_period``: steps between additional evaluations; 0: none. Default: 0."""
         self.options.set("train.test_period", period)
 
     def set_seed(self, seed: int) -> None:
@@ -633,9 +627,7 @@ class Setters:
         self.options.set("train.seed", seed)
 
     def set_deterministic(self, flag: bool) -> None:
-        """Set ``train.deterministic``: use deterministic algorithms only; operations without one fail.
-        Default: False.
-        """
+        """Set ``train.deterministic``: use deterministic algorithms only. Default: False."""
         self.options.set("train.deterministic", flag)
 
     def set_limit_train_batches(self, limit: int | float) -> None:
@@ -645,20 +637,18 @@ class Setters:
         self.options.set("train.limit_train_batches", limit)
 
     def set_limit_val_batches(self, limit: int | float) -> None:
-        """Set ``train.limit_val_batches``: batches of each evaluation during training: an integer is their
-        number, a fraction their share; 1.0: all. Default: 1.0.
+        """Set ``train.limit_val_batches``: as limit_train_batches, for each evaluation during training.
+        Default: 1.0.
         """
         self.options.set("train.limit_val_batches", limit)
 
     def set_limit_test_batches(self, limit: int | float) -> None:
-        """Set ``train.limit_test_batches``: batches of test: an integer is their number, a fraction their
-        share; 1.0: all. Default: 1.0.
-        """
+        """Set ``train.limit_test_batches``: as limit_train_batches, for test. Default: 1.0."""
         self.options.set("train.limit_test_batches", limit)
 
     def set_overfit_batches(self, num: int) -> None:
-        """Set ``train.overfit_batches``: train on the same first batches in every epoch, augmented in the
-        same way; 0: on all. Default: 0.
+        """Set ``train.overfit_batches``: train on this many batches, the same in every epoch; 0: on all.
+        Default: 0.
         """
         self.options.set("train.overfit_batches", num)
 
@@ -669,20 +659,20 @@ class Setters:
         self.options.set("train.fast_dev_run", flag)
 
     def set_max_time(self, duration: float | str | None) -> None:
-        """Set ``train.max_time``: maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h';
-        the time before a resume counts. Default: None.
+        """Set ``train.max_time``: maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h'.
+        Default: None.
         """
         self.options.set("train.max_time", duration)
 
     def set_check_shape(self, flag: bool) -> None:
-        """Set ``train.check_shape``: print the shapes of the parameters and the output of each layer for
-        the first batch. Default: False.
+        """Set ``train.check_shape``: print the shapes of parameters and outputs of each layer. Default:
+        False.
         """
         self.options.set("train.check_shape", flag)
 
     def set_check_content(self, flag: bool) -> None:
-        """Set ``train.check_content``: also print mean, standard deviation, share of zeros and share of
-        nan and inf of these. Default: False.
+        """Set ``train.check_content``: also print mean, standard deviation, and share of zeros, nan and
+        inf. Default: False.
         """
         self.options.set("train.check_content", flag)
 
@@ -727,7 +717,7 @@ class Setters:
         self.options.set("checkpoint.download_dir", url)
 
     def set_local_save_dir(self, directory: str | None) -> None:
-        """Set ``checkpoint.local_dir``: local folder of the checkpoints if save_dir is a URL; None: in the
+        """Set ``checkpoint.local_dir``: local folder of checkpoints if save_dir is a URL; None: in the
         cache folder. Default: None.
         """
         self.options.set("checkpoint.local_dir", directory)
@@ -743,8 +733,8 @@ class Setters:
         self.options.set("checkpoint.new_version", flag)
 
     def set_save_every_n_epochs(self, num: int) -> None:
-        """Set ``checkpoint.every_n_epochs``: epochs between checkpoints; 0: only the last epoch, which is
-        always saved. Default: 1.
+        """Set ``checkpoint.every_n_epochs``: epochs between checkpoints; the last epoch is always saved;
+        0: only this. Default: 1.
         """
         self.options.set("checkpoint.every_n_epochs", num)
 
@@ -761,26 +751,25 @@ class Setters:
         self.options.set("checkpoint.save_top_k", num)
 
     def set_monitor(self, metric: str | None) -> None:
-        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', or such as 'lfw accuracy';
-        None: accuracy on the first pair file, else the loss. Default: None.
+        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or
+        'val top1'; None: accuracy of the first pair file, else top-1 on val_dir, else loss. Default:
+        None.
         """
         self.options.set("checkpoint.monitor", metric)
 
     def set_monitor_mode(self, mode: str) -> None:
-        """Set ``checkpoint.monitor_mode``: whether a higher (max) or lower (min) metric is better; auto:
-        min for a loss. Default: 'auto'.
+        """Set ``checkpoint.monitor_mode``: whether the best metric is the highest (max) or lowest (min);
+        auto: min for a loss. Default: 'auto'.
         """
         self.options.set("checkpoint.monitor_mode", mode)
 
     def set_async_save(self, flag: bool) -> None:
-        """Set ``checkpoint.asynchronous``: write checkpoints in the background, from a copy in CPU memory.
-        Default: True.
-        """
+        """Set ``checkpoint.asynchronous``: write checkpoints in the background. Default: True."""
         self.options.set("checkpoint.asynchronous", flag)
 
     def set_save_error(self, policy: str) -> None:
-        """Set ``checkpoint.on_error``: if a checkpoint cannot be written: stop the run, or continue
-        without it. Default: 'stop'.
+        """Set ``checkpoint.on_error``: if a checkpoint cannot be written: stop or continue. Default:
+        'stop'.
         """
         self.options.set("checkpoint.on_error", policy)
 
@@ -791,8 +780,8 @@ class Setters:
         self.options.set("checkpoint.store_timeout", seconds)
 
     def set_backbone_parallel(self, way: str) -> None:
-        """Set ``parallel.backbone``: layout of the backbone: replicated, or sharded (parameters, gradients
-        and optimizer state are split over the ranks). Default: 'replicated'.
+        """Set ``parallel.backbone``: layout of the backbone: replicated, or sharded over the ranks
+        (FSDP2). Default: 'replicated'.
         """
         self.options.set("parallel.backbone", way)
 
@@ -804,7 +793,7 @@ class Setters:
 
     def set_backbone_shard_units(self, patterns: str) -> None:
         """Set ``parallel.shard_units``: FSDP units of a sharded backbone: auto, or module names such as
-        'stages.*.*,neck', where * matches one component. Default: 'auto'.
+        'stages.*.*,neck'. Default: 'auto'.
         """
         self.options.set("parallel.shard_units", patterns)
 
@@ -820,7 +809,7 @@ class Setters:
 
     def set_init_method(self, url: str) -> None:
         """Set ``runtime.init_method``: rendezvous: env:// (environment variables), tcp://host:port of rank
-        0, or file:///path on a shared file system. Default: 'env://'.
+        0, or file:///path. Default: 'env://'.
         """
         self.options.set("runtime.init_method", url)
 
@@ -833,9 +822,7 @@ class Setters:
         self.options.set("runtime.world_size", ranks)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set ``runtime.timeout``: seconds that a rank waits for other ranks before it fails. Default:
-        1800.0.
-        """
+        """Set ``runtime.timeout``: seconds that a rank waits for other ranks. Default: 1800.0."""
         self.options.set("runtime.timeout", seconds)
 
     def set_quiet(self, flag: bool) -> None:
@@ -861,9 +848,7 @@ class Setters:
         self.options.set("speed.channels_last", mode)
 
     def set_compile(self, flag: bool) -> None:
-        """Set ``speed.compile``: compile the backbone with torch.compile; the first start takes minutes.
-        Default: False.
-        """
+        """Set ``speed.compile``: compile the backbone with torch.compile. Default: False."""
         self.options.set("speed.compile", flag)
 
     def set_fold_batch_norm(self, flag: bool) -> None:
@@ -877,9 +862,7 @@ class Setters:
         self.options.set("speed.overlap_copies", flag)
 
     def set_late_losses(self, flag: bool) -> None:
-        """Set ``speed.late_losses``: GPU: read each loss one step later, without waiting; False: check it
-        before the update, as on a CPU. Default: True.
-        """
+        """Set ``speed.late_losses``: GPU: read each loss one step later, without waiting. Default: True."""
         self.options.set("speed.late_losses", flag)
 
     def set_bucket_mb(self, mebibytes: float) -> None:

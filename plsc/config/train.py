@@ -89,7 +89,7 @@ class TrainOptions:
         "set_train_steps(num)",
         at_least(1),
     )
-    calc_acc: bool = of_run(False, "log the training accuracy", "set_calc_acc(calc)")
+    calc_acc: bool = of_run(False, "log the training accuracy, top-1 and top-5", "set_calc_acc(calc)")
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
     loggers: str | tuple[str, ...] = declare(
         "jsonl",
@@ -103,10 +103,12 @@ class TrainOptions:
     log_images: bool = declare(
         False, "draw the first batch of each epoch and the hardest pairs", "set_log_images(flag)"
     )
-    with_test: bool = of_run(True, "evaluate val_targets during training", "set_with_test(with_test)")
+    with_test: bool = of_run(
+        True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"
+    )
     test_period: int = of_run(
         0,
-        "steps between evaluations, in addition to those after each epoch; 0: none",
+        "steps between additional evaluations; 0: none",
         "set_test_period(period)",
         at_least(0),
     )
@@ -118,7 +120,7 @@ class TrainOptions:
     )
     deterministic: bool = of_run(
         False,
-        "use deterministic algorithms only; operations without one fail",
+        "use deterministic algorithms only",
         "set_deterministic(flag)",
     )
     limit_train_batches: int | float = of_run(
@@ -129,20 +131,19 @@ class TrainOptions:
     )
     limit_val_batches: int | float = of_run(
         1.0,
-        "batches of each evaluation during training: an integer is their number, a fraction their share; "
-        "1.0: all",
+        "as limit_train_batches, for each evaluation during training",
         "set_limit_val_batches(limit)",
         _limit,
     )
     limit_test_batches: int | float = declare(
         1.0,
-        "batches of test: an integer is their number, a fraction their share; 1.0: all",
+        "as limit_train_batches, for test",
         "set_limit_test_batches(limit)",
         _limit,
     )
     overfit_batches: int = of_run(
         0,
-        "train on the same first batches in every epoch, augmented in the same way; 0: on all",
+        "train on this many batches, the same in every epoch; 0: on all",
         "set_overfit_batches(num)",
         at_least(0),
     )
@@ -153,19 +154,18 @@ class TrainOptions:
     )
     max_time: float | str | None = declare(
         None,
-        "maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h'; the time before a resume "
-        "counts",
+        "maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h'",
         "set_max_time(duration)",
         _duration,
     )
     check_shape: bool = declare(
         False,
-        "print the shapes of the parameters and the output of each layer for the first batch",
+        "print the shapes of parameters and outputs of each layer",
         "set_check_shape(flag)",
     )
     check_content: bool = declare(
         False,
-        "also print mean, standard deviation, share of zeros and share of nan and inf of these",
+        "also print mean, standard deviation, and share of zeros, nan and inf",
         "set_check_content(flag)",
     )
     stop_deadline: float = declare(
@@ -236,7 +236,7 @@ class CheckpointOptions:
     )
     local_dir: str | None = declare(
         None,
-        "local folder of the checkpoints if save_dir is a URL; None: in the cache folder",
+        "local folder of checkpoints if save_dir is a URL; None: in the cache folder",
         "set_local_save_dir(directory)",
         not_empty,
     )
@@ -253,7 +253,7 @@ class CheckpointOptions:
     )
     every_n_epochs: int = declare(
         1,
-        "epochs between checkpoints; 0: only the last epoch, which is always saved",
+        "epochs between checkpoints; the last epoch is always saved; 0: only this",
         "set_save_every_n_epochs(num)",
         at_least(0),
     )
@@ -277,25 +277,25 @@ class CheckpointOptions:
     )
     monitor: str | None = declare(
         None,
-        "metric of the best checkpoint: 'loss', or such as 'lfw accuracy'; None: accuracy on the first "
-        "pair file, else the loss",
+        "metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or 'val top1'; None: accuracy of "
+        "the first pair file, else top-1 on val_dir, else loss",
         "set_monitor(metric)",
         not_empty,
     )
     monitor_mode: str = declare(
         "auto",
-        "whether a higher (max) or lower (min) metric is better; auto: min for a loss",
+        "whether the best metric is the highest (max) or lowest (min); auto: min for a loss",
         "set_monitor_mode(mode)",
         one_of("auto", "min", "max"),
     )
     asynchronous: bool = declare(
         True,
-        "write checkpoints in the background, from a copy in CPU memory",
+        "write checkpoints in the background",
         "set_async_save(flag)",
     )
     on_error: str = declare(
         "stop",
-        "if a checkpoint cannot be written: stop the run, or continue without it",
+        "if a checkpoint cannot be written: stop or continue",
         "set_save_error(policy)",
         one_of("stop", "continue"),
     )

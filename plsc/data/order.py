@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -115,6 +116,21 @@ def limited(count: int, limit: int | float) -> int:
 def is_limited(limit: int | float) -> bool:
     """Return whether a limit can leave out batches: 1.0 means all, the integer 1 means one."""
     return isinstance(limit, int) or limit < 1
+
+
+def spread(labels: np.ndarray, batch: float, limit: int | float, at_least: int = 1) -> np.ndarray:
+    """Return which samples to evaluate under a limit of batches: sorted indices, int64 [n].
+
+    They are spread evenly over the labels, so that no class dominates in a sorted file. batch: samples per
+    step of all ranks. at_least: number of samples that the evaluation needs.
+    """
+    count = len(labels)
+    if not is_limited(limit):
+        return np.arange(count)
+    batches = limited(math.ceil(count / batch), limit)
+    wanted = min(count, max(at_least, int(batches * batch)))
+    by_label = np.argsort(labels, kind="stable")
+    return np.sort(by_label[np.linspace(0, count - 1, wanted).round().astype(np.int64)])
 
 
 def check_blocks(block_samples: int, pool_samples: int) -> None:

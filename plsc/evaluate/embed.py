@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from plsc.data.batch import BufferRing, to_input
 from plsc.data.decode import decode_into
+from plsc.data.sources.base import Source
 from plsc.data.workers import Stopped, in_order
 from plsc.errors import DataError, DistributedError
 from plsc.models.base_model import evaluating
@@ -32,11 +33,13 @@ def embed_images(
     world: World | None = None,
     name: str = "the images",
     num_threads: int = 0,
+    gather: bool = True,
 ) -> np.ndarray:
     """Return the embeddings of all images, float32 [N, D], not normalised.
 
     The model runs in evaluation mode; its previous mode is restored. With several ranks this is a collective:
-    each rank embeds a contiguous part, and every rank returns all embeddings.
+    each rank embeds a contiguous part (`plsc.parallel.collectives.class_range`), and every rank returns all
+    embeddings.
 
     Args:
         model: called as ``model(input [b, C, H, W], None, False)``, returns [b, D].
@@ -48,6 +51,7 @@ def embed_images(
         world: the ranks that share the work; None: this process only.
         name: what error messages call the images, as in ``image 17 of <name>``, counted from 0.
         num_threads: threads that read and decode images in the background; 0: none.
+        gather: False: each rank returns only the embeddings of its part.
 
     Raises:
         DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
@@ -76,7 +80,24 @@ def embed_images(
     with evaluating(model), torch.inference_mode():
         if world is None or world.size == 1:
             return embed_range()
-        return _share(world, embed_range)
+        return _share(world, embed_range, gather)
+
+
+class ImagesOf(Sequence[Any]):
+    """Images of a source without labels, read on access; which: their indices, a range or int64 [n]."""
+
+    def __init__(self, source: Source, which: range | np.ndarray) -> None:
+        self._source = source
+        self._which = which
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return an image; for a slice, a part of the images."""
+        if isinstance(index, slice):
+            return ImagesOf(self._source, self._which[index])
+        return self._source[int(self._which[index])][0]
 
 
 def _decode_ahead(
@@ -115,17 +136,17 @@ def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
     return embedding.cpu().numpy()
 
 
-def _share(world: World, embed_range: Callable[[], np.ndarray]) -> np.ndarray:
-    """Gather the parts of all ranks; if a rank fails, all ranks raise."""
+def _share(world: World, embed_range: Callable[[], np.ndarray], gather: bool) -> np.ndarray:
+    """Return the parts of all ranks (`gather`) or that of this rank; if a rank fails, all ranks raise."""
     error: Exception | None = None
-    part = None
+    part = np.empty((0, 0), np.float32)
     try:
         part = embed_range()
     except Exception as caught:
         error = caught
     # A DataError is raised on all ranks; any other error is raised, with its traceback, on its own rank.
     description = None if error is None else (isinstance(error, DataError), str(error) or repr(error))
-    gathered = world.all_gather_object((part, description))
+    gathered = world.all_gather_object((part if gather else None, description))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(gathered):
@@ -134,4 +155,4 @@ def _share(world: World, embed_range: Callable[[], np.ndarray]) -> np.ndarray:
             if is_data_error:
                 raise DataError(text)
             raise DistributedError(f"rank {rank} failed while embedding images: {text}")
-    return np.concatenate([part for part, _ in gathered if len(part)])
+    return np.concatenate([part for part, _ in gathered if len(part)]) if gather else part

@@ -66,11 +66,11 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
 
 
 def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Plot mean loss, learning rate, and if present batch accuracy and verification accuracy, over the steps.
+    """Plot mean loss, learning rate, and if present batch accuracy and evaluation accuracy, over the steps.
 
     The file has one JSON object per line, ``{"step": .., "mean_loss": .., "lr": .., "accuracy": ..}`` (or
-    ``loss``, of a single batch) or ``{"step": .., "eval": {name: {"accuracy": ..}}}``. Incomplete lines (of a
-    killed run) are ignored. If a resumed run repeats steps, the later line is used.
+    ``loss``, of a single batch) or ``{"step": .., "eval": {name: {"accuracy": ..}}}`` (or ``top1``).
+    Incomplete lines (of a killed run) are ignored. If a resumed run repeats steps, the later line is used.
 
     Raises:
         DataError: the file cannot be read or has no loss yet, or the plot cannot be written.
@@ -116,7 +116,8 @@ def _read_metrics(path: Path) -> tuple[dict[str, _Points], dict[str, _Points]]:
                         series.setdefault(key, {})[int(step)] = value
                 evaluated = record.get("eval")
                 for name, result in evaluated.items() if isinstance(evaluated, dict) else ():
-                    accuracy = result.get("accuracy") if isinstance(result, dict) else None
+                    found = result if isinstance(result, dict) else {}
+                    accuracy = found.get("accuracy", found.get("top1"))  # of a pair file or labelled images
                     if _is_number(accuracy):
                         evaluations.setdefault(name, {})[int(step)] = accuracy
     except OSError as error:
@@ -183,7 +184,7 @@ def _draw_evaluations(axes: Axes, evaluations: dict[str, _Points]) -> None:
 _PANELS: dict[str, tuple[str, float, Any]] = {
     "loss": ("Mean loss", 2.4, partial(_draw_noisy, colour=COLOURS[0])),
     "accuracy": ("Batch accuracy", 1.7, partial(_draw_noisy, colour=COLOURS[2])),
-    "eval": ("Verification", 1.7, _draw_evaluations),
+    "eval": ("Evaluation", 1.7, _draw_evaluations),
     "lr": ("Learning rate", 1.2, _draw_learning_rate),
 }
 

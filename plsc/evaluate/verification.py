@@ -9,7 +9,7 @@ threshold of the other nine; the lowest one wins a tie.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ _CHUNK = 8192  # pairs per chunk in double precision
 @dataclass(frozen=True)
 class VerificationResult:
     """The result of `verify`; rates and accuracies are fractions, 0..1."""
+
+    METRICS: ClassVar = ("accuracy",)  # that a checkpoint stores, and that callbacks can monitor
 
     accuracy: float  # mean over the folds
     accuracy_std: float  # population standard deviation over the folds
@@ -46,6 +48,10 @@ class VerificationResult:
             "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
             "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
         }
+
+    def summary(self) -> str:
+        """Return the accuracy for the log."""
+        return f"accuracy {self.accuracy:.4f} +- {self.accuracy_std:.4f}"
 
 
 def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> VerificationResult:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from plsc.errors import DataError, OptionError
 from plsc.heads.geometry import Normalise, normalised, norms
 from plsc.heads.margins import Margin
-from plsc.heads.weights import ROW_DTYPES, initial_rows, read_dtype
+from plsc.heads.softmax import Execution, Queries, TorchBackend, tile_size
+from plsc.heads.topk import REPORTED, count_hits, top_of_logits, top_of_ranks, top_of_rows
+from plsc.heads.weights import ROW_DTYPES, Rows, initial_rows, read_dtype
 from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, sum_over_ranks
 
 _EQUAL = 1e-6  # unit vectors with less variance count as equal
@@ -31,6 +33,7 @@ class HeadOutput:
         batch: number of samples in the global batch.
         accuracy: fraction of the global batch whose label has the highest logit without margin; None if
             not requested.
+        accuracy_top5: fraction whose label has one of the five highest logits without margin, or None.
         effective_rank: see `effective_rank`, for the embeddings of the global batch: near 1 when the network
             collapses, 0 if all embeddings are equal; None if not requested.
         finite: bool scalar, whether all embeddings of the global batch are finite.
@@ -43,6 +46,7 @@ class HeadOutput:
     accuracy: Tensor | None
     effective_rank: Tensor | None
     finite: Tensor
+    accuracy_top5: Tensor | None = None
     parts: dict[str, HeadOutput] = field(default_factory=dict)
 
 
@@ -61,9 +65,11 @@ class Head(nn.Module):
 
     Attributes:
         class_range: ``(start, stop)``, the classes whose weights this rank holds.
+        execution: how the head computes.
     """
 
     is_sharded: bool
+    execution = Execution()
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class Head(nn.Module):
         Args:
             embeddings: [b, D], floating point; b may differ between ranks.
             labels: int64 [b], in 0..C-1.
-            with_accuracy: compute `HeadOutput.accuracy`.
+            with_accuracy: compute `HeadOutput.accuracy` and `accuracy_top5`.
             with_gauge: compute `HeadOutput.effective_rank`.
             sizes: b of every rank, if the caller knows it and has checked the labels; this avoids a
                 synchronisation with the GPU.
@@ -140,6 +146,44 @@ class Head(nn.Module):
     ) -> HeadOutput:
         """Return the output for the gathered global batch; embeddings and labels are this rank's."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k classes with the highest logits without margin, highest first; a collective.
+
+        Args:
+            embeddings: [b, D], floating point; b may differ between ranks.
+            k: number of classes, at most C are returned.
+
+        Returns:
+            Logits [b, k]: the scale times the cosine (of the nearest sub-centre), or for plain softmax the
+            product plus the bias. Classes, int64 [b, k]; of equal logits, the lowest class comes first.
+        """
+        check_embeddings(embeddings, self.emb_size)
+        if k < 1:
+            raise OptionError(f"k is {k}; expected 1 or more")
+        group, device = self.group if self.is_sharded else None, embeddings.device
+        k, sizes = min(k, self.class_num), gather_sizes(len(embeddings), device, group)
+        compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
+        with torch.autocast(device.type, enabled=False):
+            x = gather_rows(embeddings.detach().to(compute), sizes, group)
+            queries = Queries(
+                normalised(x)[0] if self.margin.is_cosine else x,
+                target=torch.empty(0, dtype=torch.int64, device=device),
+                scale=self.margin.scale,
+            )
+            backend = TorchBackend(tile=self.execution.tile or tile_size(device, len(x)))
+            return top_of_ranks(top_of_rows(backend, self.all_rows(), queries, k), sizes, group)
+
+    def all_rows(self) -> Rows:
+        """Return all class weights of this rank as `Rows`, without a copy."""
+        return Rows(
+            weight=self.weight.detach().view(-1, self.weight.shape[-1]),
+            bias=None if self.bias is None else self.bias.detach(),
+            centers=self.centers,
+            cosine=self.margin.is_cosine,
+            first_row=self.class_range[0] * self.centers,
+        )
 
     def sync_gradients(self) -> None:
         """Complete the gradients of the parameters after backward(); a collective."""
@@ -166,6 +210,7 @@ def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> Head
         accuracy=mean_of_known([output.accuracy for output in outputs], sizes),
         effective_rank=mean_of_known([output.effective_rank for output in outputs], sizes),
         finite=torch.stack([output.finite for output in outputs]).all(),
+        accuracy_top5=mean_of_known([output.accuracy_top5 for output in outputs], sizes),
         parts=parts,
     )
 
@@ -197,15 +242,20 @@ class GlobalBatch:
 
 def check_batch(embeddings: Tensor, labels: Tensor, emb_size: int) -> None:
     """Raise DataError unless embeddings are floating point [b, D] and labels int64 [b]."""
-    if embeddings.ndim != 2 or embeddings.shape[1] != emb_size or not embeddings.is_floating_point():
-        raise DataError(
-            f"the embeddings are {embeddings.dtype} {list(embeddings.shape)}; expected floating point "
-            f"[b, {emb_size}]"
-        )
+    check_embeddings(embeddings, emb_size)
     if labels.dtype is not torch.int64 or labels.shape != embeddings.shape[:1]:
         raise DataError(
             f"the labels are {labels.dtype} {list(labels.shape)}; expected int64 [{len(embeddings)}], one "
             "class index per sample"
+        )
+
+
+def check_embeddings(embeddings: Tensor, emb_size: int) -> None:
+    """Raise DataError unless embeddings are floating point [b, D]."""
+    if embeddings.ndim != 2 or embeddings.shape[1] != emb_size or not embeddings.is_floating_point():
+        raise DataError(
+            f"the embeddings are {embeddings.dtype} {list(embeddings.shape)}; expected floating point "
+            f"[b, {emb_size}]"
         )
 
 
@@ -293,8 +343,10 @@ class DenseHead(Head):
         addition = self.margin.regulariser(norm)
         if addition is not None:
             loss = loss + addition.sum() / total
-        correct = (plain.detach().argmax(dim=1) == labels).sum().to(loss.dtype)
-        measured = sum_over_ranks(torch.stack([loss.detach(), correct]), self.group)
+        hits = loss.new_zeros(2)
+        if with_accuracy:
+            hits = count_hits(top_of_logits(plain.detach(), REPORTED)[1], labels).to(loss)
+        measured = sum_over_ranks(torch.stack([loss.detach(), *hits]), self.group)
         return HeadOutput(
             loss=loss,
             mean_loss=measured[0],
@@ -302,6 +354,7 @@ class DenseHead(Head):
             accuracy=measured[1] / total if with_accuracy else None,
             effective_rank=None,
             finite=lengths.isfinite().all(),
+            accuracy_top5=measured[2] / total if with_accuracy else None,
         )
 
     def sync_gradients(self) -> None:

@@ -61,6 +61,22 @@ class JointHead(nn.Module):
                 parts[name] = head(embeddings[rows[place]], mine, with_accuracy, with_gauge)
         return mean_output(list(parts.values()), parts)
 
+    def topk(self, embeddings: Tensor, k: int, owners: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `Head.topk` of each sample among the classes of one head, jointly numbered; a collective.
+
+        owners: int64 [b], position of each sample's head in `heads`. Where its head has fewer than k classes,
+        the other logits are -inf and their classes -1.
+        """
+        k = min(k, max(head.class_num for head in self.heads.values()))
+        scores = embeddings.new_full((len(embeddings), k), -torch.inf)
+        classes = torch.full_like(scores, -1, dtype=torch.int64)
+        for place, head in enumerate(self.heads.values()):
+            mine = (owners == place).nonzero()[:, 0]
+            found, numbers = head.topk(embeddings[mine], k)
+            scores[mine, : found.shape[1]] = found.to(scores)
+            classes[mine, : found.shape[1]] = numbers + self._first_classes[place]
+        return scores, classes
+
     def sync_gradients(self) -> None:
         """Complete the gradients of the parameters after backward(); a collective."""
         for head in self.heads.values():

@@ -34,14 +34,10 @@ from plsc.heads.softmax import (
     TorchBackend,
     choose_backend,
 )
+from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import Rows, copy_to_device
-from plsc.parallel.collectives import (
-    ScatteredSum,
-    gather_rows,
-    max_over_ranks,
-    sum_over_ranks,
-)
+from plsc.parallel.collectives import ScatteredSum, gather_rows, sum_over_ranks
 from plsc.seeds import hash_key
 from plsc.spans import span
 
@@ -161,21 +157,23 @@ class ShardedHead(Head):
     def _loss_of(
         self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
-        """Return the output for the global batch; the accuracy is over the sampled classes.
+        """Return the output for the global batch; the accuracies are over the sampled classes.
 
         Raises DataError on every rank for non-finite embeddings, unless `on_nonfinite` is 'pass'.
         """
         has_gradient = torch.is_grad_enabled()
         wants_gradient = has_gradient and embeddings.requires_grad
         products = self._products(embeddings.device.type)
+        accuracy = top5 = None
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
             mean_loss, finite, context, gradient = self._forward(batch, products, wants_gradient)
-            accuracy = self._accuracy(context, batch, products) if with_accuracy else None
+            if with_accuracy:
+                accuracy, top5 = self._accuracies(context, batch, products)
         loss = mean_loss
         if has_gradient:
             # The parameters are inputs so that backward() can return their gradients.
             loss = HeadLoss.apply(embeddings, self.weight, self.bias, self, mean_loss, context, gradient)
-        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5)
 
     def extra_repr(self) -> str:
         """Return the class range, dtype and sampling for repr()."""
@@ -195,16 +193,6 @@ class ShardedHead(Head):
                 f"{expected[1]}..{expected[2]} of {expected[0]}: each rank must load the file that it saved"
             )
         self.step = int(state[0])
-
-    def all_rows(self) -> Rows:
-        """Return all class weights of this rank as `Rows`, without a copy."""
-        return Rows(
-            weight=self.weight.detach().view(-1, self.weight.shape[-1]),
-            bias=None if self.bias is None else self.bias.detach(),
-            centers=self.centers,
-            cosine=self.margin.is_cosine,
-            first_row=self.class_range[0] * self.centers,
-        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Move to a device or dtype, except offloaded class weights."""
@@ -433,17 +421,13 @@ class ShardedHead(Head):
                 "rate or check that image"
             )
 
-    def _accuracy(self, context: ForwardContext, batch: GlobalBatch, products: torch.dtype) -> Tensor:
-        """Return the fraction of samples whose label has the highest logit over all ranks."""
+    def _accuracies(
+        self, context: ForwardContext, batch: GlobalBatch, products: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the top-1 and top-5 accuracy of the global batch, over the sampled classes of all ranks."""
         backend = TorchBackend(products, context.backend.tile)
-        value, position = backend.best_class(context.rows, context.queries)
-        index = torch.full_like(batch.labels, self.class_num)
-        if len(context.rows):
-            selected = context.rows.selected
-            local = position if selected is None else selected[position * self.centers] // self.centers
-            index = local + self.class_range[0]
-        best = max_over_ranks(value.clone(), self.group)
-        # The lowest class wins a tie; otherwise a collapsed network would have an accuracy of 1.
-        candidate = torch.where(value == best, index, self.class_num)
-        winner = -max_over_ranks(-candidate, self.group)
-        return (winner == batch.labels).float().mean()
+        top = top_of_rows(backend, context.rows, context.queries, REPORTED)
+        _, classes = top_of_ranks(top, batch.sizes, self.group)
+        hits = count_hits(classes, batch.labels[batch.mine]).float()
+        first, any_of_five = sum_over_ranks(hits, self.group) / len(batch.labels)
+        return first, any_of_five

@@ -216,21 +216,11 @@ class TorchBackend:
                 biases.append(db)
         return torch.cat(biases) if biases else None
 
-    def best_class(self, rows: Rows, queries: Queries) -> tuple[Tensor, Tensor]:
-        """Return the highest logit without margin [B], and the index of its class among the selected ones.
-
-        The first class wins a tie. Without any class: -inf and 0.
-        """
-        value = queries.unit.new_full((len(queries.unit),), -torch.inf)
-        position = torch.zeros_like(queries.target)
-        for tile in rows.tiles(self.tile):
-            w, _ = tile_weights(rows, tile, queries.unit)
-            z = self._products_and_bias(rows, queries, w, tile) * queries.scale
-            highest, index = z.max(dim=1)
-            better = highest > value
-            value = torch.where(better, highest, value)
-            position = torch.where(better, (index + tile.start) // rows.centers, position)
-        return value, position
+    def class_logits(self, rows: Rows, queries: Queries, tile: slice) -> Tensor:
+        """Return the logits without margin of the classes of a tile, [B, t / K]."""
+        w, _ = tile_weights(rows, tile, queries.unit)
+        z = self._products_and_bias(rows, queries, w, tile) * queries.scale
+        return z.view(len(z), len(w) // rows.centers, rows.centers).amax(dim=2)
 
     def max_similarity(self, rows: Rows, queries: Queries) -> Tensor:
         """Return the highest similarity of each class to any sample of the batch, [n / K]."""
@@ -288,6 +278,12 @@ def tile_weights(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor 
     return normalised(w) if rows.cosine else (w, None)
 
 
+def tile_size(device: torch.device, batch: int) -> int:
+    """Return the number of class weights per tile for a global batch size."""
+    elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
+    return max(256, min(elements // 64, elements // max(1, batch)))
+
+
 def _kept_type(compute: torch.dtype) -> torch.dtype:
     return torch.float64 if compute is torch.float64 else torch.bfloat16
 
@@ -307,8 +303,7 @@ def choose_backend(
 
     Raises OptionError, with the reason, if the requested kernels cannot be used.
     """
-    elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
-    rows = tile or max(256, min(elements // 64, elements // max(1, batch)))
+    rows = tile or tile_size(device, batch)
     wanted = kernels
     if kernels == "auto":
         wanted = {"cpu": "native", "cuda": "triton"}.get(device.type, "torch")

@@ -35,6 +35,20 @@ def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | Non
     return torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
 
 
+def send_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Send each rank the rows of its own batch; return what all ranks sent, [ranks, sizes[rank], ...].
+
+    tensor: [sum(sizes), ...] on every rank. Not differentiable.
+    """
+    if group is None:
+        return tensor[None]
+    mine, ranks = sizes[group.rank()], len(sizes)
+    received = tensor.new_empty((ranks * mine, *tensor.shape[1:]))
+    with span("gather batch"):
+        dist.all_to_all_single(received, tensor.contiguous(), [mine] * ranks, sizes, group=group)
+    return received.view(ranks, mine, *tensor.shape[1:])
+
+
 class ScatteredSum:
     """An asynchronous reduce-scatter (sum) of rows.
 

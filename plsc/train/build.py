@@ -29,6 +29,7 @@ from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
 from plsc.train.heads import build_heads, margin_of, sampling_of
+from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.loggers import Logger
 from plsc.train.network import (
     build_trained_network,
@@ -93,7 +94,7 @@ class Run:
     scaler: LossScaler | None
     rate: Schedule
     data: TrainingData
-    targets: list[Target]
+    targets: list[Target | HeldOutSet]
     samples: SampleNumbers
     settings: list[dict[str, float]]
     notes: list[str]
@@ -127,16 +128,19 @@ def build_run(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
-    targets = []
+    targets: list[Target | HeldOutSet] = []
+    limit = options.train.limit_val_batches
     if options.train.with_test:
-        limit = options.train.limit_val_batches
-        targets = load_targets(options, user.test_reader, limit, world.size)
+        targets += load_targets(options, user.test_reader, limit, world.size)
     layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
     global_batch = global_batch_size(options, world.size)
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
     data = open_training_data(
         options, world, user.train_reader, user.train_transform, global_batch, checkpoint
     )
+    if options.train.with_test:
+        names = [target.name for target in targets]
+        targets += open_held_out(options, data.class_num, data.class_names.get(""), names, limit, world.size)
     steps_per_epoch = data.loader.steps_per_epoch
     total_steps = _count_steps(options, steps_per_epoch)
     options = with_rate(options, global_batch, total_steps)

@@ -20,7 +20,6 @@ from plsc.checkpoint.manifest import CALLBACK, Role
 from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
-from plsc.evaluate.verification import VerificationResult
 from plsc.heads import Head, HeadOutput
 from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
@@ -41,7 +40,7 @@ EVENTS = {
     **STEP_EVENTS,
     "logged": "the metrics of a log line are known",
     "evaluation_start": "before an evaluation",
-    "evaluated": "the pair files are evaluated",
+    "evaluated": "the pair files and the held-out set are evaluated",
     "saved": "a checkpoint is complete",
     "epoch_end": "after evaluation, before the checkpoint of the epoch",
     "run_end": "after the last checkpoint",
@@ -110,7 +109,8 @@ class Context:
             epoch_end.
         data_seconds, step_seconds: of the last step: waiting for its batch, and in total.
         metrics: metrics of the last log line.
-        evaluation: results of the last evaluation, by pair file.
+        evaluation: results of the last evaluation: a VerificationResult per pair file, and for
+            `data.val_dir` a ClassificationResult under ``val``.
         checkpoint: the last complete checkpoint.
         error: the exception, at the event exception.
     """
@@ -134,7 +134,7 @@ class Context:
         self.losses: list[tuple[float, int]] = []
         self.data_seconds = self.step_seconds = 0.0
         self.metrics: dict[str, Any] = {}
-        self.evaluation: dict[str, VerificationResult] = {}
+        self.evaluation: dict[str, Any] = {}
         self.checkpoint: Path | None = None
         self.error: BaseException | None = None
         self.stop_reason = ""
@@ -202,15 +202,23 @@ class Context:
         self.stop_reason = self.stop_reason or reason
 
     def metric(self, name: str) -> float:
-        """Return a metric of the last log line, or ``<pair file> accuracy`` of the last evaluation.
+        """Return a metric of the last log line, or ``lfw accuracy``, ``val top1`` of the last evaluation.
 
         Raises OptionError for an unknown name.
         """
-        known = {f"{key} accuracy": result.accuracy for key, result in self.evaluation.items()}
+        known = self.evaluation_metrics()
         known |= {key: value for key, value in self.metrics.items() if isinstance(value, (int, float))}
         if name not in known:
             raise OptionError(f"there is no metric {name!r}; {suggest(name, known)}")
         return float(known[name])
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last evaluation that checkpoints store, such as ``lfw accuracy``."""
+        return {
+            f"{name} {metric}": getattr(result, metric)
+            for name, result in self.evaluation.items()
+            for metric in result.METRICS
+        }
 
     def _parameter(self, name: str) -> nn.Parameter:
         modules = {"head.": self.head, "": self.network}
@@ -309,7 +317,7 @@ class EarlyStopping(Callback):
     """Stop the run when a metric has not improved for some epochs.
 
     Args:
-        metric: a name of `Context.metric`, such as ``lfw accuracy`` or ``mean_loss``.
+        metric: a name of `Context.metric`, such as ``lfw accuracy``, ``val top1`` or ``mean_loss``.
         patience: number of epochs without improvement.
         mode: ``max`` or ``min``; by default ``min`` for names that contain ``loss``, else ``max``.
         min_delta: smallest change that counts as an improvement.

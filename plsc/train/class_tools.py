@@ -19,7 +19,7 @@ from plsc.config import Config, Options
 from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
-from plsc.evaluate.embed import embed_images
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.heads.geometry import normalised
@@ -32,7 +32,7 @@ from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.data import NO_AUGMENTATION
 from plsc.train.directories import open_load_dir
-from plsc.train.evaluation import ImagesOf, load_with_config
+from plsc.train.evaluation import load_with_config
 from plsc.train.heads import build_heads
 from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot

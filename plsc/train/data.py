@@ -300,6 +300,11 @@ def _check_several(options: Config, reader: Any) -> None:
             "data.order 'rank_files' cannot be used with several datasets; use 'global', 'block' or "
             "'sequential'"
         )
+    if options.data.val_dir is not None:
+        raise OptionError(
+            "data.val_dir cannot be used with several datasets, as each has its own classes; use pair files "
+            "(data.val_targets)"
+        )
     if options.data.last_batch == "keep":
         raise OptionError(
             "data.last_batch 'keep' cannot be used with several datasets, as every step has the same number "

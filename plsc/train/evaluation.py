@@ -1,15 +1,14 @@
-"""Verification on pair files, and prediction of embeddings."""
+"""Evaluation on pair files and labelled images, and prediction of embeddings."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,14 +19,17 @@ from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
 from plsc.config.option import name_of, shown_value
 from plsc.data.class_names import class_names_of
-from plsc.data.order import is_limited, limited
+from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
 from plsc.data.reader import declares_shards, open_reader
-from plsc.data.sources.base import FileSource, IndexedSource, Source
+from plsc.data.sources.base import FileSource, IndexedSource
 from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
 from plsc.errors import CheckpointError, DataError, OptionError, refusing
-from plsc.evaluate.embed import embed_images
+from plsc.evaluate.classification import classify
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.verification import VerificationResult, verify
+from plsc.heads import Head
+from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
@@ -35,6 +37,8 @@ from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
 from plsc.train.directories import open_checkpoint, open_load_dir
+from plsc.train.heads import load_head
+from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.network import (
     build_network,
     evaluated,
@@ -60,6 +64,8 @@ class Target:
 
     images: [2P] encoded images, or arrays from a reader. is_same: bool [P].
     """
+
+    METRICS: ClassVar = VerificationResult.METRICS
 
     name: str
     images: Sequence[Any]
@@ -97,21 +103,6 @@ def load_targets(
     return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]
 
 
-def spread(labels: np.ndarray, batch: float, limit: int | float, at_least: int = 1) -> np.ndarray:
-    """Return which samples to evaluate under a limit of batches: sorted indices, int64 [n].
-
-    They are spread evenly over the labels, so that no class dominates in a sorted file. batch: samples per
-    step of all ranks. at_least: number of samples that the evaluation needs.
-    """
-    count = len(labels)
-    if not is_limited(limit):
-        return np.arange(count)
-    batches = limited(math.ceil(count / batch), limit)
-    wanted = min(count, max(at_least, int(batches * batch)))
-    by_label = np.argsort(labels, kind="stable")
-    return np.sort(by_label[np.linspace(0, count - 1, wanted).round().astype(np.int64)])
-
-
 def _limited(target: Target, pairs: np.ndarray) -> Target:
     if len(pairs) == len(target.is_same):
         return target
@@ -136,27 +127,39 @@ def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Targ
 
 
 def evaluate_targets(
-    network: BaseModel, targets: Sequence[Target], options: Config, world: World
-) -> dict[str, VerificationResult]:
-    """Return the ten-fold verification of every pair file, identical on all ranks; a collective."""
-    results = {}
+    network: BaseModel,
+    targets: Sequence[Target | HeldOutSet],
+    options: Config,
+    world: World,
+    head: Head | JointHead | None = None,
+) -> dict[str, Any]:
+    """Return a VerificationResult per pair file, a ClassificationResult for a held-out set; a collective.
+
+    Results are identical on all ranks. head: needed for a held-out set.
+    """
+    results: dict[str, Any] = {}
     network = evaluated(network, options, world)
     for target in targets:
-        with evaluation_context(options, world.device):
-            embeddings = embed_images(
-                network,
-                target.images,
-                options.model.image_shape,
-                batch_size=options.train.test_batch_size,
-                device=world.device,
-                flip=options.data.flip,
-                world=world,
-                name=target.name,
-                num_threads=options.data.num_workers,
+        is_labelled = isinstance(target, HeldOutSet)
+        embeddings = _embed(
+            network,
+            target.images,
+            options,
+            world,
+            target.name,
+            options.data.num_workers,
+            flip=options.data.flip and not is_labelled,
+            gather=not is_labelled,
+        )
+        if isinstance(target, HeldOutSet):
+            assert isinstance(head, Head)
+            results[target.name] = classify(
+                head, embeddings, target.labels, batch_size=options.train.test_batch_size, world=world
             )
-        # Every rank has all embeddings, but only one evaluates them, so that results are identical.
-        result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
-        results[target.name] = world.broadcast_object(result)
+        else:
+            # Every rank has all embeddings, but only one evaluates them, so that results are identical.
+            result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
+            results[target.name] = world.broadcast_object(result)
     return results
 
 
@@ -173,21 +176,28 @@ class Prediction:
     labels: np.ndarray
 
 
-def run_test(options: Options, world: World, user: UserParts) -> dict[str, VerificationResult]:
-    """Return the verification of the checkpoint's network on every pair file, by name."""
-    network, config = load_for_run(options, world, user.model)
+def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
+    """Return the results of the checkpoint's network on every pair file and on `data.val_dir`, by name."""
+    checkpoint = open_load_dir(options.resolve(), world)
+    network, config = load_for_run(options, world, user.model, checkpoint)
     limit = 1 if config.train.fast_dev_run else config.train.limit_test_batches
-    targets = load_targets(config, user.test_reader, limit, world.size)
+    targets: list[Target | HeldOutSet] = []
+    targets += load_targets(config, user.test_reader, limit, world.size)
+    head = None
+    if config.data.val_dir is not None:
+        head = load_head(*checkpoint, world)
+        names, class_names = [target.name for target in targets], read_class_names(*checkpoint)
+        targets += open_held_out(config, head.class_num, class_names, names, limit, world.size)
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "
-            "set_val_targets()"
+            "set_val_targets(), or set a labelled dataset with set_val_dir()"
         )
-    results = evaluate_targets(network, targets, config, world)
-    if world.is_main:
-        for name, result in results.items():
-            rates = ", ".join(f"TAR {tar:.4f} at FAR {far:g}" for far, tar in result.tar_at_far.items())
-            logger.info(f"{name}: accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}, {rates}")
+    results = evaluate_targets(network, targets, config, world, head)
+    for name, result in results.items():
+        rates = result.tar_at_far.items() if isinstance(result, VerificationResult) else ()
+        tars = (f", TAR {tar:.4f} at FAR {far:g}" for far, tar in rates)
+        world.log(f"{name}: {result.summary()}{''.join(tars)}")
     return results
 
 
@@ -298,22 +308,15 @@ def _first_problem(error: RuntimeError) -> str:
     return f"{first} (and {len(problems) - 1} more)" if len(problems) > 1 else first
 
 
-class ImagesOf:
-    """The images of a source without labels, read on access."""
-
-    def __init__(self, source: Source, which: range) -> None:
-        self._source = source
-        self._which = which
-
-    def __len__(self) -> int:
-        return len(self._which)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._source[self._which[index]][0]
-
-
 def _embed(
-    network: BaseModel, images: Any, options: Config, world: World, name: str, threads: int
+    network: BaseModel,
+    images: Any,
+    options: Config,
+    world: World,
+    name: str,
+    threads: int,
+    flip: bool = False,
+    gather: bool = True,
 ) -> np.ndarray:
     with evaluation_context(options, world.device):
         return embed_images(
@@ -322,10 +325,11 @@ def _embed(
             options.model.image_shape,
             batch_size=options.train.test_batch_size,
             device=world.device,
-            flip=False,
+            flip=flip,
             world=world,
             name=name,
             num_threads=threads,
+            gather=gather,
         )
 
 

@@ -1,17 +1,20 @@
-"""Build the heads of a run, one per dataset: options, margins and optimizers of the class weights."""
+"""Build the heads of a run, one per dataset, with their optimizers; load the head of a checkpoint."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from plsc.config import Config, find_option
+from plsc.checkpoint import Manifest, ShardedTensor, load_tensors
+from plsc.checkpoint.manifest import CLASS_WEIGHTS, HEADS_KEY, Role
+from plsc.config import Config, Options, find_option
 from plsc.config.data import HEAD_OPTIONS, DataSet
-from plsc.errors import OptionError
+from plsc.errors import CheckpointError, OptionError
 from plsc.heads import (
     MARGINS,
     ROW_OPTIMIZERS,
@@ -184,6 +187,37 @@ def _build_one(options: Config, class_num: int, world: World, seed: int) -> tupl
         group=world.head_group,
     ).to(world.device)
     return built, _row_optimizer(options, built) if isinstance(built, ShardedHead) else None
+
+
+def load_head(path: Path, manifest: Manifest, world: World) -> Head:
+    """Return the head of a checkpoint for `Head.topk`, sharded over any number of ranks; a collective.
+
+    It has the class weights, loss type, margin and scale of the checkpoint, but no optimizer.
+
+    Raises:
+        CheckpointError: the checkpoint has several heads or none, or it is damaged.
+    """
+    weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight").key)
+    if weight is None or len(weight.shape) not in (2, 3):
+        what = "several heads" if HEADS_KEY in manifest.scalars else "no class weights"
+        raise CheckpointError(f"{path} has {what}; expected the class weights of one head")
+    options = Options().resolve(manifest.options)
+    class_num, *centers, emb_size = weight.shape
+    head = build_head(
+        f"dist_{options.head.loss_type.removeprefix('dist_')}",
+        class_num,
+        emb_size,
+        margin=margin_of(options),
+        centers=centers[0] if centers else 1,
+        row_dtype=weight.dtype,
+        group=world.head_group,
+    ).to(world.device)
+    tensors = {
+        Role(CLASS_WEIGHTS, name): ShardedTensor(parameter.detach(), class_num, head.class_range[0])
+        for name, parameter in head.named_parameters()
+    }
+    load_tensors(path, tensors, world)
+    return head
 
 
 def head_products(options: Config) -> str:

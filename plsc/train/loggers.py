@@ -51,7 +51,7 @@ def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-_STEP_NAMES = {"loss": "loss_step", "accuracy": "accuracy_step"}  # next to loss_epoch, accuracy_epoch
+_STEP_NAMES = {key: f"{key}_step" for key in ("loss", "accuracy", "accuracy_top5")}  # next to loss_epoch
 
 
 class JsonLines:

@@ -15,7 +15,6 @@ from torch import Tensor
 from plsc.config import Options
 from plsc.config.train import logger_names, seconds_of
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.evaluate.verification import VerificationResult
 from plsc.heads import HeadOutput
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.backbone import unsharded_parameters
@@ -117,7 +116,8 @@ class TrainResult:
         steps: number of steps, including those before a resume.
         epochs: number of finished epochs.
         metrics: metrics of the last logged step, as in metrics.jsonl.
-        evaluation: the last result of each pair file.
+        evaluation: the last result of each pair file (VerificationResult), and of `data.val_dir`
+            (ClassificationResult) under ``val``.
         checkpoint: the last checkpoint that was saved.
         best_model_path: the best checkpoint in the save folder.
         best_model_score: its value of `best_metric`.
@@ -129,7 +129,7 @@ class TrainResult:
     steps: int
     epochs: int
     metrics: dict[str, Any]
-    evaluation: dict[str, VerificationResult] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     checkpoint: Path | None = None
     best_model_path: Path | None = None
     best_model_score: float = float("nan")
@@ -283,6 +283,7 @@ class Trainer:
             "loss": _finite(loss),
             "lr": made.rate,
             "accuracy": _finite(output.accuracy),
+            "accuracy_top5": _finite(output.accuracy_top5),
             "effective_rank": _finite(output.effective_rank),
             **self._metrics_of_heads(output),
             **self._metrics_of_scaling(),
@@ -308,11 +309,12 @@ class Trainer:
         for name, part in output.parts.items():
             found[f"loss/{name}"] = _finite(part.mean_loss)
             found[f"accuracy/{name}"] = _finite(part.accuracy)
+            found[f"accuracy_top5/{name}"] = _finite(part.accuracy_top5)
             found[f"effective_rank/{name}"] = _finite(part.effective_rank)
         return found
 
     def _evaluate(self) -> None:
-        """Evaluate the network on the pair files, with identical batch-norm statistics on all ranks."""
+        """Evaluate the network on pair files and held-out set, with identical batch-norm statistics."""
         run = self._run
         self._read_losses()
         if not run.targets:
@@ -320,7 +322,7 @@ class Trainer:
         self._callbacks("evaluation_start")
         # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
         with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
-            results = evaluate_targets(run.network, run.targets, run.options, run.world)
+            results = evaluate_targets(run.network, run.targets, run.options, run.world, run.head)
         self._result.evaluation = self._callbacks.context.evaluation = results
         self._evaluated_at = self._position.step
         self._callbacks("evaluated")
@@ -340,8 +342,7 @@ class Trainer:
         if self._since_save.count:
             metrics["loss"] = self._since_save.value
         if self._evaluated_at == position.step:
-            for target, result in self._result.evaluation.items():
-                metrics[f"{target} accuracy"] = result.accuracy
+            metrics |= self._callbacks.context.evaluation_metrics()
         self._since_save = Mean()
         self._saver.save(name, metrics, wait=wait)
         self._update_result()

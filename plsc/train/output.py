@@ -76,10 +76,8 @@ class Progress(Callback):
     def evaluated(self, context: Context) -> None:
         """Log the results."""
         for name, result in context.evaluation.items():
-            context.world.log(
-                f"{_epoch_of(context, context.current_epoch)} step {context.step} {name}: "
-                f"accuracy {result.accuracy:.4f} +- {result.accuracy_std:.4f}"
-            )
+            epoch = _epoch_of(context, context.current_epoch)
+            context.world.log(f"{epoch} step {context.step} {name}: {result.summary()}")
 
     def run_end(self, context: Context) -> None:
         """Close the progress bar or the log file."""

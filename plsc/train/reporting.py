@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from plsc.parallel.backbone import gradient_norm
 from plsc.storage.publish import replacing
 from plsc.train.callbacks import Callback, Context
 from plsc.train.evaluation import Target
+from plsc.train.held_out import HeldOutSet
 from plsc.train.loggers import LOGGERS, Logger
 
 PICTURES = "pictures"  # folder of pictures, in the folder of the run
 _RUN_ID = re.compile(r"[\w-]{1,128}")
 _UNSAFE = re.compile(r"[^\w.-]")  # in file names
 _GRID = (8, 8)  # rows and columns
+_ACCURACIES = ("accuracy", "accuracy_top5")
 
 
 class Logging(Callback):
@@ -76,7 +78,7 @@ class Logging(Callback):
     def logged(self, context: Context) -> None:
         """Write the metrics of a step."""
         assert context.output is not None
-        self._epoch.add_accuracy(context.metrics["accuracy"], context.output.batch)
+        self._epoch.add_accuracies(context.metrics, context.output.batch)
         self._write(context, context.metrics)
         self._write_pictures(context)
 
@@ -176,16 +178,17 @@ class EpochMeans:
             if math.isfinite(loss):
                 self._add(loss=loss * images, loss_images=images)
 
-    def add_accuracy(self, accuracy: float | None, images: int) -> None:
-        """Add the accuracy of a logged step, if it is measured."""
-        if accuracy is not None:
-            self._add(accuracy=accuracy * images, accuracy_images=images)
+    def add_accuracies(self, metrics: Mapping[str, Any], images: int) -> None:
+        """Add the accuracies of a logged step, if they are measured."""
+        for name in _ACCURACIES:
+            if metrics[name] is not None:
+                self._add(**{name: metrics[name] * images, f"{name}_images": images})
 
     def means(self) -> dict[str, float | None]:
         """Return the metrics of the epoch; the loss is None if no loss was finite."""
         sums = self._sums
         means: dict[str, float | None] = {"loss_epoch": None}
-        for name in ("loss", "accuracy"):
+        for name in ("loss", *_ACCURACIES):
             if sums[f"{name}_images"]:
                 means[f"{name}_epoch"] = sums[name] / sums[f"{name}_images"]
         if sums["steps"]:
@@ -225,8 +228,9 @@ class GradientNorm(Callback):
 class Pictures(Callback):
     """Draws the first batch of each epoch and the hardest pairs of each evaluation, on rank 0."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
-        self._targets = [target for target in targets if isinstance(target.images[0], bytes)]
+    def __init__(self, targets: Sequence[Target | HeldOutSet]) -> None:
+        pair_files = (target for target in targets if isinstance(target, Target))
+        self._targets = [target for target in pair_files if isinstance(target.images[0], bytes)]
 
     def batch_start(self, context: Context) -> None:
         """Draw the first images of the first batch of this rank, after augmentation."""

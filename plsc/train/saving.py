@@ -228,7 +228,7 @@ def _problem_of(action: Callable[[], object]) -> str | None:
 def retention_of(run: Run) -> Retention:
     """Return which checkpoints to keep. Raises OptionError for a metric that this run does not measure."""
     options = run.options.checkpoint
-    known = [*(f"{target.name} accuracy" for target in run.targets), "loss"]
+    known = [*(f"{target.name} {metric}" for target in run.targets for metric in target.METRICS), "loss"]
     metric = known[0] if options.monitor is None else options.monitor
     # A metric that comes from a checkpoint may be unknown here.
     if metric not in known and "checkpoint.monitor" in run.options.explicit:

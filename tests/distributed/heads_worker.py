@@ -19,6 +19,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
+from plsc.heads.joint import JointHead
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 from tests import reference
@@ -105,6 +106,7 @@ def check_sharded(
         plain = plain_logits(whole, embeddings).masked_fill(~everywhere, -torch.inf)
     right = (plain.argmax(1) == labels).float().mean()
     assert abs(float(output.accuracy) - float(right)) < 1e-6, where
+    assert abs(float(output.accuracy_top5) - top5_accuracy(plain, labels)) < 1e-6, where
     assert output.batch == sum(sizes), where
     # The margin's statistics must be identical on all ranks.
     for buffer in head.margin.buffers():
@@ -116,6 +118,11 @@ def plain_logits(head: torch.nn.Module, embeddings: torch.Tensor) -> torch.Tenso
     if head.bias is not None:
         return reference.softmax_logits(embeddings, head.weight, head.bias)
     return reference.cosines(embeddings, head.weight)
+
+
+def top5_accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    classes = reference.top_classes(logits, 5)[1]
+    return float((classes == labels[:, None]).any(dim=1).float().mean())
 
 
 def check_dense(world: World, name: str, sizes: list[int]) -> None:
@@ -136,6 +143,58 @@ def check_dense(world: World, name: str, sizes: list[int]) -> None:
     torch.testing.assert_close(output.mean_loss, truth.detach(), **CLOSE)
     torch.testing.assert_close(local.grad, embeddings.grad[mine], **CLOSE)
     torch.testing.assert_close(head.weight.grad, whole.weight.grad, **CLOSE)
+    top5 = top5_accuracy(plain_logits(whole, embeddings.detach()), labels)
+    assert abs(float(output.accuracy_top5) - top5) < 1e-6
+
+
+def check_topk(
+    world: World, loss_type: str, classes: int, centers: int, sizes: list[int], dtype: str, offload: bool
+) -> None:
+    """Compare the classes exactly: of small integers and unit vectors, many logits are equal in any dtype."""
+    generator = torch.Generator().manual_seed(classes)
+    more = {"execution": Execution(tile=5), "offload": offload} if "dist_" in loss_type else {}
+    parts = {"centers": centers, "row_dtype": dtype}
+    head = build_head(loss_type, classes, DIMENSION, **parts, **more, group=world.head_group)
+    whole = build_head(loss_type, classes, DIMENSION, **parts)
+    with torch.no_grad():
+        axes = torch.randint(DIMENSION, whole.weight.shape[:-1], generator=generator)
+        lengths = 2.0 ** torch.randint(-2, 3, axes.shape, generator=generator)
+        whole.weight.copy_(torch.nn.functional.one_hot(axes, DIMENSION) * lengths[..., None])
+        if whole.bias is not None:
+            whole.bias.copy_(torch.randint(-2, 3, (classes,), generator=generator))
+    fill(head, whole, *head.class_range)
+    embeddings = torch.randint(-3, 4, (sum(sizes), DIMENSION), generator=generator).double()
+    embeddings[:, 0] += 7  # no zero vectors
+    first = sum(sizes[: world.rank])
+    mine = slice(first, first + sizes[world.rank])
+    logits = plain_logits(whole.double(), embeddings) * head.margin.scale
+    for k in (1, 4, 40):
+        scores, found = head.topk(embeddings[mine].float(), k)
+        expected, numbers = reference.top_classes(logits, k)
+        torch.testing.assert_close(scores.double(), expected[mine], rtol=1e-5, atol=1e-5)
+        where = f"{loss_type}, {classes} x {centers}, {sizes}, {dtype}, top {k}, rank {world.rank}"
+        assert found.equal(numbers[mine]), where
+
+
+def check_joint_topk(world: World) -> None:
+    """Each sample is searched among the classes of its own head."""
+    kinds = {"faces": ("dist_arcface", 7), "glyphs": ("cosface", 5), "cars": ("dist_softmax", 2)}
+    whole = [build_head(*kind, DIMENSION, seed=seed) for seed, kind in enumerate(kinds.values())]
+    heads = {
+        name: build_head(*kind, DIMENSION, seed=seed, group=world.head_group)
+        for seed, (name, kind) in enumerate(kinds.items())
+    }
+    x = global_batch(7, 5)[0].float() + world.rank
+    owners = torch.tensor([0, 2, 2, 0, 0])  # no sample of glyphs
+    scores, classes = JointHead(heads, world.head_group).topk(x, 3, owners)
+    for sample, owner in enumerate(owners.tolist()):
+        one, start = whole[owner], (0, 7, 12)[owner]
+        logits = plain_logits(one, x[sample : sample + 1]) * one.margin.scale
+        expected, numbers = reference.top_classes(logits.detach(), 3)
+        found = classes[sample, : one.class_num]
+        assert found.tolist() == (numbers[0] + start).tolist()
+        torch.testing.assert_close(scores[sample, : one.class_num], expected[0])
+        assert (classes[sample, one.class_num :] == -1).all()
 
 
 def check_extreme_norms(world: World, loss_type: str) -> None:
@@ -210,6 +269,14 @@ def main() -> None:
             check_dense(world, name, sizes)
     for loss_type in ("arcface", "dist_arcface"):
         check_extreme_norms(world, loss_type)
+    for sizes in (even, uneven, with_empty, [0] * world.size):
+        for classes, centers in ((1, 1), (5, 1), (23, 1), (23, 3)):
+            for dtype, offload in (("float64", False), ("float32", True), ("bfloat16", False)):
+                check_topk(world, "dist_arcface", classes, centers, sizes, dtype, offload)
+            check_topk(world, "cosface", classes, centers, sizes, "float32", False)
+        check_topk(world, "dist_softmax", 23, 1, sizes, "float32", False)
+        check_topk(world, "softmax", 23, 1, sizes, "float64", False)
+    check_joint_topk(world)
     check_bad_input(world)
     check_forgotten_group(world)
     world.close()

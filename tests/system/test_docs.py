@@ -51,7 +51,8 @@ def surroundings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     write_dataset(folder / "faces", classes=6, per_class=4)
     write_pair_file(folder / "faces" / "lfw.bin", folder / "faces")
-    shutil.copytree(folder / "faces", folder / "train_data")
+    for name in ("train_data", "faces_val"):
+        shutil.copytree(folder / "faces", folder / name)
     result = entry(folder / "faces", folder / "run").train()
     shutil.copytree(result.checkpoint, folder / "saved_model" / "7")
     return folder

@@ -334,14 +334,15 @@ def hostile(spec):
 
 
 NEVER = {
-    "train.loggers", "train.log_gradient_norm", "train.log_images",
     "checkpoint", "memory", "runtime.device", "runtime.backend", "runtime.timeout", "runtime.init_method",
-    "runtime.rank", "runtime.world_size", "runtime.quiet",
+    "runtime.rank", "runtime.world_size",
     "runtime.cpu_threads", "model.pretrained", "model.initialization", "parallel.shard_units",
-    "data.dataset_dir", "data.datasets", "data.val_targets", "data.num_workers", "data.loader",
-    "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir", "data.image_column",
-    "data.label_column", "data.label_map", "data.class_depth", "speed.fold_batch_norm",
-    "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
+    "data.dataset_dir", "data.datasets", "data.val_targets", "data.val_dir", "data.num_workers",
+    "data.loader", "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir",
+    "data.image_column", "data.label_column", "data.label_map", "data.class_depth",
+    "speed.fold_batch_norm", "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
+    "train.loggers", "train.log_gradient_norm", "train.log_images", "train.limit_test_batches",
+    "train.fast_dev_run", "train.max_time", "train.check_shape", "train.check_content", "runtime.quiet",
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",

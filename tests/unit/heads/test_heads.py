@@ -321,6 +321,16 @@ def test_accuracy_ignores_the_margin_and_the_lowest_class_wins_ties():
     assert collapsed.accuracy == pytest.approx(1 / 3)
 
 
+def test_topk_refuses_other_input_and_takes_nan_for_the_lowest_logit():
+    head = build_head("dist_arcface", 3, 2)
+    with pytest.raises(OptionError, match="k is 0; expected 1 or more"):
+        head.topk(torch.ones(1, 2), 0)
+    with pytest.raises(DataError, match=r"embeddings are torch\.float32 \[1, 3\]"):
+        head.topk(torch.ones(1, 3), 1)
+    scores, classes = head.topk(torch.tensor([[math.nan, 1.0]]), 5)
+    assert (scores.tolist(), classes.tolist()) == ([[-math.inf] * 3], [[0, 1, 2]])
+
+
 @pytest.mark.parametrize("batch", [3, 40])
 def test_effective_rank_equals_the_participation_ratio_of_unit_vectors(batch):
     line = torch.tensor([1.0, 0, 0, 0, 0, 0]) + torch.linspace(-0.1, 0.1, batch)[:, None] * (torch.eye(6)[1])

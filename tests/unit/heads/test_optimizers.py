@@ -311,7 +311,7 @@ def test_invalid_row_optimizer_settings_raise():
         RowSGD(head, lr=-1.0)
     with pytest.raises(OptionError, match="state_dtype is 'float8'"):
         RowSGD(head, state_dtype="float8")
-    with pytest.raises(OptionError, match="state_dtype is 'int8'; expected one of float32, bfloat16"):
+    with pytest.raises(OptionError, match="state_dtype is 'int8', which adamw does not support; use float32"):
         RowAdamW(head, state_dtype="int8")
 
 

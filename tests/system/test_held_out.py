@@ -1,0 +1,141 @@
+"""Top-1 and top-5 accuracy on held-out labelled images, against a plain computation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plsc import load_network
+from plsc.checkpoint import load_weights
+from plsc.errors import DataError, OptionError
+from plsc.evaluate.classification import ClassificationResult
+from tests.distributed.launch import run_ranks
+from tests.images import write_dataset, write_pair_file
+from tests.system.small_entry import entry
+
+pytestmark = pytest.mark.slow
+CLASSES = "abcdefghij"
+
+
+def sort_into_folders(root, classes, per_class, seed):
+    """Write a folder of images per class; a seed gives each class its pattern, so other images are noise."""
+    flat = write_dataset(root / "flat", len(classes), per_class, seed=seed)
+    for image in sorted((flat / "images").iterdir()):
+        label, _, copy = image.stem.partition("_")
+        folder = root / "named" / classes[int(label)]
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(image, folder / f"{copy}.png")
+    return root / "named"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A dataset of ten named classes, and held-out images of five of them, an odd number."""
+    root = tmp_path_factory.mktemp("held-out")
+    train = sort_into_folders(root / "train", CLASSES, per_class=6, seed=0)
+    val = sort_into_folders(root / "val", "cdgij", per_class=3, seed=1)
+    for name in "cg":  # images like those of training
+        shutil.copy(train / name / "0.png", val / name / "same.png")
+    return train, val
+
+
+def plain_accuracy(checkpoint, val):
+    """Return the result on a folder by the formula, in one process."""
+    files = sorted(val.glob("*/*.png"))
+    pixels = np.stack([np.array(Image.open(file)) for file in files])
+    labels = torch.tensor([CLASSES.index(file.parent.name) for file in files])
+    with torch.no_grad():
+        images = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - 127.5) / 128
+        embeddings = load_network(checkpoint)(images)
+    weight = load_weights(checkpoint, "class_weights")["weight"]
+    cosines = torch.nn.functional.normalize(embeddings) @ torch.nn.functional.normalize(weight).T
+    hits = cosines.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
+    count = len(files)
+    return ClassificationResult(int(hits[:, 0].sum()) / count, int(hits.sum()) / count, count)
+
+
+def test_accuracy_while_training_and_in_test_is_that_of_the_saved_weights(folders, tmp_path, messages):
+    train, val = folders
+    settings = {"set_val_dir": val, "set_with_test": True}
+    ins = entry(
+        train, tmp_path / "run", **settings, set_train_epochs=3, set_test_period=3, set_monitor="val top1",
+        set_calc_acc=True,
+    )  # fmt: skip
+    seen = []
+    ins.add_callback(lambda context: seen.append((context.step, context.metric("val top1"))), "evaluated")
+    result = ins.train()
+    assert [step for step, _ in seen] == [3, 5, 6, 9, 10, 12, 15]
+    expected = plain_accuracy(result.checkpoint, val)
+    assert result.evaluation == {"val": expected}
+    assert (seen[-1][1], expected.count) == (expected.top1, 17)
+    assert result.best_model_score == max(value for step, value in seen if step % 5 == 0)
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [one["eval"]["val"] for one in entries if "eval" in one][-1] == expected.as_dict()
+    line = f"epoch 3/3 step 15 val: top-1 {expected.top1:.4f} top-5 {expected.top5:.4f} (17 images)"
+    assert line in messages
+    logged = [one for one in entries if "loss" in one]
+    assert all(0 <= one["accuracy"] <= one["accuracy_top5"] <= 1 for one in logged)
+    assert any(f" top-5 {logged[-1]['accuracy_top5']:.3f} " in text for text in messages)
+
+    later = entry(train, tmp_path / "other", set_checkpoint_dir=result.checkpoint, **settings)
+    assert later.test() == result.evaluation
+    later.set_limit_test_batches(2)
+    later.set_test_batch_size(3)
+    assert later.test()["val"].count == 6
+
+
+def test_two_ranks_count_each_image_once_and_test_on_any_ranks(folders, tmp_path):
+    train, val = folders
+    run = [str(train), str(tmp_path / "run"), f"set_val_dir={str(val)!r}"]
+    test = [*run, "set_checkpoint_dir='last'", "verb=test"]
+    job = Path(__file__).parents[1] / "distributed" / "job.py"
+    done = run_ranks(job, 2, *run, "set_test_batch_size=4", "--", *test)
+    done = [*re.findall(r"ClassificationResult\(.*?\)", done.stdout + run_ranks(job, 3, *test).stdout)]
+    assert len(done) == 2 * 2 + 3
+    assert set(done) == {repr(plain_accuracy(tmp_path / "run" / "1", val))}
+
+
+def test_sub_centres_softmax_and_other_row_types_are_loaded_for_test(folders, tmp_path):
+    train, val = folders
+    for name, settings in {
+        "sub": {"set_sub_centers": 2},
+        "bfloat16": {"set_row_dtype": "bfloat16"},
+        "softmax": {"set_loss_type": "softmax"},
+    }.items():
+        result = entry(train, tmp_path / name, set_val_dir=val, set_with_test=True, **settings).train()
+        later = entry(train, tmp_path / "later", set_checkpoint_dir=result.checkpoint, set_val_dir=val)
+        assert later.test() == result.evaluation
+
+
+def test_classes_that_training_lacks_are_refused_before_it(folders, tmp_path):
+    train, val = folders
+    flat, numbered = train.parent / "flat", tmp_path / "numbered"
+    shutil.copytree(val.parent / "flat", numbered)
+    (numbered / "label.txt").write_text("images/0_0.png 3\nimages/1_0.png 10\n")
+    named = tmp_path / "named"
+    shutil.copytree(val, named)
+    (named / "g").rename(named / "q")
+
+    def refused(dataset, place, message, error=DataError, **settings):
+        ins = entry(dataset, tmp_path / "run", set_with_test=True, set_val_dir=place, **settings)
+        with pytest.raises(error, match=message):
+            ins.train()
+
+    refused(flat, numbered, r"label 10 at images/1_0\.png .*of data\.val_dir .* not one of the 10 .*1 of 2")
+    refused(train, named, r"class 'q' at q/0\.png .* not one of the 10 classes .*\(4 of 17 images")
+    refused(flat, val, "class names, such as 'c', but the classes of the training data have no names")
+    refused(train, tmp_path / "nowhere", "does not exist")
+    write_pair_file(train.parent / "flat" / "val.bin", flat)
+    refused(flat, flat, "pair file named 'val'", OptionError, set_val_targets="val")
+    several = entry(flat, tmp_path / "run", set_val_dir=flat, set_with_test=True)
+    several.add_dataset("faces", str(flat))
+    with pytest.raises(OptionError, match=r"data\.val_dir cannot be used with several datasets"):
+        several.train()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
