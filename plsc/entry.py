@@ -32,7 +32,7 @@ from plsc.train.build import UserParts
 from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
 from plsc.train.data import as_reader
-from plsc.train.evaluation import Prediction, run_prediction, run_test
+from plsc.train.evaluation import Prediction, run_conversion, run_prediction, run_test
 from plsc.train.loggers import Logger
 from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
@@ -353,6 +353,14 @@ class Entry(OriginalSetters):
     def predict(self) -> Prediction:
         """Return the embeddings of the images of the dataset or of predict_reader."""
         return self._run(run_prediction)
+
+    def convert_for_prediction(self, output: str | os.PathLike[str] | None = None) -> Path:
+        """Write the network of the checkpoint to a new folder, and return the folder.
+
+        It holds model.safetensors, the weights, and model.json, which describes input, output and
+        preprocessing. `plsc.load_network` loads it. `output`: by default ``<save_dir>/model``.
+        """
+        return self._run(partial(run_conversion, output=None if output is None else Path(output)))
 
     def keep_dominant(self, output: str | os.PathLike[str]) -> Path:
         """Keep, per class, the sub-centre closest to most of its training images; return the new checkpoint.

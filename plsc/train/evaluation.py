@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from plsc.checkpoint import load_weights
+from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
@@ -37,6 +38,7 @@ from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import is_generator_reader, open_training_source
 from plsc.train.directories import open_checkpoint, open_load_dir
+from plsc.train.export import MODEL_NAME, read_about, read_model, write_model
 from plsc.train.heads import load_head
 from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.network import (
@@ -226,6 +228,26 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     return Prediction(embeddings, names, source.labels())
 
 
+def run_conversion(options: Options, world: World, user: UserParts, output: Path | None = None) -> Path:
+    """Write the checkpoint's network as a folder for prediction; see `Entry.convert_for_prediction`."""
+    checkpoint = open_load_dir(options.resolve(), world)
+    network, config = load_for_run(options, world, user.model, checkpoint)
+    if output is None and is_url(config.checkpoint.save_dir):
+        raise OptionError(
+            f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
+            "convert_for_prediction(output)"
+        )
+    folder = output or Path(config.checkpoint.save_dir) / "model"
+
+    def write() -> None:
+        if world.is_main:
+            write_model(folder, network, config, checkpoint[1])
+
+    on_every_rank(world, f"write {folder}", write)
+    world.log(f"wrote the network of {checkpoint[0]} to {folder}")
+    return folder
+
+
 def load_network(
     checkpoint: str | os.PathLike[str],
     model: BaseModel | str | None = None,
@@ -237,7 +259,8 @@ def load_network(
     not normalised. For one process, without any collective.
 
     Args:
-        checkpoint: its folder, or its URL, from which it is downloaded to the cache.
+        checkpoint: its folder, or its URL, from which it is downloaded to the cache. Or a local folder of
+            `Entry.convert_for_prediction`.
         model: for a custom network: an instance, or the name of its class, ``package.module:Class``.
         device: device of the network.
 
@@ -263,14 +286,16 @@ def load_with_config(
         options.set("model.name", model if network is None else name_of(type(network)))
     place = os.fspath(checkpoint)
     folder = fetch(place, world) if is_url(place) else Path(place)
-    manifest = open_checkpoint(folder)
-    saved = manifest.options.get("model")
+    manifest = None if (folder / MODEL_NAME).is_file() else open_checkpoint(folder)
+    saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model")
     name = saved.get("name") if isinstance(saved, dict) else None
     if model is None and isinstance(name, str) and ":" in name:
         raise CheckpointError(
             f"{shown(place)} was saved with the custom network {shown_value(name)}, and no code is taken "
             f"from a checkpoint; pass an instance or its class: load_network(path, model={shown_value(name)})"
         )
+    if manifest is None:
+        return read_model(folder, options, network, world)
     return load_for_run(options, world, network, (folder, manifest))
 
 

@@ -83,7 +83,7 @@ def test_a_small_dataset_is_padded_by_repeats(label_folder):
 
 
 def add_noise(image: torch.Tensor) -> torch.Tensor:
-    return image.float() + torch.rand(image.shape)
+    return (image.float() - 127.5) / 128 + torch.rand(image.shape)
 
 
 @pytest.mark.parametrize("transform", [None, add_noise])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from plsc.data.order import BatchPlan
 from plsc.data.reader import ReaderLoader
@@ -273,3 +274,14 @@ def test_an_endless_reader_is_prefetched_by_a_bounded_number_of_batches(tmp_path
         next(batches)
     batches.close()
     assert int((tmp_path / "count").read_text()) < 4 * (3 + 8)
+
+
+def test_ranks_read_the_same_batches_of_a_shuffling_loader():
+    samples = [(torch.full(SHAPE, value / 12), value) for value in range(12)]
+    reader = DataLoader(samples, batch_size=5, shuffle=True).__iter__
+    whole = labels(loader(reader).epoch(1))
+    parts = [labels(loader(reader, rank, 2).epoch(1)) for rank in range(2)]
+    assert [sum(zip(*step, strict=True), ()) for step in zip(*parts, strict=True)] == list(map(tuple, whole))
+    order = [label for step in whole for label in step]
+    assert sorted(order) == list(range(12)) != order
+    assert labels(loader(reader).epoch(1, start_step=2)) == whole[2:]
