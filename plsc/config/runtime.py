@@ -240,7 +240,7 @@ class MemoryOptions:
     )
     checkpoint_every: int = declare(
         1,
-        "activation checkpointing: only every n-th of these modules",
+        "activation checkpointing: only every n-th of the modules in checkpoint_stages",
         "set_checkpoint_every(num)",
         at_least(1),
     )

@@ -689,8 +689,8 @@ class Setters:
         self.options.set("memory.checkpoint_stages", names)
 
     def set_checkpoint_every(self, num: int) -> None:
-        """Set ``memory.checkpoint_every``: activation checkpointing: only every n-th of these modules.
-        Default: 1.
+        """Set ``memory.checkpoint_every``: activation checkpointing: only every n-th of the modules in
+        checkpoint_stages. Default: 1.
         """
         self.options.set("memory.checkpoint_every", num)
 
