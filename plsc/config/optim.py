@@ -202,8 +202,7 @@ class OptimOptions:
 
     lr: float | None = of_run(
         None,
-        f"learning rate, not scaled by the batch size; None: {DEFAULT_RATE:g} x global batch / "
-        f"{REFERENCE_BATCH}",
+        f"learning rate, used as it is; None: {DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",
         "set_lr(lr)",
         more_than(0),
     )

@@ -363,9 +363,7 @@ class Setters:
         self.options.set("data.class_depth", depth)
 
     def set_lr(self, lr: float | None) -> None:
-        """Set ``optim.lr``: learning rate, not scaled by the batch size; None: 0.1 x global batch / 1024.
-        Default: None.
-        """
+        """Set ``optim.lr``: learning rate, used as it is; None: 0.1 x global batch / 1024. Default: None."""
         self.options.set("optim.lr", lr)
 
     def set_optimizer(self, optimizer: str) -> None:
