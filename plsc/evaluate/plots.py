@@ -1,4 +1,4 @@
-"""Plots of verification (ROC, hardest pairs) and of training metrics, without matplotlib's global state."""
+"""Plots of verification (ROC, scores, hardest pairs) and of metrics, without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -61,6 +61,39 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
     axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
     columns = 1 if len(curves) < 3 else 2
     add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=columns, fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
+def plot_scores(
+    cosines: np.ndarray, is_same: np.ndarray, path: str | os.PathLike[str], threshold: float | None = None
+) -> None:
+    """Plot the histograms of the scores of same and different pairs, each as a fraction of its pairs.
+
+    Args:
+        cosines: score of each pair, [P].
+        is_same: bool [P].
+        path: the PNG file to write.
+        threshold: a score to mark.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
+    figure = new_figure(5.6, 3.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    edges = np.linspace(cosines.min() - 1e-6, cosines.max() + 1e-6, 61)
+    for chosen, name, colour in ((~is_same, "different", COLOURS[1]), (is_same, "same", COLOURS[0])):
+        counts = np.histogram(cosines[chosen], edges)[0] / max(1, int(chosen.sum()))
+        label = f"{name} ({int(chosen.sum()):,} pairs)"
+        axes.stairs(counts, edges, fill=True, alpha=0.35, color=colour)
+        axes.stairs(counts, edges, color=colour, linewidth=1.4, label=label)
+    if threshold is not None:
+        label = f"threshold {threshold:.3f}"
+        axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label)
+    axes.set(xlabel="Score (cosine)", ylabel="Fraction of the pairs", ylim=(0, None))
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=3, fontsize=9)
     figure.set_layout_engine("tight")
     save_png(figure, path)
 

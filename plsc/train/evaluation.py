@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -196,11 +196,18 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
             "set_val_targets(), or set a labelled dataset with set_val_dir()"
         )
     results = evaluate_targets(network, targets, config, world, head)
-    for name, result in results.items():
-        rates = result.tar_at_far.items() if isinstance(result, VerificationResult) else ()
-        tars = (f", TAR {tar:.4f} at FAR {far:g}" for far, tar in rates)
-        world.log(f"{name}: {result.summary()}{''.join(tars)}")
+    log_results(world, results)
     return results
+
+
+def log_results(world: World, results: Mapping[str, Any]) -> None:
+    """Log a line per result; for pairs, with the TAR at each FAR that is resolved."""
+    for name, result in results.items():
+        tars = ""
+        if isinstance(result, VerificationResult):
+            resolved = [far for far in result.tar_at_far if far not in result.unresolved_fars]
+            tars = "".join(f", TAR {result.tar_at_far[far]:.4f} at FAR {far:g}" for far in resolved)
+        world.log(f"{name}: {result.summary()}{tars}")
 
 
 def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:

@@ -85,15 +85,26 @@ def _parse(line: bytes, number: int) -> tuple[bytes, int]:
         found = parse_label(label)
     except ValueError as problem:
         raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+    try:
+        return relative_path(path, "the dataset folder"), found
+    except ValueError as problem:
+        raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+
+
+def relative_path(path: bytes, folder: str) -> bytes:
+    """Return a path of a list, normalised if needed; ValueError if it leaves the folder, named `folder`."""
+    problem = None
     if path[:1] == b"/":
-        raise _error(number, "a path must be relative to the dataset folder, got", path)
-    if b"\0" in path:
-        raise _error(number, "a path must not contain a zero byte, got", path)
-    if b".." in path:
+        problem = f"a path must be relative to {folder}, got"
+    elif b"\0" in path:
+        problem = "a path must not contain a zero byte, got"
+    elif b".." in path:
         path = posixpath.normpath(path)
         if path == b".." or path.startswith(b"../"):
-            raise _error(number, "the path leaves the dataset folder:", path)
-    return path, found
+            problem = f"the path leaves {folder}:"
+    if problem:
+        raise ValueError(f"{problem} '{printable(path[:200])}'")
+    return path
 
 
 def _error(number: int, problem: str, text: bytes) -> DataError:
