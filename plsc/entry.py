@@ -37,7 +37,8 @@ from plsc.train.evaluation import run_conversion, run_test
 from plsc.train.loggers import Logger
 from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
-from plsc.train.prediction import Images, Prediction, Request, run_prediction
+from plsc.train.prediction import Prediction, Request, run_prediction
+from plsc.train.prediction_images import Images
 
 T = TypeVar("T")
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +23,15 @@ from torch import Tensor
 
 from plsc.checkpoint import Manifest, load_weights
 from plsc.checkpoint.all_ranks import on_every_rank
-from plsc.checkpoint.load import read_class_names
 from plsc.config import Config, Options
-from plsc.data.class_names import class_names_of
-from plsc.data.reader import declares_shards, open_reader
-from plsc.data.sources.base import FileSource, IndexedSource, Source
-from plsc.data.sources.image_folders import open_images
-from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
 from plsc.errors import DataError, OptionError, suggest
-from plsc.evaluate.embed import Chunk, ImagesOf, embed_chunks
+from plsc.evaluate.embed import embed_chunks
 from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
 from plsc.parallel.world import World
-from plsc.train.data import is_generator_reader, open_training_source
+from plsc.storage.publish import HIDDEN
 from plsc.train.directories import open_load_dir
 from plsc.train.embeddings import (
     FORMAT,
@@ -58,6 +51,7 @@ from plsc.train.export import describe_input
 from plsc.train.heads import load_head
 from plsc.train.network import evaluated, evaluation_context, training_mode
 from plsc.train.output import format_duration
+from plsc.train.prediction_images import Images, Samples, StreamedSamples, open_samples
 
 if TYPE_CHECKING:
     from plsc.train.build import UserParts
@@ -67,8 +61,6 @@ FIELDS = ("value", "id", "prob")
 EMBEDDINGS, LABELS, IDS, PROBS, JOINED = "embeddings", "labels", "ids", "probs", "layers"
 MOST_ROWS, MOST_BYTES = 8192, 64 * 2**20  # of a shard
 _SECONDS_BETWEEN = 10.0  # log lines
-
-Images = str | os.PathLike[str] | Sequence[Any]
 
 
 @dataclass
@@ -128,7 +120,7 @@ def run_prediction(
     if not request.layers:
         network = evaluated(network, config, world)
     head = load_head(*checkpoint, world) if request.needs_head else None
-    samples = _open_samples(images, user.predict_reader, config, checkpoint)
+    samples = open_samples(images, user.predict_reader, config, checkpoint)
     predictor = Predictor(network, head, request, config, world, samples)
     if output is None:
         return predictor.in_memory()
@@ -136,115 +128,25 @@ def run_prediction(
     return predictor.to_folder(output, about)
 
 
-class Samples:
-    """The images of a source, read by number."""
-
-    def __init__(self, source: Source, name: str, threads: int) -> None:
-        self.source, self.name, self.count = source, name, len(source)
-        # A custom Dataset may not be thread-safe.
-        self.threads = 0 if isinstance(source, TorchDatasetSource) else threads
-        self._where: Callable[[int], Any] = source.path if isinstance(source, FileSource) else source.name
-        if not self.count:
-            raise DataError(f"{name} contains no images")
-
-    def has(self, number: int) -> bool:
-        """Return whether there is an image of this number."""
-        return number < self.count
-
-    def chunks(self, start: int, stop: int, batch: int) -> Iterator[Chunk]:
-        """Yield the images from `start` to `stop` in batches."""
-        stop = min(stop, self.count)
-        for first in range(start, stop, batch):
-            numbers = range(first, min(first + batch, stop))
-            yield Chunk(
-                first, ImagesOf(self.source, numbers), self.source.labels()[numbers.start : numbers.stop]
-            )
-
-    def names(self, start: int, stop: int) -> list[str]:
-        """Return the names of images."""
-        return [str(self._where(index)) for index in range(start, stop)]
-
-
-class StreamedSamples:
-    """The images of a generator, which can only be read forwards; every rank reads all of them."""
-
-    name, count, threads = "the predict reader", None, 0
-
-    def __init__(self, reader: Any) -> None:
-        arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
-        self._samples = _images_and_labels(open_reader(reader, "predict reader", **arguments))
-        self._position = 0
-        if not self.has(0):
-            raise DataError("the predict reader yielded no image")
-
-    def has(self, number: int) -> bool:
-        """Skip the images before this number; return whether there is one of this number."""
-        while self._position < number and next(self._samples, None) is not None:
-            self._position += 1
-        following = next(self._samples, None)
-        if following is not None:
-            self._samples = chain([following], self._samples)
-        return following is not None
-
-    def chunks(self, start: int, stop: int, batch: int) -> Iterator[Chunk]:
-        """Yield the images from `start` to `stop` in batches."""
-        self.has(start)
-        while found := list(islice(self._samples, min(batch, stop - self._position))):
-            self._position += len(found)
-            images, labels = zip(*found, strict=True)
-            yield Chunk(self._position - len(found), images, np.array(labels, np.int64))
-
-    def names(self, start: int, stop: int) -> list[str]:
-        """Return the names of images."""
-        return [f"sample {index}" for index in range(start, stop)]
-
-
-def _open_samples(
-    images: Images | None, reader: Any, config: Config, checkpoint: tuple[Path, Manifest]
-) -> Samples | StreamedSamples:
-    """Return the images; classes with names are numbered as in the checkpoint, new ones after them."""
-    threads = config.data.num_workers
-    if images is not None:
-        name = str(images) if isinstance(images, (str, os.PathLike)) else "the list"
-        return Samples(open_images(images), name, threads)
-    if reader is not None and is_generator_reader(reader, "predict_reader"):
-        return StreamedSamples(reader)
-    source = open_training_source(config, reader)
-    class_names, saved = class_names_of(source), read_class_names(*checkpoint)
-    if class_names is not None and saved is not None:
-        assert isinstance(source, IndexedSource)
-        source.renumber(saved.numbered(class_names))
-    return Samples(source, str(config.data.dataset_dir), threads)
-
-
-def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
-    for index, sample in enumerate(samples):
-        if isinstance(sample, (tuple, list)) and sample:
-            name = f"sample {index} of the predict reader"
-            yield sample[0], whole_number(sample[1], name) if len(sample) > 1 else -1
-        else:
-            yield sample, -1
-
-
 def _ignore(images: int) -> None:
     """Log no progress."""
 
 
+@dataclass(frozen=True)
 class Predictor:
     """Compute the outputs of a network for samples, shard by shard, on all ranks."""
 
-    def __init__(
-        self,
-        network: BaseModel,
-        head: Head | None,
-        request: Request,
-        config: Config,
-        world: World,
-        samples: Samples | StreamedSamples,
-    ) -> None:
-        self.network, self.head, self.request = network, head, request
-        self.config, self.world, self.samples = config, world, samples
-        self.batch = config.train.test_batch_size
+    network: BaseModel
+    head: Head | None
+    request: Request
+    config: Config
+    world: World
+    samples: Samples | StreamedSamples
+
+    @property
+    def batch(self) -> int:
+        """Images per batch and rank."""
+        return self.config.train.test_batch_size
 
     def in_memory(self) -> Prediction:
         """Return all outputs on every rank."""
@@ -288,9 +190,8 @@ class Predictor:
             if lacking:
                 raise DataError(f"{folder} has no {lacking[0]}; use a folder that all ranks share")
             total = sum(one["rows"] for one in shards)
-            write_index(
-                folder, {**about, "rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
-            )
+            found = {"rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
+            write_index(folder, {**about, **found})
 
         on_every_rank(world, doing, lambda: finish() if world.is_main else None)
         opened = Embeddings(folder)
@@ -322,7 +223,7 @@ class Predictor:
             if not self.samples.has(first * rows):
                 return
             shard = first + self.world.rank
-            needed = range(first, first + ranks) if self.head else (shard,)
+            needed = range(first, first + ranks) if self.head is not None else (shard,)
             if all(one in kept or (total is not None and one * rows >= total) for one in needed):
                 continue
             columns = self._compute(shard * rows, rows, advance)
@@ -398,9 +299,8 @@ class Predictor:
                 kept[number] = {"file": path.name, "rows": len(names)}
             return kept
 
-        return dict(
-            chain.from_iterable(one.items() for one in on_every_rank(self.world, f"read {folder}", check))
-        )
+        parts = on_every_rank(self.world, f"read {folder}", check)
+        return {number: one for part in parts for number, one in part.items()}
 
 
 @contextmanager
@@ -443,9 +343,7 @@ def _describe(
         },
         "input": describe_input(config),
         "flip": False,
-        "precision": training_mode(config, world.device)
-        if config.precision.evaluation == "training"
-        else "float32",
+        "precision": training_mode(config, world.device) if is_mixed else "float32",
         "columns": columns,
         "images": samples.count,
     }
@@ -461,7 +359,7 @@ def _describe(
 
 def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
     """Return the shards in the folder and the rows per shard; write the index if the folder is new."""
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or all(HIDDEN.fullmatch(path.name) for path in folder.iterdir()):
         folder.mkdir(parents=True, exist_ok=True)
         write_index(folder, {**about, "complete": False})
         return {}, about["rows_per_shard"]
@@ -472,7 +370,8 @@ def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
             ours, theirs = ({**(one or {}), "checkpoint": ""} for one in (ours, theirs))
         if ours != theirs:
             raise DataError(
-                f"{folder} is from a prediction with different {name}: {theirs}, not {ours}; choose another folder"
+                f"{folder} is of a prediction with different {name}: {theirs}, not {ours}; choose another "
+                "folder"
             )
     return find_shards(folder), index["rows_per_shard"]
 
