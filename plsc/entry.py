@@ -358,7 +358,7 @@ class Entry(OriginalSetters):
         self,
         images: Images | None = None,
         *,
-        layers: Sequence[str] = (),
+        layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
     ) -> Prediction: ...
@@ -368,7 +368,7 @@ class Entry(OriginalSetters):
         self,
         images: Images | None = None,
         *,
-        layers: Sequence[str] = (),
+        layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
         output: str | os.PathLike[str],
@@ -378,7 +378,7 @@ class Entry(OriginalSetters):
         self,
         images: Images | None = None,
         *,
-        layers: Sequence[str] = (),
+        layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
         output: str | os.PathLike[str] | None = None,
@@ -397,7 +397,8 @@ class Entry(OriginalSetters):
                 opened folder, like `plsc.open_embeddings`.
         """
         fields = (field,) if isinstance(field, str) else tuple(field)
-        request = Request(tuple(layers), fields, flatten_result)
+        names = (layers,) if isinstance(layers, str) else tuple(layers)
+        request = Request(names, fields, flatten_result)
         if output is not None and is_url(os.fspath(output)):
             raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
         folder = None if output is None else Path(output)

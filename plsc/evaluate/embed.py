@@ -64,14 +64,13 @@ def embed_images(
     start, stop = class_range(len(images), rank, ranks)
     firsts = range(start, stop, batch_size)
     chunks = (Chunk(first, images[first : min(first + batch_size, stop)]) for first in firsts)
-    batch_size = min(batch_size, stop - start)
 
     def embed_range() -> np.ndarray:
         embedded = embed_chunks(
             model,
             chunks,
             image_shape,
-            batch_size=batch_size,
+            batch_size=min(batch_size, stop - start),
             device=device,
             flip=flip,
             name=name,

@@ -123,7 +123,7 @@ class Column:
         self._name = name
         self.dtype = np.dtype(about["dtype"])
         self.shape = (int(self._starts[-1]), *about["shape"])
-        self._part = functools.lru_cache(maxsize=None)(self._open)
+        self._part = functools.cache(self._open)
 
     def __len__(self) -> int:
         return self.shape[0]
