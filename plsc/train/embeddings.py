@@ -106,8 +106,8 @@ class Embeddings:
             if ours != theirs:
                 raise CheckpointError(
                     f"{self.folder} was computed by {model['name']} of {model['checkpoint']} (step "
-                    f"{model['step']}), but {path} has different {what}: {theirs!s:.16}, not {ours!s:.16}; use "
-                    "that checkpoint, or predict again"
+                    f"{model['step']}), but {path} has different {what}: {theirs!s:.16}, not {ours!s:.16}; "
+                    "use that checkpoint, or predict again"
                 )
 
 

@@ -1,7 +1,7 @@
 """A prediction on several ranks: predict_worker.py FOLDER OUTPUT [KILL_AT]
 
-FOLDER has a dataset, faces, and a checkpoint, run/0. With KILL_AT, all ranks and their launcher are killed when
-this image is read. OUTPUT `memory` is not written; the outputs are saved per rank.
+FOLDER has a dataset, faces, and a checkpoint, run/0. With KILL_AT, all ranks and their launcher are killed
+when this image is read. OUTPUT `memory` is not written; the outputs are saved per rank.
 """
 
 import os

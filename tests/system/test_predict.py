@@ -54,7 +54,8 @@ def expected(trained):
     scale = load_head(path, read_manifest(path), World.single()).margin.scale
     logits = scale * F.normalize(outputs["embeddings"]) @ F.normalize(weight).T
     probs, ids = logits.softmax(dim=1).max(dim=1)
-    return {**{name: one.numpy() for name, one in outputs.items()}, "ids": ids.numpy(), "probs": probs.numpy()}
+    found = {**outputs, "ids": ids, "probs": probs}
+    return {name: one.numpy() for name, one in found.items()}
 
 
 def run(folder, ranks, *arguments, **how):
@@ -125,7 +126,8 @@ def test_a_folder_a_list_file_and_a_list_give_the_same_embeddings(trained, expec
     assert {str(place) for place in places} == set(by_folder.names)
     assert by_folder.labels.tolist() == [-1, -1, -1]
     order = [by_folder.names.index(str(place)) for place in places]
-    for images in (nested / "list.txt", [str(place) for place in places], [one.read_bytes() for one in places]):
+    encoded = [place.read_bytes() for place in places]
+    for images in (nested / "list.txt", [str(place) for place in places], encoded):
         np.testing.assert_array_equal(ins.predict(images).embeddings, by_folder.embeddings[order])
     np.testing.assert_allclose(by_folder.embeddings[order[0]], expected["embeddings"][0], **CLOSE)
     with pytest.raises(DataError, match="contains no images"):
