@@ -86,9 +86,9 @@ class Embeddings:
         files = [self.folder / one["file"] for one in self.index["shards"]]
         return Column(files, [one["rows"] for one in self.index["shards"]], name, self.index["columns"][name])
 
-    def keys(self) -> list[str]:
-        """Return the names of the columns."""
-        return list(self.index["columns"])
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the columns."""
+        return iter(self.index["columns"])
 
     def check(self, checkpoint: str | os.PathLike[str]) -> None:
         """Raise CheckpointError unless the network of a checkpoint computed the embeddings."""
@@ -184,7 +184,7 @@ def checksum_of(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(memoryview(bytes_of(tensor.contiguous()).numpy()))
+        digest.update(bytes_of(tensor.contiguous()).numpy().data)
     return digest.hexdigest()
 
 

@@ -81,7 +81,7 @@ def test_uneven_ranks_compute_in_memory_and_in_folders_what_plain_pytorch_does(t
         found = plsc.open_embeddings(folder, checkpoint=trained / "run" / "0")
         assert len(found) == COUNT
         assert len(found.index["shards"]) >= COUNT / 4
-        check({name: found[name][:] for name in found.keys()}, expected)
+        check({name: found[name][:] for name in found}, expected)
     table = pq.read_table(trained / f"written{ranks}.parquet")  # as any other reader does
     np.testing.assert_allclose(table["embeddings"].to_pylist(), expected["embeddings"], **CLOSE)
 
@@ -135,7 +135,7 @@ def test_a_folder_a_list_file_and_a_list_give_the_same_embeddings(trained, expec
     output = tmp_path / "out"
     used = ["--checkpoint.load_dir", str(trained / "run" / "0"), "--images", str(nested)]
     assert main(["predict", *used, "--output", str(output), "--field", "id,prob"]) == 0
-    assert plsc.open_embeddings(output).keys() == ["labels", "ids", "probs", "names"]
+    assert list(plsc.open_embeddings(output)) == ["labels", "ids", "probs", "names"]
 
 
 def test_flatten_result_joins_layers_side_by_side(trained, ins):
@@ -160,7 +160,7 @@ def test_a_generator_is_streamed_and_another_model_or_other_images_are_refused(
     np.testing.assert_allclose(found["embeddings"][:], whole.embeddings, **CLOSE)
     assert found["names"][-1] == f"sample {COUNT - 1}"
     assert found["labels"][[0, -1]].tolist() == [7, 7]
-    rows = np.concatenate([shard for shard in found["embeddings"].shards()])
+    rows = np.concatenate(list(found["embeddings"].shards()))
     np.testing.assert_array_equal(found["embeddings"][3:18:5], rows[3:18:5])
     np.testing.assert_array_equal(found["embeddings"][rows[:, 0] > 0], rows[rows[:, 0] > 0])
     with pytest.raises(IndexError, match="outside the 22 rows"):
