@@ -41,7 +41,7 @@ PROTOCOLS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class ProtocolData:
     """A protocol and its data, paths or URLs; see `Entry.test`."""
 
     protocol: str
@@ -74,13 +74,13 @@ class _Found:
 
 
 def run_protocol(
-    options: Options, world: World, user: UserParts, request: Request, output: Path
+    options: Options, world: World, user: UserParts, data: ProtocolData, output: Path
 ) -> dict[str, Any]:
     """Return the results of the checkpoint's network by name, and write the report; a collective."""
     checkpoint = open_load_dir(options.resolve(), world)
     network, config = load_for_run(options, world, user.model, checkpoint)
     evaluator = Evaluator(evaluated(network, config, world), config, world)
-    found = list(evaluator.run(request, user))
+    found = list(evaluator.run(data, user))
     results = {one.name: one.result for one in found}
     log_results(world, results)
     for one in found:
@@ -96,7 +96,7 @@ def run_protocol(
         if world.is_main:
             sections = [one.section() for one in found]
             sections = [replace(one, choices=[*model, *one.choices]) for one in sections]
-            write_report(output, f"Evaluation: {request.protocol.replace('_', ' ')}", sections)
+            write_report(output, f"Evaluation: {data.protocol.replace('_', ' ')}", sections)
 
     on_every_rank(world, f"write {output}", write)
     world.log(f"wrote {output / 'report.md'}")
@@ -111,16 +111,16 @@ class Evaluator:
     config: Config
     world: World
 
-    def run(self, request: Request, user: UserParts) -> Iterator[_Found]:
+    def run(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
         """Yield the results of a protocol."""
-        if request.protocol == "pairs":
-            yield from self._pairs(request, user)
-        elif request.protocol == "all_pairs":
-            yield self._all_pairs(request)
-        elif request.protocol == "identify":
-            yield self._identify(request)
+        if data.protocol == "pairs":
+            yield from self._pairs(data, user)
+        elif data.protocol == "all_pairs":
+            yield self._all_pairs(data)
+        elif data.protocol == "identify":
+            yield self._identify(data)
         else:
-            yield from self._templates(request)
+            yield from self._templates(data)
 
     def choices(self) -> list[str]:
         """Return how images are embedded, one sentence each."""
@@ -133,18 +133,18 @@ class Evaluator:
             f"Precision: {self.config.precision.evaluation} (precision.evaluation); scores as below.",
         ]
 
-    def _pairs(self, request: Request, user: UserParts) -> Iterator[_Found]:
-        if request.pairs is None:
+    def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
+        if data.pairs is None:
             targets = load_targets(self.config, user.test_reader)
             if not targets:
                 raise DataError(
                     f"{self.config.data.dataset_dir} has no pair file; pass pairs or set_val_targets()"
                 )
-        elif request.pairs.endswith(".bin"):
-            pairs = read_pairs(request.pairs)
-            targets = [Target(Path(request.pairs).stem, pairs.images, pairs.is_same)]
+        elif data.pairs.endswith(".bin"):
+            pairs = read_pairs(data.pairs)
+            targets = [Target(Path(data.pairs).stem, pairs.images, pairs.is_same)]
         else:
-            yield self._pair_list(request.pairs, request.images)
+            yield self._pair_list(data.pairs, data.images)
             return
         for target in targets:
             embeddings = self.embed(target.images, target.name)
@@ -170,32 +170,32 @@ class Evaluator:
         result = verify(embeddings, is_same, pairs=pairs) if self.world.is_main else None
         return self.world.broadcast_object(result)  # from one rank, so that results are identical
 
-    def _all_pairs(self, request: Request) -> _Found:
+    def _all_pairs(self, data: ProtocolData) -> _Found:
         from plsc.evaluate.all_pairs import all_pairs
 
-        data = self._open(request.images, "images")
+        data = self._open(data.images, "images")
         embeddings = self.embed(data.images, data.place)
         result = all_pairs(embeddings, data.labels, self.world, self.world.device)
         return _Found("all_pairs", result, partial(result.section, f"All pairs of {data.place}"))
 
-    def _identify(self, request: Request) -> _Found:
+    def _identify(self, data: ProtocolData) -> _Found:
         from plsc.evaluate.identification import identify, split_gallery
 
-        probes = self._open(request.images, "images")
+        probes = self._open(data.images, "images")
         embeddings = self.embed(probes.images, probes.place)
-        if request.gallery is None:
+        if data.gallery is None:
             is_gallery = split_gallery(probes.labels)
             gallery, gallery_labels = embeddings[is_gallery], probes.labels[is_gallery]
             embeddings, probe_labels = embeddings[~is_gallery], probes.labels[~is_gallery]
             choice = f"Gallery: the first image of each class of {probes.place}; probes: the others."
         else:
-            enrolled = self._open(request.gallery, "gallery")
+            enrolled = self._open(data.gallery, "gallery")
             gallery, gallery_labels = self.embed(enrolled.images, enrolled.place), enrolled.labels
             probe_labels = probes.labels_in(enrolled)
             choice = f"Gallery: {enrolled.place}; probes: {probes.place}."
         choices = [choice]
-        if request.distractors is not None:
-            others = self._open(request.distractors, "distractors")
+        if data.distractors is not None:
+            others = self._open(data.distractors, "distractors")
             gallery = np.concatenate([gallery, self.embed(others.images, others.place)])
             gallery_labels = np.append(gallery_labels, np.full(len(others.labels), -1))
             choices.append(f"Distractors in the gallery: {others.place}, {len(others.labels):,} images.")
@@ -209,7 +209,7 @@ class Evaluator:
 
         return _Found("identify", result, section)
 
-    def _templates(self, request: Request) -> Iterator[_Found]:
+    def _templates(self, data: ProtocolData) -> Iterator[_Found]:
         raise NotImplementedError
 
     def _open(self, place: str | None, argument: str) -> _Dataset:
