@@ -178,7 +178,7 @@ def verify(
         threshold_at_far={one: float(accepted[index]) if index else None for one, index in at.items()},
         unresolved_fars=tuple(one for one in FARS if 1 / negatives > one),
         auc=_area(far, tar),
-        eer=_equal_error_rate(far, tar),
+        eer=equal_error_rate(far, tar),
         pairs=len(is_same),
         positives=positives,
         negatives=negatives,
@@ -272,8 +272,8 @@ def _area(far: np.ndarray, tar: np.ndarray) -> float:
     return float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2))
 
 
-def _equal_error_rate(far: np.ndarray, tar: np.ndarray) -> float:
-    """Return the FAR at which the ROC curve crosses FAR = 1 - TAR."""
+def equal_error_rate(far: np.ndarray, tar: np.ndarray) -> float:
+    """Return the EER of a curve of `roc_curve`: FAR where it equals 1 - TAR, interpolated linearly."""
     excess = far + tar - 1  # from -1 to 1, strictly increasing
     after = int(np.searchsorted(excess, 0))
     before = after - 1
