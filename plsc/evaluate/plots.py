@@ -1,4 +1,4 @@
-"""Plots of verification (ROC, hardest pairs) and of training metrics, without matplotlib's global state."""
+"""Plots of evaluation protocols and of training metrics, without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -61,6 +61,52 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
     axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
     columns = 1 if len(curves) < 3 else 2
     add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=columns, fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
+def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
+    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a logarithmic rank axis.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    figure = new_figure(5.6, 4.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    for index, (name, rates) in enumerate(curves.items()):
+        label = f" {name}  (rank-1 {rates[0]:.3f})"
+        marker = "o" if len(rates) == 1 else None
+        axes.plot(np.arange(1, len(rates) + 1), rates, label=label, marker=marker, linewidth=1.8,
+                  clip_on=False, **line_look(index))  # fmt: skip
+    highest = max(10, *map(len, curves.values()))
+    axes.set(xscale="log", xlim=(1, highest), ylim=(0, 1.0), xlabel="Rank", ylabel="Mates found")
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
+def plot_fnir(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os.PathLike[str]) -> None:
+    """Plot FNIR over FPIR of ``{name: (fpir, fnir)}``, with a logarithmic FPIR axis.
+
+    The axis starts at the FPIR of a single false positive.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    figure = new_figure(5.6, 4.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    lowest = 0.1
+    for index, (name, (fpir, fnir)) in enumerate(curves.items()):
+        least = float(fpir[1])
+        lowest = min(lowest, least)
+        axes.plot(np.maximum(fpir, least), fnir, label=f" {name}", drawstyle="steps-post", linewidth=1.8,
+                  clip_on=False, **line_look(index))  # fmt: skip
+    axes.set(xscale="log", xlim=(lowest, 1), ylim=(0, 1.0))
+    axes.set(xlabel="False positive identification rate", ylabel="False negative identification rate")
+    axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
     figure.set_layout_engine("tight")
     save_png(figure, path)
 
