@@ -66,7 +66,7 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
 
 
 def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
-    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a logarithmic rank axis.
+    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a log axis.
 
     Raises:
         DataError: the file cannot be written.
