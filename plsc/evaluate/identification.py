@@ -13,6 +13,8 @@ chunks, the number of ranks or the device, and equal embeddings have equal score
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +34,7 @@ FPIRS = (1e-1, 1e-2, 1e-3)  # reported if there are enough non-mated searches
 CANDIDATES = 50  # length of the candidate list, as in NIST FRVT 1:N
 _CHUNK = 4096  # probes, and gallery images, that are compared at a time
 _GRID = 2.0**26
+_LOG_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class IdentificationResult:
         counts = np.bincount(self.ranks, minlength=self.identities + self.distractors + 1)
         return np.cumsum(counts[1:]) / self.mated
 
+    def fnir_curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``(fpir, fnir)``, float64: the lowest FNIR at each possible FPIR, from 0 to 1."""
+        return _open_set_curve(self.ranks, self.mate_scores, self.top_scores, self.candidates)[:2]
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; rates and thresholds by FPIR have keys such as ``"0.01"``."""
         names = ("rank1", "rank5", "rank10", "mated", "non_mated", "identities", "distractors")
@@ -79,9 +86,9 @@ class IdentificationResult:
 
     def section(self, name: str) -> Section:
         """Return the tables, choices and pictures of the report."""
-        from plsc.evaluate.plots import plot_cmc, plot_fnir  # imports matplotlib
+        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
 
-        stem = name.replace("/", "_").replace(" ", "_")
+        stem = re.sub(r"[^\w.-]", "_", name)
         pictures = {f"{stem}_cmc.png": partial(plot_cmc, {name: self.cmc()})}
         found = zip(RANKS, (self.rank1, self.rank5, self.rank10), strict=True)
         tables = [
@@ -104,7 +111,10 @@ class IdentificationResult:
             ]
             tables.insert(1, Table(["FPIR", "FNIR", "Threshold (cosine)"], rows, "Open set"))
         if self.non_mated:
-            pictures[f"{stem}_fnir.png"] = partial(plot_fnir, {name: fnir_curve(self)})
+            curve = self.fnir_curve()
+            pictures[f"{stem}_fnir.png"] = lambda path: plot_rates(
+                {name: curve}, path, "FPIR", "FNIR", (curve[0][1] if curve[0][1] < 0.1 else 0.01, 1)
+            )
         return Section(name, self.choices(), tables, self.as_dict(), pictures)
 
     def choices(self) -> list[str]:
@@ -135,7 +145,7 @@ def identify(
     device: torch.device | str = "cpu",
     *,
     candidates: int = CANDIDATES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> IdentificationResult:
     """Search the gallery for every probe; a collective, with the same arguments on every rank.
 
@@ -150,7 +160,7 @@ def identify(
         world: the ranks that share the work; None: this process only.
         device: where the products are computed.
         candidates: length of the candidate list of an open-set search.
-        progress: called with the number of finished searches of this rank and their total.
+        progress: called with a line of text about every ten seconds, such as `world.log`.
 
     Raises:
         DataError: an embedding is not finite, the shapes do not fit, or there are no mated searches.
@@ -194,23 +204,17 @@ def identify(
     )
 
 
-def split_gallery(labels: np.ndarray, open_set: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the gallery images and of the probes of one labelled dataset, int64.
+def split_gallery(labels: np.ndarray, open_set: bool = True) -> np.ndarray:
+    """Return which images of one labelled dataset are the gallery, bool [N]; the others are the probes.
 
-    The first image of each class is enrolled; the other images of the class are probes. With `open_set` only
-    the first, third, fifth, ... class that has images is enrolled: all images of the others are non-mated
-    searches.
+    The gallery is the first image of each class. With `open_set` it is that of the first, third, fifth, ...
+    class, in the order of their numbers, so that the images of the other classes are non-mated searches.
     """
     labels = np.asarray(labels)
     _, first = np.unique(labels, return_index=True)
-    gallery = np.sort(first[::2] if open_set else first)
-    return gallery, np.delete(np.arange(len(labels)), gallery)
-
-
-def fnir_curve(result: IdentificationResult) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``(fpir, fnir)``, float64: the lowest FNIR at each possible FPIR, from 0 to 1."""
-    fpir, fnir, _ = _open_set_curve(result.ranks, result.mate_scores, result.top_scores, result.candidates)
-    return fpir, fnir
+    is_gallery = np.zeros(len(labels), dtype=bool)
+    is_gallery[first[::2] if open_set else first] = True
+    return is_gallery
 
 
 class _Rows:
@@ -264,7 +268,7 @@ def _norms(embeddings: np.ndarray, name: str) -> np.ndarray:
     finite = np.isfinite(norms)
     if not finite.all():
         raise DataError(
-            f"the embedding of {name} image {int(np.argmin(finite))} is not finite; the training has "
+            f"{name} embedding {int(np.argmin(finite))} is not finite; the training has "
             "diverged, or the weights are damaged"
         )
     return norms
@@ -291,7 +295,7 @@ def _share(
     stop: int,
     *,
     world: World | None,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[str], None] | None,
 ) -> np.ndarray:
     """Search for these probes, each rank for a part of them; return the values of all, float64 [n, 2]."""
     if start == stop:
@@ -299,10 +303,12 @@ def _share(
     ranks = class_ranges(stop - start, world.size if world is not None else 1)
     first, last = (start + bound for bound in ranks[world.rank if world is not None else 0])
     found = [torch.empty((0, 2), dtype=torch.float64)]
+    said = time.monotonic()
     for chunk in _chunks(first, last):
         found.append(search(gallery, probes, *chunk).cpu())
-        if progress is not None:
-            progress(chunk[1] - first, last - first)
+        if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
+            said = time.monotonic()
+            progress(f"identification: {chunk[1] - first:,} of {last - first:,} searches")
     mine = torch.cat(found)
     if world is not None:
         sizes = [last - first for first, last in ranks]

@@ -66,7 +66,26 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
 
 
 def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
-    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a log axis.
+    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a log rank axis.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    points = {
+        f"{name}  (rank-1 {rates[0]:.3f})": (np.arange(1, len(rates) + 1), rates)
+        for name, rates in curves.items()
+    }
+    plot_rates(points, path, "Rank", "Mates found", (1, max(10, *map(len, curves.values()))))
+
+
+def plot_rates(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: str | os.PathLike[str],
+    xlabel: str,
+    ylabel: str,
+    limits: tuple[float, float],
+) -> None:
+    """Plot rates ``{name: (x, rates)}`` as steps, with a logarithmic x axis within `limits`.
 
     Raises:
         DataError: the file cannot be written.
@@ -74,39 +93,45 @@ def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> 
     figure = new_figure(5.6, 4.2)
     axes = figure.add_subplot()
     style_axes(axes)
-    for index, (name, rates) in enumerate(curves.items()):
-        label = f" {name}  (rank-1 {rates[0]:.3f})"
-        marker = "o" if len(rates) == 1 else None
-        axes.plot(np.arange(1, len(rates) + 1), rates, label=label, marker=marker, linewidth=1.8,
-                  clip_on=False, **line_look(index))  # fmt: skip
-    highest = max(10, *map(len, curves.values()))
-    axes.set(xscale="log", xlim=(1, highest), ylim=(0, 1.0), xlabel="Rank", ylabel="Mates found")
+    for index, (name, (x, rates)) in enumerate(curves.items()):
+        inside = np.maximum(x, limits[0])
+        axes.plot(inside, rates, label=f" {name}", drawstyle="steps-post", linewidth=1.8, **line_look(index))
+    axes.set(xscale="log", xlim=limits, ylim=(0, 1.01), xlabel=xlabel, ylabel=ylabel)
+    axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
     add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
     figure.set_layout_engine("tight")
     save_png(figure, path)
 
 
-def plot_fnir(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os.PathLike[str]) -> None:
-    """Plot FNIR over FPIR of ``{name: (fpir, fnir)}``, with a logarithmic FPIR axis.
+def plot_scores(
+    cosines: np.ndarray, is_same: np.ndarray, path: str | os.PathLike[str], threshold: float | None = None
+) -> None:
+    """Plot the histograms of the scores of same and different pairs, each as a fraction of its pairs.
 
-    The axis starts at the FPIR of a single false positive.
+    Args:
+        cosines: score of each pair, [P].
+        is_same: bool [P].
+        path: the PNG file to write.
+        threshold: a score to mark.
 
     Raises:
         DataError: the file cannot be written.
     """
-    figure = new_figure(5.6, 4.2)
+    cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
+    figure = new_figure(5.6, 3.2)
     axes = figure.add_subplot()
     style_axes(axes)
-    lowest = 0.1
-    for index, (name, (fpir, fnir)) in enumerate(curves.items()):
-        least = float(fpir[1])
-        lowest = min(lowest, least)
-        axes.plot(np.maximum(fpir, least), fnir, label=f" {name}", drawstyle="steps-post", linewidth=1.8,
-                  clip_on=False, **line_look(index))  # fmt: skip
-    axes.set(xscale="log", xlim=(lowest, 1), ylim=(0, 1.0))
-    axes.set(xlabel="False positive identification rate", ylabel="False negative identification rate")
-    axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
-    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
+    edges = np.linspace(cosines.min() - 1e-6, cosines.max() + 1e-6, 61)
+    for chosen, name, colour in ((~is_same, "different", COLOURS[1]), (is_same, "same", COLOURS[0])):
+        counts = np.histogram(cosines[chosen], edges)[0] / max(1, int(chosen.sum()))
+        label = f"{name} ({int(chosen.sum()):,} pairs)"
+        axes.stairs(counts, edges, fill=True, alpha=0.35, color=colour)
+        axes.stairs(counts, edges, color=colour, linewidth=1.4, label=label)
+    if threshold is not None:
+        label = f"threshold {threshold:.3f}"
+        axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label)
+    axes.set(xlabel="Score (cosine)", ylabel="Fraction of the pairs", ylim=(0, None))
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=3, fontsize=9)
     figure.set_layout_engine("tight")
     save_png(figure, path)
 
