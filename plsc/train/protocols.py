@@ -173,26 +173,30 @@ class Evaluator:
     def _all_pairs(self, data: ProtocolData) -> _Found:
         from plsc.evaluate.all_pairs import all_pairs
 
-        data = self._open(data.images, "images")
-        embeddings = self.embed(data.images, data.place)
-        result = all_pairs(embeddings, data.labels, self.world, self.world.device)
-        return _Found("all_pairs", result, partial(result.section, f"All pairs of {data.place}"))
+        images = self._open(data.images, "images")
+        embeddings = self.embed(images.images, images.place)
+        result = all_pairs(embeddings, images.labels, self.world, self.world.device)
+        choice = f"All pairs of the {len(embeddings):,} images of {images.place}."
+        return _Found("all_pairs", result, partial(_section, result, "All pairs", [choice]))
 
     def _identify(self, data: ProtocolData) -> _Found:
         from plsc.evaluate.identification import identify, split_gallery
 
         probes = self._open(data.images, "images")
-        embeddings = self.embed(probes.images, probes.place)
+        embeddings, labels = self.embed(probes.images, probes.place), probes.labels
         if data.gallery is None:
-            is_gallery = split_gallery(probes.labels)
-            gallery, gallery_labels = embeddings[is_gallery], probes.labels[is_gallery]
-            embeddings, probe_labels = embeddings[~is_gallery], probes.labels[~is_gallery]
-            choice = f"Gallery: the first image of each class of {probes.place}; probes: the others."
+            enrolled, searched = split_gallery(labels)
+            gallery, gallery_labels = embeddings[enrolled], labels[enrolled]
+            embeddings, probe_labels = embeddings[searched], labels[searched]
+            choice = (
+                f"Gallery: the first image of the first, third, fifth, ... class of {probes.place}. Probes: "
+                "the other images; those of classes that are not in the gallery are the non-mated searches."
+            )
         else:
-            enrolled = self._open(data.gallery, "gallery")
-            gallery, gallery_labels = self.embed(enrolled.images, enrolled.place), enrolled.labels
-            probe_labels = probes.labels_in(enrolled)
-            choice = f"Gallery: {enrolled.place}; probes: {probes.place}."
+            other = self._open(data.gallery, "gallery")
+            gallery, gallery_labels = self.embed(other.images, other.place), other.labels
+            probe_labels = probes.labels_in(other)
+            choice = f"Gallery: {other.place}; probes: {probes.place}."
         choices = [choice]
         if data.distractors is not None:
             others = self._open(data.distractors, "distractors")
@@ -202,12 +206,7 @@ class Evaluator:
         result = identify(
             gallery, gallery_labels, embeddings, probe_labels, world=self.world, device=self.world.device
         )
-
-        def section() -> Section:
-            found = result.section(f"Identification of {probes.place}")
-            return replace(found, choices=[*choices, *found.choices])
-
-        return _Found("identify", result, section)
+        return _Found("identify", result, partial(_section, result, "Identification", choices))
 
     def _templates(self, data: ProtocolData) -> Iterator[_Found]:
         raise NotImplementedError
@@ -239,6 +238,12 @@ class Evaluator:
                 name=name,
                 num_threads=self.config.data.num_workers,
             )
+
+
+def _section(result: Any, title: str, choices: Sequence[str]) -> Section:
+    """Return the section of a result, with the choices of the data."""
+    section: Section = result.section(title)
+    return replace(section, choices=[*choices, *section.choices])
 
 
 @dataclass(frozen=True)
