@@ -44,12 +44,7 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "version": _VERSION,
             "plsc": __version__,
             "step": manifest.step,
-            "input": {
-                "shape": ["batch", *config.model.image_shape],
-                "dtype": config.runtime.dtype,
-                "channels": "RGB",
-                "preprocessing": "(x - 127.5) / 128",
-            },
+            "input": describe_input(config),
             "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
             "flip": config.data.flip,
             "metrics": manifest.scalars.get(METRICS_KEY, {}),
@@ -58,6 +53,16 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "weights": asdict(checksum(temporary / WEIGHTS_NAME)),
         }
         (temporary / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def describe_input(config: Config) -> dict[str, Any]:
+    """Return the shape, type and preprocessing of the network's input, for JSON."""
+    return {
+        "shape": ["batch", *config.model.image_shape],
+        "dtype": config.runtime.dtype,
+        "channels": "RGB",
+        "preprocessing": "(x - 127.5) / 128",
+    }
 
 
 def read_about(folder: Path) -> dict[str, Any]:
