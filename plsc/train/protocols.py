@@ -175,9 +175,9 @@ class Evaluator:
 
         images = self._open(data.images, "images")
         embeddings = self.embed(images.images, images.place)
-        result = all_pairs(embeddings, images.labels, self.world, self.world.device)
-        choice = f"All pairs of the {len(embeddings):,} images of {images.place}."
-        return _Found("all_pairs", result, partial(_section, result, "All pairs", [choice]))
+        result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
+        choices = [f"Images: {images.place}."]
+        return _Found("all_pairs", result, partial(_section, result, base_name(images.place), choices))
 
     def _identify(self, data: ProtocolData) -> _Found:
         from plsc.evaluate.identification import identify, split_gallery
@@ -185,9 +185,9 @@ class Evaluator:
         probes = self._open(data.images, "images")
         embeddings, labels = self.embed(probes.images, probes.place), probes.labels
         if data.gallery is None:
-            enrolled, searched = split_gallery(labels)
-            gallery, gallery_labels = embeddings[enrolled], labels[enrolled]
-            embeddings, probe_labels = embeddings[searched], labels[searched]
+            is_gallery = split_gallery(labels)
+            gallery, gallery_labels = embeddings[is_gallery], labels[is_gallery]
+            embeddings, probe_labels = embeddings[~is_gallery], labels[~is_gallery]
             choice = (
                 f"Gallery: the first image of the first, third, fifth, ... class of {probes.place}. Probes: "
                 "the other images; those of classes that are not in the gallery are the non-mated searches."
