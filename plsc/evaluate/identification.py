@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -89,7 +90,8 @@ class IdentificationResult:
         from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
 
         stem = re.sub(r"[^\w.-]", "_", name)
-        pictures = {f"{stem}_cmc.png": partial(plot_cmc, {name: self.cmc()})}
+        pictures: dict[str, Callable[[Path], None]] = {}
+        pictures[f"{stem}_cmc.png"] = lambda path: plot_cmc({name: self.cmc()}, path)
         found = zip(RANKS, (self.rank1, self.rank5, self.rank10), strict=True)
         tables = [
             Table(["Rank", "Mates found"], [[str(k), f"{rate:.4f}"] for k, rate in found], "Closed set"),
@@ -112,8 +114,9 @@ class IdentificationResult:
             tables.insert(1, Table(["FPIR", "FNIR", "Threshold (cosine)"], rows, "Open set"))
         if self.non_mated:
             curve = self.fnir_curve()
+            limits = (min(0.1, 1 / self.non_mated), 1.0)
             pictures[f"{stem}_fnir.png"] = lambda path: plot_rates(
-                {name: curve}, path, "FPIR", "FNIR", (curve[0][1] if curve[0][1] < 0.1 else 0.01, 1)
+                {name: curve}, path, "FPIR", "FNIR", limits
             )
         return Section(name, self.choices(), tables, self.as_dict(), pictures)
 
@@ -234,7 +237,7 @@ class _Rows:
         if not len(embeddings):
             raise DataError(f"there are no {name} images")
         self._embeddings, self._device = embeddings, device
-        self._norms = _norms(embeddings, name)
+        self._norms = norms_of(embeddings, name)
         self.order = np.argsort(identity, kind="stable")
         self.identity = identity[self.order]
         self.size = embeddings.shape[1]
@@ -261,7 +264,8 @@ def unit_rows(embeddings: np.ndarray, norms: np.ndarray, device: torch.device | 
     return (rows / divisors[:, None]).mul_(_GRID).round_().div_(_GRID)
 
 
-def _norms(embeddings: np.ndarray, name: str) -> np.ndarray:
+def norms_of(embeddings: np.ndarray, name: str) -> np.ndarray:
+    """Return the L2 norms, float64 [N]; DataError, with `name`, for an embedding that is not finite."""
     norms = np.empty(len(embeddings))
     for start, stop in _chunks(0, len(embeddings)):
         norms[start:stop] = np.linalg.norm(embeddings[start:stop].astype(np.float64), axis=1)

@@ -120,7 +120,7 @@ class Evaluator:
         elif data.protocol == "identify":
             yield self._identify(data)
         else:
-            yield from self._templates(data)
+            yield self._templates(data)
 
     def choices(self) -> list[str]:
         """Return how images are embedded, one sentence each."""
@@ -130,7 +130,7 @@ class Evaluator:
         return [
             f"Images: resized to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
             f"Embedding: {embedding} (data.flip).",
-            f"Precision: {self.config.precision.evaluation} (precision.evaluation); scores as below.",
+            f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation).",
         ]
 
     def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
@@ -175,9 +175,9 @@ class Evaluator:
 
         images = self._open(data.images, "images")
         embeddings = self.embed(images.images, images.place)
-        result = all_pairs(embeddings, images.labels, self.world, self.world.device)
-        choice = f"All pairs of the {len(embeddings):,} images of {images.place}."
-        return _Found("all_pairs", result, partial(_section, result, "All pairs", [choice]))
+        result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
+        choices = [f"Images: {images.place}."]
+        return _Found("all_pairs", result, partial(_section, result, base_name(images.place), choices))
 
     def _identify(self, data: ProtocolData) -> _Found:
         from plsc.evaluate.identification import identify, split_gallery
@@ -185,9 +185,9 @@ class Evaluator:
         probes = self._open(data.images, "images")
         embeddings, labels = self.embed(probes.images, probes.place), probes.labels
         if data.gallery is None:
-            enrolled, searched = split_gallery(labels)
-            gallery, gallery_labels = embeddings[enrolled], labels[enrolled]
-            embeddings, probe_labels = embeddings[searched], labels[searched]
+            is_gallery = split_gallery(labels)
+            gallery, gallery_labels = embeddings[is_gallery], labels[is_gallery]
+            embeddings, probe_labels = embeddings[~is_gallery], labels[~is_gallery]
             choice = (
                 f"Gallery: the first image of the first, third, fifth, ... class of {probes.place}. Probes: "
                 "the other images; those of classes that are not in the gallery are the non-mated searches."
@@ -208,8 +208,18 @@ class Evaluator:
         )
         return _Found("identify", result, partial(_section, result, "Identification", choices))
 
-    def _templates(self, data: ProtocolData) -> Iterator[_Found]:
-        raise NotImplementedError
+    def _templates(self, data: ProtocolData) -> _Found:
+        from plsc.data.template_files import read_protocol
+        from plsc.evaluate.templates import evaluate_templates
+
+        assert data.templates is not None
+        protocol = read_protocol(data.templates, data.images)
+        protocol.images.check()
+        images = ImagesOf(protocol.images, range(len(protocol.images)))
+        embeddings = self.embed(images, protocol.name)
+        result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
+        choices = [f"Meta files: {data.templates}; images: {protocol.images.root}."]
+        return _Found("templates", result, partial(_section, result, protocol.name, choices))
 
     def _open(self, place: str | None, argument: str) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""
