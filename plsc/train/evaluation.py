@@ -36,7 +36,7 @@ from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
-from plsc.train.data import is_generator_reader, open_training_source
+from plsc.train.data import check_no_landmarks, is_generator_reader, open_training_source
 from plsc.train.directories import open_checkpoint, open_load_dir
 from plsc.train.export import MODEL_NAME, read_about, read_model, write_model
 from plsc.train.heads import load_head
@@ -213,6 +213,7 @@ def run_prediction(options: Options, world: World, user: UserParts) -> Predictio
     network = evaluated(network, config, world)
     reader = user.predict_reader
     if reader is not None and is_generator_reader(reader, "predict_reader"):
+        check_no_landmarks(config, "a generator reader")
         return _predict_stream(network, reader, config, world)
     source = open_training_source(config, reader)
     class_names, saved = class_names_of(source), read_class_names(*checkpoint)

@@ -15,6 +15,7 @@ import numpy as np
 from plsc.data.lines import parse_label
 from plsc.data.sources.base import FileSource, PathTable, printable
 from plsc.data.sources.columns import with_label_map
+from plsc.data.sources.landmarks import Landmarks
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.retry import with_retries
@@ -33,9 +34,11 @@ class LabelFileSource(FileSource):
     A path may contain spaces: the line is split at its last run of blanks. Paths are relative to the folder,
     or to its ``images/`` if the first line's file exists only there. Blank lines, CRLF and a UTF-8 byte order
     mark are accepted. Raises DataError that names the line.
+
+    landmarks: file of landmarks, to align the images (`Landmarks`); its paths are those in label.txt.
     """
 
-    def __init__(self, dataset_dir: str | Path) -> None:
+    def __init__(self, dataset_dir: str | Path, *, landmarks: str | None = None) -> None:
         folder = str(dataset_dir)
         self._blank_lines = array("q")  # number of samples before each blank line
         with streamed(join(folder, "label.txt")) as file:
@@ -44,7 +47,8 @@ class LabelFileSource(FileSource):
         is_inside = not exists(join(folder, first)) and exists(join(folder, f"images/{first}"))
         self._prefix = "images/" if is_inside else ""
         root = join(folder, "images") if is_inside else folder
-        super().__init__(root if is_url(root) else Path(root), paths, labels)
+        found = None if landmarks is None else Landmarks(landmarks, folder, paths)
+        super().__init__(root if is_url(root) else Path(root), paths, labels, found)
 
     def line(self, index: int) -> int:
         """Return the line number of a sample in label.txt, from 1."""
@@ -111,6 +115,7 @@ class ImageFolderSource(FileSource):
             classes, with all images below them. A class is named by its path, such as
             ``alphabet/character``.
         label_map: class ids: a JSON object, or lines of ``name<TAB>id``.
+        landmarks: file of landmarks, to align the images (`Landmarks`); its paths are below the folder.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class ImageFolderSource(FileSource):
         *,
         label_map: str | Path | None = None,
         class_depth: int | None = None,
+        landmarks: str | None = None,
     ) -> None:
         is_remote = is_url(dataset_dir)
         root = str(dataset_dir).rstrip("/") if is_remote else Path(dataset_dir).resolve()
@@ -145,7 +151,8 @@ class ImageFolderSource(FileSource):
         filled = {folder: count for folder, count in counts.items() if count}
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
-        super().__init__(root, paths, with_label_map(every, names, label_map))
+        found = None if landmarks is None else Landmarks(landmarks, str(dataset_dir), paths)
+        super().__init__(root, paths, with_label_map(every, names, label_map), found)
 
 
 def holds_image(root: Path, folder: str) -> bool:
