@@ -19,6 +19,7 @@ from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import checksum
 from plsc.config import Config, Options
+from plsc.data.alignment import scaled_template
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments, safe_arguments
 from plsc.parallel.world import World
@@ -49,6 +50,7 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
                 "dtype": config.runtime.dtype,
                 "channels": "RGB",
                 "preprocessing": "(x - 127.5) / 128",
+                **_alignment(config, manifest),
             },
             "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
             "flip": config.data.flip,
@@ -58,6 +60,19 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "weights": asdict(checksum(temporary / WEIGHTS_NAME)),
         }
         (temporary / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def trained_on_aligned(manifest: Manifest) -> bool:
+    """Return whether the run of a checkpoint aligned its images by `data.landmarks`."""
+    data = manifest.options.get("data")
+    return isinstance(data, dict) and data.get("landmarks") is not None
+
+
+def _alignment(config: Config, manifest: Manifest) -> dict[str, Any]:
+    if not trained_on_aligned(manifest):
+        return {}
+    points = scaled_template(*config.model.image_shape[1:]).round(4).tolist()
+    return {"alignment": {"transform": "similarity", "landmarks": points}}
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import numpy as np
 from plsc.data.lines import parse_label
 from plsc.data.sources.base import FileSource, PathTable, printable
 from plsc.data.sources.columns import with_label_map
-from plsc.data.sources.landmarks import Landmarks
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.retry import with_retries
@@ -35,7 +34,7 @@ class LabelFileSource(FileSource):
     or to its ``images/`` if the first line's file exists only there. Blank lines, CRLF and a UTF-8 byte order
     mark are accepted. Raises DataError that names the line.
 
-    landmarks: file of landmarks, to align the images (`Landmarks`); its paths are those in label.txt.
+    landmarks: file of landmarks, to align the images (`Landmarks`); paths as in label.txt.
     """
 
     def __init__(self, dataset_dir: str | Path, *, landmarks: str | None = None) -> None:
@@ -47,8 +46,8 @@ class LabelFileSource(FileSource):
         is_inside = not exists(join(folder, first)) and exists(join(folder, f"images/{first}"))
         self._prefix = "images/" if is_inside else ""
         root = join(folder, "images") if is_inside else folder
-        found = None if landmarks is None else Landmarks(landmarks, folder, paths)
-        super().__init__(root if is_url(root) else Path(root), paths, labels, found)
+        super().__init__(root if is_url(root) else Path(root), paths, labels)
+        self.add_landmarks(landmarks, folder)
 
     def line(self, index: int) -> int:
         """Return the line number of a sample in label.txt, from 1."""
@@ -115,7 +114,7 @@ class ImageFolderSource(FileSource):
             classes, with all images below them. A class is named by its path, such as
             ``alphabet/character``.
         label_map: class ids: a JSON object, or lines of ``name<TAB>id``.
-        landmarks: file of landmarks, to align the images (`Landmarks`); its paths are below the folder.
+        landmarks: file of landmarks, to align the images (`Landmarks`).
     """
 
     def __init__(
@@ -151,8 +150,8 @@ class ImageFolderSource(FileSource):
         filled = {folder: count for folder, count in counts.items() if count}
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
-        found = None if landmarks is None else Landmarks(landmarks, str(dataset_dir), paths)
-        super().__init__(root, paths, with_label_map(every, names, label_map), found)
+        super().__init__(root, paths, with_label_map(every, names, label_map))
+        self.add_landmarks(landmarks)
 
 
 def holds_image(root: Path, folder: str) -> bool:

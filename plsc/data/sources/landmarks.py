@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from plsc.data.alignment import TEMPLATE, Face
-from plsc.data.sources.base import PathTable
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
-from plsc.storage.urls import base_name, exists, is_url, join, shown
+from plsc.storage.urls import base_name, exists, shown
+
+if TYPE_CHECKING:
+    from plsc.data.sources.base import PathTable
 
 _EXPECTED = "expected '<path> x1 y1 x2 y2 x3 y3 x4 y4 x5 y5 [score]'"
 _MAX_LINE_BYTES = 8192
@@ -25,20 +27,16 @@ _WORST_FIT = 0.7  # of the median face; a profile fits with 0.87, swapped eyes a
 
 
 class Landmarks:
-    """The landmarks of the images of a dataset, by index; memory-mapped, so processes share them.
+    """The landmarks of the images at `paths`, by index; memory-mapped, so processes share them.
 
-    Args:
-        location: the landmarks file: lines ``path x1 y1 x2 y2 x3 y3 x4 y4 x5 y5 [score]``, with the points of
-            `plsc.data.alignment.TEMPLATE` in pixels. Up to two header lines are ignored, as in CelebA's
-            list_landmarks; IJB's name_5pts_score.txt has this format too.
-        folder: the dataset's; a relative `location` is relative to it.
-        paths: those of the images, in order, as the file has them.
-
-    Raises DataError: the file is missing or a line is wrong; the message names the line.
+    The file at `location` has lines ``path x1 y1 x2 y2 x3 y3 x4 y4 x5 y5 [score]``, with the points of
+    `plsc.data.alignment.TEMPLATE` in pixels. Up to two header lines are ignored, as in CelebA's
+    list_landmarks; IJB's name_5pts_score.txt has this format too. Raises DataError if it is missing, or a
+    line is invalid; the message names the line.
     """
 
-    def __init__(self, location: str, folder: str, paths: PathTable) -> None:
-        self.location = location if is_url(location) else join(folder, location)
+    def __init__(self, location: str, paths: PathTable) -> None:
+        self.location = location
         if not exists(self.location):
             raise DataError(
                 f"the landmarks file {shown(self.location)} does not exist; a relative path is relative to "
