@@ -27,35 +27,51 @@ def _train(options: Options) -> None:
         print(f"trained {steps}; last checkpoint {result.checkpoint}")
 
 
-def _test(options: Options) -> None:
-    _entry(options).test()
+def _test(options: Options, **how: Any) -> None:
+    _entry(options).test(**how)
 
 
-def _predict(options: Options, output: str) -> None:
+def _predict(
+    options: Options, output: str, images: str | None, layers: str, field: str, flatten_result: bool
+) -> None:
     path = Path(output)
-    if path.suffix != ".npz":
-        raise OptionError(f"--output is {output}; expected the name of an .npz file, the only format")
+    if path.suffix not in (".npz", ".parquet", ""):
+        raise OptionError(
+            f"--output is {output}; expected the name of an .npz file, a folder, or a folder whose name ends "
+            "in .parquet"
+        )
     if not path.absolute().parent.is_dir():
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"
         )
     entry = _entry(options)
-    prediction = entry.predict()
+    how = {"layers": _listed(layers), "field": _listed(field), "flatten_result": flatten_result}
+    if path.suffix != ".npz":
+        entry.predict(images, output=path, **how)
+        return
+    prediction = entry.predict(images, **how)
     if entry.is_main:
         _write_prediction(path, prediction)
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _write_prediction(path: Path, prediction: Any) -> None:
     import numpy as np
 
+    optional = {"ids": prediction.ids, "probs": prediction.probs}
     with path.open("wb") as file:
         np.savez(
             file,
             embeddings=prediction.embeddings,
             names=np.array(prediction.names),
             labels=prediction.labels,
+            **prediction.layers,
+            **{name: values for name, values in optional.items() if values is not None},
         )
-    print(f"wrote {len(prediction.embeddings)} embeddings to {path}")
+    print(f"wrote {len(prediction.labels)} embeddings to {path}")
 
 
 def _profile(options: Options, steps: int, output: str) -> None:
@@ -87,14 +103,29 @@ COMMANDS = {
         "train a network from scratch, or resume from --checkpoint.load_dir", _train, takes_options=True
     ),
     "test": Command(
-        "test the network of --checkpoint.load_dir on pair files or held-out images",
+        "test the network of --checkpoint.load_dir on pair files or held-out images, or by a protocol",
         _test,
+        [
+            Argument("protocol", str, None, "pairs, all_pairs, identify or templates: write a report"),
+            Argument("images", str, None, "labelled dataset, or folder of the images of pairs or templates"),
+            Argument("pairs", str, None, "pairs: a .bin file or a text list"),
+            Argument("gallery", str, None, "identify: labelled dataset; images are the probes"),
+            Argument("distractors", str, None, "identify: dataset of other classes to add to the gallery"),
+            Argument("templates", str, None, "templates: folder of the meta files"),
+            Argument("output", str, "evaluation", "folder of the report"),
+        ],
         takes_options=True,
     ),
     "predict": Command(
-        "write the embeddings of the dataset's images to an .npz file",
+        "write the embeddings of the dataset's images to an .npz file, or as shards to a folder",
         _predict,
-        [Argument("output", str, "embeddings.npz", "file to write")],
+        [
+            Argument("output", str, "embeddings.npz", "file or folder to write; a folder is resumed"),
+            Argument("images", str, None, "folder or list file of images, instead of the dataset"),
+            Argument("layers", str, "", "names of modules whose outputs are also written"),
+            Argument("field", str, "value", "outputs to write: value, id, prob"),
+            Argument("flatten_result", bool, False, "join the outputs of the layers as one array"),
+        ],
         takes_options=True,
     ),
     "profile": Command(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def embed_images(
     """Return the embeddings of all images, float32 [N, D], not normalised.
 
     The model runs in evaluation mode; its previous mode is restored. With several ranks this is a collective:
-    each rank embeds a contiguous part (`plsc.parallel.collectives.class_range`), and every rank returns all
+    each rank embeds contiguous batches, the same ones for any number of ranks, and every rank returns all
     embeddings.
 
     Args:
@@ -51,7 +52,8 @@ def embed_images(
         world: the ranks that share the work; None: this process only.
         name: what error messages call the images, as in ``image 17 of <name>``, counted from 0.
         num_threads: threads that read and decode images in the background; 0: none.
-        gather: False: each rank returns only the embeddings of its part.
+        gather: False: each rank embeds an equal part (`plsc.parallel.collectives.class_range`), and returns
+            only its embeddings.
 
     Raises:
         DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
@@ -61,26 +63,68 @@ def embed_images(
         raise DataError(f"{name}: there are no images to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
-    layout = getattr(model, "input_layout", torch.contiguous_format)
+    if gather:  # whole batches: the last bits of an embedding depend on the size of its batch
+        batches = class_range(-(-len(images) // batch_size), rank, ranks)
+        start, stop = (min(batch * batch_size, len(images)) for batch in batches)
+    firsts = range(start, stop, batch_size)
+    chunks = (Chunk(first, images[first : min(first + batch_size, stop)]) for first in firsts)
 
     def embed_range() -> np.ndarray:
-        parts = []
-        batches = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
-        with closing(_decode_ahead(images, batches, image_shape, name, num_threads)) as decoded:
-            for batch, pixels in zip(batches, decoded, strict=True):
-                parts.append(_embed(model, to_input(pixels, device, layout=layout), flip))
-                finite = np.isfinite(parts[-1]).all(axis=1)
-                if not finite.all():
-                    raise DataError(
-                        f"the embedding of image {batch[int(np.argmin(finite))]} of {name} is not "
-                        "finite; the training has diverged, or the weights are damaged"
-                    )
+        embedded = embed_chunks(
+            model,
+            chunks,
+            image_shape,
+            batch_size=min(batch_size, stop - start),
+            device=device,
+            flip=flip,
+            name=name,
+            num_threads=num_threads,
+        )
+        with closing(embedded):
+            parts = [embedding for _, embedding in embedded]
         return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
 
     with evaluating(model), torch.inference_mode():
         if world is None or world.size == 1:
             return embed_range()
         return _share(world, embed_range, gather)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive images, read on access. first: number of the first. labels: int64 [b], or None."""
+
+    first: int
+    images: Sequence[Any]
+    labels: np.ndarray | None = None
+
+
+def embed_chunks(
+    model: nn.Module,
+    chunks: Iterable[Chunk],
+    image_shape: tuple[int, int, int],
+    *,
+    batch_size: int,
+    device: torch.device | str,
+    flip: bool = False,
+    name: str = "the images",
+    num_threads: int = 0,
+) -> Generator[tuple[Chunk, np.ndarray], None, None]:
+    """Yield each chunk of at most `batch_size` images with its embeddings, float32 [b, D].
+
+    Arguments as in `embed_images`. Call it in evaluation and inference mode, and close it.
+    """
+    layout = getattr(model, "input_layout", torch.contiguous_format)
+    with closing(_decode_ahead(chunks, batch_size, image_shape, name, num_threads)) as decoded:
+        for chunk, pixels in decoded:
+            embedding = _embed(model, to_input(pixels, device, layout=layout), flip)
+            finite = np.isfinite(embedding).all(axis=1)
+            if not finite.all():
+                raise DataError(
+                    f"the embedding of image {chunk.first + int(np.argmin(finite))} of {name} is not finite; "
+                    "the training has diverged, or the weights are damaged"
+                )
+            yield chunk, embedding
 
 
 class ImagesOf(Sequence[Any]):
@@ -101,32 +145,28 @@ class ImagesOf(Sequence[Any]):
 
 
 def _decode_ahead(
-    images: Sequence[bytes],
-    batches: Sequence[range],
-    image_shape: tuple[int, int, int],
-    name: str,
-    num_threads: int,
-) -> Generator[torch.Tensor, None, None]:
-    """Yield the images of each batch, [b, C, H, W], uint8 or float32."""
-    ring = BufferRing(max(map(len, batches), default=0), image_shape)
+    chunks: Iterable[Chunk], batch_size: int, image_shape: tuple[int, int, int], name: str, num_threads: int
+) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+    """Yield each chunk with its images, [b, C, H, W], uint8 or float32."""
+    ring = BufferRing(batch_size, image_shape)
 
-    def decode(batch: range, stopped: Callable[[], bool]) -> torch.Tensor:
-        slots, pixels = ring.take(len(batch))
+    def decode(chunk: Chunk, stopped: Callable[[], bool]) -> tuple[Chunk, torch.Tensor]:
+        slots, pixels = ring.take(len(chunk.images))
         floats = []
-        for index, out in zip(batch, slots, strict=True):
+        for index, out in enumerate(slots):
             if stopped():
                 raise Stopped
             try:
-                image = decode_into(images[index], out)
+                image = decode_into(chunk.images[index], out)
             except DataError as error:
-                raise error.at(f"image {index} of {name}") from error
+                raise error.at(f"image {chunk.first + index} of {name}") from error
             if image is not None:
                 floats.append(image)
-        if floats and len(floats) < len(batch):
+        if floats and len(floats) < len(chunk.images):
             raise DataError(f"{name}: some images are arrays of floats, others are not; use one kind")
-        return torch.stack(floats) if floats else pixels
+        return chunk, torch.stack(floats) if floats else pixels
 
-    return in_order(decode, batches, num_threads)
+    return in_order(decode, chunks, num_threads)
 
 
 def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:

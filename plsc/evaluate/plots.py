@@ -1,4 +1,4 @@
-"""Plots of verification (ROC, hardest pairs) and of training metrics, without matplotlib's global state."""
+"""Plots of evaluation protocols and of training metrics, without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -61,6 +61,77 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
     axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
     columns = 1 if len(curves) < 3 else 2
     add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=columns, fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
+def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
+    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a log rank axis.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    points = {
+        f"{name}  (rank-1 {rates[0]:.3f})": (np.arange(1, len(rates) + 1), rates)
+        for name, rates in curves.items()
+    }
+    plot_rates(points, path, "Rank", "Mates found", (1, max(10, *map(len, curves.values()))))
+
+
+def plot_rates(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: str | os.PathLike[str],
+    xlabel: str,
+    ylabel: str,
+    limits: tuple[float, float],
+) -> None:
+    """Plot rates ``{name: (x, rates)}`` as steps, with a logarithmic x axis within `limits`.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    figure = new_figure(5.6, 4.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    for index, (name, (x, rates)) in enumerate(curves.items()):
+        inside = np.maximum(x, limits[0])
+        axes.plot(inside, rates, label=f" {name}", drawstyle="steps-post", linewidth=1.8, **line_look(index))
+    axes.set(xscale="log", xlim=limits, ylim=(0, 1.01), xlabel=xlabel, ylabel=ylabel)
+    axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
+def plot_scores(
+    cosines: np.ndarray, is_same: np.ndarray, path: str | os.PathLike[str], threshold: float | None = None
+) -> None:
+    """Plot the histograms of the scores of same and different pairs, each as a fraction of its pairs.
+
+    Args:
+        cosines: score of each pair, [P].
+        is_same: bool [P].
+        path: the PNG file to write.
+        threshold: a score to mark.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
+    figure = new_figure(5.6, 3.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    edges = np.linspace(cosines.min() - 1e-6, cosines.max() + 1e-6, 61)
+    for chosen, name, colour in ((~is_same, "different", COLOURS[1]), (is_same, "same", COLOURS[0])):
+        counts = np.histogram(cosines[chosen], edges)[0] / max(1, int(chosen.sum()))
+        label = f"{name} ({int(chosen.sum()):,} pairs)"
+        axes.stairs(counts, edges, fill=True, alpha=0.35, color=colour)
+        axes.stairs(counts, edges, color=colour, linewidth=1.4, label=label)
+    if threshold is not None:
+        label = f"threshold {threshold:.3f}"
+        axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label)
+    axes.set(xlabel="Score (cosine)", ylabel="Fraction of the pairs", ylim=(0, None))
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=3, fontsize=9)
     figure.set_layout_engine("tight")
     save_png(figure, path)
 

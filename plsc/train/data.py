@@ -135,6 +135,19 @@ def open_training_source(options: Config, reader: Any) -> Source:
     return source
 
 
+def align_source(source: Source, options: Config) -> Source:
+    """Return a source without labels or classes, whose images are aligned if `data.landmarks` is set.
+
+    Raises OptionError if the images are not files, DataError if an image has no landmarks.
+    """
+    if isinstance(source, FileSource):
+        source.add_landmarks(options.data.landmarks)
+        source.check_landmarks()
+    else:
+        check_no_landmarks(options, "a list of images")
+    return source
+
+
 def check_no_landmarks(options: Config, what: str) -> None:
     """Raise OptionError if `data.landmarks` is set; what: the data, which have no file names."""
     if options.data.landmarks is not None:

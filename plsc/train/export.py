@@ -45,13 +45,7 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "version": _VERSION,
             "plsc": __version__,
             "step": manifest.step,
-            "input": {
-                "shape": ["batch", *config.model.image_shape],
-                "dtype": config.runtime.dtype,
-                "channels": "RGB",
-                "preprocessing": "(x - 127.5) / 128",
-                **_alignment(config, manifest),
-            },
+            "input": describe_input(config, trained_on_aligned(manifest)),
             "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
             "flip": config.data.flip,
             "metrics": manifest.scalars.get(METRICS_KEY, {}),
@@ -68,11 +62,21 @@ def trained_on_aligned(manifest: Manifest) -> bool:
     return isinstance(data, dict) and data.get("landmarks") is not None
 
 
-def _alignment(config: Config, manifest: Manifest) -> dict[str, Any]:
-    if not trained_on_aligned(manifest):
-        return {}
-    points = scaled_template(*config.model.image_shape[1:]).round(4).tolist()
-    return {"alignment": {"transform": "similarity", "landmarks": points}}
+def describe_input(config: Config, is_aligned: bool) -> dict[str, Any]:
+    """Return the shape, type and preprocessing of the network's input, for JSON.
+
+    is_aligned: add the transform of `plsc.data.alignment`, and where it maps the landmarks to.
+    """
+    about: dict[str, Any] = {
+        "shape": ["batch", *config.model.image_shape],
+        "dtype": config.runtime.dtype,
+        "channels": "RGB",
+        "preprocessing": "(x - 127.5) / 128",
+    }
+    if is_aligned:
+        points = scaled_template(*config.model.image_shape[1:]).round(4).tolist()
+        about["alignment"] = {"transform": "similarity", "landmarks": points}
+    return about
 
 
 def read_about(folder: Path) -> dict[str, Any]:

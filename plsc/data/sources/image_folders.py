@@ -1,4 +1,4 @@
-"""Read folders of images: with a label.txt, or with one folder per class."""
+"""Read images: with a label.txt, with one folder per class, or without labels."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import posixpath
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from plsc.data.lines import parse_label
-from plsc.data.sources.base import FileSource, PathTable, printable
+from plsc.data.sources.base import FileSource, PathTable, Source, printable
 from plsc.data.sources.columns import with_label_map
+from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.retry import with_retries
@@ -88,15 +89,26 @@ def _parse(line: bytes, number: int) -> tuple[bytes, int]:
         found = parse_label(label)
     except ValueError as problem:
         raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+    try:
+        return relative_path(path, "the dataset folder"), found
+    except ValueError as problem:
+        raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+
+
+def relative_path(path: bytes, folder: str) -> bytes:
+    """Return a path of a list, normalised if needed; ValueError if it leaves the folder, named `folder`."""
+    problem = None
     if path[:1] == b"/":
-        raise _error(number, "a path must be relative to the dataset folder, got", path)
-    if b"\0" in path:
-        raise _error(number, "a path must not contain a zero byte, got", path)
-    if b".." in path:
+        problem = f"a path must be relative to {folder}, got"
+    elif b"\0" in path:
+        problem = "a path must not contain a zero byte, got"
+    elif b".." in path:
         path = posixpath.normpath(path)
         if path == b".." or path.startswith(b"../"):
-            raise _error(number, "the path leaves the dataset folder:", path)
-    return path, found
+            problem = f"the path leaves {folder}:"
+    if problem:
+        raise ValueError(f"{problem} '{printable(path[:200])}'")
+    return path
 
 
 def _error(number: int, problem: str, text: bytes) -> DataError:
@@ -152,6 +164,44 @@ class ImageFolderSource(FileSource):
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
         super().__init__(root, paths, with_label_map(every, names, label_map))
         self.add_landmarks(landmarks)
+
+
+def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:
+    """Return images without labels (each label is -1), in sorted or in the given order.
+
+    Args:
+        images: a folder, with all images at any depth; a file with a path per line, relative to its folder;
+            an image file; or a sequence of paths, or of encoded or decoded images.
+
+    Raises:
+        DataError: there are no images, or the folder or file cannot be read.
+    """
+    paths = PathTable()
+    root: str | Path = Path()
+    if isinstance(images, (str, os.PathLike)):
+        place = os.fspath(images)
+        if place.lower().endswith(IMAGE_SUFFIXES):
+            paths.append(os.fsencode(place))
+        elif is_url(place) or Path(place).is_dir():
+            root = place.rstrip("/") if is_url(place) else Path(place).resolve()
+            for folder, names in _walk_store(str(root)) if is_url(place) else _walk(Path(root), ""):
+                for name in filter(_is_image, names):
+                    paths.append(os.fsencode(posixpath.join(folder, name)))
+        else:
+            root = Path(place).parent
+            with streamed(place) as file:
+                for line in filter(None, map(bytes.strip, file)):
+                    paths.append(line)
+        where = shown(place)
+    else:
+        if not all(isinstance(image, (str, os.PathLike)) for image in images):
+            return TorchDatasetSource([(image, -1) for image in images], "images")
+        for image in images:
+            paths.append(os.fsencode(image))
+        where = "the list"
+    if not len(paths):
+        raise DataError(f"{where} contains no images; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
+    return FileSource(root, paths, np.full(len(paths), -1))
 
 
 def holds_image(root: Path, folder: str) -> bool:
