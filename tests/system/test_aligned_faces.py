@@ -81,6 +81,26 @@ def test_the_accuracy_on_held_out_photos_is_that_on_their_aligned_faces(folders,
     assert found == plain
 
 
+def test_protocols_on_photos_give_the_results_on_their_aligned_faces(folders, trained, tmp_path):
+    photos, aligned = folders
+    names = [f"c{number % 3}/{number}.png" for number in range(18)]
+    pairs = [(a, b) for a in names for b in names if a < b]
+    lines = "".join(f"{a} {b} {int(a[:2] == b[:2])}\n" for a, b in pairs)
+    (tmp_path / "pairs.txt").write_text(lines)
+    settings = {"set_checkpoint_dir": trained}
+    for protocol, places in (("pairs", {"pairs": tmp_path / "pairs.txt"}), ("all_pairs", {})):
+        plain, found = (
+            entry(folder, tmp_path, **settings, set_landmarks=landmarks).test(
+                protocol, images=folder, **places, output=tmp_path / folder.name / protocol
+            )
+            for folder, landmarks in ((aligned, None), (photos, "landmarks.txt"))
+        )
+        assert found == plain
+        report = (tmp_path / "photos" / protocol / "report.md").read_text()
+        assert "Images: aligned by landmarks.txt to 16 x 16" in report
+    assert (tmp_path / "photos" / "pairs" / "pairs_hardest.png").stat().st_size > 0
+
+
 def test_the_exported_model_and_the_log_say_that_faces_were_aligned(folders, trained, tmp_path, messages):
     run = entry(folders[0], tmp_path / "run", set_landmarks="landmarks.txt").train().checkpoint
     assert not any("aligned by data.landmarks" in text for text in messages)
