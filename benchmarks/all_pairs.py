@@ -5,7 +5,7 @@ python benchmarks/all_pairs.py --count 20000    a quick run
 
 Ways:
 - products: torch.mm over the same tiles of normalised embeddings in memory, nothing else.
-- plsc: `all_pairs` of a memory-mapped file; all metrics, from the embeddings to the result.
+- plsc: `all_pairs` of a memory-mapped file, from the embeddings to the result.
 - plsc in torch: the same without the C library (with --torch).
 - full matrix: x @ x.T and torch.sort in plain PyTorch; only up to --most embeddings, because of its memory.
 
