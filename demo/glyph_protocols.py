@@ -1,8 +1,8 @@
-"""The files of the evaluation protocols: the held-out images as a dataset, lists, and meta files of templates.
+"""The files of the evaluation protocols: the held-out images as a dataset, lists, and files of templates.
 
 - `label.txt`: all images; `pairs.txt`: the pairs of `glyphs_unseen.bin` as a text list.
 - `gallery.csv`, `probes.csv`, `distractors.csv`: for identification. A quarter of the classes is not in the
-  gallery, so their probes are non-mated searches; of another quarter the gallery has distractors.
+  gallery, so that their probes are non-mated searches; another quarter are the distractors.
 - `templates/`: meta files as for IJB-B and IJB-C. A template is the images of a class in one font family, a
   medium those of one weight (bold or not).
 """

@@ -3,7 +3,7 @@
     python demo/make_glyphs.py demo/output/glyphs
 
 Writes `images/` and `label.txt` (training), `classes.tsv` (a description of each class), `glyphs_unseen.bin`
-and `glyphs_unseen.tsv` (the verification pairs), `unseen/` (the held-out images, for the other protocols), and
+and `glyphs_unseen.tsv` (the verification pairs), `unseen/` (the held-out images, for other protocols), and
 `manifest.json`. The output is reproducible for equal arguments and fonts. An up-to-date folder is not written
 again.
 """

@@ -1,12 +1,13 @@
 """Verification of all pairs of labelled embeddings, as MFR-ALL of insightface: exact TAR at FAR.
 
 Scores are cosines: float32 products of normalised embeddings, rounded to multiples of 2^-20. The scores of
-all N(N-1)/2 pairs are counted in two histograms with one bin per multiple. So TAR, FAR and thresholds are exact
-on this grid, and the memory does not depend on the number of pairs.
+all N(N-1)/2 pairs are counted in two histograms with one bin per multiple. So TAR, FAR and thresholds are
+exact on this grid, and the memory does not depend on the number of pairs.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +24,22 @@ from torch import Tensor
 from plsc.data.native import function
 from plsc.errors import DataError
 from plsc.evaluate.report import Section, Table
+from plsc.evaluate.verification import FARS, equal_error_rate
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 
 GRID = 2**20  # scores per unit
 BINS = 2 * GRID + 1  # scores -1, -1 + 1 / GRID, ..., 1
 TILE = 4096  # embeddings per side of a tile of scores
-FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # false accept rates at which the true accept rate is reported
-SMALLER_FARS = (1e-7, 1e-8, 1e-9)  # reported only if there are enough different pairs
+SMALLER_FARS = (1e-7, 1e-8, 1e-9)  # reported, besides FARS, if there are enough different pairs
+CHOICES = (
+    "Each image is compared with every other image once.",
+    "The score of a pair is the cosine of its embeddings: a float32 product of the normalised embeddings, "
+    "rounded to a multiple of 2^-20. A zero embedding has score 0.",
+    "TAR at FAR: at the lowest multiple of 2^-20 at which at most this share of the different pairs is "
+    "accepted. A score at the threshold is accepted.",
+    "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
+)
 _CHUNK = 8192  # embeddings per chunk in double precision
 _LOG_SECONDS = 10.0
 _MOST = 2**32 - 1  # scores that 32-bit counts can hold
@@ -57,19 +66,15 @@ class AllPairsResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, without the histograms; FARs are strings such as ``"1e-06"``."""
-        return {
-            "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
-            "threshold_at_far": {f"{far:g}": score for far, score in self.threshold_at_far.items()},
-            "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
-            **{
-                name: getattr(self, name)
-                for name in ("eer", "auc", "images", "classes", "pairs", "positives", "negatives")
-            },
-        }
+        names = ("eer", "auc", "images", "classes", "pairs", "positives", "negatives")
+        values = {name: getattr(self, name) for name in names}
+        for name in ("tar_at_far", "threshold_at_far"):
+            values[name] = {f"{far:g}": value for far, value in getattr(self, name).items()}
+        return {**values, "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars]}
 
     def summary(self) -> str:
         """Return the TAR at the lowest resolved FAR for the log."""
-        far = min((far for far in self.tar_at_far if far not in self.unresolved_fars), default=max(FARS))
+        far = min(self._resolved_fars())
         return (
             f"TAR {self.tar_at_far[far]:.4f} at FAR {far:g}, EER {self.eer:.4f} ({self.pairs:,} pairs of "
             f"{self.images:,} images)"
@@ -79,36 +84,64 @@ class AllPairsResult:
         """Return ``(far, tar, threshold)``, float64 [K + 1] for K distinct scores, from (0, 0) to (1, 1)."""
         return _roc(self.same, self.different)
 
-    def section(self, name: str) -> Section:
-        """Return the report of this result on the dataset `name`."""
-        rows = [
-            [f"{far:g}", f"{tar:.6f}", f"{self.threshold_at_far[far]:.6f}"]
-            for far, tar in self.tar_at_far.items()
-        ]
-        choices = [
-            f"Each of the {self.images:,} images of {self.classes:,} classes is compared with every other: "
-            f"{self.positives:,} same pairs, {self.negatives:,} different pairs.",
-            "Scores are cosines: float32 products of normalised embeddings, rounded to multiples of 2^-20. "
-            "A zero embedding has score 0.",
-            "The threshold of a FAR is the lowest multiple of 2^-20 at which at most this share of the "
-            "different pairs is accepted. A pair is accepted if its score is at or above the threshold.",
-            "EER: where FAR and 1 - TAR are equal, interpolated linearly on the ROC curve.",
-        ]
-        if self.unresolved_fars:
-            fars = ", ".join(f"{far:g}" for far in self.unresolved_fars)
-            choices.append(
-                f"Warning: there are too few different pairs for FAR {fars}; the TAR is that without any "
-                "false accept."
-            )
-        return Section(
-            title=f"All pairs: {name}",
-            choices=choices,
-            tables=[
-                Table(("FAR", "TAR", "threshold"), rows),
-                Table(("AUC", "EER"), [[f"{self.auc:.6f}", f"{self.eer:.6f}"]]),
-            ],
-            values=self.as_dict(),
+    def warning(self) -> str | None:
+        """Return a warning if there are too few different pairs for some FARs."""
+        if not self.unresolved_fars:
+            return None
+        fars = ", ".join(f"{far:g}" for far in self.unresolved_fars)
+        return (
+            f"{self.negatives:,} different pairs are too few for FAR {fars}: the TAR there is that of no "
+            f"false accept; use at least {1 / min(self.unresolved_fars):,.0f}"
         )
+
+    def section(self, name: str) -> Section:
+        """Return the section of a report; name: of the images, which is part of the names of the files."""
+        from plsc.evaluate.plots import plot_counted_scores, plot_roc_curves  # matplotlib is slow to import
+
+        stem = re.sub(r"[^\w.-]", "_", name)
+        threshold = self.threshold_at_far[min(self._resolved_fars())]
+        scores = np.arange(-GRID, GRID + 1) / GRID
+        used = np.flatnonzero(self.same + self.different)
+        curve = {f"{name}  (AUC {self.auc:.3f})": (*self._few_points(), 1 / self.negatives)}
+        warning = self.warning()
+        return Section(
+            title=name,
+            choices=[*CHOICES, *([f"Warning: {warning}."] if warning else [])],
+            tables=[self._overview(), self._rates()],
+            values=self.as_dict(),
+            pictures={
+                f"{stem}_roc.png": lambda path: plot_roc_curves(curve, path),
+                f"{stem}_scores.png": lambda path: plot_counted_scores(
+                    scores[used], self.same[used], self.different[used], path, threshold
+                ),
+            },
+        )
+
+    def _resolved_fars(self) -> list[float]:
+        return [far for far in self.tar_at_far if far not in self.unresolved_fars] or [max(FARS)]
+
+    def _few_points(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return at most 2,000 points of the ROC curve, evenly spaced on a logarithmic axis."""
+        far, tar, _ = self.roc()
+        wanted = np.geomspace(1 / self.negatives, 1, 2000)
+        chosen = np.unique(np.searchsorted(far, wanted, side="right") - 1)
+        return far[chosen], tar[chosen]
+
+    def _overview(self) -> Table:
+        numbers = (self.images, self.classes, self.pairs, self.positives, self.negatives)
+        return Table(
+            ("images", "classes", "pairs", "same", "different", "AUC", "EER"),
+            [(*(f"{number:,}" for number in numbers), f"{self.auc:.6f}", f"{self.eer:.6f}")],
+        )
+
+    def _rates(self) -> Table:
+        rows = []
+        for far, tar in self.tar_at_far.items():
+            threshold = self.threshold_at_far[far]
+            shown = "none" if threshold > 1 else f"{threshold:.6f}"
+            warning = "too few different pairs" if far in self.unresolved_fars else ""
+            rows.append((f"{far:g}", f"{tar:.6f}", shown, warning))
+        return Table(("FAR", "TAR", "threshold (cosine)", "warning"), rows)
 
 
 def all_pairs(
@@ -171,7 +204,7 @@ def result_of(same: np.ndarray, different: np.ndarray, images: int, classes: int
         tar_at_far={far: int(true_accepts[bin]) / positives for far, bin in chosen.items()},
         threshold_at_far={far: (bin - GRID) / GRID for far, bin in chosen.items()},
         unresolved_fars=tuple(far for far in fars if 1 / negatives > far),
-        eer=_equal_error_rate(far, tar),
+        eer=equal_error_rate(far, tar),
         auc=float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2)),
         images=images,
         classes=classes,
@@ -194,13 +227,6 @@ def _roc(same: np.ndarray, different: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return false_accepts / false_accepts[-1], true_accepts / true_accepts[-1], (bins - GRID) / GRID
 
 
-def _equal_error_rate(far: np.ndarray, tar: np.ndarray) -> float:
-    excess = far + tar - 1  # ascending from -1 to 1
-    after = int(np.searchsorted(excess, 0, side="left"))
-    share = -excess[after - 1] / (excess[after] - excess[after - 1])
-    return float(far[after - 1] + share * (far[after] - far[after - 1]))
-
-
 def _check(embeddings: np.ndarray, labels: np.ndarray) -> None:
     if embeddings.ndim != 2 or labels.shape != embeddings.shape[:1]:
         raise DataError(
@@ -217,7 +243,7 @@ def _check(embeddings: np.ndarray, labels: np.ndarray) -> None:
 
 
 def _norms(embeddings: np.ndarray) -> np.ndarray:
-    """Return the L2 norms, float64 [N], 1 for zero embeddings; raise DataError if one is not finite."""
+    """Return the L2 norms, float64 [N], 1 for zero embeddings; raise DataError if not finite."""
     norms = np.empty(len(embeddings))
     for start in range(0, len(embeddings), _CHUNK):
         chunk = embeddings[start : start + _CHUNK].astype(np.float64)
@@ -225,8 +251,8 @@ def _norms(embeddings: np.ndarray) -> np.ndarray:
     finite = np.isfinite(norms)
     if not finite.all():
         raise DataError(
-            f"embedding {int(np.argmin(finite))} is not finite; the training has diverged, or the weights are "
-            "damaged"
+            f"embedding {int(np.argmin(finite))} is not finite; the training has diverged, or the weights "
+            "are damaged"
         )
     return np.where(norms == 0, 1, norms)
 
@@ -254,8 +280,8 @@ class _Tiles:
     def scores(self, rank: int, ranks: int) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray]]:
         """Yield this rank's tiles, float32 [r, c] on the device, with `first` and `split`, int64 [r].
 
-        In row i, columns first[i] to split[i] - 1 are same pairs, the following ones different pairs. The next
-        tile overwrites the scores.
+        In row i, columns first[i] to split[i] - 1 are same pairs, the following ones different pairs.
+        The next tile overwrites the scores.
         """
         total = len(self._order)
         starts = range(0, total, TILE)

@@ -32,7 +32,7 @@ from plsc.storage.urls import is_url, shown
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.directories import open_checkpoint, open_load_dir
-from plsc.train.export import MODEL_NAME, read_about, read_model, write_model
+from plsc.train.export import MODEL_NAME, read_about, read_model, trained_on_aligned, write_model
 from plsc.train.heads import load_head
 from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.network import (
@@ -277,6 +277,11 @@ def load_for_run(
     if world.is_main:
         for difference in config.differences:
             logger.info(f"differs from the checkpoint: {difference}")
+        if trained_on_aligned(manifest) and config.data.landmarks is None:
+            logger.info(
+                "note: the network was trained on faces aligned by data.landmarks; align the images to test "
+                "or predict in the same way"
+            )
     network = build_network(config, world, custom)
     use_lists(network, look_up_lists(network, config), config, world.device)
     try:

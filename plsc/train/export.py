@@ -19,6 +19,7 @@ from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import checksum
 from plsc.config import Config, Options
+from plsc.data.alignment import scaled_template
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments, safe_arguments
 from plsc.parallel.world import World
@@ -44,7 +45,7 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "version": _VERSION,
             "plsc": __version__,
             "step": manifest.step,
-            "input": describe_input(config),
+            "input": describe_input(config, trained_on_aligned(manifest)),
             "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
             "flip": config.data.flip,
             "metrics": manifest.scalars.get(METRICS_KEY, {}),
@@ -55,14 +56,27 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
         (temporary / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def describe_input(config: Config) -> dict[str, Any]:
-    """Return the shape, type and preprocessing of the network's input, for JSON."""
-    return {
+def trained_on_aligned(manifest: Manifest) -> bool:
+    """Return whether the run of a checkpoint aligned its images by `data.landmarks`."""
+    data = manifest.options.get("data")
+    return isinstance(data, dict) and data.get("landmarks") is not None
+
+
+def describe_input(config: Config, is_aligned: bool) -> dict[str, Any]:
+    """Return the shape, type and preprocessing of the network's input, for JSON.
+
+    is_aligned: add the transform of `plsc.data.alignment`, and where it maps the landmarks to.
+    """
+    about: dict[str, Any] = {
         "shape": ["batch", *config.model.image_shape],
         "dtype": config.runtime.dtype,
         "channels": "RGB",
         "preprocessing": "(x - 127.5) / 128",
     }
+    if is_aligned:
+        points = scaled_template(*config.model.image_shape[1:]).round(4).tolist()
+        about["alignment"] = {"transform": "similarity", "landmarks": points}
+    return about
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from plsc.evaluate.verification import VerificationResult, verify
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.storage.urls import base_name, shown
-from plsc.train.data import open_training_source
+from plsc.train.data import align_source, open_training_source
 from plsc.train.directories import open_load_dir
 from plsc.train.evaluation import Target, load_for_run, load_targets, log_results
 from plsc.train.network import evaluated, evaluation_context
@@ -127,8 +127,10 @@ class Evaluator:
         channels, height, width = self.config.model.image_shape
         flipped = "the sum of the embeddings of the image and its mirror image"
         embedding = flipped if self.config.data.flip else "that of the image, without its mirror image"
+        landmarks = self.config.data.landmarks
+        fitted = "resized" if landmarks is None else f"aligned by {landmarks} (pair files: resized)"
         return [
-            f"Images: resized to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
+            f"Images: {fitted} to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
             f"Embedding: {embedding} (data.flip).",
             f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation).",
         ]
@@ -155,6 +157,7 @@ class Evaluator:
     def _pair_list(self, path: str, folder: str | None) -> _Found:
         found = read_pair_list(path, folder)
         images, order, name = found.images, found.pairs.reshape(-1), Path(base_name(path)).stem
+        align_source(images, self.config)
         embeddings = self.embed(ImagesOf(images, range(len(images))), shown(path))
         result = self._verify(embeddings, found.is_same, found.pairs)
 

@@ -34,9 +34,11 @@ class LabelFileSource(FileSource):
     A path may contain spaces: the line is split at its last run of blanks. Paths are relative to the folder,
     or to its ``images/`` if the first line's file exists only there. Blank lines, CRLF and a UTF-8 byte order
     mark are accepted. Raises DataError that names the line.
+
+    landmarks: file of landmarks, to align the images (`Landmarks`); paths as in label.txt.
     """
 
-    def __init__(self, dataset_dir: str | Path) -> None:
+    def __init__(self, dataset_dir: str | Path, *, landmarks: str | None = None) -> None:
         folder = str(dataset_dir)
         self._blank_lines = array("q")  # number of samples before each blank line
         with streamed(join(folder, "label.txt")) as file:
@@ -46,6 +48,7 @@ class LabelFileSource(FileSource):
         self._prefix = "images/" if is_inside else ""
         root = join(folder, "images") if is_inside else folder
         super().__init__(root if is_url(root) else Path(root), paths, labels)
+        self.add_landmarks(landmarks, folder)
 
     def line(self, index: int) -> int:
         """Return the line number of a sample in label.txt, from 1."""
@@ -123,6 +126,7 @@ class ImageFolderSource(FileSource):
             classes, with all images below them. A class is named by its path, such as
             ``alphabet/character``.
         label_map: class ids: a JSON object, or lines of ``name<TAB>id``.
+        landmarks: file of landmarks, to align the images (`Landmarks`).
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class ImageFolderSource(FileSource):
         *,
         label_map: str | Path | None = None,
         class_depth: int | None = None,
+        landmarks: str | None = None,
     ) -> None:
         is_remote = is_url(dataset_dir)
         root = str(dataset_dir).rstrip("/") if is_remote else Path(dataset_dir).resolve()
@@ -158,6 +163,7 @@ class ImageFolderSource(FileSource):
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
         super().__init__(root, paths, with_label_map(every, names, label_map))
+        self.add_landmarks(landmarks)
 
 
 def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:
