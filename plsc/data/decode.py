@@ -86,7 +86,8 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     channels, height, width = image_shape
     image = _decode(data.image if isinstance(data, Face) else data, channels)
     if isinstance(data, Face):
-        return _channels_first(align(image.permute(1, 2, 0).numpy(), data.landmarks, height, width))
+        pixels = image.permute(1, 2, 0).numpy()
+        return _channels_first(align(pixels, np.array(data.landmarks), height, width))
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]

@@ -321,15 +321,13 @@ def plot_hardest_pairs(
     save_png(figure, path)
 
 
-def _distinct(images: Sequence[Any], pairs: np.ndarray, count: int) -> list[int]:
+def _distinct(images: Sequence[bytes | Face], pairs: np.ndarray, count: int) -> list[int]:
     """Return the first `count` pairs, without pairs of the same two images in any order."""
-    chosen: dict[frozenset[bytes], int] = {}
+    chosen: dict[frozenset[bytes | Face], int] = {}
     for pair in pairs.tolist():
         if len(chosen) == count:
             break
-        both = (images[2 * pair], images[2 * pair + 1])
-        keys = (one.image + one.landmarks.tobytes() if isinstance(one, Face) else one for one in both)
-        chosen.setdefault(frozenset(keys), pair)
+        chosen.setdefault(frozenset((images[2 * pair], images[2 * pair + 1])), pair)
     return list(chosen.values())
 
 

@@ -81,23 +81,25 @@ def test_the_accuracy_on_held_out_photos_is_that_on_their_aligned_faces(folders,
     assert found == plain
 
 
-def test_protocols_on_photos_give_the_results_on_their_aligned_faces(folders, trained, tmp_path):
+def test_lists_and_protocols_on_photos_are_those_on_their_aligned_faces(folders, trained, tmp_path):
     photos, aligned = folders
-    names = [f"c{number % 3}/{number}.png" for number in range(18)]
-    pairs = [(a, b) for a in names for b in names if a < b]
-    lines = "".join(f"{a} {b} {int(a[:2] == b[:2])}\n" for a, b in pairs)
-    (tmp_path / "pairs.txt").write_text(lines)
-    settings = {"set_checkpoint_dir": trained}
-    for protocol, places in (("pairs", {"pairs": tmp_path / "pairs.txt"}), ("all_pairs", {})):
-        plain, found = (
-            entry(folder, tmp_path, **settings, set_landmarks=landmarks).test(
-                protocol, images=folder, **places, output=tmp_path / folder.name / protocol
-            )
-            for folder, landmarks in ((aligned, None), (photos, "landmarks.txt"))
+    paths = sorted(str(path.relative_to(photos)) for path in photos.glob("*/*.png"))
+    pairs = [(a, b, int(Path(a).parent == Path(b).parent)) for a in paths for b in paths if a < b]
+    (tmp_path / "pairs.txt").write_text("".join(f"{a} {b} {same}\n" for a, b, same in pairs))
+    ins = {
+        folder: entry(folder, tmp_path / folder.name, set_checkpoint_dir=trained, set_landmarks=landmarks)
+        for folder, landmarks in ((photos, "landmarks.txt"), (aligned, None))
+    }
+    found, plain = (ins[folder].predict(folder).embeddings for folder in folders)
+    assert np.array_equal(found, plain)
+    for data in ({"protocol": "pairs", "pairs": tmp_path / "pairs.txt"}, {"protocol": "all_pairs"}):
+        found, plain = (
+            ins[folder].test(images=str(folder), output=tmp_path / folder.name / data["protocol"], **data)
+            for folder in folders
         )
-        assert found == plain
-        report = (tmp_path / "photos" / protocol / "report.md").read_text()
-        assert "Images: aligned by landmarks.txt to 16 x 16" in report
+        assert [one.as_dict() for one in found.values()] == [one.as_dict() for one in plain.values()]
+        report = (tmp_path / "photos" / data["protocol"] / "report.md").read_text()
+        assert "aligned by landmarks.txt" in report
     assert (tmp_path / "photos" / "pairs" / "pairs_hardest.png").stat().st_size > 0
 
 
@@ -130,6 +132,10 @@ def test_images_without_landmarks_stop_the_run_or_are_skipped(folders, tmp_path)
 
 def test_readers_cannot_be_aligned(folders, trained, tmp_path):
     ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_class_num=3)
+    with pytest.raises(OptionError, match=r"data\.landmarks is set, but a list of images does not use it"):
+        entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_checkpoint_dir=trained).predict(
+            [np.zeros((16, 16, 3), np.uint8)]
+        )
     for reader in (lambda: iter(()), [(np.zeros((16, 16, 3), np.uint8), 0)] * 12):
         ins.train_reader = ins.predict_reader = reader
         with pytest.raises(OptionError, match=r"data\.landmarks is set, but a.* reader does not use it"):
