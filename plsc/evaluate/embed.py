@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from plsc.data.batch import BufferRing, to_input
+from plsc.data.batch import Batch, BufferRing
 from plsc.data.decode import decode_into
 from plsc.data.sources.base import Source
 from plsc.data.workers import Stopped, in_order
 from plsc.errors import DataError, DistributedError
+from plsc.inputs import Input, as_input, stack_inputs
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range
 
@@ -62,13 +63,16 @@ def embed_images(
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
     layout = getattr(model, "input_layout", torch.contiguous_format)
+    example = getattr(model, "example_input", None)
+    if flip and example is not None:
+        raise DataError(f"{name}: the network takes no images, so they cannot be flipped; set flip=False")
 
     def embed_range() -> np.ndarray:
         parts = []
         batches = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
-        with closing(_decode_ahead(images, batches, image_shape, name, num_threads)) as decoded:
-            for batch, pixels in zip(batches, decoded, strict=True):
-                parts.append(_embed(model, to_input(pixels, device, layout=layout), flip))
+        with closing(_decode_ahead(images, batches, image_shape, name, num_threads, example)) as decoded:
+            for batch, one in zip(batches, decoded, strict=True):
+                parts.append(_embed(model, one.input(device, layout), flip))
                 finite = np.isfinite(parts[-1]).all(axis=1)
                 if not finite.all():
                     raise DataError(
@@ -106,30 +110,35 @@ def _decode_ahead(
     image_shape: tuple[int, int, int],
     name: str,
     num_threads: int,
-) -> Generator[torch.Tensor, None, None]:
-    """Yield the images of each batch, [b, C, H, W], uint8 or float32."""
+    example: Input | None = None,
+) -> Generator[Batch, None, None]:
+    """Yield batches of the images, or of samples like `example`, without labels."""
     ring = BufferRing(max(map(len, batches), default=0), image_shape)
+    no_labels = torch.empty(0, dtype=torch.int64)
 
-    def decode(batch: range, stopped: Callable[[], bool]) -> torch.Tensor:
-        slots, pixels = ring.take(len(batch))
-        floats = []
-        for index, out in zip(batch, slots, strict=True):
+    def decode(batch: range, stopped: Callable[[], bool]) -> Batch:
+        slots, pixels = ring.take(len(batch) if example is None else 0)
+        floats: list[Any] = []
+        for place, index in enumerate(batch):
             if stopped():
                 raise Stopped
             try:
-                image = decode_into(images[index], out)
+                data = images[index]
+                image = decode_into(data, slots[place]) if example is None else as_input(data, example)
             except DataError as error:
                 raise error.at(f"image {index} of {name}") from error
             if image is not None:
                 floats.append(image)
+        if example is not None:
+            return Batch(stack_inputs(floats, example), no_labels, [], is_input=True)
         if floats and len(floats) < len(batch):
             raise DataError(f"{name}: some images are arrays of floats, others are not; use one kind")
-        return torch.stack(floats) if floats else pixels
+        return Batch(torch.stack(floats) if floats else pixels, no_labels, [])
 
     return in_order(decode, batches, num_threads)
 
 
-def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
+def _embed(model: nn.Module, input: Any, flip: bool) -> np.ndarray:
     embedding = model(input, None, False).float()
     if flip:
         embedding = embedding + model(input.flip(-1), None, False).float()

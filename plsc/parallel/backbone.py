@@ -109,8 +109,35 @@ def _broadcast(network: nn.Module, world: World) -> None:
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if bucket.buffer().is_sparse:
+        return _sum_sparse(group, bucket.buffer().coalesce())
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def _sum_sparse(group: dist.ProcessGroup, gradient: Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Sum a coalesced gradient of rows [n, D], whose n differs between the ranks.
+
+    All-gathers the rows, padded to the largest n, because NCCL has no all-reduce of sparse tensors.
+    """
+    device, ranks = gradient.device, group.size()
+    counts = torch.empty(ranks, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(counts, torch.tensor([gradient._nnz()], device=device), group=group)
+    sizes = counts.tolist()
+    most = max(1, *sizes)
+    gathered = []
+    for part in (gradient._indices()[0], gradient._values()):
+        padded = part.new_zeros(most, *part.shape[1:])
+        padded[: len(part)] = part
+        every = part.new_empty(ranks * most, *part.shape[1:])
+        dist.all_gather_into_tensor(every, padded, group=group)
+        found = zip(every.split(most), sizes, strict=True)
+        gathered.append(torch.cat([rows[:size] for rows, size in found]))
+    indices, values = gathered
+    total = torch.sparse_coo_tensor(indices[None], values, gradient.shape, check_invariants=False)
+    future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+    future.set_result(total.coalesce())
+    return future  # type: ignore[no-any-return]
 
 
 _DIMENSIONS = ("replicate", "shard")
@@ -196,6 +223,12 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def gradient_values(gradient: Tensor) -> Tensor:
+    """Return the numbers of this rank's part of a gradient, sharing its memory; sparse ones are coalesced."""
+    local = local_part(gradient)
+    return local._values() if local.is_sparse else local
+
+
 def split_rows(tensor: Tensor) -> tuple[int, DeviceMesh | None] | None:
     """Return the first row of this rank's shard, and the mesh if there are several groups (else None).
 
@@ -237,7 +270,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
             mesh = gradient.device_mesh
             group = mesh.get_group(mesh.ndim - 1)
         else:
-            replicated.append(local_part(gradient))
+            replicated.append(gradient_values(gradient))
     norm = torch.nn.utils.get_total_norm(replicated)
     if group is None:
         return norm

@@ -150,7 +150,7 @@ def evaluate_targets(
             world,
             target.name,
             options.data.num_workers,
-            flip=options.data.flip and not is_labelled,
+            flip=options.data.flip and not is_labelled and network.example_input is None,
             gather=not is_labelled,
         )
         if isinstance(target, HeldOutSet):
@@ -363,7 +363,8 @@ def _predict_stream(network: BaseModel, reader: Any, options: Config, world: Wor
     parts: list[np.ndarray] = []
     labels: list[int] = []
     arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
-    samples = _images_and_labels(open_reader(reader, "predict reader", **arguments))
+    opened = open_reader(reader, "predict reader", network.example_input, **arguments)
+    samples = _images_and_labels(opened)
     while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
         images = [image for image, _ in chunk]
         parts.append(_embed(network, images, options, world, "the predict reader", 0))

@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from plsc import __version__
 from plsc.checkpoint import Manifest
@@ -44,20 +45,34 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "version": _VERSION,
             "plsc": __version__,
             "step": manifest.step,
-            "input": {
-                "shape": ["batch", *config.model.image_shape],
-                "dtype": config.runtime.dtype,
-                "channels": "RGB",
-                "preprocessing": "(x - 127.5) / 128",
-            },
+            "input": _describe_input(network, config),
             "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
-            "flip": config.data.flip,
+            "flip": config.data.flip and network.example_input is None,
             "metrics": manifest.scalars.get(METRICS_KEY, {}),
             "options": {name: config.as_dict()[name] for name in ("model", "runtime")},
             "arguments": constructor_arguments(network),
             "weights": asdict(checksum(temporary / WEIGHTS_NAME)),
         }
         (temporary / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _describe_input(network: BaseModel, config: Config) -> Any:
+    """Return the shape and type of the input; for a dict, of each of its tensors."""
+    example = network.example_input
+    if isinstance(example, dict):
+        return {name: _describe_tensor(one) for name, one in example.items()}
+    if example is not None:
+        return _describe_tensor(example)
+    return {
+        "shape": ["batch", *config.model.image_shape],
+        "dtype": config.runtime.dtype,
+        "channels": "RGB",
+        "preprocessing": "(x - 127.5) / 128",
+    }
+
+
+def _describe_tensor(example: Tensor) -> dict[str, Any]:
+    return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
 
 
 def read_about(folder: Path) -> dict[str, Any]:
