@@ -57,23 +57,23 @@ def as_input(sample: Any, example: Input) -> Input:
         kind = f"a dict of {', '.join(example)}" if isinstance(example, dict) else "a tensor"
         raise DataError(f"is a {type(sample).__name__}; expected {kind}, like the network's example_input")
     if not isinstance(example, dict):
-        return _as_tensor(sample, example, "it")
+        return _as_tensor(sample, example)
     if sample.keys() != example.keys():
         raise DataError(
             f"has the keys {', '.join(map(str, sample))}; expected {', '.join(example)}, like the network's "
             "example_input"
         )
-    return {name: _as_tensor(sample[name], one, name) for name, one in example.items()}
+    return {name: _as_tensor(sample[name], one, f"{name} ") for name, one in example.items()}
 
 
-def _as_tensor(value: Any, example: Tensor, name: str) -> Tensor:
+def _as_tensor(value: Any, example: Tensor, name: str = "") -> Tensor:
     wanted = f"{_kind(example)} {list(example.shape[1:])}, like the network's example_input"
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise DataError(f"{name} is {type(value).__name__}; expected {wanted}") from None
+        raise DataError(f"{name}is {type(value).__name__}; expected {wanted}") from None
     if tensor.shape != example.shape[1:] or not torch.can_cast(tensor.dtype, example.dtype):
-        raise DataError(f"{name} is {_kind(tensor)} {list(tensor.shape)}; expected {wanted}")
+        raise DataError(f"{name}is {_kind(tensor)} {list(tensor.shape)}; expected {wanted}")
     return tensor.detach().to("cpu", example.dtype, copy=True)  # readers reuse their buffers
 
 

@@ -180,11 +180,15 @@ def open_training_data(
 
 def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
     """Raise OptionError for options that only images have."""
-    changed = [name for name, off in NO_AUGMENTATION.items() if options.get(name) != off]
+    augmentations = [
+        name
+        for name, off in NO_AUGMENTATION.items()
+        if name in options.explicit and options.get(name) != off
+    ]
     if reader is None or options.data.datasets:
         wrong = "the samples come from files of images; set train_reader"
-    elif changed_by_user := [name for name in changed if name in options.explicit]:
-        wrong = f"{', '.join(changed_by_user)} is only for images; remove it"
+    elif augmentations:
+        wrong = f"{', '.join(augmentations)} is only for images; remove it"
     elif transform is not None:
         wrong = "train_transform is only for images; transform the samples in train_reader"
     elif options.data.cache != "none":
