@@ -98,7 +98,7 @@ VARIANTS: dict[str, Callable[[Entry], None]] = {
 
 def run(add: Callable[[Entry], None], steps: int, batch: int, size: int) -> list[float]:
     """Train and return the seconds of each step."""
-    images = torch.randint(0, 256, (8 * batch, 3, size, size), dtype=torch.uint8)
+    images = torch.randint(0, 256, (steps * batch, 3, size, size), dtype=torch.uint8)  # one epoch
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         ins = Entry()

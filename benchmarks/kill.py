@@ -45,7 +45,13 @@ from tests.hdfs_server import hdfs_server
 from tests.images import write_dataset
 
 WEIGHTS = {"save": 38, "upload": 30, "retention": 22, "start": 10}  # percent of the kills
-NOT_CHECKPOINTS = {"metrics.jsonl", "loss.png", "best.json", "bad_samples.txt"}
+NOT_CHECKPOINTS = {
+    "metrics.jsonl",
+    "loss.png",
+    "best.json",
+    "bad_samples.txt",
+    *(f"log-rank{rank}.txt" for rank in range(1, 8)),
+}
 
 Facts = dict[str, Any]
 

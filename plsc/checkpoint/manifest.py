@@ -194,7 +194,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         if not file.is_file():
             raise CheckpointError(
                 f"{folder} has no {MANIFEST_NAME}: it is not a checkpoint, or was not saved completely; "
-                "choose another checkpoint"
+                "expected a folder such as saved_model/5"
             )
         with file.open("rb") as stream:
             data = stream.read(LARGEST_MANIFEST + 1)

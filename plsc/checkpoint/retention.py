@@ -115,8 +115,8 @@ def manifest_in(store: Store, name: str = "") -> tuple[Manifest, bytes]:
     where = shown(store.child(name)) if name else store.shown
     if data is None:
         raise CheckpointError(
-            f"{where} is not a checkpoint: it has no {MANIFEST_NAME}; give the path or URL of one, such as "
-            "hdfs://server/run/5"
+            f"{where} is not a checkpoint: it has no {MANIFEST_NAME}; expected a path or URL such as "
+            "saved_model/5 or hdfs://server/run/5"
         )
     return parse_manifest(data, f"{where}/{MANIFEST_NAME}"), data
 

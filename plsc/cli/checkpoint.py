@@ -215,7 +215,7 @@ GROUP = Group(
             ),
         ),
         "push": Command(
-            "upload a checkpoint to a store, or all checkpoints of a run that it lacks",
+            "upload a checkpoint, or all checkpoints of a run that are not in the store yet",
             run_push,
             (
                 word("source", "a checkpoint folder, or a folder of checkpoints"),

@@ -125,7 +125,7 @@ GROUP = Group(
             ),
         ),
         "inspect": Command(
-            "count samples and classes, find damaged images, write a sheet of pictures",
+            "count samples and classes, find damaged images, draw samples",
             run_inspect,
             (
                 _LOCATION,
@@ -138,7 +138,7 @@ GROUP = Group(
         ),
         "pack": Command("pack a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),
         "unpack": Command(
-            "unpack such an archive into a new folder, and verify the checksums",
+            "unpack an archive of `plsc data pack` into a new folder, and verify the checksums",
             run_unpack,
             (_ARCHIVE, _FOLDER),
         ),

@@ -197,7 +197,7 @@ def _collective(world: Any) -> Finding:
 
 
 COMMAND = Command(
-    "check versions, devices, kernels, memory, disk, and one collective between the ranks",
+    "check versions, devices, kernels, memory, disk, and one all-reduce",
     run_doctor,
     takes_options=True,
 )

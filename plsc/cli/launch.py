@@ -42,7 +42,7 @@ def run_launch(
     if max_restarts < 0:
         raise OptionError(f"--max-restarts is {max_restarts}; expected at least 0")
     if not m and not Path(script[0]).is_file():
-        raise OptionError(f"there is no script {script[0]}; expected a Python file, or -m and a module")
+        raise OptionError(f"{script[0]} does not exist; expected a Python script, or -m and a module")
     ranks = _choose_devices(devices, nproc)
     _set_threads(cpu_threads, ranks)
 
@@ -144,7 +144,7 @@ def _choose_devices(devices: str | None, nproc: int | None) -> int:
         if nproc not in (None, len(chosen)):
             raise OptionError(f"--nproc is {nproc}, but --devices names {len(chosen)} GPUs; remove one flag")
     if max(chosen) >= count:
-        raise OptionError(f"GPU {max(chosen)} was chosen, but torch sees {count} GPUs; expected lower ids")
+        raise OptionError(f"GPU {max(chosen)} was chosen, but torch sees {count} GPUs; choose lower ids")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(count)]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in chosen)

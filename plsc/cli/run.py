@@ -84,9 +84,13 @@ def _plan(**given: Any) -> None:
 
 COMMANDS = {
     "train": Command(
-        "train a network from scratch, or resume --checkpoint.load_dir", _train, takes_options=True
+        "train a network from scratch, or resume from --checkpoint.load_dir", _train, takes_options=True
     ),
-    "test": Command("test the network of --checkpoint.load_dir on pair files", _test, takes_options=True),
+    "test": Command(
+        "test the network of --checkpoint.load_dir on pair files or held-out images",
+        _test,
+        takes_options=True,
+    ),
     "predict": Command(
         "write the embeddings of the dataset's images to an .npz file",
         _predict,

@@ -120,8 +120,7 @@ class DataOptions:
     )
     val_dir: str | None = declare(
         None,
-        "held-out images of the same classes, a dataset like dataset_dir: top-1 and top-5 accuracy are "
-        "measured when pair files are",
+        "dataset of held-out images of the same classes, to measure top-1 and top-5 accuracy",
         "set_val_dir(directory)",
         not_empty,
     )
@@ -227,13 +226,13 @@ class DataOptions:
     )
     image_column: str | None = declare(
         None,
-        "column (tar: file suffix) of the images; None: common names",
+        "column (tar: file suffix) of the images; None: detected by name",
         "set_image_column(name)",
         not_empty,
     )
     label_column: str | None = declare(
         None,
-        "column (tar: file suffix) of the labels; None: common names",
+        "column (tar: file suffix) of the labels; None: detected by name",
         "set_label_column(name)",
         not_empty,
     )

@@ -206,8 +206,7 @@ class OptimOptions:
 
     lr: float | None = of_run(
         None,
-        f"learning rate, not scaled by the batch size; None: {DEFAULT_RATE:g} x global batch / "
-        f"{REFERENCE_BATCH}",
+        f"learning rate, used as it is; None: {DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",
         "set_lr(lr)",
         more_than(0),
     )
@@ -273,7 +272,7 @@ class OptimOptions:
     )
     decay_steps: int | None = of_run(
         None,
-        "last step of a polynomial, cosine or exponential schedule; None: of the run",
+        "last step of a polynomial, cosine or exponential schedule; None: that of the run",
         "set_decay_steps(num)",
         at_least(1),
     )

@@ -109,7 +109,7 @@ class OptionSpec:
 
     def _brief_meaning(self, expected: str) -> str:
         """Return the start of the description; without its list of names if the error lists them already."""
-        is_list = expected.startswith("one of") or "known: " in expected
+        is_list = expected.startswith(("one of", "any of")) or "known: " in expected
         return re.split(r"[:;] " if is_list else "; ", self.meaning, maxsplit=1)[0]
 
     def saved(self, value: Any) -> Any:

@@ -140,13 +140,13 @@ class PrecisionOptions:
     )
     incr_ratio: float = of_run(
         2.0,
-        "factor of an increase of the loss scale, up to 2^24",
+        "factor by which the loss scale increases, up to 2^24",
         "set_incr_ratio(ratio)",
         more_than(1),
     )
     decr_ratio: float = of_run(
         0.5,
-        "factor of a decrease of the loss scale, down to 1",
+        "factor by which the loss scale decreases, down to 1",
         "set_decr_ratio(ratio)",
         _shrinks,
     )
@@ -175,7 +175,7 @@ class PrecisionOptions:
     )
     evaluation: str = of_run(
         "float32",
-        "dtype in test, predict and evaluation: float32 or training (that of training)",
+        "dtype in test, predict and evaluation: float32, or training (the same as in training)",
         "set_evaluation_precision(mode)",
         one_of("float32", "training"),
     )
@@ -240,7 +240,7 @@ class MemoryOptions:
     )
     checkpoint_every: int = declare(
         1,
-        "activation checkpointing: only every n-th of these modules",
+        "activation checkpointing: only every n-th of the modules in checkpoint_stages",
         "set_checkpoint_every(num)",
         at_least(1),
     )

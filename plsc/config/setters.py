@@ -236,8 +236,8 @@ class Setters:
         self.options.set("data.val_targets", targets)
 
     def set_val_dir(self, directory: str | None) -> None:
-        """Set ``data.val_dir``: held-out images of the same classes, a dataset like dataset_dir: top-1 and
-        top-5 accuracy are measured when pair files are. Default: None.
+        """Set ``data.val_dir``: dataset of held-out images of the same classes, to measure top-1 and top-5
+        accuracy. Default: None.
         """
         self.options.set("data.val_dir", directory)
 
@@ -339,14 +339,14 @@ class Setters:
         self.options.set("data.flip", flip)
 
     def set_image_column(self, name: str | None) -> None:
-        """Set ``data.image_column``: column (tar: file suffix) of the images; None: common names. Default:
-        None.
+        """Set ``data.image_column``: column (tar: file suffix) of the images; None: detected by name.
+        Default: None.
         """
         self.options.set("data.image_column", name)
 
     def set_label_column(self, name: str | None) -> None:
-        """Set ``data.label_column``: column (tar: file suffix) of the labels; None: common names. Default:
-        None.
+        """Set ``data.label_column``: column (tar: file suffix) of the labels; None: detected by name.
+        Default: None.
         """
         self.options.set("data.label_column", name)
 
@@ -363,9 +363,7 @@ class Setters:
         self.options.set("data.class_depth", depth)
 
     def set_lr(self, lr: float | None) -> None:
-        """Set ``optim.lr``: learning rate, not scaled by the batch size; None: 0.1 x global batch / 1024.
-        Default: None.
-        """
+        """Set ``optim.lr``: learning rate, used as it is; None: 0.1 x global batch / 1024. Default: None."""
         self.options.set("optim.lr", lr)
 
     def set_optimizer(self, optimizer: str) -> None:
@@ -432,8 +430,8 @@ class Setters:
         self.options.set("optim.schedule", schedule)
 
     def set_decay_steps(self, num: int | None) -> None:
-        """Set ``optim.decay_steps``: last step of a polynomial, cosine or exponential schedule; None: of
-        the run. Default: None.
+        """Set ``optim.decay_steps``: last step of a polynomial, cosine or exponential schedule; None: that
+        of the run. Default: None.
         """
         self.options.set("optim.decay_steps", num)
 
@@ -515,11 +513,13 @@ class Setters:
         self.options.set("precision.decr_every_n_nan_or_inf", steps)
 
     def set_incr_ratio(self, ratio: float) -> None:
-        """Set ``precision.incr_ratio``: factor of an increase of the loss scale, up to 2^24. Default: 2.0."""
+        """Set ``precision.incr_ratio``: factor by which the loss scale increases, up to 2^24. Default:
+        2.0.
+        """
         self.options.set("precision.incr_ratio", ratio)
 
     def set_decr_ratio(self, ratio: float) -> None:
-        """Set ``precision.decr_ratio``: factor of a decrease of the loss scale, down to 1. Default: 0.5."""
+        """Set ``precision.decr_ratio``: factor by which the loss scale decreases, down to 1. Default: 0.5."""
         self.options.set("precision.decr_ratio", ratio)
 
     def set_dynamic_loss_scaling(self, flag: bool) -> None:
@@ -547,8 +547,8 @@ class Setters:
         self.options.set("precision.black_list", names)
 
     def set_evaluation_precision(self, mode: str) -> None:
-        """Set ``precision.evaluation``: dtype in test, predict and evaluation: float32 or training (that
-        of training). Default: 'float32'.
+        """Set ``precision.evaluation``: dtype in test, predict and evaluation: float32, or training (the
+        same as in training). Default: 'float32'.
         """
         self.options.set("precision.evaluation", mode)
 
@@ -687,8 +687,8 @@ class Setters:
         self.options.set("memory.checkpoint_stages", names)
 
     def set_checkpoint_every(self, num: int) -> None:
-        """Set ``memory.checkpoint_every``: activation checkpointing: only every n-th of these modules.
-        Default: 1.
+        """Set ``memory.checkpoint_every``: activation checkpointing: only every n-th of the modules in
+        checkpoint_stages. Default: 1.
         """
         self.options.set("memory.checkpoint_every", num)
 
@@ -711,8 +711,8 @@ class Setters:
         self.options.set("checkpoint.upload_dir", url)
 
     def set_download_dir(self, url: str | None) -> None:
-        """Set ``checkpoint.download_dir``: fsspec URL of a checkpoint, or of a run (its newest one), to
-        download to load_dir, or to the cache, and load. Default: None.
+        """Set ``checkpoint.download_dir``: fsspec URL of a checkpoint to load, or of a run (newest
+        checkpoint); downloaded to load_dir, or to the cache folder. Default: None.
         """
         self.options.set("checkpoint.download_dir", url)
 
@@ -734,7 +734,7 @@ class Setters:
 
     def set_save_every_n_epochs(self, num: int) -> None:
         """Set ``checkpoint.every_n_epochs``: epochs between checkpoints; the last epoch is always saved;
-        0: only this. Default: 1.
+        0: no others. Default: 1.
         """
         self.options.set("checkpoint.every_n_epochs", num)
 
@@ -751,9 +751,8 @@ class Setters:
         self.options.set("checkpoint.save_top_k", num)
 
     def set_monitor(self, metric: str | None) -> None:
-        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or
-        'val top1'; None: accuracy of the first pair file, else top-1 on val_dir, else loss. Default:
-        None.
+        """Set ``checkpoint.monitor``: metric of the best checkpoint: 'loss', 'lfw accuracy', 'val top1',
+        ...; None: accuracy of the first pair file, else top-1 on val_dir, else loss. Default: None.
         """
         self.options.set("checkpoint.monitor", metric)
 

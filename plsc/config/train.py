@@ -20,7 +20,7 @@ def logger_names(value: str | Iterable[str]) -> list[str]:
 
 def _loggers(value: str | tuple[str, ...]) -> str | None:
     wrong = [name for name in logger_names(value) if name not in LOGGER_NAMES]
-    return f"names out of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
+    return f"any of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
 
 
 _CLOCK = re.compile(r"(\d+):(\d+):(\d+):(\d+)")  # as in Slurm and Lightning
@@ -229,8 +229,8 @@ class CheckpointOptions:
     )
     download_dir: str | None = declare(
         None,
-        "fsspec URL of a checkpoint, or of a run (its newest one), to download to load_dir, or to the cache, "
-        "and load",
+        "fsspec URL of a checkpoint to load, or of a run (newest checkpoint); downloaded to load_dir, or to "
+        "the cache folder",
         "set_download_dir(url)",
         _url,
     )
@@ -253,7 +253,7 @@ class CheckpointOptions:
     )
     every_n_epochs: int = declare(
         1,
-        "epochs between checkpoints; the last epoch is always saved; 0: only this",
+        "epochs between checkpoints; the last epoch is always saved; 0: no others",
         "set_save_every_n_epochs(num)",
         at_least(0),
     )
@@ -277,7 +277,7 @@ class CheckpointOptions:
     )
     monitor: str | None = declare(
         None,
-        "metric of the best checkpoint: 'loss', or such as 'lfw accuracy' or 'val top1'; None: accuracy of "
+        "metric of the best checkpoint: 'loss', 'lfw accuracy', 'val top1', ...; None: accuracy of "
         "the first pair file, else top-1 on val_dir, else loss",
         "set_monitor(metric)",
         not_empty,

@@ -105,10 +105,7 @@ def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> Non
     operation requires uint8.
     """
     if pixels.dtype != np.uint8 and augmentation.needs_bytes:
-        raise DataError(
-            "is a float image, which is taken as normalised; colour and low-resolution augmentation need "
-            "uint8 images"
-        )
+        raise DataError("the image has float values, but colour and low-resolution augmentation need uint8")
     if augmentation.crop_padding:
         shift_randomly(pixels, augmentation.crop_padding, draws)
     if augmentation.needs_bytes:

@@ -103,11 +103,11 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
         )
     if image.shape[0] != channels:
         raise DataError(
-            f"has {image.shape[0]} channels (shape {tuple(image.shape)}), expected {channels}; "
+            f"the image has {image.shape[0]} channels (shape {tuple(image.shape)}); expected {channels}; "
             "convert it or change set_image_shape()"
         )
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
-        raise DataError("contains NaN or infinite values; fix the image", kind="not finite")
+        raise DataError("the image contains nan or inf; fix it", kind="not finite")
     check_normalised(image)
     if image.shape[1:] == (height, width):
         return image
@@ -118,7 +118,7 @@ def check_normalised(image: torch.Tensor) -> None:
     """Raise DataError for a float image in 0..255, because float images are used unchanged."""
     if image.is_floating_point() and image.numel() and image.min() >= 0 and image.max() > _MOST_NORMALISED:
         raise DataError(
-            f"has float values up to {float(image.max()):g}, but float images are used unchanged; add "
+            f"the image has float values up to {float(image.max()):g}, but floats must be normalised; add "
             "'image = (image - 127.5) / 128', or return uint8"
         )
 
@@ -145,10 +145,10 @@ def _decoding(data: Image) -> Iterator[None]:
         raise _too_many_pixels("over 178 million") from None
     except Exception as error:
         reason = " ".join(str(error).split()).removeprefix("tjDecompressHeader3(): ")
-        text = f"is a damaged or truncated image ({reason}); replace the file"
+        text = f"the image is damaged or truncated ({reason}); replace the file"
         if isinstance(error, UnidentifiedImageError) and isinstance(data, bytes):
             text = (
-                f"is not a readable image: expected {', '.join(PILLOW_FORMATS)}, "
+                f"the image is not readable; expected {', '.join(PILLOW_FORMATS)}, "
                 f"got {len(data)} bytes that start with {data[:12]!r}"
             )
         raise DataError(text, kind="undecodable") from error
@@ -168,15 +168,17 @@ def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
 def check_image_bytes(length: int) -> None:
     """Raise DataError, without the image's name, for an encoded image of 0 bytes or over 64 MiB."""
     if length <= 0:
-        raise DataError("is empty (0 bytes); replace or remove the file", kind="empty")
+        raise DataError("the image is empty (0 bytes); replace or remove the file", kind="empty")
     if length > MAX_FILE_BYTES:
-        raise DataError(f"is {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large")
+        raise DataError(
+            f"the image has {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large"
+        )
 
 
 def _check_file(data: bytes) -> None:
     check_image_bytes(len(data))
     if len(data) > _SMALL and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > MAX_SCANS:
-        raise DataError(f"is a JPEG of over {MAX_SCANS} scans; save it again", kind="undecodable")
+        raise DataError(f"the image is a JPEG of over {MAX_SCANS} scans; save it again", kind="undecodable")
 
 
 def _decode_jpeg_of_this_size(data: bytes, out: np.ndarray) -> bool:
@@ -233,7 +235,7 @@ def _to_8_bit(picture: PillowImage.Image) -> PillowImage.Image:
     if mode.startswith("I;16") or (mode == "I" and picture.format in ("PNG", "PPM")):
         return PillowImage.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if mode in ("I", "F"):
-        raise DataError(f"has 32-bit pixels (mode {mode}) of unknown range; convert it to 8 bit")
+        raise DataError(f"the image has 32-bit pixels (mode {mode}) of unknown range; convert it to 8 bit")
     if "transparency" not in picture.info and mode not in ("RGBA", "LA", "PA", "RGBa", "La"):
         return picture
     if mode == "La":
@@ -276,7 +278,7 @@ def _from_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
-        raise DataError(f"has no pixels ({width}x{height}); replace it", kind="undecodable")
+        raise DataError(f"the image has no pixels ({width}x{height}); replace it", kind="undecodable")
     if width * height > MAX_PIXELS:
         raise _too_many_pixels(f"{width}x{height}")
 

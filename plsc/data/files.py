@@ -95,8 +95,8 @@ def read_file_list(
     if not is_url(file_list) and not is_url(listing) and not Path(listing).exists():
         if not Path(file_list).exists():
             raise DataError(
-                f"{listing} does not exist; create it, with the name of one data file per line, or choose "
-                "another folder"
+                f"{listing} does not exist; create it, with the name of one data file per line, or convert "
+                "the dataset with plsc data convert"
             )
         listing = file_list
     with streamed(listing) as file:

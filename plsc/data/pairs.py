@@ -96,7 +96,7 @@ def write_pairs(
     Raises:
         DataError: the number of images is not twice the number of flags, or the file cannot be written.
     """
-    pairs = _checked(list(images), np.asarray(is_same).tolist(), f"the pairs for {path}")
+    pairs = _checked(list(images), np.asarray(is_same).tolist(), f"the list for {path}")
     with replacing(path) as temporary, temporary.open("wb") as file:
         pickle.dump((pairs.images, pairs.is_same.tolist()), file, protocol=4)
 
@@ -131,7 +131,7 @@ def _check_operations(file: BinaryIO, size: int) -> None:
         if operation is None:
             raise DataError(
                 f"is not a pickle of (images, is_same): byte {file.tell() - 1} is 0x{code.hex()}, which is "
-                "not a pickle operation"
+                "not a pickle operation; write it with plsc.data.pairs.write_pairs"
             )
         name = operation.name
         if name not in allowed:

@@ -222,6 +222,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for name, value in settings.items():
             if min(value if isinstance(value, tuple) else (value,)) < 0:
                 raise OptionError(f"{name} is {value}; expected 0 or more")
+        if not isinstance(getattr(head, "contexts", None), SavedContexts):
+            raise OptionError(f"the head is a {type(head).__name__}; expected a ShardedHead")
         self.head = head
         if str(state_dtype).removeprefix("torch.") == "int8" and "int8" not in self.state_dtypes:
             raise OptionError(

@@ -40,7 +40,7 @@ class PlanOptions:
     """The options of a plan: of the head if `classes` is given, of the backbone if `model` is given."""
 
     classes: float | None = _run_option(
-        "head.class_num", None, meaning="total number of classes; 1e8 is allowed",
+        "head.class_num", None, meaning="total number of classes, such as 1e8",
         check=_integer(1),
     )  # fmt: skip
     ranks: int = declare(1, "number of ranks", check=between(1, 10**6))

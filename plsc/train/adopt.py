@@ -76,9 +76,8 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
     if "train.batch_size" in options.explicit and not is_the_same:
         raise OptionError(
-            f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} makes {product}, but "
-            f"{path} was trained with {saved} images per step, which a resumed run must keep; remove the "
-            "option"
+            f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} is a global batch of "
+            f"{product}, but {path} was trained with {saved}, which a resumed run keeps; remove the option"
         )
     kept = replace(
         options.changed({"train.global_batch_size": saved}),

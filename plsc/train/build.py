@@ -242,7 +242,7 @@ def check_combinations(options: Config, ranks: int) -> None:
     if "train.batch_size" in options.explicit and total != product and not is_kept:
         raise OptionError(
             f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
-            f"{ranks} rank{'s' * (ranks > 1)} makes {product}; set one of the two"
+            f"{ranks} rank{'s' * (ranks > 1)} is a global batch of {product}; set one of the two"
         )
     if total < ranks:
         raise OptionError(

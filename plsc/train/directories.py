@@ -278,7 +278,9 @@ def open_load_dir(options: Config, world: World) -> OpenedCheckpoint:
     if opened is not None:
         return opened
     if options.checkpoint.load_dir is None:
-        raise OptionError("no checkpoint is set; call set_checkpoint_dir, or pass --checkpoint.load_dir")
+        raise OptionError(
+            "no checkpoint is set; call set_checkpoint_dir with its folder, such as saved_model/7"
+        )
     raise CheckpointError(
         f"checkpoint.load_dir is {LAST!r}, but {shown(options.checkpoint.save_dir)} contains no checkpoint; "
         "train first, or set the path of a checkpoint"

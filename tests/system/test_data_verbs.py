@@ -47,7 +47,7 @@ def test_a_dataset_is_inspected(dataset, tmp_path, capsys):
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert "samples          6" in out
-    assert "images/1_0.png (label.txt:3): is not a readable image" in out
+    assert "images/1_0.png (label.txt:3): the image is not readable" in out
     with Image.open(sheet) as picture:
         assert picture.size[0] > 600
 

@@ -46,7 +46,7 @@ def test_a_wrong_command_line_is_refused(words):
         ("3", None, None, (1, "3")),
         ("cpu", None, None, (1, "")),
         ("cpu", 3, "4,5,6,7", (3, "")),
-        ("4", None, None, "GPU 4 was chosen, but torch sees 4 GPUs; expected lower ids"),
+        ("4", None, None, "GPU 4 was chosen, but torch sees 4 GPUs; choose lower ids"),
         (None, 5, None, "GPU 4 was chosen"),
         ("0,0", None, None, "an id twice"),
         ("0,1", 3, None, "--devices names 2 GPUs"),

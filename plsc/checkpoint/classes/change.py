@@ -107,7 +107,7 @@ def change_classes(
     given = [name for name, value in wanted.items() if value is not None]
     if len(given) != 1:
         raise OptionError(
-            f"got {' and '.join(given) or 'no change'}; expected exactly one of grow, drop, merge and reorder"
+            f"{' and '.join(given) or 'no change'} given; expected one of grow, drop, merge and reorder"
         )
     if rows not in ("mean", "target"):
         raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")

@@ -227,7 +227,7 @@ def _read(path: Path, columns: int) -> tuple[array[int], str]:
         with path.open("rb") as file:
             return _parse(path, file, columns)
     except OSError as error:
-        raise DataError(f"the list {path} cannot be read: {error.strerror}") from error
+        raise DataError(f"the list of classes {path} cannot be read: {error.strerror}") from error
 
 
 def _parse(path: Path, file: BinaryIO, columns: int) -> tuple[array[int], str]:

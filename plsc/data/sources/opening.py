@@ -74,7 +74,7 @@ def open_source(
     if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
         return _make(FORMATS[suffix], str(location), options)
     if not is_url(location) and not folder.is_dir():
-        raise DataError(f"{folder} {_describe_unknown(folder)}; {_LAYOUTS}")
+        raise DataError(f"the dataset {folder} {_describe_unknown(folder)}; {_LAYOUTS}")
     names = _names_in(str(location))
     if "label.txt" in names:
         return _make(LabelFileSource, location, options)
@@ -121,7 +121,7 @@ def _describe_unknown(path: Path) -> str:
     if path.name in ("label.txt", "file_list.txt"):
         return f"is a file list; give the folder that contains it, {path.parent}"
     suffix = f" with the suffix {path.suffix}" if path.suffix else " without a suffix"
-    return f"is not a dataset: no format has files{suffix}"
+    return f"cannot be opened: no format has files{suffix}"
 
 
 def _make(source: Callable[..., Source], location: str | Path, options: dict[str, Any]) -> Source:

@@ -301,7 +301,7 @@ def image_of(content: bytes) -> bytes:
     if start > len(content):
         raise DataError(f"has {len(content)} bytes, too few for the {flag} labels in its header")
     if start == len(content):
-        raise DataError("contains no image (0 bytes after its header); remove the record", kind="empty")
+        raise DataError("the record contains no image (0 bytes after its header); remove it", kind="empty")
     return content[start:]
 
 

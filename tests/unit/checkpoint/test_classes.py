@@ -277,7 +277,7 @@ def refusal(*arguments, **settings):
 def test_invalid_arguments_are_refused(small, tmp_path):
     folder, _ = small
     new = folder.parent / "b"
-    assert "got no change; expected exactly one" in refusal(folder, new)
+    assert "no change given; expected one of grow" in refusal(folder, new)
     assert "grow and drop" in refusal(folder, new, grow=1, drop=[1])
     for count in (0, -1):
         assert "grow is" in refusal(folder, new, grow=count)

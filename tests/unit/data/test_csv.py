@@ -141,7 +141,7 @@ def test_bad_base64_is_reported_with_its_line(tmp_path):
     assert source[0] == (JPEG, 0)
     with pytest.raises(DataError, match=r"train\.csv:3: the image is not base64"):
         source[1]
-    with pytest.raises(DataError, match=r"train\.csv:4: is empty"):
+    with pytest.raises(DataError, match=r"train\.csv:4: the image is empty"):
         source[2]
 
 

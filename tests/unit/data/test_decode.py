@@ -168,7 +168,7 @@ def test_a_damaged_header_gives_an_image_or_a_data_error(kind, odd):
         (np.zeros((24, 20, 3), dtype=np.int64), "int64"),
         (torch.zeros(2, 3, 24, 20), "2, 3, 24, 20"),
         (torch.zeros(3, 0, 20, dtype=torch.uint8), "no pixels"),
-        (torch.full(SHAPE, float("nan")), "NaN"),
+        (torch.full(SHAPE, float("nan")), "nan or inf"),
         ("a/path.jpg", "got str"),
         (Image.new("F", (20, 24)), "32-bit"),
     ],

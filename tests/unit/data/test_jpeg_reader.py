@@ -66,5 +66,5 @@ def test_a_missing_pair_file_or_no_name_is_refused(tmp_path):
 def test_a_bad_image_in_a_pair_file_is_reported_with_its_number(tmp_path):
     images = [encode(smooth_picture(0), "PNG"), b"not an image"]
     write_pairs(tmp_path / "lfw.bin", images, np.array([True]))
-    with pytest.raises(DataError, match=r"image 1 of .*lfw\.bin: is not a readable image"):
+    with pytest.raises(DataError, match=r"image 1 of .*lfw\.bin: the image is not readable"):
         jpeg_reader.load_bin(tmp_path / "lfw.bin", 16)

@@ -45,10 +45,10 @@ CASES = [
     (
         "mk.py",
         "print()\n",
-        " is not a dataset: no format has files with the suffix .py",
+        " cannot be opened: no format has files with the suffix .py",
         ".parquet",
     ),
-    ("LICENSE", "text", " is not a dataset: no format has files without a suffix", "label.txt"),
+    ("LICENSE", "text", " cannot be opened: no format has files without a suffix", "label.txt"),
     ("label.txt", "a.jpg 1\n", " is a file list; give the folder that contains it", "label.txt"),
     ("gone", None, " does not exist", "expected a folder with label.txt"),
 ]
@@ -64,5 +64,5 @@ def test_errors_about_a_dataset_name_the_location_and_what_to_do(
     assert main(["data", "inspect", str(path)]) == 1
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert f"error: {path}{problem}" in error.replace("\\n", "")
+    assert f"{path}{problem}" in error.replace("\\n", "")
     assert advice in error

@@ -126,7 +126,7 @@ def test_options_reach_the_source(tmp_path):
 def test_a_missing_or_unknown_dataset_is_refused(tmp_path, name):
     (tmp_path / "file.txt").write_text("text")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"does not exist|is not a dataset|no class folders"):
+    with pytest.raises(DataError, match=r"does not exist|cannot be opened|no class folders"):
         open_source(tmp_path / name)
 
 

@@ -151,7 +151,7 @@ def test_an_invalid_label_is_reported_with_its_record(tmp_path, label):
 
 def test_a_record_without_image_is_reported_when_it_is_read(tmp_path):
     source = RecordIOSource(write(tmp_path / "a.rec", [record(b"a", [1]), record(b"", [1])]))
-    with pytest.raises(DataError, match=r"a\.rec record 1: contains no image"):
+    with pytest.raises(DataError, match=r"a\.rec record 1: the record contains no image"):
         source[1]
 
 
@@ -162,7 +162,7 @@ def test_a_huge_record_is_refused_without_reading_it(tmp_path):
         file.truncate(8 + size)
     source = RecordIOSource(tmp_path / "a.rec")
     tracemalloc.start()
-    with pytest.raises(DataError, match=r"record 0: is 68157448 bytes, over the limit"):
+    with pytest.raises(DataError, match=r"record 0: the image has 68157448 bytes, over the limit"):
         source[0]
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()

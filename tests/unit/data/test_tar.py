@@ -158,7 +158,7 @@ def test_an_invalid_label_is_reported(tmp_path, label):
 
 def test_an_empty_image_is_reported_when_it_is_read(tmp_path):
     source = TarSource(write(tmp_path / "a.tar", ("a.jpg", b""), ("a.cls", b"1")))
-    with pytest.raises(DataError, match=r"a\.tar:a: is empty"):
+    with pytest.raises(DataError, match=r"a\.tar:a: the image is empty"):
         source[0]
 
 

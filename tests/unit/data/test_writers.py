@@ -66,7 +66,7 @@ def test_a_dataset_is_converted_to_and_from_a_remote_store(dataset):
 @pytest.mark.parametrize("name", ["a.rec", "a.parquet", "a.tar", "lines"])
 def test_a_broken_sample_stops_the_conversion_or_is_skipped(dataset, tmp_path, name):
     (dataset / "images/1_2.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"1_2\.png \(label\.txt:7\): is empty"):
+    with pytest.raises(DataError, match=r"1_2\.png \(label\.txt:7\): the image is empty"):
         convert(str(dataset), str(tmp_path / name))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
     done = convert(str(dataset), str(tmp_path / name), broken="skip")

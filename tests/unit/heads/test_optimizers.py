@@ -306,6 +306,8 @@ def test_loading_states_of_another_dtype_raises():
 
 
 def test_invalid_row_optimizer_settings_raise():
+    with pytest.raises(OptionError, match="the head is a Linear; expected a ShardedHead"):
+        RowSGD(torch.nn.Linear(2, 2))
     head = make_head()
     with pytest.raises(OptionError, match="lr is -1"):
         RowSGD(head, lr=-1.0)

@@ -210,7 +210,7 @@ def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset,
 
 def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     ins = entry(dataset, tmp_path)
-    with pytest.raises(OptionError, match=r"expected names out of jsonl, csv.*did you mean 'tensorboard'"):
+    with pytest.raises(OptionError, match=r"expected any of jsonl, csv.*did you mean 'tensorboard'"):
         ins.set_loggers("tensorbord")
     with pytest.raises(OptionError, match=r"expected a name, or an object with the methods"):
         ins.set_loggers(print)

@@ -222,7 +222,7 @@ def dataset(tmp_path_factory):
         ({"model__name": "no_such_package:Net"}, "no_such_package"),
         ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no option margin"),
         ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no option scale"),
-        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank makes 4"),
+        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank is a global batch of 4"),
         (
             {"head__loss_type": "dist_softmax", "head__hard_share": 0.5},
             "set head.sample_ratio below 1",

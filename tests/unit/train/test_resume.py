@@ -184,7 +184,7 @@ def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks(trained):
 
 
 def test_options_that_would_change_the_global_batch_are_refused(trained):
-    with pytest.raises(OptionError, match=r"batch_size 5 on 4 ranks makes 20, but .* with 32"):
+    with pytest.raises(OptionError, match=r"batch_size 5 on 4 ranks is a global batch of 20, but .* with 32"):
         kept(trained, 4, train__batch_size=5)
     with pytest.raises(OptionError, match=r"global_batch_size is 24, but .* with 32"):
         kept(trained, 4, train__global_batch_size=24)
