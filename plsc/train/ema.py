@@ -32,13 +32,12 @@ class WeightAverage(Callback):
 
     def __init__(self, network: BaseModel, decay: float, group: dist.ProcessGroup | None = None) -> None:
         self.decay = decay
-        self._weights = dict(network.named_parameters())
         saved = network.state_dict().keys()
-        self._buffers = {
-            name: buffer
-            for name, buffer in network.named_buffers()
-            if name in saved and buffer.is_floating_point()
-        }
+        self._tensors: dict[str, Tensor] = dict(network.named_parameters())
+        self._first_buffer = len(self._tensors)
+        for name, buffer in network.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                self._tensors[name] = buffer
         self._group = group
         self._average = [tensor.clone() for tensor in self._current()]
         self._is_loaded = False
@@ -67,21 +66,20 @@ class WeightAverage(Callback):
 
         Averages of buffers that differ between the ranks become equal.
         """
-        buffers = self._average[len(self._weights) :]
+        buffers = self._average[self._first_buffer :]
         if buffers and self._group is not None:
             flat = sum_over_ranks(torch.cat([one.double().flatten() for one in buffers]), self._group)
             means = (flat / self._group.size()).split([one.numel() for one in buffers])
             torch._foreach_copy_(
                 buffers, [mean.view_as(one) for mean, one in zip(means, buffers, strict=True)]
             )
-        names = {**self._weights, **self._buffers}
         return {
             name: to_save(tensor, average)
-            for (name, tensor), average in zip(names.items(), self._average, strict=True)
+            for (name, tensor), average in zip(self._tensors.items(), self._average, strict=True)
         }
 
     def _current(self) -> list[Tensor]:
-        return [local_part(tensor.detach()) for tensor in (self._weights | self._buffers).values()]
+        return [local_part(tensor.detach()) for tensor in self._tensors.values()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Note that the average is loaded: `state_dict` gave the tensors themselves."""

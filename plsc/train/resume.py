@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
         restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
     values = Checker(str(path)).mapping(scalars.get("callbacks", {}), "the state of callbacks")
-    run.callbacks.load_state(values, {**_other_tensors(run, path, manifest), **of_callbacks})
+    run.callbacks.load_state(values, {**_other_tensors(run, path, manifest, of_callbacks), **of_callbacks})
     length = scalars.get("steps_per_epoch")
     loader = run.data.loader
     if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
@@ -93,13 +93,13 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     return [*match.lines(), *_lines_about_optimizer(run, scalars, {role.of for role in fresh})]
 
 
-def _other_tensors(run: Run, path: Path, manifest: Manifest) -> dict[Role, Tensor]:
-    """Return the tensors of this run's callbacks that their `state_dict` does not return yet."""
-    known, names = run.callbacks.state()[1], run.callbacks.names
+def _other_tensors(run: Run, path: Path, manifest: Manifest, loaded: Collection[Role]) -> dict[Role, Tensor]:
+    """Return the tensors of this run's callbacks that `state_dict` does not return yet."""
+    names = run.callbacks.names
     wanted = {
         info.role
         for info in manifest.tensors.values()
-        if info.role.kind == CALLBACK and info.role.of in names and info.role not in known
+        if info.role.kind == CALLBACK and info.role.of in names and info.role not in loaded
     }
     if not wanted:
         return {}
