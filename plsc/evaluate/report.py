@@ -1,0 +1,62 @@
+"""Write the results of evaluation protocols as report.md, report.json and pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plsc.storage.publish import replacing
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report; cells are text, numbers are formatted already."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """The result of one protocol on one dataset, as ``result.section(name)`` returns it.
+
+    choices: how it was measured, one sentence each. pictures: by file name, functions that draw a PNG file.
+    values: everything, as plain values for JSON.
+    """
+
+    title: str
+    choices: Sequence[str]
+    tables: Sequence[Table]
+    values: Mapping[str, Any]
+    pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[Section]) -> Path:
+    """Write report.md, report.json and the pictures to a folder; return the path of report.md."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [f"# {title}", ""]
+    for section in sections:
+        lines += [f"## {section.title}", ""]
+        for table in section.tables:
+            lines += [f"**{table.title}**", ""] if table.title else []
+            lines += _rows(table)
+        for name, draw in section.pictures.items():
+            draw(folder / name)
+            lines += [f"![{Path(name).stem.replace('_', ' ')}]({name})", ""]
+        lines += ["How it was measured:", "", *(f"- {choice}" for choice in section.choices), ""]
+    values = {section.title: dict(section.values) for section in sections}
+    for name, text in (("report.md", "\n".join(lines)), ("report.json", json.dumps(values, indent=2) + "\n")):
+        with replacing(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return folder / "report.md"
+
+
+def _rows(table: Table) -> list[str]:
+    cells = [table.header, ["---", *["---:"] * (len(table.header) - 1)], *table.rows]
+    return [f"| {' | '.join(row)} |" for row in cells] + [""]
