@@ -115,7 +115,9 @@ def main() -> None:
     """Train with plsc and with plain PyTorch, and print the perplexities."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run", type=Path, help="new folder for checkpoints and metrics")
-    parser.add_argument("--text", type=Path, default=Path("/usr/share/games/fortunes"), help="folder of texts")
+    parser.add_argument(
+        "--text", type=Path, default=Path("/usr/share/games/fortunes"), help="folder of texts"
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=512, help="of all ranks")
     parser.add_argument("--min-count", type=int, default=3, help="leave out words that are less frequent")

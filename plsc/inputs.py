@@ -21,7 +21,7 @@ NO_IMAGE = "; if it is no image, set the network's example_input"
 
 
 def check_example(example: Any, title: str) -> None:
-    """Raise OptionError if an example input is no tensor [2, ...] or dict of such tensors; title: names it."""
+    """Raise OptionError if an example input is no tensor [2, ...] or dict of such tensors."""
     tensors = list(example.values()) if isinstance(example, dict) else [example]
     if not tensors or not all(isinstance(one, Tensor) and one.shape[:1] == (2,) for one in tensors):
         raise OptionError(f"{title} must be a tensor [2, ...] or a dict of such tensors: two samples")
@@ -67,13 +67,15 @@ def as_input(sample: Any, example: Input) -> Input:
 
 
 def _as_tensor(value: Any, example: Tensor, name: str = "") -> Tensor:
-    wanted = f"{_kind(example)} {list(example.shape[1:])}, like the network's example_input"
     try:
         tensor = torch.as_tensor(value)
+        is_wrong = tensor.shape != example.shape[1:] or not torch.can_cast(tensor.dtype, example.dtype)
+        found = f"{_kind(tensor)} {list(tensor.shape)}" if is_wrong else ""
     except (TypeError, ValueError, RuntimeError):
-        raise DataError(f"{name}is {type(value).__name__}; expected {wanted}") from None
-    if tensor.shape != example.shape[1:] or not torch.can_cast(tensor.dtype, example.dtype):
-        raise DataError(f"{name}is {_kind(tensor)} {list(tensor.shape)}; expected {wanted}")
+        found = type(value).__name__
+    if found:
+        wanted = f"{_kind(example)} {list(example.shape[1:])}, like the network's example_input"
+        raise DataError(f"{name}is {found}; expected {wanted}")
     return tensor.detach().to("cpu", example.dtype, copy=True)  # readers reuse their buffers
 
 
@@ -81,7 +83,7 @@ def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def stack_inputs(samples: Iterable[Input], example: Input) -> Input:
+def stack_inputs(samples: Iterable[Any], example: Input) -> Input:
     """Return a batch [b, ...] of samples from `as_input`; b may be 0."""
     batch = list(samples)
 
@@ -89,5 +91,5 @@ def stack_inputs(samples: Iterable[Input], example: Input) -> Input:
         return torch.stack(tensors) if tensors else torch.empty_like(like[:0], device="cpu")
 
     if isinstance(example, dict):
-        return {name: stack([one[name] for one in batch], like) for name, like in example.items()}  # type: ignore[call-overload]
-    return stack(batch, example)  # type: ignore[arg-type]
+        return {name: stack([one[name] for one in batch], like) for name, like in example.items()}
+    return stack(batch, example)

@@ -54,7 +54,10 @@ def open_reader(
 
 
 def _unbatched(items: Iterator[Any], dimensions: int) -> Iterator[Any]:
-    """Yield single samples; an item may be a list of samples, or input of so many dimensions with labels [B]."""
+    """Yield single samples; an item may be a list of samples, or (input, labels [B]).
+
+    dimensions: of a batch of input.
+    """
     for item in items:
         is_list = isinstance(item, (tuple, list)) and len(item) > 0
         if is_list and isinstance(item[0], (tuple, list)):

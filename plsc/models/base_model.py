@@ -55,7 +55,7 @@ class BaseModel(nn.Module):
         return self
 
     def build_network(self, input: Any, label: Tensor | None, is_train: bool = True) -> Tensor:
-        """Return the embeddings [b, D] of the images ``input`` [b, C, H, W], or of input like `example_input`.
+        """Return the embeddings [b, D] of images ``input`` [b, C, H, W], or of input like `example_input`.
 
         label: int64 [b], or None in prediction. is_train: whether this is a training step, by default
         ``self.training``.

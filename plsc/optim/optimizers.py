@@ -129,14 +129,14 @@ def _split_sparse(
         if not kind.takes_sparse:
             known = [name for name, one in OPTIMIZERS.items() if one.takes_sparse]
             raise OptionError(
-                f"optim.optimizer {options.optimizer} does not support the sparse gradients of {mine[0]}; use "
-                f"{', '.join(known)}, or nn.Embedding(sparse=False)"
+                f"optim.optimizer {options.optimizer} does not support the sparse gradients of {mine[0]}; "
+                f"use {', '.join(known)}, or nn.Embedding(sparse=False)"
             )
         wrong = next((name for name in ("momentum", "weight_decay", L1_DECAY) if own.get(name)), None)
         if wrong is not None:
             raise OptionError(
-                f"{mine[0]} has sparse gradients, which do not support {wrong} {own[wrong]:g}; set it to 0 in "
-                "a parameter group"
+                f"{mine[0]} has sparse gradients, which do not support {wrong} {own[wrong]:g}; set it to 0 "
+                "in a parameter group"
             )
         split.append((mine, {**own, **settings_of_sparse(kind.takes, kind.has_fused), SPARSE: True}))
     return split

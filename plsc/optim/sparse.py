@@ -6,10 +6,11 @@ parameters have neither.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 SPARSE = "sparse"
 """Key in an optimizer's parameter groups: the gradients of the group are sparse."""
@@ -17,7 +18,7 @@ SPARSE = "sparse"
 _OFF: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 
 
-def sparse_parameters(network: nn.Module) -> set[nn.Parameter]:
+def sparse_parameters(network: nn.Module) -> set[Tensor]:
     """Return the trained weights of the layers with `sparse=True`."""
     layers = (one for one in network.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
     return {layer.weight for layer in layers if layer.sparse and layer.weight.requires_grad}
@@ -37,7 +38,7 @@ class SparseAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: list[dict[str, Any]],
+        params: Sequence[dict[str, Any]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -57,7 +58,7 @@ class SparseAdam(torch.optim.Optimizer):
         for part in self.parts:
             part.state = self.state
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters."""
         for part in self.parts:
             part.step()

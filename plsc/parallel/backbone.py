@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from plsc.errors import OptionError, did_you_mean
-from plsc.parallel.collectives import class_range
+from plsc.parallel.collectives import class_range, gather_rows, gather_sizes
 from plsc.parallel.world import World
 
 
@@ -116,28 +116,16 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
 
 
 def _sum_sparse(group: dist.ProcessGroup, gradient: Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Sum a coalesced gradient of rows [n, D], whose n differs between the ranks.
-
-    All-gathers the rows, padded to the largest n, because NCCL has no all-reduce of sparse tensors.
-    """
-    device, ranks = gradient.device, group.size()
-    counts = torch.empty(ranks, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(counts, torch.tensor([gradient._nnz()], device=device), group=group)
-    sizes = counts.tolist()
-    most = max(1, *sizes)
-    gathered = []
-    for part in (gradient._indices()[0], gradient._values()):
-        padded = part.new_zeros(most, *part.shape[1:])
-        padded[: len(part)] = part
-        every = part.new_empty(ranks * most, *part.shape[1:])
-        dist.all_gather_into_tensor(every, padded, group=group)
-        found = zip(every.split(most), sizes, strict=True)
-        gathered.append(torch.cat([rows[:size] for rows, size in found]))
-    indices, values = gathered
+    """Sum a coalesced gradient of rows [n, D] of an embedding; n differs between the ranks."""
+    # NCCL has no all-reduce of sparse tensors.
+    sizes = gather_sizes(gradient._nnz(), gradient.device, group)
+    indices = gather_rows(gradient._indices()[0], sizes, group)
+    values = gather_rows(gradient._values(), sizes, group)
     total = torch.sparse_coo_tensor(indices[None], values, gradient.shape, check_invariants=False)
-    future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+    devices: Any = [gradient.device] if gradient.is_cuda else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(total.coalesce())
-    return future  # type: ignore[no-any-return]
+    return future
 
 
 _DIMENSIONS = ("replicate", "shard")

@@ -181,9 +181,7 @@ def open_training_data(
 def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
     """Raise OptionError for options that only images have."""
     augmentations = [
-        name
-        for name, off in NO_AUGMENTATION.items()
-        if name in options.explicit and options.get(name) != off
+        name for name, off in NO_AUGMENTATION.items() if name in options.explicit and options.get(name) != off
     ]
     if reader is None or options.data.datasets:
         wrong = "the samples come from files of images; set train_reader"

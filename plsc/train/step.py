@@ -123,10 +123,12 @@ class Step:
         Gradients of the backbone are multiplied by the loss scale, if there is one.
         """
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+        if sizes:  # a small last batch has fewer parts
+            parts = max(1, min(parts, max(sizes)))
         scale = 1.0 if run.scaler is None else run.scaler.scale
         total = sum(sizes) if sizes else 0
         outputs: list[HeadOutput] = []
-        for part, (input, labels) in enumerate(self._micro_batches(batch, run.position.step)):
+        for part, (input, labels) in enumerate(self._micro_batches(batch, run.position.step, parts)):
             is_last = part == parts - 1
             # Gradients are summed over the ranks only in the last micro-batch.
             with nullcontext() if is_last else no_gradient_sync(run.trained_network):
@@ -151,9 +153,9 @@ class Step:
                 parameter.grad = parameter.grad.coalesce()
         return outputs[0] if parts == 1 else join_outputs(outputs)
 
-    def _micro_batches(self, batch: Batch, step: int) -> Iterator[tuple[Input, Tensor]]:
+    def _micro_batches(self, batch: Batch, step: int, parts: int) -> Iterator[tuple[Input, Tensor]]:
         """Yield the input and labels of each micro-batch, for whose forward pass generators are seeded."""
-        run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+        run, device = self._run, self._run.world.device
         with span("copy to device"):
             inputs = split_input(batch.input(device, run.network.input_layout), parts)
             labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
@@ -196,7 +198,8 @@ class Step:
         """Raise TrainingError after a second forward pass, which finds the layer; a collective."""
         run = self._run
         with torch.no_grad(), autocast(self._mode, run.world.device):
-            layer = find_bad_layer(run.network, self._micro_batches(coming.batch, coming.position.step))
+            parts = self._micro_batches(coming.batch, coming.position.step, self._options.micro_batches)
+            layer = find_bad_layer(run.network, parts)
         note = ""
         if self.losses.is_late and not self._skips_bad_update:
             note = ", after an update with this loss; set_late_losses(False) stops before it"

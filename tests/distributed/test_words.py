@@ -46,8 +46,7 @@ def plain(case):
     head = ShardedHead(CLASSES, DIMENSION, build_margin("softmax"), row_dtype="float64")  # its initial values
     weight, bias = nn.Parameter(head.weight.detach().clone()), nn.Parameter(head.bias.detach().clone())
     optimizers = optimizers_of(optimizer, network)
-    optimizers.append(torch.optim.SGD([weight], 0.1, 0.9, weight_decay=0.01))
-    optimizers.append(torch.optim.SGD([bias], 0.1, 0.9))
+    optimizers.append(torch.optim.SGD([weight, bias], 0.1, 0.9, weight_decay=0.01))
     found = samples(kind is WeightedWords)
     for _ in range(EPOCHS):
         for start in range(0, len(found), BATCH):

@@ -60,8 +60,8 @@ def samples(is_weighted: bool) -> list[tuple[object, int]]:
 
 CASES = {
     # network, optimizer of the network, further options
-    "sgd, Dataset": (Words, "sgd", {"train__micro_batches": 2, "optim__clip_norm": 0.3}),
-    "sparse_adam, generator of dicts": (WeightedWords, "sparse_adam", {"optim__clip_norm": 0.1}),
+    "sgd, Dataset": (Words, "sgd", {"train__micro_batches": 2, "optim__clip_norm": 0.005}),
+    "sparse_adam, generator of dicts": (WeightedWords, "sparse_adam", {"optim__clip_norm": 0.005}),
     "adagrad, generator that prefetches": (Words, "adagrad", {"data__num_workers": 1}),
 }
 
