@@ -1,6 +1,7 @@
 """Train classifiers over very many classes, with class weights sharded over the ranks.
 
-`Entry` trains, tests and predicts. `load_network` returns a trained network.
+`Entry` trains, tests and predicts. `load_network` returns a trained network, and `open_embeddings` the output
+of `Entry.predict`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ if TYPE_CHECKING:
     from plsc.config.runtime import AutoMixedPrecisionLists
     from plsc.entry import Entry
     from plsc.train.callbacks import Callback, EarlyStopping
+    from plsc.train.embeddings import open_embeddings
     from plsc.train.evaluation import load_network
 
 __version__ = "0.1.0"
 
-__all__ = ["AutoMixedPrecisionLists", "Callback", "EarlyStopping", "Entry", "__version__", "load_network"]
+__all__ = [
+    "AutoMixedPrecisionLists",
+    "Callback",
+    "EarlyStopping",
+    "Entry",
+    "__version__",
+    "load_network",
+    "open_embeddings",
+]
 
 # Imported on first use: `import plsc` alone does not import torch.
 _MODULES = {
@@ -25,6 +35,7 @@ _MODULES = {
     "EarlyStopping": "plsc.train.callbacks",
     "Entry": "plsc.entry",
     "load_network": "plsc.train.evaluation",
+    "open_embeddings": "plsc.train.embeddings",
 }
 
 

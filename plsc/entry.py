@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,19 @@ from plsc.optim.optimizers import Factory
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.profiling import ProfileResult, run_profile
-from plsc.storage.urls import set_hdfs_user
+from plsc.storage.urls import is_url, set_hdfs_user, shown
 from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
 from plsc.train.data import as_reader
-from plsc.train.evaluation import Prediction, run_conversion, run_prediction, run_test
+from plsc.train.embeddings import Embeddings
+from plsc.train.evaluation import run_conversion, run_test
 from plsc.train.loggers import Logger
 from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
+from plsc.train.prediction import Prediction, Request, run_prediction
+from plsc.train.prediction_images import Images
 
 T = TypeVar("T")
 
@@ -350,9 +353,56 @@ class Entry(OriginalSetters):
         """
         return self._run(run_test)
 
-    def predict(self) -> Prediction:
-        """Return the embeddings of the images of the dataset or of predict_reader."""
-        return self._run(run_prediction)
+    @overload
+    def predict(
+        self,
+        images: Images | None = None,
+        *,
+        layers: str | Sequence[str] = (),
+        field: str | Sequence[str] = "value",
+        flatten_result: bool = False,
+    ) -> Prediction: ...
+
+    @overload
+    def predict(
+        self,
+        images: Images | None = None,
+        *,
+        layers: str | Sequence[str] = (),
+        field: str | Sequence[str] = "value",
+        flatten_result: bool = False,
+        output: str | os.PathLike[str],
+    ) -> Embeddings: ...
+
+    def predict(
+        self,
+        images: Images | None = None,
+        *,
+        layers: str | Sequence[str] = (),
+        field: str | Sequence[str] = "value",
+        flatten_result: bool = False,
+        output: str | os.PathLike[str] | None = None,
+    ) -> Prediction | Embeddings:
+        """Return the embeddings of the images of the dataset or of predict_reader.
+
+        Args:
+            images: other images, without labels: a folder (images at any depth), a file with a path per line,
+                or a list of paths or images.
+            layers: names of modules whose outputs are returned next to the embeddings.
+            field: one or several of ``value``: embeddings and outputs of layers; ``id``: the trained class
+                with the highest logit; ``prob``: its softmax probability.
+            flatten_result: join the outputs of the layers side by side, as one array [N, ...].
+            output: a folder. All ranks write shards of rows to it, as .npy, or as Parquet if its name ends in
+                .parquet; nothing is gathered. The same call resumes an interrupted prediction. Returns the
+                opened folder, like `plsc.open_embeddings`.
+        """
+        fields = (field,) if isinstance(field, str) else tuple(field)
+        names = (layers,) if isinstance(layers, str) else tuple(layers)
+        request = Request(names, fields, flatten_result)
+        if output is not None and is_url(os.fspath(output)):
+            raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
+        folder = None if output is None else Path(output)
+        return self._run(partial(run_prediction, images=images, request=request, output=folder))
 
     def convert_for_prediction(self, output: str | os.PathLike[str] | None = None) -> Path:
         """Write the network of the checkpoint to a new folder, and return the folder.

@@ -27,7 +27,7 @@ def check_example(example: Any, title: str) -> None:
         raise OptionError(f"{title} must be a tensor [2, ...] or a dict of such tensors: two samples")
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], input: Input) -> Input:
+def map_tensors(function: Callable[[Tensor], Any], input: Input) -> Any:
     """Return the result of a function on the tensor, or on each tensor of the dict."""
     if isinstance(input, dict):
         return {name: function(one) for name, one in input.items()}

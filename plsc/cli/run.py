@@ -31,31 +31,47 @@ def _test(options: Options) -> None:
     _entry(options).test()
 
 
-def _predict(options: Options, output: str) -> None:
+def _predict(
+    options: Options, output: str, images: str | None, layers: str, field: str, flatten_result: bool
+) -> None:
     path = Path(output)
-    if path.suffix != ".npz":
-        raise OptionError(f"--output is {output}; expected the name of an .npz file, the only format")
+    if path.suffix not in (".npz", ".parquet", ""):
+        raise OptionError(
+            f"--output is {output}; expected the name of an .npz file, a folder, or a folder whose name ends "
+            "in .parquet"
+        )
     if not path.absolute().parent.is_dir():
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"
         )
     entry = _entry(options)
-    prediction = entry.predict()
+    how = {"layers": _listed(layers), "field": _listed(field), "flatten_result": flatten_result}
+    if path.suffix != ".npz":
+        entry.predict(images, output=path, **how)
+        return
+    prediction = entry.predict(images, **how)
     if entry.is_main:
         _write_prediction(path, prediction)
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _write_prediction(path: Path, prediction: Any) -> None:
     import numpy as np
 
+    optional = {"ids": prediction.ids, "probs": prediction.probs}
     with path.open("wb") as file:
         np.savez(
             file,
             embeddings=prediction.embeddings,
             names=np.array(prediction.names),
             labels=prediction.labels,
+            **prediction.layers,
+            **{name: values for name, values in optional.items() if values is not None},
         )
-    print(f"wrote {len(prediction.embeddings)} embeddings to {path}")
+    print(f"wrote {len(prediction.labels)} embeddings to {path}")
 
 
 def _profile(options: Options, steps: int, output: str) -> None:
@@ -92,9 +108,15 @@ COMMANDS = {
         takes_options=True,
     ),
     "predict": Command(
-        "write the embeddings of the dataset's images to an .npz file",
+        "write the embeddings of the dataset's images to an .npz file, or as shards to a folder",
         _predict,
-        [Argument("output", str, "embeddings.npz", "file to write")],
+        [
+            Argument("output", str, "embeddings.npz", "file or folder to write; a folder is resumed"),
+            Argument("images", str, None, "folder or list file of images, instead of the dataset"),
+            Argument("layers", str, "", "names of modules whose outputs are also written"),
+            Argument("field", str, "value", "outputs to write: value, id, prob"),
+            Argument("flatten_result", bool, False, "join the outputs of the layers as one array"),
+        ],
         takes_options=True,
     ),
     "profile": Command(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,29 +63,68 @@ def embed_images(
         raise DataError(f"{name}: there are no images to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
-    layout = getattr(model, "input_layout", torch.contiguous_format)
-    example = getattr(model, "example_input", None)
-    if flip and example is not None:
-        raise DataError(f"{name}: the network takes no images, so they cannot be flipped; set flip=False")
+    firsts = range(start, stop, batch_size)
+    chunks = (Chunk(first, images[first : min(first + batch_size, stop)]) for first in firsts)
 
     def embed_range() -> np.ndarray:
-        parts = []
-        batches = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
-        with closing(_decode_ahead(images, batches, image_shape, name, num_threads, example)) as decoded:
-            for batch, one in zip(batches, decoded, strict=True):
-                parts.append(_embed(model, one.input(device, layout), flip))
-                finite = np.isfinite(parts[-1]).all(axis=1)
-                if not finite.all():
-                    raise DataError(
-                        f"the embedding of image {batch[int(np.argmin(finite))]} of {name} is not "
-                        "finite; the training has diverged, or the weights are damaged"
-                    )
+        embedded = embed_chunks(
+            model,
+            chunks,
+            image_shape,
+            batch_size=min(batch_size, stop - start),
+            device=device,
+            flip=flip,
+            name=name,
+            num_threads=num_threads,
+        )
+        with closing(embedded):
+            parts = [embedding for _, embedding in embedded]
         return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
 
     with evaluating(model), torch.inference_mode():
         if world is None or world.size == 1:
             return embed_range()
         return _share(world, embed_range, gather)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive images, read on access. first: number of the first. labels: int64 [b], or None."""
+
+    first: int
+    images: Sequence[Any]
+    labels: np.ndarray | None = None
+
+
+def embed_chunks(
+    model: nn.Module,
+    chunks: Iterable[Chunk],
+    image_shape: tuple[int, int, int],
+    *,
+    batch_size: int,
+    device: torch.device | str,
+    flip: bool = False,
+    name: str = "the images",
+    num_threads: int = 0,
+) -> Generator[tuple[Chunk, np.ndarray], None, None]:
+    """Yield each chunk of at most `batch_size` images with its embeddings, float32 [b, D].
+
+    Arguments as in `embed_images`. Call it in evaluation and inference mode, and close it.
+    """
+    layout = getattr(model, "input_layout", torch.contiguous_format)
+    example = getattr(model, "example_input", None)
+    if flip and example is not None:
+        raise DataError(f"{name}: the network takes no images, so they cannot be flipped; set flip=False")
+    with closing(_decode_ahead(chunks, batch_size, image_shape, name, num_threads, example)) as decoded:
+        for chunk, batch in decoded:
+            embedding = _embed(model, batch.input(device, layout), flip)
+            finite = np.isfinite(embedding).all(axis=1)
+            if not finite.all():
+                raise DataError(
+                    f"the embedding of image {chunk.first + int(np.argmin(finite))} of {name} is not finite; "
+                    "the training has diverged, or the weights are damaged"
+                )
+            yield chunk, embedding
 
 
 class ImagesOf(Sequence[Any]):
@@ -105,37 +145,37 @@ class ImagesOf(Sequence[Any]):
 
 
 def _decode_ahead(
-    images: Sequence[bytes],
-    batches: Sequence[range],
+    chunks: Iterable[Chunk],
+    batch_size: int,
     image_shape: tuple[int, int, int],
     name: str,
     num_threads: int,
     example: Input | None = None,
-) -> Generator[Batch, None, None]:
-    """Yield batches of the images, or of samples like `example`, without labels."""
-    ring = BufferRing(max(map(len, batches), default=0), image_shape)
+) -> Generator[tuple[Chunk, Batch], None, None]:
+    """Yield each chunk with its images, or its samples like `example`, as a batch without labels."""
+    ring = BufferRing(batch_size, image_shape)
     no_labels = torch.empty(0, dtype=torch.int64)
 
-    def decode(batch: range, stopped: Callable[[], bool]) -> Batch:
-        slots, pixels = ring.take(len(batch) if example is None else 0)
+    def decode(chunk: Chunk, stopped: Callable[[], bool]) -> tuple[Chunk, Batch]:
+        slots, pixels = ring.take(len(chunk.images) if example is None else 0)
         floats: list[Any] = []
-        for place, index in enumerate(batch):
+        for index in range(len(chunk.images)):
             if stopped():
                 raise Stopped
             try:
-                data = images[index]
-                image = decode_into(data, slots[place]) if example is None else as_input(data, example)
+                data = chunk.images[index]
+                image = decode_into(data, slots[index]) if example is None else as_input(data, example)
             except DataError as error:
-                raise error.at(f"image {index} of {name}") from error
+                raise error.at(f"image {chunk.first + index} of {name}") from error
             if image is not None:
                 floats.append(image)
         if example is not None:
-            return Batch(stack_inputs(floats, example), no_labels, [], is_input=True)
-        if floats and len(floats) < len(batch):
+            return chunk, Batch(stack_inputs(floats, example), no_labels, [], is_input=True)
+        if floats and len(floats) < len(chunk.images):
             raise DataError(f"{name}: some images are arrays of floats, others are not; use one kind")
-        return Batch(torch.stack(floats) if floats else pixels, no_labels, [])
+        return chunk, Batch(torch.stack(floats) if floats else pixels, no_labels, [])
 
-    return in_order(decode, batches, num_threads)
+    return in_order(decode, chunks, num_threads)
 
 
 def _embed(model: nn.Module, input: Any, flip: bool) -> np.ndarray:

@@ -17,7 +17,7 @@ from plsc.heads.margins import Margin
 from plsc.heads.softmax import Execution, Queries, TorchBackend, tile_size
 from plsc.heads.topk import REPORTED, count_hits, top_of_logits, top_of_ranks, top_of_rows
 from plsc.heads.weights import ROW_DTYPES, Rows, initial_rows, read_dtype
-from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, sum_over_ranks
+from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, send_rows, sum_over_ranks
 
 _EQUAL = 1e-6  # unit vectors with less variance count as equal
 
@@ -159,21 +159,46 @@ class Head(nn.Module):
             Logits [b, k]: the scale times the cosine (of the nearest sub-centre), or for plain softmax the
             product plus the bias. Classes, int64 [b, k]; of equal logits, the lowest class comes first.
         """
-        check_embeddings(embeddings, self.emb_size)
         if k < 1:
             raise OptionError(f"k is {k}; expected 1 or more")
-        group, device = self.group if self.is_sharded else None, embeddings.device
-        k, sizes = min(k, self.class_num), gather_sizes(len(embeddings), device, group)
-        compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
-        with torch.autocast(device.type, enabled=False):
-            x = gather_rows(embeddings.detach().to(compute), sizes, group)
-            queries = Queries(
-                normalised(x)[0] if self.margin.is_cosine else x,
-                target=torch.empty(0, dtype=torch.int64, device=device),
-                scale=self.margin.scale,
-            )
-            backend = TorchBackend(tile=self.execution.tile or tile_size(device, len(x)))
+        k = min(k, self.class_num)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            backend, queries, sizes, group = self._search(embeddings)
             return top_of_ranks(top_of_rows(backend, self.all_rows(), queries, k), sizes, group)
+
+    @torch.no_grad()
+    def classify(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the class with the highest logit without margin and its softmax probability; a collective.
+
+        Args:
+            embeddings: [b, D], floating point; b may differ between ranks.
+
+        Returns:
+            Classes, int64 [b], and probabilities [b], by the softmax of these logits over all classes.
+        """
+        with torch.autocast(embeddings.device.type, enabled=False):
+            backend, queries, sizes, group = self._search(embeddings)
+            logits, classes = top_of_ranks(top_of_rows(backend, self.all_rows(), queries, 1), sizes, group)
+            sums = backend.forward(self.all_rows(), queries, fixed_shift=None, want_weighted=False)
+            log_sums = send_rows(sums.shift + sums.total.log(), sizes, group).logsumexp(dim=0)
+            return classes[:, 0], (logits[:, 0] - log_sums).exp().clamp(max=1)  # above 1 only by rounding
+
+    def _search(
+        self, embeddings: Tensor
+    ) -> tuple[TorchBackend, Queries, list[int], dist.ProcessGroup | None]:
+        """Return the backend, the queries of all ranks, their batch sizes and the group; a collective."""
+        check_embeddings(embeddings, self.emb_size)
+        group, device = self.group if self.is_sharded else None, embeddings.device
+        sizes = gather_sizes(len(embeddings), device, group)
+        compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
+        x = gather_rows(embeddings.detach().to(compute), sizes, group)
+        queries = Queries(
+            normalised(x)[0] if self.margin.is_cosine else x,
+            target=torch.full((len(x),), -1, device=device),
+            scale=self.margin.scale,
+        )
+        backend = TorchBackend(tile=self.execution.tile or tile_size(device, len(x)))
+        return backend, queries, sizes, group
 
     def all_rows(self) -> Rows:
         """Return all class weights of this rank as `Rows`, without a copy."""

@@ -1,12 +1,11 @@
-"""Evaluation on pair files and labelled images, and prediction of embeddings."""
+"""Evaluation on pair files and labelled images; the network of a checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,15 +18,11 @@ from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
 from plsc.config.option import name_of, shown_value
-from plsc.data.class_names import class_names_of
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
-from plsc.data.reader import declares_shards, open_reader
-from plsc.data.sources.base import FileSource, IndexedSource
-from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
 from plsc.errors import CheckpointError, DataError, OptionError, refusing
 from plsc.evaluate.classification import classify
-from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.heads import Head
 from plsc.heads.joint import JointHead
@@ -36,7 +31,6 @@ from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
-from plsc.train.data import is_generator_reader, open_training_source
 from plsc.train.directories import open_checkpoint, open_load_dir
 from plsc.train.export import MODEL_NAME, read_about, read_model, write_model
 from plsc.train.heads import load_head
@@ -165,19 +159,6 @@ def evaluate_targets(
     return results
 
 
-@dataclass
-class Prediction:
-    """Embeddings, names and labels of N images, in the order of the dataset.
-
-    embeddings: float32 [N, D], not normalised. names: path of the file, or ``sample <n>`` of a reader.
-    labels: int64 [N], -1 for images of a reader without labels.
-    """
-
-    embeddings: np.ndarray
-    names: list[str]
-    labels: np.ndarray
-
-
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     """Return the results of the checkpoint's network on every pair file and on `data.val_dir`, by name."""
     checkpoint = open_load_dir(options.resolve(), world)
@@ -201,31 +182,6 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
         tars = (f", TAR {tar:.4f} at FAR {far:g}" for far, tar in rates)
         world.log(f"{name}: {result.summary()}{''.join(tars)}")
     return results
-
-
-def run_prediction(options: Options, world: World, user: UserParts) -> Prediction:
-    """Return the embeddings of the images of the dataset or the predict reader.
-
-    Classes with names are numbered as in the checkpoint; new classes follow after them.
-    """
-    checkpoint = open_load_dir(options.resolve(), world)
-    network, config = load_for_run(options, world, user.model, checkpoint)
-    network = evaluated(network, config, world)
-    reader = user.predict_reader
-    if reader is not None and is_generator_reader(reader, "predict_reader"):
-        return _predict_stream(network, reader, config, world)
-    source = open_training_source(config, reader)
-    class_names, saved = class_names_of(source), read_class_names(*checkpoint)
-    if class_names is not None and saved is not None:
-        assert isinstance(source, IndexedSource)
-        source.renumber(saved.numbered(class_names))
-    # A custom Dataset may not be thread-safe.
-    threads = 0 if isinstance(source, TorchDatasetSource) else config.data.num_workers
-    images = ImagesOf(source, range(len(source)))
-    embeddings = _embed(network, images, config, world, config.data.dataset_dir, threads)
-    where = source.path if isinstance(source, FileSource) else source.name
-    names = [str(where(index)) for index in range(len(source))]
-    return Prediction(embeddings, names, source.labels())
 
 
 def run_conversion(options: Options, world: World, user: UserParts, output: Path | None = None) -> Path:
@@ -356,29 +312,3 @@ def _embed(
             num_threads=threads,
             gather=gather,
         )
-
-
-def _predict_stream(network: BaseModel, reader: Any, options: Config, world: World) -> Prediction:
-    """Predict the images of a generator: every rank reads all images and computes its share of each chunk."""
-    parts: list[np.ndarray] = []
-    labels: list[int] = []
-    arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
-    opened = open_reader(reader, "predict reader", network.example_input, **arguments)
-    samples = _images_and_labels(opened)
-    while chunk := list(islice(samples, options.train.test_batch_size * world.size)):
-        images = [image for image, _ in chunk]
-        parts.append(_embed(network, images, options, world, "the predict reader", 0))
-        labels.extend(label for _, label in chunk)
-    if not parts:
-        raise DataError("the predict reader yielded no image")
-    names = [f"sample {index}" for index in range(len(labels))]
-    return Prediction(np.concatenate(parts), names, np.array(labels, dtype=np.int64))
-
-
-def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
-    for index, sample in enumerate(samples):
-        if isinstance(sample, (tuple, list)) and sample:
-            name = f"sample {index} of the predict reader"
-            yield sample[0], whole_number(sample[1], name) if len(sample) > 1 else -1
-        else:
-            yield sample, -1

@@ -20,6 +20,7 @@ from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import checksum
 from plsc.config import Config, Options
+from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments, safe_arguments
 from plsc.parallel.world import World
@@ -45,7 +46,7 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "version": _VERSION,
             "plsc": __version__,
             "step": manifest.step,
-            "input": _describe_input(network, config),
+            "input": describe_input(network, config),
             "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
             "flip": config.data.flip and network.example_input is None,
             "metrics": manifest.scalars.get(METRICS_KEY, {}),
@@ -56,13 +57,10 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
         (temporary / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _describe_input(network: BaseModel, config: Config) -> Any:
-    """Return the shape and type of the input; for a dict, of each of its tensors."""
-    example = network.example_input
-    if isinstance(example, dict):
-        return {name: _describe_tensor(one) for name, one in example.items()}
-    if example is not None:
-        return _describe_tensor(example)
+def describe_input(network: BaseModel, config: Config) -> Any:
+    """Return shape, type and preprocessing of images, or shape and type of each tensor, for JSON."""
+    if network.example_input is not None:
+        return map_tensors(_describe_tensor, network.example_input)
     return {
         "shape": ["batch", *config.model.image_shape],
         "dtype": config.runtime.dtype,

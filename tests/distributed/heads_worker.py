@@ -174,6 +174,10 @@ def check_topk(
         torch.testing.assert_close(scores.double(), expected[mine], rtol=1e-5, atol=1e-5)
         where = f"{loss_type}, {classes} x {centers}, {sizes}, {dtype}, top {k}, rank {world.rank}"
         assert found.equal(numbers[mine]), where
+    found, probabilities = head.classify(embeddings[mine].float())
+    assert found.equal(reference.top_classes(logits, 1)[1][mine, 0])
+    expected = logits.softmax(dim=1).amax(dim=1)[mine]
+    torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def check_joint_topk(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Read folders of images: with a label.txt, or with one folder per class."""
+"""Read images: with a label.txt, with one folder per class, or without labels."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import posixpath
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from plsc.data.lines import parse_label
-from plsc.data.sources.base import FileSource, PathTable, printable
+from plsc.data.sources.base import FileSource, PathTable, Source, printable
 from plsc.data.sources.columns import with_label_map
+from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.retry import with_retries
@@ -146,6 +147,44 @@ class ImageFolderSource(FileSource):
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
         super().__init__(root, paths, with_label_map(every, names, label_map))
+
+
+def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:
+    """Return images without labels (each label is -1), in sorted or in the given order.
+
+    Args:
+        images: a folder, with all images at any depth; a file with a path per line, relative to its folder;
+            an image file; or a sequence of paths, or of encoded or decoded images.
+
+    Raises:
+        DataError: there are no images, or the folder or file cannot be read.
+    """
+    paths = PathTable()
+    root: str | Path = Path()
+    if isinstance(images, (str, os.PathLike)):
+        place = os.fspath(images)
+        if place.lower().endswith(IMAGE_SUFFIXES):
+            paths.append(os.fsencode(place))
+        elif is_url(place) or Path(place).is_dir():
+            root = place.rstrip("/") if is_url(place) else Path(place).resolve()
+            for folder, names in _walk_store(str(root)) if is_url(place) else _walk(Path(root), ""):
+                for name in filter(_is_image, names):
+                    paths.append(os.fsencode(posixpath.join(folder, name)))
+        else:
+            root = Path(place).parent
+            with streamed(place) as file:
+                for line in filter(None, map(bytes.strip, file)):
+                    paths.append(line)
+        where = shown(place)
+    else:
+        if not all(isinstance(image, (str, os.PathLike)) for image in images):
+            return TorchDatasetSource([(image, -1) for image in images], "images")
+        for image in images:
+            paths.append(os.fsencode(image))
+        where = "the list"
+    if not len(paths):
+        raise DataError(f"{where} contains no images; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
+    return FileSource(root, paths, np.full(len(paths), -1))
 
 
 def holds_image(root: Path, folder: str) -> bool:

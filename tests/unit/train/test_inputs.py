@@ -19,8 +19,9 @@ from plsc.optim.sparse import SPARSE
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
 from plsc.train.data import open_training_data
-from plsc.train.evaluation import load_network, run_conversion, run_prediction
+from plsc.train.evaluation import load_network, run_conversion
 from plsc.train.network import build_trained_network
+from plsc.train.prediction import run_prediction
 from tests.resuming import different, options_of, train
 
 WORLD = World.single()
@@ -177,6 +178,9 @@ def test_a_trained_network_predicts_and_is_converted(tmp_path):
         found = run_prediction(chosen, WORLD, user)
         assert np.allclose(found.embeddings, expected, atol=1e-6)
         assert found.labels.tolist() == LABELS.tolist()
+    run_prediction(chosen, WORLD, user, output=tmp_path / "written")
+    about = json.loads((tmp_path / "written/index.json").read_text())
+    assert about["input"]["ids"] == {"shape": ["batch", 3], "dtype": "int64"}
     folder = run_conversion(chosen, WORLD, UserParts(model=Described()), tmp_path / "model")
     about = json.loads((folder / "model.json").read_text())
     assert about["input"]["ids"] == {"shape": ["batch", 3], "dtype": "int64"}

@@ -19,7 +19,7 @@ from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
 from plsc.train.class_tools import run_dominant
 from plsc.train.data import options_of
-from plsc.train.evaluation import run_prediction
+from plsc.train.prediction import run_prediction
 from plsc.train.resume import restore
 from plsc.train.state import collect_tensors
 from tests.images import write_dataset
