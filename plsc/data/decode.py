@@ -24,6 +24,7 @@ from PIL import UnidentifiedImageError
 
 from plsc.data.alignment import ALIGNED_SIZE, Face, align
 from plsc.errors import DataError
+from plsc.inputs import NO_IMAGE
 
 try:
     from simplejpeg import decode_jpeg, decode_jpeg_header
@@ -109,7 +110,8 @@ def _decode(data: Image, channels: int) -> torch.Tensor:
         image = _from_tensor(data)
     else:
         raise DataError(
-            f"expected encoded bytes, a Pillow image, an array or a tensor, got {type(data).__name__}"
+            "expected encoded bytes, a Pillow image, an array or a tensor, got "
+            f"{type(data).__name__}{NO_IMAGE}"
         )
     if image.shape[0] != channels:
         raise DataError(
@@ -261,7 +263,7 @@ def _from_array(array: np.ndarray) -> torch.Tensor:
     if array.dtype != np.uint8 or array.ndim not in (2, 3):
         raise DataError(
             "expected an array of uint8 [H, W, C] or [H, W], or of floats [C, H, W], "
-            f"got {array.dtype} {list(array.shape)}"
+            f"got {array.dtype} {list(array.shape)}{NO_IMAGE}"
         )
     _check_size(array.shape[1], array.shape[0])
     return _channels_first(array)
@@ -278,7 +280,7 @@ def _from_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if image.ndim != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
         raise DataError(
             "expected a tensor of uint8 or floats, [C, H, W] or [H, W], "
-            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{NO_IMAGE}"
         )
     _check_size(image.shape[2], image.shape[1])
     image = image.detach().cpu()

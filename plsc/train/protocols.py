@@ -129,6 +129,9 @@ class Evaluator:
 
     def choices(self, data: ProtocolData) -> list[str]:
         """Return how images are embedded, one sentence each."""
+        precision = f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation)."
+        if self.network.example_input is not None:
+            return ["Samples: as the test reader returns them.", precision]
         channels, height, width = self.config.model.image_shape
         flipped = "the sum of the embeddings of the image and its mirror image"
         embedding = flipped if self.config.data.flip else "that of the image, without its mirror image"
@@ -137,7 +140,7 @@ class Evaluator:
         return [
             f"Images: {fitted} to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
             f"Embedding: {embedding} (data.flip).",
-            f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation).",
+            precision,
         ]
 
     def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
@@ -252,7 +255,7 @@ class Evaluator:
                 self.config.model.image_shape,
                 batch_size=self.config.train.test_batch_size,
                 device=self.world.device,
-                flip=self.config.data.flip,
+                flip=self.config.data.flip and self.network.example_input is None,
                 world=self.world,
                 name=name,
                 num_threads=self.config.data.num_workers,
