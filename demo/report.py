@@ -2,8 +2,8 @@
 
     python demo/report.py demo/output/glyphs demo/output/run
 
-Writes `embeddings.npz`, `unseen.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt` and
-the reports of the protocols (`protocols/`) into the run's folder.
+Writes `embeddings.npz`, `unseen.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt`
+and the reports of the protocols (`protocols/`) into the run's folder.
 """
 
 from __future__ import annotations

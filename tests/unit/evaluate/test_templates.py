@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from plsc.evaluate.identification import identify
 from plsc.evaluate.report import write_report
 from plsc.evaluate.templates import evaluate_templates, pool_templates
 from plsc.evaluate.verification import FARS
+from tests.distributed.launch import run_ranks
 
 SUBJECTS = 24
 
@@ -170,3 +172,26 @@ def test_unusable_embeddings_raise_an_error(tmp_path):
     embeddings[17, 1] = np.inf
     with pytest.raises(DataError, match="embedding of image 17 of the templates is not finite"):
         evaluate_templates(embeddings, protocol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_results_are_identical_on_every_number_of_ranks(tmp_path, ranks):
+    images, *_ = write_protocol(tmp_path, 6)
+    rng = np.random.default_rng(6)
+    data = {
+        "gallery": rng.integers(-2, 3, (40, 5)).astype(np.float32),
+        "gallery_labels": rng.integers(-1, 12, 40),
+        "probes": rng.normal(size=(50, 5)).astype(np.float32),
+        "probe_labels": np.append(rng.integers(0, 12, 48), [90, 91]),  # fewer non-mated searches than ranks
+    }
+    np.savez(tmp_path / "data.npz", images=images, **data)
+    run_ranks(Path(__file__).with_name("identify_rank.py"), ranks, str(tmp_path))
+    alone, pooled = identify(*data.values()), evaluate_templates(images, read_protocol(tmp_path))
+    assert alone.non_mated == 2
+    for rank in range(ranks):
+        found = np.load(tmp_path / f"{ranks}-{rank}.npz")
+        assert np.array_equal(found["ranks"], alone.ranks)
+        assert np.array_equal(found["mate_scores"], alone.mate_scores)
+        assert np.array_equal(found["top_scores"], alone.top_scores)
+        assert str(found["values"]) == repr((alone.as_dict(), pooled.as_dict()))
