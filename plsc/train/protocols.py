@@ -89,7 +89,7 @@ def run_protocol(
     results = {one.name: one.result for one in found}
     log_results(world, results)
     for one in found:
-        if isinstance(one.result, VerificationResult) and (warning := one.result.warning()):
+        if hasattr(one.result, "warning") and (warning := one.result.warning()):
             world.log(f"{one.name}: {warning}", logging.WARNING)
     path, manifest = checkpoint
     model = [
