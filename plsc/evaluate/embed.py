@@ -40,7 +40,7 @@ def embed_images(
     """Return the embeddings of all images, float32 [N, D], not normalised.
 
     The model runs in evaluation mode; its previous mode is restored. With several ranks this is a collective:
-    each rank embeds a contiguous part (`plsc.parallel.collectives.class_range`), and every rank returns all
+    each rank embeds contiguous batches, the same ones for any number of ranks, and every rank returns all
     embeddings.
 
     Args:
@@ -53,7 +53,8 @@ def embed_images(
         world: the ranks that share the work; None: this process only.
         name: what error messages call the images, as in ``image 17 of <name>``, counted from 0.
         num_threads: threads that read and decode images in the background; 0: none.
-        gather: False: each rank returns only the embeddings of its part.
+        gather: False: each rank embeds an equal part (`plsc.parallel.collectives.class_range`), and returns
+            only its embeddings.
 
     Raises:
         DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
@@ -63,6 +64,9 @@ def embed_images(
         raise DataError(f"{name}: there are no images to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
+    if gather:  # whole batches: the last bits of an embedding depend on the size of its batch
+        batches = class_range(-(-len(images) // batch_size), rank, ranks)
+        start, stop = (min(batch * batch_size, len(images)) for batch in batches)
     firsts = range(start, stop, batch_size)
     chunks = (Chunk(first, images[first : min(first + batch_size, stop)]) for first in firsts)
 

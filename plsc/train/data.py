@@ -27,7 +27,7 @@ from plsc.data.order import BatchPlan, count_steps, limited
 from plsc.data.reader import ReaderLoader
 from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, open_source
-from plsc.data.sources.base import Source
+from plsc.data.sources.base import FileSource, Source
 from plsc.data.sources.base64_lines import Base64Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.transform import Transform
@@ -115,17 +115,47 @@ def _length_of(reader: Any) -> int | None:
 
 
 def open_training_source(options: Config, reader: Any) -> Source:
-    """Return the source of a Dataset, or of the dataset folder if `reader` is None."""
-    if reader is not None:
-        return TorchDatasetSource(reader)
+    """Return the source of a Dataset, or of the dataset folder if `reader` is None.
+
+    Raises DataError if images lack landmarks, unless `data.bad_images` handles them one by one.
+    """
     data = options.data
-    return open_source(
+    if reader is not None:
+        check_no_landmarks(options, "a reader")
+        return TorchDatasetSource(reader)
+    source = open_source(
         data.dataset_dir,
         image_column=data.image_column,
         label_column=data.label_column,
         label_map=data.label_map,
         class_depth=data.class_depth,
+        landmarks=data.landmarks,
     )
+    if data.bad_images == "stop" and isinstance(source, FileSource):
+        source.check_landmarks()
+    return source
+
+
+def align_source(source: Source, options: Config) -> Source:
+    """Return a source without labels or classes, whose images are aligned if `data.landmarks` is set.
+
+    Raises OptionError if the images are not files, DataError if an image has no landmarks.
+    """
+    if isinstance(source, FileSource):
+        source.add_landmarks(options.data.landmarks)
+        source.check_landmarks()
+    else:
+        check_no_landmarks(options, "a list of images")
+    return source
+
+
+def check_no_landmarks(options: Config, what: str) -> None:
+    """Raise OptionError if `data.landmarks` is set; what: the data, which have no file names."""
+    if options.data.landmarks is not None:
+        raise OptionError(
+            f"data.landmarks is set, but {what} does not use it; align the images yourself, or remove the "
+            "option"
+        )
 
 
 def open_training_data(
@@ -150,6 +180,7 @@ def open_training_data(
         return _open_several(options, world, transform, global_batch, checkpoint)
     is_generator = reader is not None and is_generator_reader(reader, "train_reader")
     if is_generator or data.order == "rank_files":
+        check_no_landmarks(options, "a generator reader" if is_generator else "data.order 'rank_files'")
         if is_generator:
             opened = _open_generator(options, world, reader, transform, global_batch, example)
         else:
@@ -492,7 +523,8 @@ def source_loader(
         if data.cache == "disk":
             folder = Path(data.cache_dir or tempfile.gettempdir())
             cache = DiskCache(folder, data.cache_bytes, len(source))
-        source = CachedSource(source, cache, recipe.image_shape, data.cache_decoded)
+        is_decoded = data.cache_decoded or data.landmarks is not None  # small, and aligned only once
+        source = CachedSource(source, cache, recipe.image_shape, is_decoded)
     return SourceLoader(
         source,
         plan,

@@ -341,7 +341,7 @@ def _describe(
             "name": config.model.name,
             "weights": checksum_of(load_weights(path)) if world.is_main else "",
         },
-        "input": describe_input(predictor.network, config),
+        "input": describe_input(predictor.network, config, config.data.landmarks is not None),
         "flip": False,
         "precision": training_mode(config, world.device) if is_mixed else "float32",
         "columns": columns,

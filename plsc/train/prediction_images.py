@@ -20,7 +20,7 @@ from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
 from plsc.errors import DataError
 from plsc.evaluate.embed import Chunk, ImagesOf
 from plsc.inputs import Input
-from plsc.train.data import is_generator_reader, open_training_source
+from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_training_source
 
 Images = str | os.PathLike[str] | Sequence[Any]
 
@@ -106,8 +106,9 @@ def open_samples(
     threads = config.data.num_workers
     if images is not None:
         name = str(images) if isinstance(images, (str, os.PathLike)) else "the list"
-        return Samples(open_images(images), name, threads)
+        return Samples(align_source(open_images(images), config), name, threads)
     if reader is not None and is_generator_reader(reader, "predict_reader"):
+        check_no_landmarks(config, "a generator reader")
         return StreamedSamples(reader, example)
     source = open_training_source(config, reader)
     class_names, saved = class_names_of(source), read_class_names(*checkpoint)
