@@ -70,7 +70,7 @@ def templates(folder: Path, embeddings: np.ndarray, row: dict[str, int]) -> dict
     pairs = np.loadtxt(folder / "glyphs_template_pair_label.txt", dtype=int)
     first, second = (unit(np.stack([pooled[t] for t in pairs[:, side].tolist()])) for side in (0, 1))
     scores, same = np.sum(first * second, axis=1), pairs[:, 2] == 1
-    found = {
+    found: dict[tuple[str, ...], float] = {
         ("verification", "tar_at_far", far): rate(scores, same, float(far))
         for far in ("0.1", "0.01", "0.001")
     }

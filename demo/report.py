@@ -2,8 +2,8 @@
 
     python demo/report.py demo/output/glyphs demo/output/run
 
-Writes `embeddings.npz`, `unseen.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt` and
-the reports of the protocols (`protocols/`) into the run's folder.
+Writes `embeddings.npz`, `unseen.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt`
+and the reports of the protocols (`protocols/`) into the run's folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
 from plsc.data.sources import open_source
-from plsc.evaluate.embed import embed_images
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.plots import plot_hardest_pairs, plot_roc
 from plsc.evaluate.verification import scores, verify
 from plsc.models import build_model
@@ -68,8 +68,8 @@ def main() -> None:
 
     protocols = run_protocols(options.data / "unseen", options.run, checkpoint)
     source = open_source(options.data / "unseen")
-    images = [source[index][0] for index in range(len(source))]
-    unseen_images = {
+    images = ImagesOf(source, range(len(source)))
+    unseen_images: dict[str, Any] = {
         "embeddings": embed_images(network, images, shape, batch_size=500, device="cpu", flip=False),
         "labels": source.labels(),
         "paths": np.array([source.name(index).split(" (")[0] for index in range(len(source))]),

@@ -374,7 +374,8 @@ class Setters:
 
     def set_optimizer(self, optimizer: str) -> None:
         """Set ``optim.optimizer``: optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad,
-        adamax, nadam, radam, asgd, rprop, adafactor, or 'package.module:factory'. Default: 'sgd'.
+        sparse_adam, adamax, nadam, radam, asgd, rprop, adafactor, or 'package.module:factory'. Default:
+        'sgd'.
         """
         self.options.set("optim.optimizer", optimizer)
 

@@ -27,10 +27,10 @@ _MOST_SAMPLES = 16  # per output pixel and axis: limits the memory for a huge fa
 
 @dataclass(frozen=True)
 class Face:
-    """An encoded image and the landmarks of the face in it, [5, 2], in pixels; decoding aligns it."""
+    """An encoded image and the five landmarks (x, y) of the face in it, in pixels; decoding aligns it."""
 
     image: bytes
-    landmarks: np.ndarray
+    landmarks: tuple[tuple[float, float], ...]  # hashable
 
 
 def scaled_template(height: int, width: int) -> np.ndarray:

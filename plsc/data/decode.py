@@ -24,6 +24,7 @@ from PIL import UnidentifiedImageError
 
 from plsc.data.alignment import ALIGNED_SIZE, Face, align
 from plsc.errors import DataError
+from plsc.inputs import NO_IMAGE
 
 try:
     from simplejpeg import decode_jpeg, decode_jpeg_header
@@ -86,7 +87,8 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     channels, height, width = image_shape
     image = _decode(data.image if isinstance(data, Face) else data, channels)
     if isinstance(data, Face):
-        return _channels_first(align(image.permute(1, 2, 0).numpy(), data.landmarks, height, width))
+        pixels = image.permute(1, 2, 0).numpy()
+        return _channels_first(align(pixels, np.array(data.landmarks), height, width))
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
@@ -108,7 +110,8 @@ def _decode(data: Image, channels: int) -> torch.Tensor:
         image = _from_tensor(data)
     else:
         raise DataError(
-            f"expected encoded bytes, a Pillow image, an array or a tensor, got {type(data).__name__}"
+            "expected encoded bytes, a Pillow image, an array or a tensor, got "
+            f"{type(data).__name__}{NO_IMAGE}"
         )
     if image.shape[0] != channels:
         raise DataError(
@@ -260,7 +263,7 @@ def _from_array(array: np.ndarray) -> torch.Tensor:
     if array.dtype != np.uint8 or array.ndim not in (2, 3):
         raise DataError(
             "expected an array of uint8 [H, W, C] or [H, W], or of floats [C, H, W], "
-            f"got {array.dtype} {list(array.shape)}"
+            f"got {array.dtype} {list(array.shape)}{NO_IMAGE}"
         )
     _check_size(array.shape[1], array.shape[0])
     return _channels_first(array)
@@ -277,7 +280,7 @@ def _from_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if image.ndim != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
         raise DataError(
             "expected a tensor of uint8 or floats, [C, H, W] or [H, W], "
-            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{NO_IMAGE}"
         )
     _check_size(image.shape[2], image.shape[1])
     image = image.detach().cpu()

@@ -191,10 +191,7 @@ def result_of(same: np.ndarray, different: np.ndarray, images: int, classes: int
     Bin b holds the pairs with score b / 2^20 - 1.
     """
     positives, negatives = int(same.sum()), int(different.sum())
-    true_accepts, false_accepts = (
-        _accepts(same),
-        _accepts(different),
-    )  # at the threshold of each bin, then none
+    true_accepts, false_accepts = _accepts(same), _accepts(different)
     fars = (*FARS, *(far for far in SMALLER_FARS if 1 / negatives <= far))
     rates = false_accepts / negatives
     # The rates fall with the threshold: the first bin with at most this rate has the lowest threshold.
@@ -388,7 +385,8 @@ def _counter(device: torch.device) -> Iterator[_TorchCounter | _NativeCounter]:
 @contextmanager
 def _exact_products() -> Iterator[None]:
     """Compute float32 products in float32 inside the block, whatever TF32 or bfloat16 setting is active."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    mkldnn = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    backends = (torch.backends.cuda.matmul, mkldnn)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
+from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
 from plsc.errors import DataError
 from plsc.evaluate.verification import area_under_roc, roc_curve
@@ -286,7 +287,7 @@ _PANELS: dict[str, tuple[str, float, Any]] = {
 
 
 def plot_hardest_pairs(
-    images: Sequence[bytes],
+    images: Sequence[bytes | Face],
     is_same: np.ndarray,
     scores: np.ndarray,
     path: str | os.PathLike[str],
@@ -295,7 +296,7 @@ def plot_hardest_pairs(
     """Plot the different pairs with the highest and the same pairs with the lowest cosines, worst first.
 
     Args:
-        images: 2P encoded images; pair p is images 2p and 2p + 1.
+        images: 2P encoded images, or faces, which are aligned; pair p is images 2p and 2p + 1.
         is_same: bool [P].
         scores: cosine of each pair, [P].
         path: the PNG file to write.
@@ -320,13 +321,13 @@ def plot_hardest_pairs(
     save_png(figure, path)
 
 
-def _distinct(images: Sequence[bytes], pairs: np.ndarray, count: int) -> list[int]:
+def _distinct(images: Sequence[bytes | Face], pairs: np.ndarray, count: int) -> list[int]:
     """Return the first `count` pairs, without pairs of the same two images in any order."""
-    chosen: dict[frozenset[bytes], int] = {}
-    for pair in pairs:
+    chosen: dict[frozenset[bytes | Face], int] = {}
+    for pair in pairs.tolist():
         if len(chosen) == count:
             break
-        chosen.setdefault(frozenset(images[2 * pair : 2 * pair + 2]), int(pair))
+        chosen.setdefault(frozenset((images[2 * pair], images[2 * pair + 1])), pair)
     return list(chosen.values())
 
 
@@ -356,7 +357,7 @@ def _draw_block(
         half.text(0.5, 0.5, "none", ha="center", size=10, color=INK)
 
 
-def _pair(images: Sequence[bytes], pair: int) -> np.ndarray:
+def _pair(images: Sequence[bytes | Face], pair: int) -> np.ndarray:
     """Return both images side by side, resized to squares, with a thin frame, uint8 [H, W, 3]."""
     sheet = np.full((_SIDE, 2 * _SIDE + _GAP, 3), 255, np.uint8)
     for place, left in enumerate((0, _SIDE + _GAP)):

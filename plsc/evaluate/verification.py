@@ -82,7 +82,7 @@ class VerificationResult:
         )
 
     def section(
-        self, name: str, images: Sequence[bytes] | None = None, labels: Sequence[str] | None = None
+        self, name: str, images: Sequence[Any] | None = None, labels: Sequence[str] | None = None
     ) -> Section:
         """Return the section of a report.
 

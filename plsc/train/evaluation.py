@@ -144,7 +144,7 @@ def evaluate_targets(
             world,
             target.name,
             options.data.num_workers,
-            flip=options.data.flip and not is_labelled,
+            flip=options.data.flip and not is_labelled and network.example_input is None,
             gather=not is_labelled,
         )
         if isinstance(target, HeldOutSet):

@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from plsc import __version__
 from plsc.checkpoint import Manifest
@@ -20,6 +21,7 @@ from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import checksum
 from plsc.config import Config, Options
 from plsc.data.alignment import scaled_template
+from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments, safe_arguments
 from plsc.parallel.world import World
@@ -45,9 +47,9 @@ def write_model(folder: Path, network: BaseModel, config: Config, manifest: Mani
             "version": _VERSION,
             "plsc": __version__,
             "step": manifest.step,
-            "input": describe_input(config, trained_on_aligned(manifest)),
+            "input": describe_input(network, config, trained_on_aligned(manifest)),
             "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
-            "flip": config.data.flip,
+            "flip": config.data.flip and network.example_input is None,
             "metrics": manifest.scalars.get(METRICS_KEY, {}),
             "options": {name: config.as_dict()[name] for name in ("model", "runtime")},
             "arguments": constructor_arguments(network),
@@ -62,11 +64,13 @@ def trained_on_aligned(manifest: Manifest) -> bool:
     return isinstance(data, dict) and data.get("landmarks") is not None
 
 
-def describe_input(config: Config, is_aligned: bool) -> dict[str, Any]:
-    """Return the shape, type and preprocessing of the network's input, for JSON.
+def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
+    """Return shape, type and preprocessing of images, or shape and type of each tensor, for JSON.
 
     is_aligned: add the transform of `plsc.data.alignment`, and where it maps the landmarks to.
     """
+    if network.example_input is not None:
+        return map_tensors(_describe_tensor, network.example_input)
     about: dict[str, Any] = {
         "shape": ["batch", *config.model.image_shape],
         "dtype": config.runtime.dtype,
@@ -77,6 +81,10 @@ def describe_input(config: Config, is_aligned: bool) -> dict[str, Any]:
         points = scaled_template(*config.model.image_shape[1:]).round(4).tolist()
         about["alignment"] = {"transform": "similarity", "landmarks": points}
     return about
+
+
+def _describe_tensor(example: Tensor) -> dict[str, Any]:
+    return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
 
 
 def read_about(folder: Path) -> dict[str, Any]:

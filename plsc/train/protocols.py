@@ -60,8 +60,13 @@ class ProtocolData:
                 raise OptionError(f"{name} is not for the protocol {self.protocol!r}, which takes {takes}")
         if self.protocol == "templates" and self.templates is None:
             raise OptionError("the protocol 'templates' needs templates, the folder of the meta files")
-        if self.protocol == "pairs" and self.images is not None and (self.pairs or ".bin").endswith(".bin"):
+        if self.has_pair_file and self.images is not None:
             raise OptionError("images is the folder of a text list of pairs; a .bin file contains its images")
+
+    @property
+    def has_pair_file(self) -> bool:
+        """Whether the pairs are .bin files, not a text list."""
+        return self.protocol == "pairs" and (self.pairs is None or self.pairs.endswith(".bin"))
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,12 @@ def run_protocol(
     results = {one.name: one.result for one in found}
     log_results(world, results)
     for one in found:
-        if isinstance(one.result, VerificationResult) and (warning := one.result.warning()):
+        if hasattr(one.result, "warning") and (warning := one.result.warning()):
             world.log(f"{one.name}: {warning}", logging.WARNING)
     path, manifest = checkpoint
     model = [
         f"Checkpoint: {path}, step {manifest.step:,}; network {config.model.name}.",
-        *evaluator.choices(),
+        *evaluator.choices(data),
     ]
 
     def write() -> None:
@@ -122,17 +127,20 @@ class Evaluator:
         else:
             yield self._templates(data)
 
-    def choices(self) -> list[str]:
+    def choices(self, data: ProtocolData) -> list[str]:
         """Return how images are embedded, one sentence each."""
+        precision = f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation)."
+        if self.network.example_input is not None:
+            return ["Samples: as the test reader returns them.", precision]
         channels, height, width = self.config.model.image_shape
         flipped = "the sum of the embeddings of the image and its mirror image"
         embedding = flipped if self.config.data.flip else "that of the image, without its mirror image"
-        landmarks = self.config.data.landmarks
-        fitted = "resized" if landmarks is None else f"aligned by {landmarks} (pair files: resized)"
+        landmarks = None if data.has_pair_file else self.config.data.landmarks
+        fitted = "resized" if landmarks is None else f"aligned by {landmarks}"
         return [
             f"Images: {fitted} to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
             f"Embedding: {embedding} (data.flip).",
-            f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation).",
+            precision,
         ]
 
     def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
@@ -142,7 +150,7 @@ class Evaluator:
                 raise DataError(
                     f"{self.config.data.dataset_dir} has no pair file; pass pairs or set_val_targets()"
                 )
-        elif data.pairs.endswith(".bin"):
+        elif data.has_pair_file:
             pairs = read_pairs(data.pairs)
             targets = [Target(Path(data.pairs).stem, pairs.images, pairs.is_same)]
         else:
@@ -218,6 +226,7 @@ class Evaluator:
         assert data.templates is not None
         protocol = read_protocol(data.templates, data.images)
         protocol.images.check()
+        align_source(protocol.images, self.config)
         images = ImagesOf(protocol.images, range(len(protocol.images)))
         embeddings = self.embed(images, protocol.name)
         result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
@@ -246,7 +255,7 @@ class Evaluator:
                 self.config.model.image_shape,
                 batch_size=self.config.train.test_batch_size,
                 device=self.world.device,
-                flip=self.config.data.flip,
+                flip=self.config.data.flip and self.network.example_input is None,
                 world=self.world,
                 name=name,
                 num_threads=self.config.data.num_workers,

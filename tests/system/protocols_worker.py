@@ -18,6 +18,7 @@ CASES = {
     "all_pairs": {},
     "identify": {},
     "gallery": {"images": "", "gallery": "gallery", "distractors": "distractors"},
+    "templates": {"images": "", "templates": "templates"},
 }
 PROTOCOLS = {"bin": "pairs", "gallery": "identify"}  # of cases with another name
 

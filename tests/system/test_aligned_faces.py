@@ -81,6 +81,28 @@ def test_the_accuracy_on_held_out_photos_is_that_on_their_aligned_faces(folders,
     assert found == plain
 
 
+def test_lists_and_protocols_on_photos_are_those_on_their_aligned_faces(folders, trained, tmp_path):
+    photos, aligned = folders
+    paths = sorted(str(path.relative_to(photos)) for path in photos.glob("*/*.png"))
+    pairs = [(a, b, int(Path(a).parent == Path(b).parent)) for a in paths for b in paths if a < b]
+    (tmp_path / "pairs.txt").write_text("".join(f"{a} {b} {same}\n" for a, b, same in pairs))
+    ins = {
+        folder: entry(folder, tmp_path / folder.name, set_checkpoint_dir=trained, set_landmarks=landmarks)
+        for folder, landmarks in ((photos, "landmarks.txt"), (aligned, None))
+    }
+    found, plain = (ins[folder].predict(folder).embeddings for folder in folders)
+    assert np.array_equal(found, plain)
+    for data in ({"protocol": "pairs", "pairs": tmp_path / "pairs.txt"}, {"protocol": "all_pairs"}):
+        found, plain = (
+            ins[folder].test(images=str(folder), output=tmp_path / folder.name / data["protocol"], **data)
+            for folder in folders
+        )
+        assert [one.as_dict() for one in found.values()] == [one.as_dict() for one in plain.values()]
+        report = (tmp_path / "photos" / data["protocol"] / "report.md").read_text()
+        assert "aligned by landmarks.txt" in report
+    assert (tmp_path / "photos" / "pairs" / "pairs_hardest.png").stat().st_size > 0
+
+
 def test_the_exported_model_and_the_log_say_that_faces_were_aligned(folders, trained, tmp_path, messages):
     run = entry(folders[0], tmp_path / "run", set_landmarks="landmarks.txt").train().checkpoint
     assert not any("aligned by data.landmarks" in text for text in messages)
@@ -110,6 +132,10 @@ def test_images_without_landmarks_stop_the_run_or_are_skipped(folders, tmp_path)
 
 def test_readers_cannot_be_aligned(folders, trained, tmp_path):
     ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_class_num=3)
+    with pytest.raises(OptionError, match=r"data\.landmarks is set, but a list of images does not use it"):
+        entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_checkpoint_dir=trained).predict(
+            [np.zeros((16, 16, 3), np.uint8)]
+        )
     for reader in (lambda: iter(()), [(np.zeros((16, 16, 3), np.uint8), 0)] * 12):
         ins.train_reader = ins.predict_reader = reader
         with pytest.raises(OptionError, match=r"data\.landmarks is set, but a.* reader does not use it"):

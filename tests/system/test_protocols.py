@@ -37,7 +37,24 @@ def faces(tmp_path_factory):
     paths = np.array([names[image] for image in pairs.images]).reshape(-1, 2)
     lines = (f"{a} {b} {flag:d}\n" for (a, b), flag in zip(paths, pairs.is_same, strict=True))
     (faces / "pairs.txt").write_text("".join(lines))
+    write_templates(faces / "templates")
     return faces
+
+
+def write_templates(folder):
+    """Write meta files: of each class, templates of images 0 and 1, 2 and 3, and 4."""
+    folder.mkdir()
+    images = [(f"images/{n}_{k}.png", 3 * n + k // 2) for n in range(6) for k in range(5)]
+    pairs = [(a, b, int(a // 3 == b // 3)) for a in range(18) for b in range(a)]
+    files = {
+        "face_tid_mid.txt": [f"{path} {template} {number}" for number, (path, template) in enumerate(images)],
+        "template_pair_label.txt": [f"{a} {b} {flag}" for a, b, flag in pairs],
+        "1N_gallery_G1.csv": ["TEMPLATE_ID,SUBJECT_ID", *(f"{3 * n},{n}" for n in range(4))],
+        "1N_gallery_G2.csv": ["TEMPLATE_ID,SUBJECT_ID", *(f"{3 * n},{n}" for n in range(4, 6))],
+        "1N_probe_mixed.csv": ["TEMPLATE_ID,SUBJECT_ID", *(f"{t},{t // 3}" for t in range(18) if t % 3)],
+    }
+    for name, lines in files.items():
+        (folder / f"glyphs_{name}").write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ class Landmarks:
         row = self._rows[index]
         if row < 0:
             raise DataError(f"the image has no line in {shown(self.location)}; add it", kind="landmarks")
-        return Face(image, np.array(self._points[row], np.float64))
+        return Face(image, tuple((x, y) for x, y in self._points[row].tolist()))
 
     def _read(self) -> dict[str, np.ndarray]:
         name = base_name(shown(self.location))

@@ -91,6 +91,9 @@ def open_source(
         return _make(FORMATS[_suffix(found)], found, options)
     # A folder with only `images/` is likely the first format without its label.txt, not one class.
     if folders in ([], ["images"]):
+        several = ", ".join(sorted(name for name in names if _suffix(name) in FORMATS)[:5])
+        if several:
+            raise DataError(f"{shown(str(location))} has several datasets: {several}; give the path of one")
         raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
     return _make(ImageFolderSource, location, options)
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,10 @@ import torch
 from plsc.errors import DataError
 from plsc.evaluate import all_pairs as module
 from plsc.evaluate.all_pairs import BINS, GRID, all_pairs
+from plsc.evaluate.report import write_report
+from plsc.evaluate.verification import FARS
 from tests.devices import GPU
 from tests.distributed.launch import run_ranks
-
-FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 
 def exact_embeddings(count, size=16, seed=0):
@@ -147,6 +148,21 @@ def test_smaller_fars_are_reported_if_there_are_enough_different_pairs():
     assert list(result.tar_at_far) == [*FARS, 1e-7, 1e-8]
     assert result.unresolved_fars == ()
     assert [result.threshold_at_far[far] * GRID for far in (1e-7, 1e-8)] == [-GRID / 2 + 1, 11]
+
+
+def test_the_report_shows_rates_thresholds_and_warnings(tmp_path):
+    embeddings, labels = random_embeddings(300)
+    result = all_pairs(embeddings, labels)
+    report = write_report(tmp_path, "Report", [result.section("All pairs of a/b")]).read_text()
+    assert f"| 0.01 | {result.tar_at_far[1e-2]:.6f} | {result.threshold_at_far[1e-2]:.6f} |  |" in report
+    assert "| 1e-06 | " in report
+    assert f"Warning: {result.negatives:,} different pairs are too few for FAR 1e-05, 1e-06: " in report
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "All_pairs_of_a_b_roc.png", "All_pairs_of_a_b_scores.png",
+    }  # fmt: skip
+    values = json.loads((tmp_path / "report.json").read_text())["All pairs of a/b"]
+    assert values["tar_at_far"] == {f"{far:g}": tar for far, tar in result.tar_at_far.items()}
+    assert values["unresolved_fars"] == ["1e-05", "1e-06"]
 
 
 @pytest.mark.parametrize(
