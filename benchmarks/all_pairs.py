@@ -7,9 +7,9 @@ Ways:
 - products: torch.mm over the same tiles of normalised embeddings in memory, nothing else.
 - plsc: `all_pairs` of a memory-mapped file, from the embeddings to the result.
 - plsc in torch: the same without the C library (with --torch).
-- full matrix: x @ x.T and torch.sort in plain PyTorch; up to --most embeddings, because of its memory.
+- full matrix: x @ x.T and torch.sort in plain PyTorch, for up to --most embeddings.
 
-Each result is a line of JSON. Memory is measured in one process per way: the peak minus that after the imports.
+Each result is a line of JSON. Memory is measured in one process per way: the peak minus that after imports.
 """
 
 from __future__ import annotations

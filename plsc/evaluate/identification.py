@@ -75,6 +75,7 @@ class IdentificationResult:
             **{name: getattr(self, name) for name in (*names, "gallery_images", "candidates")},
             "fnir_at_fpir": {f"{fpir:g}": fnir for fpir, fnir in self.fnir_at_fpir.items()},
             "threshold_at_fpir": {f"{fpir:g}": score for fpir, score in self.threshold_at_fpir.items()},
+            "cmc": self.cmc()[: self.candidates].tolist(),
         }
 
     def summary(self) -> str:

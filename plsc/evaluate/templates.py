@@ -23,7 +23,8 @@ from plsc.evaluate.verification import FARS, roc_curve, wilson_interval
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 
-_CHUNK = 8192  # images, or pairs, that are processed at a time
+_CHUNK = 8192  # images that are pooled at a time
+_PAIRS = 512  # compared at a time; their embeddings fit in the cache
 _POINTS = 500  # of the ROC curve in the picture
 
 
@@ -273,8 +274,8 @@ def _pair_scores(
     ranges = class_ranges(len(pairs), world.size if world is not None else 1)
     first, last = ranges[world.rank if world is not None else 0]
     scores = torch.empty(last - first, dtype=torch.float64)
-    for start in range(first, last, _CHUNK):
-        stop = min(start + _CHUNK, last)
+    for start in range(first, last, _PAIRS):
+        stop = min(start + _PAIRS, last)
         one, other = torch.from_numpy(pairs[start:stop].astype(np.int64)).to(device).T
         scores[start - first : stop - first] = (units[one] * units[other]).sum(1)
     if world is not None:

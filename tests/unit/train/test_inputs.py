@@ -179,7 +179,7 @@ def test_a_trained_network_predicts_and_is_converted(tmp_path):
         assert np.allclose(found.embeddings, expected, atol=1e-6)
         assert found.labels.tolist() == LABELS.tolist()
     run_prediction(chosen, WORLD, user, output=tmp_path / "written")
-    about = json.loads((tmp_path / "written/index.json").read_text())
+    about = json.loads((tmp_path / "written/_index.json").read_text())
     assert about["input"]["ids"] == {"shape": ["batch", 3], "dtype": "int64"}
     folder = run_conversion(chosen, WORLD, UserParts(model=Described()), tmp_path / "model")
     about = json.loads((folder / "model.json").read_text())
