@@ -30,7 +30,7 @@ PRECISIONS = {
 """The graphs, and the precisions of each."""
 
 _CALIBRATION_BATCH = 16
-_NOISY = ("torch", "onnxscript", "onnx_ir", "root")  # loggers that repeat what the check of the graph finds
+_NOISY = ("torch", "onnxscript", "onnx_ir")  # loggers
 
 
 class Served(nn.Module):
@@ -86,10 +86,11 @@ def write_graph(
     about: dict[str, Any] = {}
     with refusing(what, advice), torch.no_grad(), _quiet():
         dynamic = {INPUT: {0: torch.export.Dim.DYNAMIC}}
+        program = torch.export.export(graph, example, dynamic_shapes=dynamic)
         if kind == "torch":
-            torch.export.save(torch.export.export(graph, example, dynamic_shapes=dynamic), path)
+            torch.export.save(program, path)
         else:
-            about["opset"] = _write_onnx(path, graph, example, dynamic)
+            about["opset"] = _write_onnx(path, program)
             if precision == "int8":
                 _quantise(path, images)
     return {
@@ -123,21 +124,15 @@ def _folded(served: Served, image_shape: Sequence[int], dtype: torch.dtype) -> S
     return Served(copy.deepcopy(network).to(dtype), served.flip).eval()
 
 
-def _write_onnx(path: Path, graph: Served, example: tuple[Tensor], dynamic: Any) -> int:
+def _write_onnx(path: Path, program: torch.export.ExportedProgram) -> int:
     """Write an ONNX file, and return its opset."""
     import onnx
 
-    program = torch.onnx.export(
-        graph,
-        example,
-        dynamo=True,
-        dynamic_shapes=dynamic,
-        input_names=[INPUT],
-        output_names=[OUTPUT],
-        verbose=False,
+    converted = torch.onnx.export(
+        program, dynamo=True, input_names=[INPUT], output_names=[OUTPUT], verbose=False
     )
-    assert program is not None
-    model = program.model_proto
+    assert converted is not None
+    model = converted.model_proto
     # They contain stack traces with the paths of this machine.
     for one in (model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output):
         del one.metadata_props[:]
@@ -174,8 +169,9 @@ def _quantise(path: Path, images: np.ndarray) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress warnings of the exporters: the graph is checked instead."""
-    loggers = [logging.getLogger(None if name == "root" else name) for name in _NOISY]
-    levels = [one.level for one in loggers]
+    loggers = [logging.getLogger(name) for name in (None, *_NOISY)]
+    levels, silent = [one.level for one in loggers], logging.NullHandler()
+    loggers[0].addHandler(silent)  # logging.warning() would install a handler for all messages
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for one in loggers:
@@ -183,5 +179,6 @@ def _quiet() -> Iterator[None]:
         try:
             yield
         finally:
+            loggers[0].removeHandler(silent)
             for one, level in zip(loggers, levels, strict=True):
                 one.setLevel(level)

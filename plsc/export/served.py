@@ -78,13 +78,11 @@ class ServedModel:
         self.fingerprint = check.text(check.item(self.about, "fingerprint"), "the fingerprint")
         graph = check.mapping(self.about.get("graph", {}), "the graph")
         if graph.get("file") != ONNX_NAME:
-            held = f"{graph['file']!r}" if graph else "no graph"
-            reason = (
-                "; a .pt2 file is not loaded, because it could run code"
-                if graph.get("file") == TORCH_NAME
-                else ""
+            held = repr(graph["file"]) if "file" in graph else "no graph"
+            reason = ": a .pt2 file could run code" if held == repr(TORCH_NAME) else ""
+            raise check.wrong(
+                f"it has {held:.100}, but only {ONNX_NAME} is served{reason}", "export the model to ONNX"
             )
-            raise check.wrong(f"it has {held:.100}, expected {ONNX_NAME}{reason}", "export the model to ONNX")
         for what, name in (("weights", WEIGHTS_NAME), ("graph", ONNX_NAME), ("classes", CLASSES_NAME)):
             if what != "classes" or what in self.about:
                 _verify(check, folder / name, check.mapping(self.about.get(what), f"the {what}"))
@@ -144,11 +142,11 @@ class ServedModel:
             raise check.wrong(f"it has no float32 weight [classes, {self.emb_size}]", _ADVICE)
         if text is None or ends is None:
             return weight.numpy(), None
-        names = ClassNames(text.numpy(), ends.numpy())
         is_sound = (text.dtype, ends.dtype) == (torch.uint8, torch.int64) and ends.shape == weight.shape[:1]
-        if not (is_sound and (names.lengths() >= 0).all() and int(ends[-1]) == len(text)):
+        bounds = [0, *ends.tolist(), len(text)] if is_sound else [1, 0]
+        if bounds != sorted(bounds):
             raise check.wrong("its class names are damaged", _ADVICE)
-        return weight.numpy(), names
+        return weight.numpy(), ClassNames(text.numpy(), ends.numpy())
 
     def thumbnail(self, number: int) -> Path | None:
         """Return the JPEG file of a class; None if there is none."""
@@ -178,7 +176,7 @@ def _shape(check: Checker, about: dict[str, Any], what: str, sides: int, largest
     )
     shape = check.integers(held[1:], f"the shape of the {what}")
     if len(shape) != sides or not all(1 <= side <= largest for side in shape):
-        raise check.wrong(f"the {what} has the shape {str(held):.100}; expected {sides + 1} sizes", _ADVICE)
+        raise check.wrong(f"the {what} has the shape {held!s:.100}; expected {sides + 1} sizes", _ADVICE)
     return shape
 
 
@@ -186,7 +184,7 @@ def _thresholds(check: Checker, about: dict[str, Any]) -> dict[float, float]:
     held = check.mapping(about.get("thresholds", {}), "the thresholds")
     try:
         found = {float(far): float(cosine) for far, cosine in held.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise check.wrong("the thresholds are not numbers", _ADVICE) from None
     if not all(0 < far <= 1 and -1.01 <= cosine <= 1.01 for far, cosine in found.items()):
         raise check.wrong("a threshold is not a cosine of a FAR", _ADVICE)
@@ -214,17 +212,14 @@ def _start(path: Path, threads: int) -> Any:
     data = path.read_bytes()
     try:
         model = onnx.load_model_from_string(data)
-        outside = [one.name for one in _tensors(model) if one.external_data or one.data_location]
     except Exception as error:  # protobuf raises several kinds
         raise check.wrong(f"it is not an ONNX file ({str(error)[:200]})", _ADVICE) from error
-    if outside:
-        raise check.wrong(f"the tensor {outside[0]!r:.100} is in another file, which is not read", _ADVICE)
-    domains = {one.domain for one in model.opset_import} | {one.domain for one in model.graph.node}
-    if domains - set(_DOMAINS) or model.functions:
-        raise check.wrong("it has operators that are not of the ONNX standard", _ADVICE)
+    _check_graph(check, model)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    # Without VNNI, products of uint8 and int8 would saturate.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     try:
         session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:
@@ -232,20 +227,24 @@ def _start(path: Path, threads: int) -> Any:
     names = [[one.name for one in side] for side in (session.get_inputs(), session.get_outputs())]
     if names != [[INPUT], [OUTPUT]]:
         raise check.wrong(
-            f"its inputs and outputs are {str(names):.200}; expected {INPUT} and {OUTPUT}", _ADVICE
+            f"its inputs and outputs are {names!s:.200}; expected {INPUT} and {OUTPUT}", _ADVICE
         )
     return session
 
 
-def _tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Return all tensors of a graph, also of the graphs inside its nodes."""
-    found, graphs = [], [model.graph]
-    while graphs:
-        graph = graphs.pop()
-        found += graph.initializer
-        found += [one for sparse in graph.sparse_initializer for one in (sparse.values, sparse.indices)]
-        for node in graph.node:
-            for attribute in node.attribute:
-                found += [attribute.t, *attribute.tensors]
-                graphs += [attribute.g] * attribute.HasField("g") + list(attribute.graphs)
-    return found
+def _check_graph(check: Checker, model: onnx.ModelProto) -> None:
+    """Raise CheckpointError unless a graph has only standard operators, no control flow and all its data."""
+    attributes = [attribute for node in model.graph.node for attribute in node.attribute]
+    tensors = [*model.graph.initializer, *(one.t for one in attributes)]
+    tensors += [tensor for one in attributes for tensor in one.tensors]
+    outside = next((one.name for one in tensors if one.external_data or one.data_location), None)
+    domains = {one.domain for one in (*model.opset_import, *model.graph.node)}
+    for is_wrong, what in (
+        (outside is not None, f"the tensor {outside!r:.100} is in another file"),
+        (not domains <= set(_DOMAINS), f"it has operators of {sorted(domains)!s:.100}"),
+        (any(one.HasField("g") or one.graphs for one in attributes), "it has control flow"),
+        (any(one.sparse_tensors or one.HasField("sparse_tensor") for one in attributes), "it is sparse"),
+        (model.graph.sparse_initializer or model.functions, "it has functions or sparse tensors"),
+    ):
+        if is_wrong:
+            raise check.wrong(f"{what}, which plsc does not write", _ADVICE)

@@ -176,11 +176,9 @@ class Exporter:
         )
         for target, result in results:
             if precision == "int8":
-                eager = result.accuracy
-                options = self.config.changed({"data.flip": False})
+                eager, options = result.cosines, self.config.changed({"data.flip": False})
                 result = evaluate_targets(_Graph(embed), [target], options, World.single())[target.name]
-                check_accuracy(target.name, eager, result.accuracy)
-                logger.info(f"{target.name}: accuracy {result.accuracy:.4f}, of the network {eager:.4f}")
+                logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_at_far(result.cosines, target.is_same)
 
@@ -202,8 +200,8 @@ class Exporter:
         weight = load_weights(self.checkpoint[0], "class_weights")["weight"]
         if weight.ndim != 2:
             raise CheckpointError(
-                f"{self.checkpoint[0]} has {weight.shape[1]} weight vectors per class; reduce them to one with "
-                "plsc dominant, or export without classes"
+                f"{self.checkpoint[0]} has {weight.shape[1]} weight vectors per class; reduce them to one "
+                "with plsc dominant, or export without classes"
             )
         tensors = {"weight": normalised(weight.float())[0].contiguous()}
         names = read_class_names(*self.checkpoint)

@@ -26,8 +26,8 @@ from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.config import Config, Options
 from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.embed import embed_chunks
-from plsc.heads import Head
 from plsc.export.folder import checksum_of, describe_input
+from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
