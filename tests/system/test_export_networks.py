@@ -77,14 +77,18 @@ def test_the_graph_of_every_network_equals_the_network(name, tmp_path):
     assert difference(tmp_path, network, SHAPE, "float32").largest <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "name", ["ResNet50", "IResNet50", "torchvision/mobilenet_v2", "torchvision/vit_b_32"]
-)
-@pytest.mark.parametrize(
-    ("kind", "precision"), [("onnx", "float16"), ("onnx", "int8"), ("torch", "bfloat16")]
-)
-def test_networks_in_lower_precision(name, kind, precision, tmp_path):
+@pytest.mark.parametrize("name", ["ResNet50", "IResNet50"])
+@pytest.mark.parametrize(("kind", "precision"), [("onnx", "float16"), ("torch", "bfloat16")])
+def test_networks_in_16_bits(name, kind, precision, tmp_path):
     difference(tmp_path, build_model(name, 64, SHAPE), SHAPE, precision, kind)
+
+
+@pytest.mark.parametrize("name", ["torchvision/mobilenet_v2", "timm/vit_tiny_patch16_224"])
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_mobile_networks_and_transformers_in_lower_precision(name, precision, tmp_path):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+    difference(tmp_path, build_model(name, 64, SHAPE), SHAPE, precision)
 
 
 @pytest.mark.parametrize("flip", [False, True])
