@@ -97,7 +97,12 @@ class Int8:
 
     def candidates(self, queries: np.ndarray, k: int) -> np.ndarray:
         """Return numbers of vectors that are likely to include the k nearest, int64 [q, c]."""
-        return self._index.search(queries * self._scale, min(4 * k + 12, len(self._rest)))[1]
+        scaled = queries * self._scale
+        largest = np.abs(scaled).max(axis=1, keepdims=True)
+        # faiss truncates queries to integers on some processors.
+        rounded = np.rint(scaled * (127 / np.where(largest, largest, 1)))
+        count = min(4 * k + 12, len(self._rest))
+        return self._index.search(rounded.astype(np.float32), count)[1]
 
     def decode(self, numbers: np.ndarray) -> np.ndarray:
         """Return vectors, float64 [..., D]."""
