@@ -59,7 +59,9 @@ def main() -> None:
         found = np.concatenate([search(queries[i : i + 64]) for i in range(0, len(queries), 64)])
         truth = found if truth is None else truth
         row["recall@1"] = float((found[:, 0] == truth[:, 0]).mean())
-        row["recall@10"] = float(np.mean([len(set(a) & set(b)) / K for a, b in zip(found, truth, strict=True)]))
+        row["recall@10"] = float(
+            np.mean([len(set(a) & set(b)) / K for a, b in zip(found, truth, strict=True)])
+        )
         for batch in BATCHES:
             row[f"queries/s, batch {batch}"] = speed(search, queries, batch)
         print(json.dumps(row), flush=True)
