@@ -239,6 +239,8 @@ def _chunks(vectors: np.ndarray | Chunks) -> Chunks:
                 rows = np.asarray(part[low : low + _ROWS])
                 yield _normalised(rows, first, "vector")
                 first += len(rows)
+        if not first:
+            raise DataError("there are no vectors; expected at least one")
 
     return parts
 
@@ -256,14 +258,8 @@ def _normalised(rows: np.ndarray, first: int, what: str) -> np.ndarray:
 
 def _measured(chunks: Chunks) -> tuple[int, np.ndarray]:
     """Return the number of vectors, and the largest absolute value per dimension, float32 [D]."""
-    count, largest = 0, None
-    for part in chunks():
-        most = np.abs(part).max(axis=0)
-        largest = most if largest is None else np.maximum(largest, most)
-        count += len(part)
-    if largest is None:
-        raise DataError("there are no vectors; expected at least one")
-    return count, largest
+    counts, largest = zip(*((len(part), np.abs(part).max(axis=0)) for part in chunks()), strict=True)
+    return sum(counts), np.max(largest, axis=0)
 
 
 def _packed(names: Sequence[str] | ClassNames | None, count: int) -> ClassNames | None:
