@@ -1,4 +1,4 @@
-"""Every registered network, and networks of other libraries, can be exported; the graph equals the network."""
+"""Every registered network, and networks of other libraries, can be exported; graph and network agree."""
 
 import pytest
 import torch

@@ -55,7 +55,7 @@ def test_a_label_file_has_priority_over_other_files(tmp_path):
 def test_several_datasets_in_one_folder_are_refused(tmp_path):
     write(tmp_path / "a.rec")
     write(tmp_path / "b.rec")
-    with pytest.raises(DataError, match=r"no label\.txt and no class folders"):
+    with pytest.raises(DataError, match=r"several datasets: a.rec, b.rec"):
         open_source(tmp_path)
 
 
