@@ -18,7 +18,7 @@ LEVELS = [
     {"checkpoint", "evaluate"},
     {"export"},
     {"train", "utils", "plan"},
-    {"profiling"},
+    {"profiling", "gallery"},
     {"entry"},
     {"cli"},
 ]
