@@ -31,9 +31,10 @@ from plsc.terminal import on_terminal
 from plsc.train.build import UserParts
 from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
+from plsc.train.conversion import Conversion, run_conversion
 from plsc.train.data import as_reader
 from plsc.train.embeddings import Embeddings
-from plsc.train.evaluation import run_conversion, run_test
+from plsc.train.evaluation import run_test
 from plsc.train.loggers import Logger
 from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
@@ -404,13 +405,34 @@ class Entry(OriginalSetters):
         folder = None if output is None else Path(output)
         return self._run(partial(run_prediction, images=images, request=request, output=folder))
 
-    def convert_for_prediction(self, output: str | os.PathLike[str] | None = None) -> Path:
+    def convert_for_prediction(
+        self,
+        output: str | os.PathLike[str] | None = None,
+        *,
+        graph: str = "onnx",
+        precision: str = "float32",
+        flip: bool = False,
+        classes: bool = False,
+        thumbnails: bool = False,
+    ) -> Path:
         """Write the network of the checkpoint to a new folder, and return the folder.
 
-        It holds model.safetensors, the weights, and model.json, which describes input, output and
-        preprocessing. `plsc.load_network` loads it. `output`: by default ``<save_dir>/model``.
+        It holds model.json, the weights, and a graph with L2-normalised output. The graph is loaded again and
+        compared with the network on images of the dataset; if it differs, nothing is written. If there is a
+        pair file, model.json gets thresholds per FAR. `plsc.load_network` and `plsc.export.open_model` load
+        the folder. See docs/model.md.
+
+        Args:
+            output: the folder; by default ``<save_dir>/model``.
+            graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights.
+            precision: ``float32``, ``float16``, ``int8`` (ONNX only) or ``bfloat16`` (torch only).
+            flip: add the embedding of the mirrored image, inside the graph.
+            classes: also write the class weights.
+            thumbnails: also write one image per class.
         """
-        return self._run(partial(run_conversion, output=None if output is None else Path(output)))
+        conversion = Conversion(graph, precision, flip, classes, thumbnails)
+        folder = None if output is None else Path(output)
+        return self._run(partial(run_conversion, output=folder, conversion=conversion))
 
     def keep_dominant(self, output: str | os.PathLike[str]) -> Path:
         """Keep, per class, the sub-centre closest to most of its training images; return the new checkpoint.

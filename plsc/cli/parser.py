@@ -130,9 +130,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, name: str, command: Command) -> None:
         self._takes_options = command.takes_options
-        usage = f"{name} [--config FILE] [--<group>.<option> VALUE ...]" if self._takes_options else None
-        super().__init__(prog=name, usage=usage, description=_sentence(command.meaning), allow_abbrev=False)
         found = command.arguments() if callable(command.arguments) else command.arguments
+        usage = None
+        if self._takes_options:
+            words = "".join(f" {one.name.upper()}" for one in found if one.positional)
+            usage = f"{name}{words} [--config FILE] [--<group>.<option> VALUE ...]"
+        super().__init__(prog=name, usage=usage, description=_sentence(command.meaning), allow_abbrev=False)
         self._arguments = {one.name: one for one in found}
         is_flags_only = not any(one.positional for one in self._arguments.values())
         for one in self._arguments.values():

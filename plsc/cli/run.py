@@ -1,11 +1,11 @@
-"""The commands ``train``, ``test``, ``predict``, ``profile``, ``dominant``, ``config`` and ``plan``."""
+"""The commands that run with the options: ``train``, ``test``, ``export`` and others; and ``plan``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from plsc.cli.parser import REQUIRED, Argument, Command, arguments_of
+from plsc.cli.parser import REQUIRED, Argument, Command, arguments_of, word
 from plsc.config import Options
 from plsc.config.text import render_options
 from plsc.errors import OptionError
@@ -82,6 +82,11 @@ def _keep_dominant(options: Options, output: str) -> None:
     _entry(options).keep_dominant(output)
 
 
+def _export(options: Options, checkpoint: str, model: str, **given: Any) -> None:
+    options.set("checkpoint.load_dir", checkpoint)
+    _entry(options).convert_for_prediction(model, **given)
+
+
 def _config(options: Options) -> None:
     print(render_options(options))
 
@@ -132,6 +137,20 @@ COMMANDS = {
         "reduce the checkpoint of --checkpoint.load_dir to the dominant sub-centre of each class",
         _keep_dominant,
         [Argument("output", str, REQUIRED, "checkpoint to write")],
+        takes_options=True,
+    ),
+    "export": Command(
+        "write the network of a checkpoint as a folder for serving: weights, graph and description",
+        _export,
+        [
+            word("checkpoint", "a checkpoint: a folder such as saved_model/5, or its fsspec URL"),
+            word("model", "the folder to write; it must not exist"),
+            Argument("graph", str, "onnx", "onnx, torch (torch.export), or none"),
+            Argument("precision", str, "float32", "float32, float16, int8 (onnx) or bfloat16 (torch)"),
+            Argument("flip", bool, False, "add the embedding of the mirrored image, inside the graph"),
+            Argument("classes", bool, False, "also write the class weights"),
+            Argument("thumbnails", bool, False, "also write one image per class"),
+        ],
         takes_options=True,
     ),
     "config": Command(

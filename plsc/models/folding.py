@@ -74,6 +74,8 @@ class FoldedNetwork(BaseModel):
 
 
 class _Tracer(fx.Tracer):
+    traced_func_name = "build_network"  # `BaseModel.forward` casts the images, and is called again
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = (_BatchNorm, Conv2d, PReLU, SampleDropout)
         return isinstance(m, ours) or super().is_leaf_module(m, module_qualified_name)

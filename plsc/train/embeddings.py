@@ -7,7 +7,6 @@ A shard is ``<number>-<crc32>.npy``, a structured array with one field per colum
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
 import math
@@ -22,17 +21,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.torch import load_file
-from torch import Tensor
 
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import fetch
-from plsc.checkpoint.shard_file import bytes_of
 from plsc.errors import CheckpointError, DataError
+from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, checksum_of, read_about
 from plsc.parallel.world import World
 from plsc.storage.publish import HIDDEN, replacing
 from plsc.storage.urls import is_url
 from plsc.train.directories import open_checkpoint
-from plsc.train.export import MODEL_NAME, WEIGHTS_NAME, read_about
 
 INDEX_NAME = "_index.json"  # readers of Parquet folders skip names with an underscore
 FORMAT, VERSION = "plsc-embeddings", 1
@@ -177,15 +174,6 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
     """Write ``_index.json``, or replace it."""
     with replacing(folder / INDEX_NAME) as temporary:
         temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-
-
-def checksum_of(weights: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, types, shapes and values of a state dict."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(bytes_of(tensor.contiguous()).numpy().data)
-    return digest.hexdigest()
 
 
 def write_shard(folder: Path, number: int, names: Sequence[str], columns: Columns, suffix: str) -> str:

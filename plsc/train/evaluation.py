@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.load import read_class_names
+from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.remote import fetch
+from plsc.checkpoint.shard_file import checksum
 from plsc.config import Config, Options
 from plsc.config.option import name_of, shown_value
 from plsc.data.order import spread
@@ -24,15 +27,16 @@ from plsc.errors import CheckpointError, DataError, OptionError, refusing
 from plsc.evaluate.classification import classify
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
+from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, read_about
 from plsc.heads import Head
 from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
+from plsc.models.base_model import safe_arguments
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.directories import open_checkpoint, open_load_dir
-from plsc.train.export import MODEL_NAME, read_about, read_model, write_model
 from plsc.train.heads import load_head
 from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.network import (
@@ -184,26 +188,6 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     return results
 
 
-def run_conversion(options: Options, world: World, user: UserParts, output: Path | None = None) -> Path:
-    """Write the checkpoint's network as a folder for prediction; see `Entry.convert_for_prediction`."""
-    checkpoint = open_load_dir(options.resolve(), world)
-    network, config = load_for_run(options, world, user.model, checkpoint)
-    if output is None and is_url(config.checkpoint.save_dir):
-        raise OptionError(
-            f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
-            "convert_for_prediction(output)"
-        )
-    folder = output or Path(config.checkpoint.save_dir) / "model"
-
-    def write() -> None:
-        if world.is_main:
-            write_model(folder, network, config, checkpoint[1])
-
-    on_every_rank(world, f"write {folder}", write)
-    world.log(f"wrote the network of {checkpoint[0]} to {folder}")
-    return folder
-
-
 def load_network(
     checkpoint: str | os.PathLike[str],
     model: BaseModel | str | None = None,
@@ -253,6 +237,31 @@ def load_with_config(
     if manifest is None:
         return read_model(folder, options, network, world)
     return load_for_run(options, world, network, (folder, manifest))
+
+
+def read_model(
+    folder: Path, options: Options, custom: BaseModel | None, world: World
+) -> tuple[BaseModel, Config]:
+    """Return the network of a folder of `Entry.convert_for_prediction`, and its configuration.
+
+    custom: a custom network to load the weights into. Raises CheckpointError for a damaged folder.
+    """
+    about, check = read_about(folder), Checker(str(folder / MODEL_NAME))
+    config = options.resolve(about["options"], "model")
+    if custom is None and ":" in config.model.name:
+        config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
+    network = build_network(config, world, custom)
+    path, held = folder / WEIGHTS_NAME, check.mapping(about.get("weights"), "the weights")
+    if not path.is_file() or not asdict(checksum(path)).items() <= held.items():
+        raise check.wrong(f"{WEIGHTS_NAME} is missing, or its checksum differs", "choose another model")
+    try:
+        network.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as error:
+        first = str(error).splitlines()[-1].strip()
+        raise check.wrong(
+            f"the weights do not fit {type(network).__name__}: {first}", "pass the network that was trained"
+        ) from error
+    return network, config
 
 
 def load_for_run(

@@ -26,6 +26,7 @@ from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.config import Config, Options
 from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.embed import embed_chunks
+from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
@@ -38,7 +39,6 @@ from plsc.train.embeddings import (
     NAMES,
     VERSION,
     Embeddings,
-    checksum_of,
     find_shards,
     is_intact,
     read_column,
@@ -47,7 +47,6 @@ from plsc.train.embeddings import (
     write_shard,
 )
 from plsc.train.evaluation import load_for_run
-from plsc.train.export import describe_input
 from plsc.train.heads import load_head
 from plsc.train.network import evaluated, evaluation_context, training_mode
 from plsc.train.output import format_duration

@@ -16,6 +16,7 @@ LEVELS = [
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
+    {"export"},
     {"train", "utils", "plan"},
     {"profiling"},
     {"entry"},

@@ -1,0 +1,111 @@
+"""The folder of an exported model: model.json, which describes it, and the files that it names.
+
+The folder contains no code, and nothing of it is executed when it is loaded. Only a torch.export program
+(model.pt2) could run code; `plsc.export.open_model` refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plsc import __version__
+from plsc.checkpoint import Manifest
+from plsc.checkpoint.manifest import Checker
+from plsc.checkpoint.retention import METRICS_KEY
+from plsc.checkpoint.shard_file import bytes_of, checksum
+from plsc.config import Config
+from plsc.models import BaseModel
+from plsc.models.base_model import constructor_arguments
+
+MODEL_NAME = "model.json"
+WEIGHTS_NAME = "model.safetensors"
+ONNX_NAME = "model.onnx"
+TORCH_NAME = "model.pt2"
+CLASSES_NAME = "classes.safetensors"
+THUMBNAILS_NAME = "thumbnails"
+_FORMAT, _VERSION = "plsc-model", 1
+_MOST_BYTES = 2**20  # of model.json
+_PIECE = 2**20  # bytes read at a time
+
+
+def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Manifest) -> dict[str, Any]:
+    """Write the weights of a network to a folder, and return the contents of model.json.
+
+    config: the options that it was built with. manifest: of its checkpoint.
+    """
+    weights = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
+    save_file(weights, folder / WEIGHTS_NAME)
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "plsc": __version__,
+        "step": manifest.step,
+        "input": describe_input(config),
+        "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
+        "flip": config.data.flip,
+        "metrics": manifest.scalars.get(METRICS_KEY, {}),
+        "options": {name: config.as_dict()[name] for name in ("model", "runtime")},
+        "arguments": constructor_arguments(network),
+        "weights": {**describe_file(folder / WEIGHTS_NAME), **asdict(checksum(folder / WEIGHTS_NAME))},
+        "fingerprint": checksum_of(weights),
+    }
+
+
+def write_about(folder: Path, about: Mapping[str, Any]) -> None:
+    """Write model.json."""
+    (folder / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def describe_input(config: Config) -> dict[str, Any]:
+    """Return the shape, type and preprocessing of the network's input, for JSON."""
+    return {
+        "shape": ["batch", *config.model.image_shape],
+        "dtype": config.runtime.dtype,
+        "channels": "RGB",
+        "preprocessing": "(x - 127.5) / 128",
+    }
+
+
+def describe_file(path: Path) -> dict[str, str]:
+    """Return the name and the SHA-256 of a file, for JSON."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    return {"file": path.name, "sha256": digest.hexdigest()}
+
+
+def checksum_of(weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of names, types, shapes and values of a state dict."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(bytes_of(tensor.contiguous()).numpy().data)
+    return digest.hexdigest()
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Return the contents of model.json. Raises CheckpointError if it is not the description of a model."""
+    file = folder / MODEL_NAME
+    check = Checker(str(file))
+    try:
+        with file.open("rb") as stream:
+            about = check.mapping(json.loads(stream.read(_MOST_BYTES + 1)), "the description")
+    except (OSError, ValueError, RecursionError) as error:
+        raise check.wrong(f"it cannot be read ({error})", "choose another model") from error
+    if about.get("format") != _FORMAT or about.get("version") != _VERSION:
+        raise check.wrong(
+            f"its format is {about.get('format')!r}, version {about.get('version')!r}; expected {_FORMAT!r}, "
+            f"version {_VERSION}",
+            "choose another model, or update plsc",
+        )
+    check.mapping(about.get("options"), "the options")
+    return about

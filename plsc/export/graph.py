@@ -1,0 +1,184 @@
+"""Write a network as a graph: ONNX in float32, float16 or int8; torch.export also in bfloat16."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plsc.errors import OptionError, refusing
+from plsc.export.folder import ONNX_NAME, TORCH_NAME, describe_file
+from plsc.models import BaseModel
+from plsc.models.base_model import unwrap
+from plsc.models.folding import fold_batch_norm
+
+INPUT, OUTPUT = "images", "embeddings"
+PRECISIONS = {
+    "onnx": ("float32", "float16", "int8"),
+    "torch": ("float32", "float16", "bfloat16"),
+    "none": ("float32",),
+}
+"""The graphs, and the precisions of each."""
+
+_CALIBRATION_BATCH = 16
+_NOISY = ("torch", "onnxscript", "onnx_ir")  # loggers
+
+
+class Served(nn.Module):
+    """A network as it is served: float32 images [b, C, H, W] to L2-normalised float32 embeddings [b, D].
+
+    flip: add the embedding of the mirrored image; both are computed in one pass over 2b images.
+    """
+
+    def __init__(self, network: BaseModel, flip: bool) -> None:
+        super().__init__()
+        self.network = network
+        self.flip = flip
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the embeddings."""
+        if not self.flip:
+            return F.normalize(self.network(images, None, False).float())
+        both = self.network(torch.cat([images, images.flip(-1)]), None, False).float()
+        return F.normalize(both.reshape(2, -1, both.shape[1]).sum(0))
+
+
+def as_served(network: BaseModel, flip: bool) -> Served:
+    """Return a copy of a network in float32 on the CPU, in evaluation mode."""
+    plain = copy.deepcopy(network)
+    unwrap(plain)
+    plain.input_layout = torch.preserve_format
+    plain.to("cpu", torch.float32)
+    plain.to(memory_format=torch.contiguous_format)
+    return Served(plain, flip).eval().requires_grad_(False)
+
+
+def write_graph(
+    folder: Path, served: Served, kind: str, precision: str, image_shape: Sequence[int], images: np.ndarray
+) -> dict[str, Any]:
+    """Write the graph of a network to a folder, and return its description for model.json.
+
+    Args:
+        folder: an existing folder.
+        served: the network.
+        kind: ``onnx`` or ``torch``.
+        precision: one of PRECISIONS[kind]. The input and output are always float32.
+        image_shape: (C, H, W).
+        images: float32 [N, C, H, W], to calibrate int8.
+
+    Raises OptionError for a network that cannot be exported.
+    """
+    half = precision in ("float16", "bfloat16")
+    graph = _folded(served, image_shape, getattr(torch, precision) if half else torch.float32)
+    path = folder / (ONNX_NAME if kind == "onnx" else TORCH_NAME)
+    example = (torch.zeros(2, *image_shape),)
+    what = f"{type(served.network).__name__} cannot be exported to {kind}"
+    advice = "torch.export must be able to trace build_network; or choose graph 'none'"
+    about: dict[str, Any] = {}
+    with refusing(what, advice), torch.no_grad(), _quiet():
+        dynamic = {INPUT: {0: torch.export.Dim.DYNAMIC}}
+        program = torch.export.export(graph, example, dynamic_shapes=dynamic)
+        if kind == "torch":
+            torch.export.save(program, path)
+        else:
+            about["opset"] = _write_onnx(path, program)
+            if precision == "int8":
+                _quantise(path, images)
+    return {
+        **describe_file(path),
+        "precision": precision,
+        "input": INPUT,
+        "output": OUTPUT,
+        "normalised": True,
+        "flip": served.flip,
+        **about,
+    }
+
+
+def require_onnx() -> None:
+    """Raise OptionError unless the packages of plsc[export] are installed."""
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"ONNX needs a package that is not installed ({error}): pip install 'plsc[export]'; or choose "
+            "graph 'none', to write only the weights"
+        ) from error
+
+
+def _folded(served: Served, image_shape: Sequence[int], dtype: torch.dtype) -> Served:
+    """Return a copy with folded batch norms, as far as possible, in a dtype."""
+    folded = fold_batch_norm(served.network, image_shape)
+    network = served.network if isinstance(folded, str) else folded
+    return Served(copy.deepcopy(network).to(dtype), served.flip).eval()
+
+
+def _write_onnx(path: Path, program: torch.export.ExportedProgram) -> int:
+    """Write an ONNX file, and return its opset."""
+    import onnx
+
+    converted = torch.onnx.export(
+        program, dynamo=True, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+    )
+    assert converted is not None
+    model = converted.model_proto
+    # They contain stack traces with the paths of this machine.
+    for one in (model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output):
+        del one.metadata_props[:]
+    for node in model.graph.node:
+        node.doc_string = ""
+    onnx.save(model, path)
+    return next(int(one.version) for one in model.opset_import if not one.domain)
+
+
+def _quantise(path: Path, images: np.ndarray) -> None:
+    """Replace a float32 ONNX file by its static int8 quantisation (QDQ), calibrated on the images."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Images(CalibrationDataReader):
+        def __init__(self) -> None:
+            starts = range(0, len(images), _CALIBRATION_BATCH)
+            self._batches = iter([{INPUT: images[start : start + _CALIBRATION_BATCH]} for start in starts])
+
+        def get_next(self) -> Any:
+            return next(self._batches, None)
+
+    quantize_static(
+        path,
+        path,
+        Images(),
+        quant_format=QuantFormat.QDQ,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+        per_channel=True,
+        op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress warnings of the exporters: the graph is checked instead."""
+    loggers = [logging.getLogger(name) for name in (None, *_NOISY)]
+    levels, silent = [one.level for one in loggers], logging.NullHandler()
+    loggers[0].addHandler(silent)  # logging.warning() would install a handler for all messages
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in loggers:
+            one.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            loggers[0].removeHandler(silent)
+            for one, level in zip(loggers, levels, strict=True):
+                one.setLevel(level)

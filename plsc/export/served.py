@@ -1,0 +1,250 @@
+"""Open an exported model for serving, and compute embeddings with onnxruntime.
+
+The folder may come from anyone: sizes, checksums, names of files and the graph's shapes are checked before
+the graph runs. Only ONNX is served, because loading a torch.export program can run code.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from plsc.checkpoint.manifest import Checker
+from plsc.data.batch import to_input
+from plsc.data.class_names import ClassNames
+from plsc.data.decode import ImageShape, decode_image, size_of
+from plsc.errors import CheckpointError, DataError
+from plsc.export.folder import (
+    CLASSES_NAME,
+    MODEL_NAME,
+    ONNX_NAME,
+    THUMBNAILS_NAME,
+    TORCH_NAME,
+    WEIGHTS_NAME,
+    describe_file,
+    read_about,
+)
+from plsc.export.graph import INPUT, OUTPUT, require_onnx
+
+if TYPE_CHECKING:
+    import onnx
+
+MOST_IMAGE_BYTES = 16 * 2**20
+MOST_PIXELS = 32 * 10**6
+_LARGEST_GRAPH = 2**31 - 1  # bytes of a protobuf message
+_LARGEST_SIDE, _LARGEST_EMBEDDING = 4096, 2**16
+_DOMAINS = ("", "ai.onnx")  # of operators: the standard ones
+_ADVICE = "export the model again"
+
+
+def open_model(folder: str | os.PathLike[str], threads: int = 0) -> ServedModel:
+    """Open a folder of ``plsc export`` for serving.
+
+    threads: of onnxruntime per call; 0: one per core.
+
+    Raises:
+        CheckpointError: the folder is missing, damaged or inconsistent, or has no ONNX graph.
+        OptionError: onnxruntime is not installed.
+    """
+    return ServedModel(Path(folder), threads)
+
+
+class ServedModel:
+    """A model that maps images to L2-normalised embeddings.
+
+    Attributes:
+        folder: the folder.
+        about: the contents of model.json.
+        image_shape: (C, H, W) of the input.
+        emb_size: D, the size of the embeddings.
+        thresholds: cosine by FAR, ascending; pairs with at least this cosine are accepted.
+        fingerprint: SHA-256 of the network's weights.
+    """
+
+    def __init__(self, folder: Path, threads: int = 0) -> None:
+        require_onnx()
+        self.folder = folder
+        self.about = read_about(folder)
+        self._check = check = Checker(str(folder / MODEL_NAME))
+        self.image_shape = _image_shape(check, self.about)
+        self.emb_size = _shape(check, self.about, "output", 1, _LARGEST_EMBEDDING)[0]
+        self.thresholds = _thresholds(check, self.about)
+        self.fingerprint = check.text(check.item(self.about, "fingerprint"), "the fingerprint")
+        graph = check.mapping(self.about.get("graph", {}), "the graph")
+        if graph.get("file") != ONNX_NAME:
+            held = repr(graph["file"]) if "file" in graph else "no graph"
+            reason = ": a .pt2 file could run code" if held == repr(TORCH_NAME) else ""
+            raise check.wrong(
+                f"it has {held:.100}, but only {ONNX_NAME} is served{reason}", "export the model to ONNX"
+            )
+        for what, name in (("weights", WEIGHTS_NAME), ("graph", ONNX_NAME), ("classes", CLASSES_NAME)):
+            if what != "classes" or what in self.about:
+                _verify(check, folder / name, check.mapping(self.about.get(what), f"the {what}"))
+        self._session = _start(folder / ONNX_NAME, threads)
+        found = self._run(np.zeros((1, *self.image_shape), np.float32))
+        if found.shape != (1, self.emb_size) or found.dtype != np.float32:
+            raise check.wrong(
+                f"the graph returns {found.dtype} {list(found.shape)} for one image; expected float32 "
+                f"{[1, self.emb_size]}",
+                _ADVICE,
+            )
+
+    def embed(self, images: np.ndarray) -> np.ndarray:
+        """Return the embeddings, float32 [n, D], L2-normalised, of pre-processed images.
+
+        images: float32 [n, C, H, W], as `preprocess` returns. Raises DataError for another shape or dtype.
+        """
+        if images.dtype != np.float32 or images.shape[1:] != self.image_shape or images.ndim != 4:
+            raise DataError(
+                f"the images are {images.dtype} {list(images.shape)}; expected float32 "
+                f"{['n', *self.image_shape]}"
+            )
+        if not len(images):
+            return np.empty((0, self.emb_size), np.float32)
+        return self._run(images)
+
+    def preprocess(
+        self, data: bytes, max_bytes: int = MOST_IMAGE_BYTES, max_pixels: int = MOST_PIXELS
+    ) -> np.ndarray:
+        """Decode an encoded image as in training, and return it as float32 [C, H, W], (x - 127.5) / 128.
+
+        Raises DataError for an image that is damaged or over the limits; nothing over them is decoded.
+        """
+        if len(data) > max_bytes:
+            raise DataError(f"the image has {len(data)} bytes, over the limit of {max_bytes}; shrink it")
+        width, height = size_of(data)
+        if width * height > max_pixels:
+            raise DataError(
+                f"the image has {width}x{height} pixels, over the limit of {max_pixels}; shrink it"
+            )
+        return to_input(decode_image(data, self.image_shape)[None], "cpu")[0].numpy()
+
+    def class_weights(self) -> tuple[np.ndarray, ClassNames | None]:
+        """Return the L2-normalised class weights, float32 [classes, D], and the class names if there are any.
+
+        Raises CheckpointError if the model was exported without them.
+        """
+        if "classes" not in self.about:
+            raise self._check.wrong("it has no class weights", "export the model with --classes")
+        check = Checker(str(self.folder / CLASSES_NAME))
+        try:
+            held = load_file(self.folder / CLASSES_NAME)
+        except (SafetensorError, OSError) as error:
+            raise check.wrong(f"it cannot be read ({error})", _ADVICE) from error
+        weight, text, ends = (held.get(name) for name in ("weight", "names.bytes", "names.ends"))
+        if weight is None or weight.dtype != torch.float32 or weight.shape[1:] != (self.emb_size,):
+            raise check.wrong(f"it has no float32 weight [classes, {self.emb_size}]", _ADVICE)
+        if text is None or ends is None:
+            return weight.numpy(), None
+        is_sound = (text.dtype, ends.dtype) == (torch.uint8, torch.int64) and ends.shape == weight.shape[:1]
+        bounds = [0, *ends.tolist(), len(text)] if is_sound else [1, 0]
+        if bounds != sorted(bounds):
+            raise check.wrong("its class names are damaged", _ADVICE)
+        return weight.numpy(), ClassNames(text.numpy(), ends.numpy())
+
+    def thumbnail(self, number: int) -> Path | None:
+        """Return the JPEG file of a class; None if there is none."""
+        path = self.folder / THUMBNAILS_NAME / f"{int(number)}.jpg"
+        return path if path.is_file() else None
+
+    def _run(self, images: np.ndarray) -> np.ndarray:
+        try:
+            return self._session.run([OUTPUT], {INPUT: images})[0]
+        except Exception as error:  # onnxruntime has an exception class per status code
+            raise CheckpointError(
+                f"{self.folder / ONNX_NAME} fails on {len(images)} images: {str(error)[:300]}; {_ADVICE}"
+            ) from error
+
+
+def _image_shape(check: Checker, about: dict[str, Any]) -> ImageShape:
+    channels, height, width = _shape(check, about, "input", 3, _LARGEST_SIDE)
+    if channels not in (1, 3):
+        raise check.wrong(f"the input has {channels} channels; expected 1 or 3", _ADVICE)
+    return channels, height, width
+
+
+def _shape(check: Checker, about: dict[str, Any], what: str, sides: int, largest: int) -> list[int]:
+    """Return the shape of the input or output without the batch."""
+    held = check.listing(
+        check.mapping(about.get(what), f"the {what}").get("shape"), f"the shape of the {what}"
+    )
+    shape = check.integers(held[1:], f"the shape of the {what}")
+    if len(shape) != sides or not all(1 <= side <= largest for side in shape):
+        raise check.wrong(f"the {what} has the shape {held!s:.100}; expected {sides + 1} sizes", _ADVICE)
+    return shape
+
+
+def _thresholds(check: Checker, about: dict[str, Any]) -> dict[float, float]:
+    held = check.mapping(about.get("thresholds", {}), "the thresholds")
+    try:
+        found = {float(far): float(cosine) for far, cosine in held.items()}
+    except (TypeError, ValueError, OverflowError):
+        raise check.wrong("the thresholds are not numbers", _ADVICE) from None
+    if not all(0 < far <= 1 and -1.01 <= cosine <= 1.01 for far, cosine in found.items()):
+        raise check.wrong("a threshold is not a cosine of a FAR", _ADVICE)
+    return dict(sorted(found.items()))
+
+
+def _verify(check: Checker, path: Path, about: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a file has the SHA-256 of model.json."""
+    if not path.is_file() or path.is_symlink():
+        raise check.wrong(f"{path.name} is missing", _ADVICE)
+    if describe_file(path)["sha256"] != about.get("sha256"):
+        raise check.wrong(
+            f"{path.name} was changed or damaged: its SHA-256 differs from that in {MODEL_NAME}", _ADVICE
+        )
+
+
+def _start(path: Path, threads: int) -> Any:
+    """Return the onnxruntime session of a graph, after checking that it reads no other file."""
+    import onnx
+    import onnxruntime
+
+    check = Checker(str(path))
+    if path.stat().st_size > _LARGEST_GRAPH:
+        raise check.wrong(f"it has {path.stat().st_size} bytes; an ONNX file has at most 2 GiB", _ADVICE)
+    data = path.read_bytes()
+    try:
+        model = onnx.load_model_from_string(data)
+    except Exception as error:  # protobuf raises several kinds
+        raise check.wrong(f"it is not an ONNX file ({str(error)[:200]})", _ADVICE) from error
+    _check_graph(check, model)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Without VNNI, products of uint8 and int8 would saturate.
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    try:
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise check.wrong(f"onnxruntime cannot load it: {str(error)[:300]}", _ADVICE) from error
+    names = [[one.name for one in side] for side in (session.get_inputs(), session.get_outputs())]
+    if names != [[INPUT], [OUTPUT]]:
+        raise check.wrong(
+            f"its inputs and outputs are {names!s:.200}; expected {INPUT} and {OUTPUT}", _ADVICE
+        )
+    return session
+
+
+def _check_graph(check: Checker, model: onnx.ModelProto) -> None:
+    """Raise CheckpointError unless a graph has only standard operators, no control flow and all its data."""
+    attributes = [attribute for node in model.graph.node for attribute in node.attribute]
+    tensors = [*model.graph.initializer, *(one.t for one in attributes)]
+    tensors += [tensor for one in attributes for tensor in one.tensors]
+    outside = next((one.name for one in tensors if one.external_data or one.data_location), None)
+    domains = {one.domain for one in (*model.opset_import, *model.graph.node)}
+    for is_wrong, what in (
+        (outside is not None, f"the tensor {outside!r:.100} is in another file"),
+        (not domains <= set(_DOMAINS), f"it has operators of {sorted(domains)!s:.100}"),
+        (any(one.HasField("g") or one.graphs for one in attributes), "it has control flow"),
+        (any(one.sparse_tensors or one.HasField("sparse_tensor") for one in attributes), "it is sparse"),
+        (model.graph.sparse_initializer or model.functions, "it has functions or sparse tensors"),
+    ):
+        if is_wrong:
+            raise check.wrong(f"{what}, which plsc does not write", _ADVICE)

@@ -1,0 +1,89 @@
+"""Every registered network, and networks of other libraries, can be exported; the graph equals the network."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plsc.checkpoint import Manifest
+from plsc.config import Options
+from plsc.config.model import NETWORKS
+from plsc.export.check import compare, load_graph
+from plsc.export.folder import write_about, write_weights
+from plsc.export.graph import as_served, write_graph
+from plsc.models import BaseModel, build_model
+
+pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+pytestmark = pytest.mark.slow
+SHAPE = (3, 32, 32)
+OTHERS = (
+    "torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/shufflenet_v2_x0_5",
+    "torchvision/vit_b_32", "torchvision/swin_t", "timm/vit_tiny_patch16_224", "timm/ghostnet_100",
+)  # fmt: skip
+
+
+class TwoTowers(BaseModel):
+    """A custom network with what fx cannot trace, and a batch norm that cannot be folded."""
+
+    def __init__(self, emb_size=64):
+        super().__init__()
+        self.left = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.GELU())
+        self.right = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 16, 3, bias=False), nn.PReLU(16))
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.fc = nn.Linear(16, emb_size)
+
+    def build_network(self, input, label, is_train=True):
+        if input.shape[1] != 3:
+            raise ValueError("expected RGB")
+        maps = (self.left(input) * self.right(input)).flatten(2).transpose(1, 2)[:, ::16]
+        return self.fc(self.attention(maps, maps, maps)[0].mean(1))
+
+
+def seen(network, shape):
+    """Return images, after adapting the batch norms to them: others would let deep networks overflow."""
+    torch.manual_seed(0)
+    images = torch.rand(64, *shape) * 2 - 1
+    for layer in network.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.momentum = None  # the mean over all batches
+            layer.reset_running_stats()
+        elif isinstance(layer, nn.Dropout):
+            layer.p = 0
+    with torch.no_grad():
+        for _ in range(2):
+            network.train()(images)
+    return images.numpy()
+
+
+def difference(folder, network, shape, precision, kind="onnx", flip=False):
+    images = seen(network, shape)
+    config = Options().resolve().changed({"model.image_shape": shape, "model.emb_size": 64})
+    manifest = Manifest("0", 1, 0, 0, 1, 2, 64, [[0, 2]])
+    about = write_weights(folder, network, config, manifest)
+    served = as_served(network, flip)
+    about["graph"] = write_graph(folder, served, kind, precision, shape, images)
+    write_about(folder, about)
+    return compare(served, load_graph(folder, kind), images, precision)
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, *OTHERS])
+def test_the_graph_of_every_network_equals_the_network(name, tmp_path):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+    network = build_model(name, 64, SHAPE)
+    assert difference(tmp_path, network, SHAPE, "float32").largest <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["ResNet50", "IResNet50", "torchvision/mobilenet_v2", "torchvision/vit_b_32"])
+@pytest.mark.parametrize(("kind", "precision"), [("onnx", "float16"), ("onnx", "int8"), ("torch", "bfloat16")])
+def test_networks_in_lower_precision(name, kind, precision, tmp_path):
+    difference(tmp_path, build_model(name, 64, SHAPE), SHAPE, precision, kind)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("onnx", "float32"), ("onnx", "float16"), ("onnx", "int8"), ("torch", "float32"), ("torch", "bfloat16")],
+)
+def test_a_custom_network_in_every_precision(kind, precision, flip, tmp_path):
+    difference(tmp_path, TwoTowers(), SHAPE, precision, kind, flip)
