@@ -129,8 +129,7 @@ def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassN
         with OpenCheckpoint(folder, manifest) as opened:
             text, ends = (opened.tensors[key].read().numpy() for key in keys)
         names = ClassNames(text, ends)
-        is_rising = names.ends.min() >= 0 and names.lengths().min() >= 0
-        if is_rising and names.ends[-1] == len(text):
+        if names.is_sound():
             return names
     raise Checker(str(folder)).wrong("its class names are damaged")
 

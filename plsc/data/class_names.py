@@ -40,6 +40,11 @@ class ClassNames:
         start = self.ends[number - 1] if number else 0
         return printable(self.text[start : self.ends[number]].tobytes())
 
+    def is_sound(self) -> bool:
+        """Return whether the ends are ascending and match the text; needed for data from a file."""
+        is_rising = len(self) and self.ends.min() >= 0 and self.lengths().min() >= 0
+        return bool(is_rising and self.ends[-1] == len(self.text))
+
     def lengths(self) -> np.ndarray:
         """Return the length of each name in bytes, int64 [classes]."""
         return np.diff(self.ends, prepend=0)

@@ -1,0 +1,276 @@
+"""A gallery on disk: gallery.json, which describes it, and gallery.safetensors with its vectors and names."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write_shard
+from plsc.data.class_names import ClassNames
+from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
+from plsc.storage.publish import publishing_folder
+
+ABOUT_NAME, VECTORS_NAME = "gallery.json", "gallery.safetensors"
+_FORMAT, _VERSION = "plsc-gallery", 1
+_NAMES = {"names": "uint8", "name_ends": "int64"}
+_MOST_BYTES = 2**20  # of gallery.json
+_ROWS = 8192  # vectors processed at a time
+_QUERIES = 256  # queries searched at a time
+
+
+class Gallery:
+    """Vectors with names, read-only, in which `search` finds the nearest by cosine similarity.
+
+    `build_gallery` and `open_gallery` return one.
+
+    Attributes:
+        names: the name of each entry, or None.
+        about: the contents of gallery.json; empty if the gallery is only in memory.
+    """
+
+    def __init__(self, vectors: Float32 | Int8, names: ClassNames | None, about: Mapping[str, Any]) -> None:
+        self._vectors = vectors
+        self.names = names
+        self.about = about
+        self._centers = int(about.get("centers", 1))
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return self._vectors.shape[0] // self._centers
+
+    @property
+    def size(self) -> int:
+        """The number of values per vector."""
+        return self._vectors.shape[1]
+
+    def search(self, queries: np.ndarray, k: int = 5) -> tuple[np.ndarray, np.ndarray]:
+        """Find the k nearest entries of each query.
+
+        Args:
+            queries: embeddings, [q, D], of any norm; a zero embedding has cosine 0 with every entry.
+            k: number of entries; at most all are returned.
+
+        Returns:
+            Cosine similarities, float32 [q, k], highest first, and numbers of entries, int64 [q, k]. Of equal
+            similarities, the lower number comes first.
+
+        Raises:
+            DataError: the queries have another size, or queries or vectors are not finite.
+        """
+        queries = np.asarray(queries)
+        if queries.ndim != 2 or queries.shape[1] != self.size:
+            raise DataError(
+                f"the queries have shape {list(queries.shape)}; expected [queries, {self.size}], as the "
+                f"vectors of the gallery have {self.size} values"
+            )
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise OptionError(f"k is {k!r}; expected the number of entries to find, 1 or more")
+        unit = _normalised(queries, 0, "query")
+        k = min(k, len(self))
+        found = [self._search(unit[first : first + _QUERIES], k) for first in range(0, len(unit), _QUERIES)]
+        if not found:
+            return np.empty((0, k), np.float32), np.empty((0, k), np.int64)
+        scores, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return scores, numbers
+
+    def name(self, number: int) -> str:
+        """Return the name of an entry, or its number if it has none."""
+        return (self.names[number] if self.names is not None else "") or str(number)
+
+    def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._vectors.candidates(queries, k * self._centers)
+        with np.errstate(invalid="ignore", over="ignore"):
+            pairs = zip(rows, queries, strict=True)
+            # A sum per row: the result for a row does not depend on its position, unlike that of a product.
+            scores = np.stack([(self._vectors.decode(row) * query).sum(axis=1) for row, query in pairs])
+        if rows.min() < 0 or not np.isfinite(scores).all():  # faiss returns -1 instead of such vectors
+            raise DataError("vectors of the gallery are not finite; index the images again")
+        scores = scores.astype(np.float32)
+        order = np.lexsort((rows, -scores))
+        scores, entries = (np.take_along_axis(one, order, 1) for one in (scores, rows // self._centers))
+        if self._centers > 1:  # keep the nearest of the vectors of each entry
+            kept = np.stack([np.sort(np.unique(one, return_index=True)[1])[:k] for one in entries])
+            scores, entries = (np.take_along_axis(one, kept, 1) for one in (scores, entries))
+        return scores[:, :k], entries[:, :k]
+
+
+def build_gallery(vectors: np.ndarray, names: Sequence[str] | None = None) -> Gallery:
+    """Return a gallery in memory, for vectors [N, D] of any norm; it is not written to a file.
+
+    Raises DataError if there are no vectors, or one is not finite.
+    """
+    unit = np.concatenate(list(_chunks(np.asarray(vectors))()))
+    return Gallery(Float32({"vectors": unit}), _packed(names, len(unit)), {})
+
+
+def write_gallery(
+    folder: str | os.PathLike[str],
+    vectors: np.ndarray | Chunks,
+    names: Sequence[str] | ClassNames | None = None,
+    *,
+    model: str,
+    kind: str = "float32",
+    centers: int = 1,
+) -> Gallery:
+    """Write vectors of any norm as a gallery to a new folder, and open it.
+
+    Args:
+        folder: the folder to write; it must not exist.
+        vectors: [N, D], or a function that returns an iterator over parts of them, and is called several
+            times.
+        names: a name per entry.
+        model: fingerprint of the network that computed the vectors: the SHA-256 of its weights.
+        kind: ``float32``, or ``int8``, which uses half the disk space and a quarter of the memory.
+        centers: consecutive vectors per entry, such as sub-centres of a class.
+
+    Raises:
+        DataError: there are no vectors, one is not finite, or the folder cannot be written.
+    """
+    if kind not in KINDS:
+        raise OptionError(f"kind is {kind!r}; {suggest(kind, KINDS)}")
+    chunks = _chunks(vectors)
+    count, largest = _measured(chunks)
+    packed = _packed(names, count // centers)
+    tensors = KINDS[kind].encode(chunks, largest)
+    shapes = KINDS[kind].shapes(count, len(largest))
+    if packed is not None:
+        for name, array in zip(_NAMES, (packed.text, packed.ends), strict=True):
+            tensors[name] = functools.partial(iter, [array])
+            shapes[name] = array.shape
+    dtypes = {name: getattr(torch, one) for name, one in {**KINDS[kind].DTYPES, **_NAMES}.items()}
+    with publishing_folder(folder) as temporary:
+        entries = [Entry(name, dtypes[name], shapes[name], 0, _as_bytes(tensors[name])) for name in tensors]
+        about = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "model": model,
+            "kind": kind,
+            "count": count,
+            "size": len(largest),
+            "centers": centers,
+            "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
+        }
+        (temporary / ABOUT_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return open_gallery(folder)
+
+
+def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Gallery:
+    """Open a gallery; its vectors are memory-mapped.
+
+    The checksum of the file is compared, which reads it once. Do not change the files of an open gallery.
+
+    Args:
+        folder: the folder of a gallery.
+        model: fingerprint of a network; a gallery of another network is refused.
+
+    Raises:
+        DataError: there is no gallery, or it is damaged.
+        CheckpointError: it was made with another network.
+    """
+    path = Path(folder)
+    about = _read_about(path / ABOUT_NAME)
+    if model is not None and about["model"] != model:
+        raise CheckpointError(
+            f"{path} was made with another network (weights {about['model']:.16}, not {model:.16}); use that "
+            "network, or index the images again"
+        )
+    file = path / VECTORS_NAME
+    kind, count, size = KINDS[about["kind"]], about["count"], about["size"]
+    try:
+        if asdict(checksum(file)) != about["file"]:
+            raise _wrong(file, "its size or checksum differs from that in gallery.json")
+        parts = {part.key: part for part in read_header(file)}
+        dtypes = {**kind.DTYPES, **(_NAMES if "names" in parts else {})}
+        shapes = kind.shapes(count, size) | {"name_ends": (count // about["centers"],)}
+        opened = {name: _mapped(file, parts.get(name), dtypes[name], shapes.get(name)) for name in dtypes}
+    except (OSError, ValueError, CheckpointError) as error:
+        raise _wrong(file, str(error)) from error
+    names = ClassNames(opened["names"], opened["name_ends"]) if "names" in opened else None
+    if names is not None and not names.is_sound():
+        raise _wrong(file, "its names are damaged")
+    return Gallery(kind(opened), names, about)
+
+
+def _read_about(file: Path) -> dict[str, Any]:
+    """Return the contents of gallery.json. Raises DataError if it is not the description of a gallery."""
+    try:
+        with file.open("rb") as stream:
+            about = json.loads(stream.read(_MOST_BYTES + 1))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read ({error}); choose the folder of a gallery") from error
+    known = isinstance(about, dict) and (about.get("format"), about.get("version")) == (_FORMAT, _VERSION)
+    if not known or about.get("kind") not in KINDS or not isinstance(about.get("model"), str):
+        raise _wrong(file, f"it is not the description of a {_FORMAT}, version {_VERSION}")
+    numbers = [about.get(name) for name in ("count", "size", "centers")]
+    if not all(type(one) is int and 0 < one < 2**40 for one in numbers) or numbers[0] % numbers[2]:
+        raise _wrong(file, "its count, size or centers is no valid number")
+    return about
+
+
+def _mapped(file: Path, part: Part | None, dtype: str, shape: tuple[int, ...] | None) -> np.ndarray:
+    """Return a tensor of a file, memory-mapped; changes to it are private to this process."""
+    if part is None or part.dtype != dtype or part.shape != (shape or part.shape):
+        raise ValueError(f"a tensor of dtype {dtype} and shape {shape} is missing")
+    return np.memmap(file, dtype, "c", part.begin, part.shape)
+
+
+def _wrong(file: Path, what: str) -> DataError:
+    return DataError(f"{file}: {what}; choose another gallery, or index the images again")
+
+
+def _chunks(vectors: np.ndarray | Chunks) -> Chunks:
+    """Return a function that yields the normalised vectors in parts."""
+
+    def parts() -> Iterator[np.ndarray]:
+        first = 0
+        for part in vectors() if callable(vectors) else [vectors]:
+            for low in range(0, len(part), _ROWS):
+                rows = np.asarray(part[low : low + _ROWS])
+                yield _normalised(rows, first, "vector")
+                first += len(rows)
+
+    return parts
+
+
+def _normalised(rows: np.ndarray, first: int, what: str) -> np.ndarray:
+    """Return rows of norm 1, float32 [n, D]; a zero row is unchanged. first: the number of the first row."""
+    if rows.ndim != 2:
+        raise DataError(f"expected vectors of shape [N, D], got {list(rows.shape)}")
+    rows = rows.astype(np.float64)
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    if not np.isfinite(norms).all():
+        raise DataError(f"{what} {first + int(np.argmin(np.isfinite(norms)))} is not finite; remove it")
+    return (rows / np.where(norms, norms, 1)).astype(np.float32)
+
+
+def _measured(chunks: Chunks) -> tuple[int, np.ndarray]:
+    """Return the number of vectors, and the largest absolute value per dimension, float32 [D]."""
+    count, largest = 0, None
+    for part in chunks():
+        most = np.abs(part).max(axis=0)
+        largest = most if largest is None else np.maximum(largest, most)
+        count += len(part)
+    if largest is None:
+        raise DataError("there are no vectors; expected at least one")
+    return count, largest
+
+
+def _packed(names: Sequence[str] | ClassNames | None, count: int) -> ClassNames | None:
+    if names is None:
+        return None
+    if len(names) != count:
+        raise DataError(f"there are {len(names)} names for {count} entries; expected a name per entry")
+    return names if isinstance(names, ClassNames) else ClassNames.of(names)
+
+
+def _as_bytes(chunks: Chunks) -> Callable[[], Iterator[memoryview]]:
+    return lambda: (memoryview(np.ascontiguousarray(one)) for one in chunks())
