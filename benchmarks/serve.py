@@ -25,6 +25,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.concurrency import run_in_threadpool
+
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("plsc", "pool", "loop")
 """plsc serve; a forward per request in FastAPI's thread pool; the same in its event loop."""
@@ -32,10 +36,6 @@ WAYS = ("plsc", "pool", "loop")
 
 def run_baseline(model_folder: str, port: int, way: str, threads: int) -> None:
     """Serve one forward per request, as written in an afternoon."""
-    import uvicorn
-    from fastapi import FastAPI, Request
-    from starlette.concurrency import run_in_threadpool
-
     from plsc.export import open_model
 
     model = open_model(model_folder, threads)
