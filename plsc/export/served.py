@@ -218,6 +218,9 @@ def _start(path: Path, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    if any(one.data_type == onnx.TensorProto.FLOAT16 for one in model.graph.initializer):
+        # With all optimisations, onnxruntime 1.32 crashes on transformers in float16 on a CPU.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     # Without VNNI, products of uint8 and int8 would saturate.
     options.add_session_config_entry("session.x64quantprecision", "1")
     try:

@@ -1,17 +1,33 @@
-"""The folder of convert_for_prediction: what it holds, how it is loaded, and what is refused."""
+"""The folder of an exported model: what it holds, how it is loaded and served, and what is refused."""
 
+import hashlib
+import io
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 import plsc
-from plsc.errors import CheckpointError
+import plsc.checkpoint
+import plsc.export
+from plsc.cli import main
+from plsc.data.decode import decode_image
+from plsc.data.pairs import read_pairs
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.evaluate.embed import embed_images
+from plsc.evaluate.verification import FARS, verify
 from plsc.models.base_model import BaseModel
-from tests.images import write_dataset
+from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
+
+onnx = pytest.importorskip("onnx", reason="plsc[export] is not installed")
+pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
 
 
 class Flat(BaseModel):
@@ -27,8 +43,18 @@ class Flat(BaseModel):
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     dataset = write_dataset(folder / "faces", classes=3, per_class=8)
+    write_pair_file(dataset / "lfw.bin", dataset)
     entry(dataset, folder / "run").train()
     return dataset, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    dataset, run = trained
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    given = ["--flip", "--classes", "--thumbnails", "--quiet", "--data.dataset_dir", str(dataset)]
+    assert main(["export", str(run / "0"), str(folder), *given]) == 0
+    return folder
 
 
 def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
@@ -56,7 +82,7 @@ def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
     checkpoint = ins.train().checkpoint
     ins = entry(dataset, tmp_path / "run", set_checkpoint_dir=checkpoint)
     ins.set_model(Flat())
-    folder = ins.convert_for_prediction(tmp_path / "model")
+    folder = ins.convert_for_prediction(tmp_path / "model", precision="float16")
     with pytest.raises(CheckpointError, match=r"load_network\(path, model="):
         plsc.load_network(folder)
     network = plsc.load_network(folder, model=Flat())
@@ -66,7 +92,7 @@ def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
 def test_a_damaged_folder_is_refused(trained, tmp_path):
     dataset, run = trained
     ins = entry(dataset, run, set_checkpoint_dir=run / "0")
-    folder = ins.convert_for_prediction(tmp_path / "model")
+    folder = ins.convert_for_prediction(tmp_path / "model", graph="none")
     about, weights = folder / "model.json", folder / "model.safetensors"
     good, raw = about.read_text(), bytearray(weights.read_bytes())
     raw[-5] ^= 1
@@ -83,3 +109,203 @@ def test_a_damaged_folder_is_refused(trained, tmp_path):
         about.write_text(bad)
         with pytest.raises(CheckpointError, match=message):
             plsc.load_network(folder)
+
+
+def pictures(dataset):
+    return [path.read_bytes() for path in sorted((dataset / "images").iterdir())]
+
+
+def test_the_served_model_embeds_as_the_network_with_flip(trained, exported):
+    dataset, run = trained
+    model = plsc.export.open_model(exported)
+    images = np.stack([model.preprocess(one) for one in pictures(dataset)])
+    network = plsc.load_network(run / "0")
+    eager = embed_images(network, pictures(dataset), (3, 16, 16), batch_size=7, device="cpu", flip=True)
+    assert np.abs(model.embed(images) - F.normalize(torch.from_numpy(eager)).numpy()).max() < 1e-5
+    assert model.embed(images[:0]).shape == (0, 8)
+    for wrong in (images[:, :1], images[0], images.astype(np.float64)):
+        with pytest.raises(DataError, match="expected float32"):
+            model.embed(wrong)
+
+
+def test_thresholds_accept_at_most_the_far_of_the_run_own_pairs(trained, exported):
+    dataset, _ = trained
+    model = plsc.export.open_model(exported)
+    pairs = read_pairs(dataset / "lfw.bin")
+    embeddings = model.embed(np.stack([model.preprocess(one) for one in pairs.images]))
+    result = verify(embeddings, pairs.is_same)
+    assert model.about["accuracy"] == result.accuracy
+    assert list(model.thresholds) == [0.1]  # 20 negative pairs resolve no lower one
+    accepted = result.cosines >= model.thresholds[0.1] - 1e-6
+    assert accepted[~pairs.is_same].mean() <= 0.1
+    assert accepted[pairs.is_same].mean() == result.tar_at_far[FARS[0]]
+
+
+def test_class_weights_and_thumbnails(trained, exported):
+    dataset, run = trained
+    model = plsc.export.open_model(exported)
+    weights, names = model.class_weights()
+    expected = plsc.checkpoint.load_weights(run / "0", "class_weights")["weight"]
+    assert names is None
+    assert np.allclose(weights, F.normalize(expected).numpy())
+    for label in range(3):
+        with Image.open(model.thumbnail(label)) as picture:
+            found = np.asarray(picture).astype(int)
+        first = decode_image((dataset / f"images/{label}_0.png").read_bytes(), (3, 16, 16))
+        assert np.abs(found - first.permute(1, 2, 0).numpy()).mean() < 16  # JPEG
+    assert model.thumbnail(3) is None
+
+
+@pytest.mark.parametrize(
+    ("graph", "precision"),
+    [
+        ("onnx", "float16"),
+        ("onnx", "int8"),
+        ("torch", "float32"),
+        ("torch", "float16"),
+        ("torch", "bfloat16"),
+    ],
+)
+def test_every_precision(trained, tmp_path, graph, precision, messages):
+    dataset, run = trained
+    ins = entry(dataset, run, set_checkpoint_dir=run / "0")
+    folder = ins.convert_for_prediction(tmp_path / "model", graph=graph, precision=precision)
+    assert any(one.startswith(f"{graph} {precision}: largest difference") for one in messages)
+    assert set(plsc.load_network(folder).state_dict()) == set(plsc.load_network(run / "0").state_dict())
+    if graph == "onnx":
+        assert plsc.export.open_model(folder).about["graph"]["precision"] == precision
+        return
+    with pytest.raises(CheckpointError, match=r"a .pt2 file could run code"):
+        plsc.export.open_model(folder)
+
+
+class Unstable(Flat):
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1) * 1e-9) * 1e9  # zero in float16
+
+
+def test_a_graph_that_differs_leaves_no_folder(trained, tmp_path):
+    dataset, _ = trained
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_model(Unstable())
+    checkpoint = ins.train().checkpoint
+    ins = entry(dataset, tmp_path / "run", set_checkpoint_dir=checkpoint)
+    ins.set_model(Unstable())
+    with pytest.raises(CheckpointError, match="the float16 graph differs from the network: largest"):
+        ins.convert_for_prediction(tmp_path / "model", precision="float16")
+    assert not [one for one in tmp_path.iterdir() if "model" in one.name]
+
+
+def test_options_that_cannot_be_combined_are_refused(trained):
+    ins = entry(*trained)
+    for given, message in (
+        ({"precision": "bfloat16"}, "'onnx' can have float32, float16, int8"),
+        ({"graph": "torch", "precision": "int8"}, "'torch' can have"),
+        ({"graph": "onx"}, "graph is 'onx'"),
+        ({"graph": "none", "flip": True}, "there is no graph"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ins.convert_for_prediction(**given)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.safetensors", "classes.safetensors"])
+def test_a_flipped_byte_is_an_error(exported, tmp_path, name):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name} was changed or damaged"):
+        plsc.export.open_model(folder)
+
+
+def rewrite(folder, change_graph=None, **change):
+    """Change a model's graph and description as an attacker would: with a matching checksum."""
+    path, about = folder / "model.onnx", json.loads((folder / "model.json").read_text())
+    if change_graph is not None:
+        path.write_bytes(change_graph(path.read_bytes()))
+        about["graph"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "model.json").write_text(json.dumps({**about, **change}))
+
+
+def edited(edit):
+    def change(data):
+        model = onnx.load_model_from_string(data)
+        edit(model)
+        return model.SerializeToString()
+
+    return change
+
+
+def climb_out(model):
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../../../etc/passwd")
+
+
+def name_foreign_operator(model):
+    model.graph.node[0].domain = "evil"
+
+
+def add_loop(model):
+    model.graph.node[0].attribute.add(name="body", type=onnx.AttributeProto.GRAPH).g.name = "endless"
+
+
+def rename_input(model):
+    model.graph.input[0].name = model.graph.node[0].input[0] = "pictures"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"change_graph": edited(climb_out)}, "is in another file"),
+        ({"change_graph": edited(name_foreign_operator)}, r"operators of \['', 'evil'\]"),
+        ({"change_graph": edited(add_loop)}, "control flow"),
+        ({"change_graph": edited(rename_input)}, "model.onnx"),
+        ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
+        ({"change_graph": lambda data: b""}, "model.onnx"),
+        ({"output": {"shape": ["batch", 9]}}, r"returns float32 \[1, 8\]"),
+        ({"input": {"shape": ["batch", 3, 10**9, 10**9]}}, "the input has the shape"),
+        ({"input": {"shape": ["batch", 3, 32, 32]}}, "fails on 1 images"),
+        ({"thresholds": {"1e-3": "high"}}, "thresholds are not numbers"),
+        ({"thresholds": {"1e-3": 10**400}}, "thresholds are not numbers"),
+        ({"thresholds": {"1e-3": float("nan")}}, "not a cosine"),
+        ({"graph": {"file": "../../model.onnx"}}, "only model.onnx is served"),
+        ({"graph": []}, "the graph is"),
+        ({"metrics": "x" * 2**21}, "cannot be read"),
+    ],
+)
+def test_a_hostile_folder_is_refused(exported, tmp_path, change, message):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    rewrite(folder, **change)
+    with pytest.raises(CheckpointError, match=message):
+        plsc.export.open_model(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        (2**62).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"{}",
+        (60).to_bytes(8, "little") + b'{"weight":{"dtype":"F32","shape":[9,9],"data_offsets":[0,4]}}',
+    ],
+)
+def test_hostile_class_weights_are_refused(exported, tmp_path, content):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    (folder / "classes.safetensors").write_bytes(content)
+    rewrite(folder, classes={"sha256": hashlib.sha256(content).hexdigest()})
+    with pytest.raises(CheckpointError, match=r"classes.safetensors: it (cannot be read|has no)"):
+        plsc.export.open_model(folder).class_weights()
+
+
+def test_an_image_over_the_limits_is_not_decoded(exported):
+    model = plsc.export.open_model(exported)
+    file = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(file, "PNG")
+    with pytest.raises(DataError, match="9000x9000 pixels, over the limit"):
+        model.preprocess(file.getvalue())
+    with pytest.raises(DataError, match="over the limit of 10;"):
+        model.preprocess(file.getvalue(), max_bytes=10)
+    for damaged in (b"", b"text", file.getvalue()[:50]):
+        with pytest.raises(DataError):
+            model.preprocess(damaged)

@@ -102,7 +102,7 @@ def test_the_life_of_a_checkpoint_names_what_is_in_its_files():
 
 def test_the_architecture_page_lists_every_package_with_its_level():
     page = (ROOT / "docs/architecture.md").read_text()
-    rows = re.findall(r"^\| (\d) \| (.+?) \|.*?\| (`\w+\.py`)? ?\|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|.*?\| (`\w+\.py`)? ?\|$", page, re.MULTILINE)
     listed = {}
     for level, packages, start in rows:
         for path in re.findall(r"`plsc/(\S+?)`", packages):
