@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from plsc.cli import checkpoint, data, doctor, launch, run, serve
+from plsc.cli import checkpoint, data, doctor, gallery, launch, run, serve
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
 from plsc.terminal import Terminal, on_terminal
@@ -21,6 +21,7 @@ COMMANDS = Group(
     "train classifiers over very many classes",
     {
         **run.COMMANDS,
+        **gallery.COMMANDS,
         "serve": serve.COMMAND,
         "launch": launch.COMMAND,
         "doctor": doctor.COMMAND,

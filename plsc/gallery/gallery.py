@@ -61,7 +61,7 @@ class Gallery:
 
         Returns:
             Cosine similarities, float32 [q, k], highest first, and numbers of entries, int64 [q, k]. Of equal
-            similarities, the lower number comes first.
+            similarities, the lower number comes first; if some of the last ones are left out, any may be.
 
         Raises:
             DataError: the queries have another size, or queries or vectors are not finite.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ _MULTIPLIED = 1536  # values of the queries from which faiss multiplies matrices
 class Float32:
     """Vectors in float32; `tensors` has ``vectors``, float32 [N, D]."""
 
-    DTYPES = {"vectors": "float32"}
+    DTYPES: ClassVar = {"vectors": "float32"}
 
     def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         self._vectors = tensors["vectors"]
@@ -64,7 +64,7 @@ class Int8:
             int8 [N, D]; ``scale``, float32 [D].
     """
 
-    DTYPES = {"codes": "uint8", "rest": "int8", "scale": "float32"}
+    DTYPES: ClassVar = {"codes": "uint8", "rest": "int8", "scale": "float32"}
 
     def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         codes, self._rest, self._scale = (tensors[name] for name in self.DTYPES)
@@ -97,7 +97,12 @@ class Int8:
 
     def candidates(self, queries: np.ndarray, k: int) -> np.ndarray:
         """Return numbers of vectors that are likely to include the k nearest, int64 [q, c]."""
-        return self._index.search(queries * self._scale, min(4 * k + 12, len(self._rest)))[1]
+        scaled = queries * self._scale
+        largest = np.abs(scaled).max(axis=1, keepdims=True)
+        # faiss truncates queries to integers on some processors.
+        rounded = np.rint(scaled * (127 / np.where(largest, largest, 1)))
+        count = min(4 * k + 12, len(self._rest))
+        return self._index.search(rounded.astype(np.float32), count)[1]
 
     def decode(self, numbers: np.ndarray) -> np.ndarray:
         """Return vectors, float64 [..., D]."""

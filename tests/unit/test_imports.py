@@ -18,8 +18,8 @@ LEVELS = [
     {"checkpoint", "evaluate"},
     {"export"},
     {"train", "utils", "plan"},
-    {"profiling"},
-    {"entry"},
+    {"profiling", "gallery"},
+    {"entry", "serve"},
     {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}

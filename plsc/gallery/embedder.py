@@ -1,0 +1,151 @@
+"""Build galleries with a trained network: a checkpoint, or a folder of ``plsc export``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from plsc.checkpoint import load_weights, read_manifest
+from plsc.checkpoint.load import read_class_names
+from plsc.checkpoint.manifest import CLASS_WEIGHTS
+from plsc.checkpoint.remote import fetch
+from plsc.data.class_names import ClassNames
+from plsc.data.sources import Source
+from plsc.data.sources.image_folders import open_images
+from plsc.errors import DataError
+from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.export import ServedModel, open_model
+from plsc.export.folder import MODEL_NAME, checksum_of
+from plsc.gallery.gallery import Gallery, open_gallery, write_gallery
+from plsc.parallel.world import World
+from plsc.storage.urls import is_url
+from plsc.train.embeddings import NAMES, open_embeddings
+from plsc.train.evaluation import load_with_config
+from plsc.train.prediction import EMBEDDINGS
+
+_BATCH = 64  # images
+StrPath: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A trained network.
+
+    Attributes:
+        fingerprint: SHA-256 of its weights.
+        embed: returns the embeddings, float32 [n, D], of the images of a source with these numbers.
+        classes: returns the class weights, float32 [C, D] or [C, sub-centres, D], and the class names.
+    """
+
+    fingerprint: str
+    embed: Callable[[Source, range], np.ndarray]
+    classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
+
+    def embed_all(self, source: Source) -> np.ndarray:
+        """Return the embeddings of all images, float32 [N, D]. Raises DataError that names the image."""
+        firsts = range(0, len(source), _BATCH)
+        return np.concatenate([self.embed(source, range(i, min(i + _BATCH, len(source)))) for i in firsts])
+
+
+def open_embedder(model: StrPath) -> Embedder:
+    """Open a checkpoint (folder or URL), or a folder of ``plsc export``, which onnxruntime runs.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    place = os.fspath(model)
+    path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
+    if (path / MODEL_NAME).is_file():
+        served = open_model(path)
+        return Embedder(
+            served.fingerprint, lambda *which: _embed_served(served, *which), served.class_weights
+        )
+    network, config = load_with_config(path, None, World.single("cpu"))
+
+    def embed(source: Source, which: range) -> np.ndarray:
+        return embed_images(
+            network,
+            ImagesOf(source, which),
+            config.model.image_shape,
+            batch_size=_BATCH,
+            device="cpu",
+            flip=config.data.flip,
+            name=f"the images from {source.name(which.start)}",
+        )
+
+    def classes() -> tuple[np.ndarray, ClassNames | None]:
+        weight = load_weights(path, CLASS_WEIGHTS)["weight"]
+        return weight.float().numpy(), read_class_names(path, read_manifest(path))
+
+    return Embedder(checksum_of(load_weights(path)), embed, classes)
+
+
+def _embed_served(served: ServedModel, source: Source, which: range) -> np.ndarray:
+    images = []
+    for number in which:
+        try:
+            images.append(served.preprocess(source[number][0]))
+        except DataError as error:
+            raise error.at(source.name(number)) from error
+    return served.embed(np.stack(images))
+
+
+def index_classes(model: StrPath, gallery: StrPath, kind: str = "float32") -> Gallery:
+    """Write the class weights of a model as a gallery, whose entries are the classes.
+
+    Args:
+        model: a checkpoint with one head, or a folder of ``plsc export --classes``.
+        gallery: the folder to write.
+        kind: ``float32`` or ``int8``, see `plsc.gallery.write_gallery`.
+    """
+    embedder = open_embedder(model)
+    weight, names = embedder.classes()
+    centers = weight.shape[1] if weight.ndim == 3 else 1
+    rows = weight.reshape(-1, weight.shape[-1])
+    return write_gallery(gallery, rows, names, model=embedder.fingerprint, kind=kind, centers=centers)
+
+
+def index_images(model: StrPath, gallery: StrPath, images: StrPath, kind: str = "float32") -> Gallery:
+    """Write the embeddings of images as a gallery, whose entries are the images.
+
+    images: a folder, a file with a path per line, or an image. Other arguments as in `index_classes`.
+    """
+    embedder, source = open_embedder(model), open_images(images)
+    names = [source.name(number) for number in range(len(source))]
+    return write_gallery(gallery, embedder.embed_all(source), names, model=embedder.fingerprint, kind=kind)
+
+
+def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind: str = "float32") -> Gallery:
+    """Write the output folder of `Entry.predict` with the same model as a gallery of its images.
+
+    Raises CheckpointError if the embeddings are of another network. Arguments as in `index_classes`.
+    """
+    opened = open_embeddings(embeddings, model)
+    if EMBEDDINGS not in opened:
+        raise DataError(f"{embeddings} has no embeddings; predict again with the field 'value'")
+    names = opened[NAMES][:].tolist()
+    fingerprint = opened.index["model"]["weights"]
+    return write_gallery(gallery, opened[EMBEDDINGS].shards, names, model=fingerprint, kind=kind)
+
+
+def search_images(
+    model: StrPath, gallery: StrPath, images: StrPath, k: int = 5
+) -> Iterator[tuple[str, list[tuple[float, str]]]]:
+    """Yield the name of each image, and the cosine and name of its k nearest entries, nearest first.
+
+    Raises CheckpointError if the gallery was made with another network.
+    """
+    embedder, source = open_embedder(model), open_images(images)
+    opened = open_gallery(gallery, embedder.fingerprint)
+    for first in range(0, len(source), _BATCH):
+        which = range(first, min(first + _BATCH, len(source)))
+        for number, scores, entries in zip(
+            which, *opened.search(embedder.embed(source, which), k), strict=True
+        ):
+            nearest = [(float(s), opened.name(int(e))) for s, e in zip(scores, entries, strict=True)]
+            yield source.name(number), nearest

@@ -1,0 +1,267 @@
+"""Galleries find what a comparison with every vector finds; damaged and hostile files are refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from plsc.checkpoint.shard_file import checksum, entry_of, write_shard
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.gallery import build_gallery, open_gallery, write_gallery
+
+pytest.importorskip("faiss", reason="plsc[search] is not installed")
+RANDOM = np.random.default_rng(0)
+
+
+def unit(vectors):
+    vectors = np.asarray(vectors, np.float64)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.where(norms > 0, norms, 1)
+
+
+def cosines(vectors, queries):
+    """Of every query with every vector, as the formula says."""
+    return np.array([[np.dot(v, q) for v in unit(vectors)] for q in unit(queries)])
+
+
+def made(folder, kind, vectors, names=None, **how):
+    if kind == "memory":
+        return build_gallery(vectors, names)
+    return write_gallery(folder / "gallery", vectors, names, model="a network", kind=kind, **how)
+
+
+@pytest.mark.parametrize("kind", ["memory", "float32", "int8"])
+@pytest.mark.parametrize("size", [3, 32, 50])
+@pytest.mark.parametrize("queries", [1, 70])
+def test_search_finds_the_highest_cosines_and_of_equal_ones_the_lower_numbers_first(
+    tmp_path, kind, size, queries
+):
+    different = RANDOM.standard_normal((90, size)) * RANDOM.lognormal(0, 4, (90, 1))
+    vectors = different[RANDOM.integers(90, size=400)]  # about four of each are equal
+    vectors[[5, 300]] = 0
+    asked = np.concatenate([vectors[:4], RANDOM.standard_normal((queries, size))])
+    truth = cosines(vectors, asked)
+    tolerance = 3e-4 if kind == "int8" else 1e-6
+    gallery = made(tmp_path, kind, vectors)
+    for k in (1, 7, 400, 1000):
+        scores, numbers = gallery.search(asked, k)
+        assert scores.dtype == np.float32
+        assert scores.shape == numbers.shape == (len(asked), min(k, 400))
+        expected = -np.sort(-truth, axis=1)[:, :k]
+        np.testing.assert_allclose(scores, expected, atol=tolerance)
+        np.testing.assert_allclose(np.take_along_axis(truth, numbers, 1), scores, atol=tolerance)
+        assert all(len(set(row)) == len(row) for row in numbers.tolist())
+        is_equal = scores[:, 1:] == scores[:, :-1]
+        assert (numbers[:, 1:] > numbers[:, :-1])[is_equal].all()
+        assert k == 1 or is_equal.any()
+
+
+@pytest.mark.parametrize("kind", ["memory", "float32", "int8"])
+def test_many_equal_vectors_are_returned_in_order(tmp_path, kind):
+    gallery = made(tmp_path, kind, np.ones((3000, 32)))
+    scores, numbers = gallery.search(np.ones((2, 32)), 3000)
+    assert numbers.tolist() == [list(range(3000))] * 2
+    np.testing.assert_allclose(scores, 1, atol=1e-4)
+
+
+def test_a_zero_query_has_cosine_0_with_every_entry(tmp_path):
+    for kind in ("memory", "int8"):
+        scores, _ = made(tmp_path, kind, RANDOM.standard_normal((10, 8))).search(np.zeros((1, 8)), 10)
+        assert not scores.any()
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_entries_with_several_centres_are_found_once_by_their_nearest_centre(tmp_path, kind):
+    centres = RANDOM.standard_normal((60, 3, 16))
+    asked = RANDOM.standard_normal((20, 16))
+    truth = cosines(centres.reshape(-1, 16), asked).reshape(20, 60, 3).max(axis=2)
+    gallery = made(tmp_path, kind, centres.reshape(-1, 16), [f"class {i}" for i in range(60)], centers=3)
+    assert len(gallery) == 60
+    scores, numbers = gallery.search(asked, 10)
+    assert np.array_equal(numbers, np.argsort(-truth, axis=1)[:, :10])
+    np.testing.assert_allclose(scores, -np.sort(-truth, axis=1)[:, :10], atol=3e-4)
+    assert gallery.name(59) == "class 59"
+
+
+def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_path):
+    vectors = RANDOM.standard_normal((20_000, 16)).astype(np.float32)
+    names = [f"images/é {i}\n.jpg" for i in range(20_000)]
+    for kind in ("float32", "int8"):
+        whole = write_gallery(tmp_path / kind, vectors, names, model="a", kind=kind)
+        parts = write_gallery(
+            tmp_path / f"{kind}-parts",
+            lambda: iter(np.split(vectors, [1, 9000])),
+            names,
+            model="a",
+            kind=kind,
+        )
+        assert parts.about == whole.about
+        opened = open_gallery(tmp_path / kind, model="a")
+        assert opened.search(vectors[[17, 19_999]], 1)[1].tolist() == [[17], [19_999]]
+        assert opened.name(17) == "images/é 17\\n.jpg"
+        with pytest.raises(DataError, match="exists"):
+            write_gallery(tmp_path / kind, vectors, model="a")
+
+
+@pytest.mark.parametrize(
+    ("vectors", "message"),
+    [
+        (np.zeros((0, 4)), "there are no vectors"),
+        (np.array([[1.0, 2], [3, np.nan]]), "vector 1 is not finite"),
+        (np.zeros(4), r"expected vectors of shape \[N, D\]"),
+    ],
+)
+def test_vectors_that_cannot_be_searched_are_refused_and_nothing_is_written(tmp_path, vectors, message):
+    with pytest.raises(DataError, match=message):
+        write_gallery(tmp_path / "gallery", vectors, model="a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    with pytest.raises(OptionError, match="kind is 'int4'; known: float32, int8"):
+        write_gallery(tmp_path / "gallery", np.ones((2, 2)), model="a", kind="int4")
+    with pytest.raises(DataError, match="1 names for 2 entries"):
+        build_gallery(np.ones((2, 2)), ["one"])
+    gallery = build_gallery(np.ones((2, 2)))
+    with pytest.raises(DataError, match=r"\[queries, 2\]"):
+        gallery.search(np.ones((1, 3)))
+    with pytest.raises(DataError, match="query 1 is not finite"):
+        gallery.search(np.array([[1.0, 1], [1, np.inf]]))
+    with pytest.raises(OptionError, match="k is 0"):
+        gallery.search(np.ones((1, 2)), 0)
+
+
+def test_a_gallery_of_another_network_is_refused(tmp_path):
+    write_gallery(tmp_path / "gallery", np.ones((2, 2)), model="aaaa")
+    with pytest.raises(CheckpointError, match=r"another network \(weights aaaa, not bbbb\)"):
+        open_gallery(tmp_path / "gallery", model="bbbb")
+
+
+def rewrite(folder, **tensors):
+    """Replace tensors of a gallery, with a correct checksum, as an attacker would."""
+    path = folder / "gallery.safetensors"
+    held = {name: torch.from_numpy(one) for name, one in {**load_file(path), **tensors}.items()}
+    path.unlink()
+    write_shard(path, [entry_of(name, one) for name, one in held.items()])
+    describe(folder)
+
+
+def describe(folder, **changes):
+    about = json.loads((folder / "gallery.json").read_text())
+    found = checksum(folder / "gallery.safetensors")
+    about |= {"file": {"bytes": found.bytes, "crc32": found.crc32}, **changes}
+    (folder / "gallery.json").write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_every_truncation_and_flipped_byte_is_an_error_message(tmp_path, kind):
+    folder = tmp_path / "gallery"
+    write_gallery(folder, RANDOM.standard_normal((9, 4)), ["a"] * 9, model="a", kind=kind)
+    for name in ("gallery.safetensors", "gallery.json"):
+        content = (folder / name).read_bytes()
+        for length in range(0, len(content) - 1, 7):  # the last byte of gallery.json is a line end
+            (folder / name).write_bytes(content[:length])
+            with pytest.raises(DataError):
+                open_gallery(folder)
+        (folder / name).write_bytes(content)
+    content = bytearray((folder / "gallery.safetensors").read_bytes())
+    for place in range(0, len(content), 5):
+        content[place] ^= 1
+        (folder / "gallery.safetensors").write_bytes(content)
+        with pytest.raises(DataError, match="checksum differs"):
+            open_gallery(folder)
+        content[place] ^= 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"count": 10},
+        {"count": 2**39},
+        {"count": -9},
+        {"count": 9.0},
+        {"size": 2},
+        {"size": 36, "count": 1},
+        {"centers": 2},
+        {"kind": "float32"},
+        {"kind": []},
+        {"kind": "../x"},
+        {"model": None},
+        {"file": None},
+        {"version": 2},
+        {"format": {}},
+    ],
+)
+def test_a_description_that_does_not_match_the_file_is_refused(tmp_path, changes):
+    folder = tmp_path / "gallery"
+    write_gallery(folder, RANDOM.standard_normal((9, 4)), ["a"] * 9, model="a", kind="int8")
+    describe(folder, **changes)
+    with pytest.raises(DataError):
+        open_gallery(folder)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"name_ends": np.array([5, 1, 9], np.int64)},
+        {"name_ends": np.array([1, 2, 2**60], np.int64)},
+        {"name_ends": np.array([1, 2], np.int64)},
+        {"names": np.zeros(3, np.float32)},
+        {"names": np.zeros((3, 0), np.uint8)},
+        {"scale": np.ones(3, np.float32)},
+        {"scale": np.ones(4, np.float64)},
+        {"rest": np.ones((4, 3), np.int8)},
+        {"codes": np.ones(12, np.uint8)},
+    ],
+)
+def test_tensors_that_do_not_match_the_description_are_refused(tmp_path, tensors):
+    folder = tmp_path / "gallery"
+    write_gallery(folder, RANDOM.standard_normal((3, 4)), ["a", "b", "c"], model="a", kind="int8")
+    rewrite(folder, **tensors)
+    with pytest.raises(DataError):
+        open_gallery(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_values_that_are_not_finite_are_an_error_message(tmp_path, value):
+    vectors, scale = np.ones((3, 32), np.float32), np.ones(32, np.float32)
+    vectors[1], scale[1] = value, value
+    write_gallery(tmp_path / "float32", np.ones((3, 32)), model="a")
+    rewrite(tmp_path / "float32", vectors=vectors)
+    write_gallery(tmp_path / "int8", np.ones((3, 32)), model="a", kind="int8")
+    rewrite(tmp_path / "int8", scale=scale)
+    for kind in ("float32", "int8"):
+        with pytest.raises(DataError, match="not finite"):
+            open_gallery(tmp_path / kind).search(np.ones((2, 32)), 3)
+
+
+def test_bytes_before_the_codes_are_not_trusted(tmp_path):
+    folder = tmp_path / "gallery"
+    vectors = RANDOM.standard_normal((50, 32))
+    write_gallery(folder, vectors, model="a", kind="int8")
+    codes = load_file(folder / "gallery.safetensors")["codes"].copy()
+    codes[:128] = 255
+    rewrite(folder, codes=codes)
+    assert open_gallery(folder).search(vectors, 1)[1].ravel().tolist() == list(range(50))
+
+
+def test_a_file_without_offsets_and_a_file_that_is_no_safetensors_are_refused(tmp_path):
+    folder = tmp_path / "gallery"
+    write_gallery(folder, np.ones((3, 4)), model="a")
+    save_file({"vectors": np.ones((3, 4), np.float32)}, folder / "gallery.safetensors")
+    describe(folder)
+    with pytest.raises(DataError, match=r"gallery\.safetensors"):
+        open_gallery(folder)
+    (folder / "gallery.safetensors").unlink()
+    with pytest.raises(DataError, match=r"gallery\.safetensors"):
+        open_gallery(folder)
+
+
+def test_the_error_without_faiss_names_the_extra(monkeypatch):
+    gallery = build_gallery(np.ones((2, 2)))
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(OptionError, match=r"pip install 'plsc\[search\]'"):
+        gallery.search(np.ones((1, 2)))

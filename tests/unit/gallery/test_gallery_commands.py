@@ -1,0 +1,85 @@
+"""`plsc index` and `plsc search`, with a checkpoint and with an exported model."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from plsc import open_embeddings
+from plsc.checkpoint import load_weights
+from plsc.cli import main
+from plsc.gallery import open_gallery
+from plsc.train.embeddings import checksum_of
+from tests.images import write_dataset
+from tests.system.small_entry import entry
+
+pytest.importorskip("faiss", reason="plsc[search] is not installed")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint, its export, and its dataset."""
+    folder = tmp_path_factory.mktemp("gallery")
+    dataset = write_dataset(folder / "faces", classes=3, per_class=8)
+    entry(dataset, folder / "run").train()
+    exported = [str(folder / "run/0"), str(folder / "model"), "--classes", "--quiet"]
+    assert main(["export", *exported, "--data.dataset_dir", str(dataset)]) == 0
+    return folder
+
+
+def plsc(capsys, *words):
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("model", ["run/0", "model"])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_every_image_finds_itself(trained, tmp_path, capsys, model, kind):
+    pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+    images = trained / "faces/images"
+    shown = plsc(capsys, "index", trained / model, tmp_path / "g", "--images", images, "--kind", kind)
+    assert shown[-1] == f"wrote {tmp_path / 'g'}: 24 images, {kind}"
+    found = plsc(capsys, "search", trained / model, tmp_path / "g", images, "-k", 2)
+    assert len(found) == 24 * 3
+    for image, nearest in zip(found[::3], found[1::3], strict=True):
+        cosine, name = nearest.split(maxsplit=1)
+        assert name == image
+        assert abs(float(cosine) - 1) < 1e-3
+
+
+@pytest.mark.parametrize("model", ["run/0", "model"])
+def test_the_nearest_classes_are_those_of_the_class_weights(trained, tmp_path, capsys, model):
+    plsc(capsys, "index", trained / model, tmp_path / "g")
+    gallery = open_gallery(tmp_path / "g", checksum_of(load_weights(trained / "run/0")))
+    weight = load_weights(trained / "run/0", "class_weights")["weight"].numpy()
+    weight /= np.linalg.norm(weight, axis=1, keepdims=True)
+    scores, classes = gallery.search(weight, 3)
+    np.testing.assert_allclose(scores, -np.sort(-(weight @ weight.T), axis=1), atol=1e-6)
+    assert classes[:, 0].tolist() == [0, 1, 2]
+
+
+def test_the_output_of_predict_is_a_gallery(trained, tmp_path, capsys):
+    images = trained / "faces/images"
+    plsc(
+        capsys, "predict", "--checkpoint.load_dir", trained / "run/0", "--images", images,
+        "--output", tmp_path / "out", "--quiet",
+    )  # fmt: skip
+    plsc(capsys, "index", trained / "run/0", tmp_path / "g", "--embeddings", tmp_path / "out")
+    gallery, rows = open_gallery(tmp_path / "g"), open_embeddings(tmp_path / "out")
+    assert gallery.search(rows["embeddings"][:], 1)[1].ravel().tolist() == list(range(24))
+    assert gallery.name(23) == rows["names"][23]
+
+
+def test_another_network_and_a_damaged_image_are_error_messages(trained, tmp_path, capsys, messages):
+    images = trained / "faces/images"
+    plsc(capsys, "index", trained / "run/0", tmp_path / "g", "--images", images)
+    entry(trained / "faces", tmp_path / "other", set_seed=4).train()
+    assert main(["search", str(tmp_path / "other/0"), str(tmp_path / "g"), str(images)]) == 1
+    assert "was made with another network" in messages[-1]
+    shutil.copytree(images, tmp_path / "images")
+    image = next((tmp_path / "images").rglob("*.png"))
+    image.write_bytes(image.read_bytes()[:200])
+    for model in ("run/0", "model"):
+        assert main(["search", str(trained / model), str(tmp_path / "g"), str(tmp_path / "images")]) == 1
+        assert image.name in messages[-1]
