@@ -63,12 +63,12 @@ def server(way: str, model: str, threads: int) -> Iterator[tuple[int, int]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/entries.sqlite"
-        command = [sys.executable, __file__, model, "-", "--baseline", way, "--port", str(port)]
+        script = [__file__, model, "-", "--baseline", way]
         if way == "plsc":
-            command = [sys.executable, "-m", "plsc.cli", "serve", model, "--port", str(port), "--store", store]
+            script = ["-m", "plsc.cli", "serve", model, "--store", f"{folder}/entries.sqlite"]
+        command = [sys.executable, *script, "--port", str(port), "--threads", str(threads)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([*command, "--threads", str(threads)], env=environment, stdout=sys.stderr)
+        process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
         try:
             wait_for(port, process)
             yield port, process.pid
@@ -126,6 +126,12 @@ def load(port: int, requests: list[bytes], clients: int, seconds: float) -> tupl
     return len(taken) / (time.perf_counter() - begin), taken
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def is_complete(response: bytearray) -> bool:
     """Return whether the headers and the declared length have been received."""
     end = response.find(b"\r\n\r\n")
@@ -141,32 +147,36 @@ def as_requests(folder: str, most: int = 512) -> list[bytes]:
     bodies = [path.read_bytes() for path in sorted(Path(folder).rglob("*.jpg"))[:most]]
     if not bodies:
         raise SystemExit(f"{folder} has no .jpg files")
-    head = b"POST /embed HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /embed HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/jpeg\r\n"
+    head += b"Content-Length: %d\r\n\r\n"
     return [head % len(body) + body for body in bodies]
 
 
 def compare(options: argparse.Namespace) -> None:
     """Measure all ways in turn, and print medians over the rounds."""
     requests = as_requests(options.images)
-    found: dict[tuple[str, int], list[tuple[float, list[float]]]] = {}
+    found: dict[tuple[str, int], list[tuple[float, float, list[float]]]] = {}
     with contextlib.ExitStack() as stack:
-        ports = {way: stack.enter_context(server(way, options.model, options.threads))[0] for way in WAYS}
-        for port in ports.values():
+        servers = {way: stack.enter_context(server(way, options.model, options.threads)) for way in WAYS}
+        for port, _ in servers.values():
             load(port, requests, max(options.clients), 1.0)  # warm-up
         for _ in range(options.rounds):
             for clients in options.clients:
-                for way, port in ports.items():
-                    measured = load(port, requests, clients, options.seconds)
-                    found.setdefault((way, clients), []).append(measured)
-    print(f"{'clients':>8} {'server':8} {'requests/s':>11} {'p50 ms':>8} {'p99 ms':>8}")
+                for way, (port, pid) in servers.items():
+                    before = cpu_seconds(pid)
+                    rate, taken = load(port, requests, clients, options.seconds)
+                    used = 1e3 * (cpu_seconds(pid) - before) / len(taken)
+                    found.setdefault((way, clients), []).append((rate, used, taken))
+    print(f"{'clients':>8} {'server':8} {'requests/s':>11} {'p50 ms':>8} {'p99 ms':>8} {'CPU ms/request':>15}")
     for clients in options.clients:
         rates = {}
         for way in WAYS:
             rounds = found[way, clients]
-            rates[way] = statistics.median(rate for rate, _ in rounds)
-            times = sorted(1e3 * one for _, taken in rounds for one in taken)
+            rates[way] = statistics.median(rate for rate, _, _ in rounds)
+            used = statistics.median(used for _, used, _ in rounds)
+            times = sorted(1e3 * one for _, _, taken in rounds for one in taken)
             p50, p99 = (times[int(share * (len(times) - 1))] for share in (0.5, 0.99))
-            print(f"{clients:8} {way:8} {rates[way]:11.0f} {p50:8.2f} {p99:8.2f}")
+            print(f"{clients:8} {way:8} {rates[way]:11.0f} {p50:8.2f} {p99:8.2f} {used:15.3f}")
         best = max(rates["pool"], rates["loop"])
         facts = {"clients": clients, **{way: round(rate, 1) for way, rate in rates.items()}}
         print(json.dumps({**facts, "ratio": round(rates["plsc"] / best, 3)}), flush=True)

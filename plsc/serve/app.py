@@ -8,6 +8,7 @@ import html
 import io
 import json
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +20,12 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from plsc import __version__
-from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.serve.batching import Busy
-from plsc.serve.guard import Guard
+from plsc.errors import DataError
+from plsc.serve.guard import STATUSES, Answer, Guard, Headers
 from plsc.serve.service import MOST_FOUND, Service, check_name
 
 PAGE = Path(__file__).parent / "page"
-NPY = "application/x-npy"
+NPY = b"application/x-npy"
 HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
 """Headers of all responses."""
 
@@ -44,7 +44,7 @@ _LARGEST_ID = 2**63 - 1
 Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Guard:
     """Return the application of a service, with all limits."""
 
     @contextlib.asynccontextmanager
@@ -63,19 +63,19 @@ def create_app(service: Service) -> FastAPI:
     _add_images(app, service)
     _add_entries(app, service)
     _add_pages(app, service)
-    for kind, status in ((DataError, 400), (OptionError, 400), (CheckpointError, 500), (Busy, 429)):
+    for kind, status in STATUSES.items():
         app.add_exception_handler(kind, _answer_with(status))
     options = service.options
     hosts = frozenset({"localhost", "127.0.0.1", "[::1]", options.host, f"[{options.host}]"})
-    app.add_middleware(
-        Guard,  # type: ignore[arg-type]
+    return Guard(
+        app,
+        partial(_embed, service),
         key=options.api_key(),
         public=_PUBLIC,
         hosts=hosts if is_loopback(options.host) else None,
         max_bytes=options.max_bytes,
         timeout=options.timeout,
     )
-    return app
 
 
 def is_loopback(host: str) -> bool:
@@ -83,17 +83,23 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+async def _embed(service: Service, image: bytes, headers: Headers) -> Answer:
+    """Return the embedding of an image as JSON, or as an .npy file if the client accepts only that."""
+    embedding = await service.embed(image)
+    if headers.get(b"accept") == NPY:
+        stream = io.BytesIO()
+        np.save(stream, embedding)
+        return stream.getvalue(), NPY
+    values = embedding.astype(np.float64).round(7).tolist()  # more digits would cost time
+    return b'{"embedding":%s}' % json.dumps(values).encode(), b"application/json"
+
+
 def _add_images(app: FastAPI, service: Service) -> None:
     @app.post("/embed", summary="Return the embedding of an image", openapi_extra=_body(1))
     async def embed(request: Request) -> Response:
         images, _ = await _read(request, 1)
-        embedding = await service.embed(images[0])
-        if request.headers.get("accept") == NPY:
-            stream = io.BytesIO()
-            np.save(stream, embedding)
-            return Response(stream.getvalue(), media_type=NPY)
-        values = embedding.astype(np.float64).round(7).tolist()  # digits beyond cost time
-        return Response(f'{{"embedding":{json.dumps(values)}}}', media_type="application/json")
+        content, kind = await _embed(service, images[0], dict(request.headers.raw))
+        return Response(content, media_type=kind.decode())
 
     @app.post("/compare", summary="Return the cosine similarity of two images", openapi_extra=_body(2))
     async def compare(request: Request, far: Far = None) -> Response:
@@ -129,8 +135,11 @@ def _add_entries(app: FastAPI, service: Service) -> None:
         return JSONResponse({"id": number, "name": name}, 201)
 
     @app.get("/entries", summary="List enrolled entries, those with an id above `after`")
-    def entries(after: Annotated[int, Query(ge=0, le=_LARGEST_ID)] = 0) -> Response:
-        rows = service.store.entries(after, _LISTED)
+    def entries(
+        after: Annotated[int, Query(ge=0, le=_LARGEST_ID)] = 0,
+        limit: Annotated[int, Query(ge=1, le=_LISTED)] = _LISTED,
+    ) -> Response:
+        rows = service.store.entries(after, limit)
         listed = [{"id": number, "name": name, "enrolled": time} for number, name, time in rows]
         return JSONResponse({"entries": listed, "count": len(service.store)})
 

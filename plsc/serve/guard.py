@@ -1,4 +1,7 @@
-"""Check each request before the application runs: host, origin, API key, bytes and time."""
+"""Check each request before the application runs: host, origin, API key, bytes and time.
+
+Raw images for /embed are answered here: the routing of FastAPI would take as long as the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,28 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeAlias
 
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.serve.batching import Busy
+
+Headers: TypeAlias = Mapping[bytes, bytes]
+Answer: TypeAlias = tuple[bytes, bytes]
+"""Body and content type of a response with status 200."""
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+STATUSES: dict[type[Exception], int] = {DataError: 400, OptionError: 400, CheckpointError: 500, Busy: 429}
+"""Status of the response for an exception."""
+
+_FORMATS = (b"application/json", b"multipart/form-data")
 _HELD = 256 * 2**20  # bytes of all request bodies together
 
 
 class Refused(Exception):
-    """A request is answered with a status and closes its connection, as its body may be unread."""
+    """A request is answered with a status and a reason."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -37,6 +50,7 @@ class Guard:
 
     Args:
         application: the application.
+        embed: returns the response for a raw image and the headers.
         key: the API key; empty: none is needed.
         public: paths that need no key.
         hosts: accepted names of the host if there is no key, so that no web site can reach the server through
@@ -48,6 +62,7 @@ class Guard:
     def __init__(
         self,
         application: Application,
+        embed: Callable[[bytes, Headers], Awaitable[Answer]],
         key: str,
         public: frozenset[str],
         hosts: frozenset[str] | None,
@@ -55,6 +70,7 @@ class Guard:
         timeout: float,
     ) -> None:
         self._application = application
+        self._embed = embed
         self._expected = f"Bearer {key}".encode() if key else b""
         self._public = public
         self._hosts = hosts
@@ -72,6 +88,8 @@ class Guard:
             self._check(scope, headers)
             if scope["method"] == "POST":
                 await self._read(receive, body, headers)
+                if scope["path"] == "/embed" and _is_raw(headers):
+                    return await self._answer(body.data, headers, send)
                 receive = _replay(body.data, receive)
             await self._application(scope, receive, send)
         except Refused as error:
@@ -80,7 +98,17 @@ class Guard:
             self._held -= body.size
         return None
 
-    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    async def _answer(self, image: bytes, headers: Headers, send: Send) -> None:
+        try:
+            content, kind = await self._embed(image, headers)
+        except tuple(STATUSES) as error:
+            status = next(status for one, status in STATUSES.items() if isinstance(error, one))
+            return await _refuse(Refused(status, str(error)[:500]), send, closes=False)
+        fields = [(b"content-type", kind), (b"content-length", b"%d" % len(content))]
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        return await send({"type": "http.response.body", "body": content})
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise Refused for a request from a web site, without the key, or with an unexpected body."""
         if self._expected:
             given = headers.get(b"authorization", b"")
@@ -99,7 +127,7 @@ class Guard:
         if has_body and scope["method"] != "POST":
             raise Refused(400, f"{scope['method']} takes no body")
 
-    async def _read(self, receive: Receive, body: _Body, headers: Mapping[bytes, bytes]) -> None:
+    async def _read(self, receive: Receive, body: _Body, headers: Headers) -> None:
         """Read the body. Raises Refused if it is too large, too slow or incomplete."""
         too_large = Refused(413, f"the request has more than {self._max_bytes} bytes; shrink the image")
         if int(headers.get(b"content-length", b"0")) > self._max_bytes:  # h11 checks that it is a number
@@ -155,13 +183,17 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(error: Refused, send: Send) -> None:
+def _is_raw(headers: Headers) -> bool:
+    """Return whether the body is an image, and no JSON or form that contains one."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() not in _FORMATS
+
+
+async def _refuse(error: Refused, send: Send, closes: bool = True) -> None:
+    """Send an error. closes: also close the connection, as the body may be unread."""
     body = json.dumps({"detail": str(error)}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if closes:
+        headers.append((b"connection", b"close"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 429:

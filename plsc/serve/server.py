@@ -6,6 +6,8 @@ import contextlib
 import logging
 import socket
 
+import torch
+
 from plsc.errors import OptionError
 from plsc.serve.options import ServeOptions
 from plsc.serve.service import Service
@@ -31,6 +33,7 @@ def serve(model: str, options: ServeOptions) -> None:
         ) from error
     from plsc.serve.app import HEADERS, create_app, is_loopback
 
+    torch.set_num_threads(1)  # it only prepares small batches; onnxruntime has its own threads
     has_key = bool(options.api_key())
     service = Service(model, options)
     with contextlib.closing(service), _listen(options) as listener:

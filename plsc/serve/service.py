@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from PIL import Image
 
 from plsc.data.batch import to_input
-from plsc.data.decode import decode_into, size_of
+from plsc.data.decode import decode_into, decode_jpeg_of_size, size_of
 from plsc.errors import DataError, OptionError
 from plsc.export import ServedModel, open_model
 from plsc.gallery import Gallery, build_gallery, open_gallery
@@ -23,12 +25,8 @@ from plsc.serve.options import ServeOptions
 from plsc.serve.store import Found, New, Store
 
 MOST_FOUND = 100
-_SMALL_BYTES, _SMALL_PIXELS = 2**17, 2**20  # larger images are decoded in another thread
+_SMALL_BYTES, _SMALL_PIXELS = 2**16, 2**16  # larger images are decoded in another thread
 _QUALITY = 90
-
-
-class _LargeError(Exception):
-    """An image is too large to be decoded between small ones."""
 
 
 class Service:
@@ -43,7 +41,7 @@ class Service:
         path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
         self.store = Store(path, self.model.fingerprint, self.model.emb_size)
         largest, queue, timeout = options.batch_size, options.queue_size, options.timeout
-        self.embeddings: Batcher[bytes | np.ndarray, np.ndarray] = Batcher(
+        self.embeddings: Batcher[np.ndarray, np.ndarray] = Batcher(
             self._embed, largest, queue, timeout, wait=0.002
         )
         self._searches: Batcher[tuple[np.ndarray, int], list[dict[str, Any]]] = Batcher(
@@ -68,12 +66,7 @@ class Service:
             DataError: the image is damaged or over the limits.
             Busy: too many requests are waiting.
         """
-        if len(data) <= _SMALL_BYTES:
-            try:
-                return await self.embeddings.submit(data)
-            except _LargeError:
-                pass
-        return await self.embeddings.submit(await self._decode(data))
+        return await self.embeddings.submit(await self._pixels(data))
 
     async def search(self, embedding: np.ndarray, k: int) -> list[dict[str, Any]]:
         """Return the k nearest entries of the gallery and of the store."""
@@ -81,9 +74,9 @@ class Service:
 
     async def enrol(self, name: str, data: bytes) -> int:
         """Enrol an image, and return the id of the entry after it was written to disk."""
-        image = await self._decode(data)
-        embedding = await self.embeddings.submit(image)
-        return int(await self._writes.submit(New(name, embedding, _as_jpeg(image))))
+        pixels = await self._pixels(data)
+        embedding = await self.embeddings.submit(pixels)
+        return int(await self._writes.submit(New(name, embedding, _as_jpeg(pixels))))
 
     async def delete(self, number: int) -> bool:
         """Delete an enrolled entry; return whether it existed."""
@@ -111,38 +104,38 @@ class Service:
         weights, names = self.model.class_weights()
         return build_gallery(weights, names), True
 
-    async def _decode(self, data: bytes) -> np.ndarray:
-        """Decode an image of any size, float32 [C, H, W], in another thread."""
-        loop = asyncio.get_running_loop()
-        decode = self.model.preprocess
-        async with self._large:
-            return await loop.run_in_executor(
-                self._decoder, decode, data, self.options.max_bytes, self.options.max_pixels
-            )
+    async def _pixels(self, data: bytes) -> np.ndarray:
+        """Return an image in the size of the network's input, uint8 [H, W, C]."""
+        if len(data) > _SMALL_BYTES:
+            return await self._decode_in_thread(data)
+        # A small image is decoded at once: to change to another thread would take longer.
+        pixels = self._empty()
+        if not decode_jpeg_of_size(data, pixels):
+            if math.prod(size_of(data)) > _SMALL_PIXELS:
+                return await self._decode_in_thread(data)
+            decode_into(data, pixels)
+        return pixels
 
-    def _embed(self, items: list[bytes | np.ndarray]) -> list[np.ndarray | Exception]:
-        """Decode the small images of a batch, and compute all embeddings in one forward pass."""
+    async def _decode_in_thread(self, data: bytes) -> np.ndarray:
+        def decode() -> np.ndarray:
+            width, height = size_of(data)
+            most = self.options.max_pixels
+            if width * height > most:
+                raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}; shrink it")
+            pixels = self._empty()
+            decode_into(data, pixels)
+            return pixels
+
+        async with self._large:
+            return await asyncio.get_running_loop().run_in_executor(self._decoder, decode)
+
+    def _empty(self) -> np.ndarray:
         channels, height, width = self.model.image_shape
-        pixels = np.empty((len(items), height, width, channels), np.uint8)
-        floats: dict[int, np.ndarray] = {}
-        failed: dict[int, Exception] = {}
-        for row, item in enumerate(items):
-            if isinstance(item, np.ndarray):
-                floats[row] = item
-                continue
-            try:
-                if int(np.prod(size_of(item))) > min(_SMALL_PIXELS, self.options.max_pixels):
-                    raise _LargeError
-                decode_into(item, pixels[row])
-            except (DataError, _LargeError) as error:
-                failed[row] = error
-        images = to_input(torch.from_numpy(pixels).permute(0, 3, 1, 2), "cpu").numpy()
-        for row, image in floats.items():
-            images[row] = image
-        good = [row for row in range(len(items)) if row not in failed]
-        found = self.model.embed(images if len(good) == len(items) else images[good])
-        by_row: dict[int, np.ndarray | Exception] = {**dict(zip(good, found, strict=True)), **failed}
-        return [by_row[row] for row in range(len(items))]
+        return np.empty((height, width, channels), np.uint8)
+
+    def _embed(self, items: list[np.ndarray]) -> Sequence[np.ndarray]:
+        images = torch.from_numpy(np.stack(items)).permute(0, 3, 1, 2)
+        return list(self.model.embed(to_input(images, "cpu").numpy()))
 
     def _search(self, items: list[tuple[np.ndarray, int]]) -> list[list[dict[str, Any]]]:
         queries, k = np.stack([query for query, _ in items]), max(k for _, k in items)
@@ -178,9 +171,8 @@ class Service:
         }
 
 
-def _as_jpeg(image: np.ndarray) -> bytes:
-    """Return the network's input, float32 [C, H, W], as a JPEG file."""
-    pixels = np.clip(np.rint(image * 128 + 127.5), 0, 255).astype(np.uint8).transpose(1, 2, 0)
+def _as_jpeg(pixels: np.ndarray) -> bytes:
+    """Return pixels, uint8 [H, W, C], as a JPEG file."""
     stream = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(
         stream, "JPEG", quality=_QUALITY
@@ -189,7 +181,10 @@ def _as_jpeg(image: np.ndarray) -> bytes:
 
 
 def check_name(name: Any) -> str:
-    """Return the name of an entry. Raises DataError unless it is a short line of text."""
-    if not isinstance(name, str) or not 1 <= len(name.strip()) <= 200 or not name.isprintable():
-        raise DataError("the name of an entry is a line of 1 to 200 printable characters; pass ?name=...")
-    return name.strip()
+    """Return the name of an entry. Raises DataError unless it is a short line of text, and no path."""
+    text = name.strip() if isinstance(name, str) else ""
+    if not 1 <= len(text) <= 200 or not text.isprintable() or set(text) & {"/", "\\"} or text in (".", ".."):
+        raise DataError(
+            "the name of an entry is missing or invalid; expected 1 to 200 printable characters, no slashes"
+        )
+    return text
