@@ -167,7 +167,9 @@ def compare(options: argparse.Namespace) -> None:
                     rate, taken = load(port, requests, clients, options.seconds)
                     used = 1e3 * (cpu_seconds(pid) - before) / len(taken)
                     found.setdefault((way, clients), []).append((rate, used, taken))
-    print(f"{'clients':>8} {'server':8} {'requests/s':>11} {'p50 ms':>8} {'p99 ms':>8} {'CPU ms/request':>15}")
+    print(
+        f"{'clients':>8} {'server':8} {'requests/s':>11} {'p50 ms':>8} {'p99 ms':>8} {'CPU ms/request':>15}"
+    )
     for clients in options.clients:
         rates = {}
         for way in WAYS:

@@ -24,7 +24,10 @@ class ServeOptions:
     api_key_file: str | None = field(
         default=None, metadata={"meaning": "file with the API key; or set PLSC_API_KEY"}
     )
-    far: float = field(default=1e-3, metadata={"meaning": "FAR whose threshold decides what is unknown"})
+    far: float | None = field(
+        default=None,
+        metadata={"meaning": "FAR whose threshold decides what is unknown; by default 1e-3 or the next one"},
+    )
     threads: int = field(
         default=0, metadata={"meaning": "threads of onnxruntime; 0: all cores but one, which serves HTTP"}
     )

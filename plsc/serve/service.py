@@ -27,6 +27,7 @@ from plsc.serve.store import Found, New, Store
 MOST_FOUND = 100
 _SMALL_BYTES, _SMALL_PIXELS = 2**16, 2**16  # larger images are decoded in another thread
 _QUALITY = 90
+_FAR = 1e-3
 
 
 class Service:
@@ -36,7 +37,7 @@ class Service:
         self.options = options
         threads = options.threads or max(1, (os.cpu_count() or 2) - 1)
         self.model: ServedModel = open_model(folder, threads)
-        self.far = self.known_far(options.far) if self.model.thresholds else None
+        self.far = self._default_far() if options.far is None else self.known_far(options.far)
         self.gallery, self.is_classes = self._open_gallery()
         path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
         self.store = Store(path, self.model.fingerprint, self.model.emb_size)
@@ -50,6 +51,11 @@ class Service:
         self._writes: Batcher[New | int, int | bool] = Batcher(self.store.write, largest, queue, timeout)
         self._decoder = ThreadPoolExecutor(1)  # one large image at a time bounds the memory
         self._large = asyncio.Semaphore(16)
+
+    def _default_far(self) -> float | None:
+        """Return 1e-3, or the FAR next to it if the evaluation had too few pairs; None without thresholds."""
+        known = list(self.model.thresholds)
+        return next((far for far in known if far > 0.999 * _FAR), known[-1] if known else None)
 
     def known_far(self, far: float) -> float:
         """Return the FAR of the model's thresholds that is equal. Raises OptionError if there is none."""
