@@ -104,7 +104,7 @@ def load(port: int, requests: list[bytes], clients: int, seconds: float) -> tupl
         number += 1
 
     for _ in range(clients):
-        one = socket.create_connection(("127.0.0.1", port))
+        one: socket.socket = socket.create_connection(("127.0.0.1", port))
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         selector.register(one, selectors.EVENT_READ, bytearray())
         send(one)
@@ -112,8 +112,8 @@ def load(port: int, requests: list[bytes], clients: int, seconds: float) -> tupl
     end = begin + seconds
     while (now := time.perf_counter()) < end:
         for key, _ in selector.select(end - now):
+            assert isinstance(key.fileobj, socket.socket)
             one, received = key.fileobj, key.data
-            assert isinstance(one, socket.socket)
             received += one.recv(65536)
             if is_complete(received):
                 taken.append(time.perf_counter() - sent[one])

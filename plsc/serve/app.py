@@ -282,7 +282,7 @@ def _body(count: int, named: bool = False) -> dict[str, Any]:
     else:
         fields = {"images": {"type": "array", "items": encoded, "minItems": count, "maxItems": count}}
         parts = {"first": binary, "second": binary}
-    content = {
+    content: dict[str, Any] = {
         "application/json": {"schema": {"type": "object", "properties": {**fields, **name}}},
         "multipart/form-data": {"schema": {"type": "object", "properties": {**parts, **name}}},
     }

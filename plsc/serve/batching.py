@@ -80,7 +80,9 @@ class Batcher(Generic[Item, Result]):
             self._timer.cancel()
             self._timer = None
         loop = asyncio.get_running_loop()
-        now, items, futures = loop.time(), [], []
+        now = loop.time()
+        items: list[Item] = []
+        futures: list[asyncio.Future[Result]] = []
         while self._waiting and len(items) < self._largest:
             item, future, deadline = self._waiting.popleft()
             if deadline < now:

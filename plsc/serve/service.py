@@ -62,8 +62,8 @@ class Service:
         for known in self.model.thresholds:
             if abs(known - far) <= 1e-6 * known:
                 return known
-        known = ", ".join(f"{one:g}" for one in self.model.thresholds) or "none"
-        raise OptionError(f"the model has no threshold for FAR {far:g}; known: {known}")
+        names = ", ".join(f"{one:g}" for one in self.model.thresholds) or "none"
+        raise OptionError(f"the model has no threshold for FAR {far:g}; known: {names}")
 
     async def embed(self, data: bytes) -> np.ndarray:
         """Return the embedding, float32 [D], of an encoded image.

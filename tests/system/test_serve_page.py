@@ -40,7 +40,9 @@ async def visit(page, folder, noise, shots):
 
     await page.choose("#files", noise)
     await page.until("document.getElementById('verdict').textContent === 'Unknown'")
-    await page.until("[...document.querySelectorAll('#results img')].filter(i => i.naturalWidth).length === 6")
+    await page.until(
+        "[...document.querySelectorAll('#results img')].filter(i => i.naturalWidth).length === 6"
+    )
     await shoot("unknown")
 
     await page.js("document.getElementById('name').focus()")
