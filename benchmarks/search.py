@@ -1,13 +1,13 @@
 """Compare galleries with exact search and with faiss alone: recall, queries per second, bytes per vector.
 
-    plsc predict --checkpoint.load_dir demo/output/run --images demo/output/glyphs/images --output build/glyphs
-    python benchmarks/search.py build/search --embeddings build/glyphs       # 10 minutes on one core, 5 GB of disk
+    plsc predict --checkpoint.load_dir demo/output/run --images demo/output/glyphs/images --output build/demo
+    python benchmarks/search.py build/search --embeddings build/demo     # a few minutes, 5 GB of disk
 
 The gallery has a million vectors of 512 values, in clusters: each vector is a centre plus Gaussian noise, so
-that two vectors of a cluster have a cosine of 0.8 on average. The centres are the embeddings of `--embeddings`
-(a folder of ``plsc predict``), rotated into 512 dimensions, or Gaussian without it. The queries are further
-vectors around random centres. The reference multiplies float32 matrices with torch, part by part. Writes
-results.json and results.md to the folder.
+two vectors of a cluster have a cosine of 0.8 on average. The centres are the embeddings of `--embeddings` (a
+folder of ``plsc predict``), rotated into 512 dimensions, or Gaussian vectors. The queries are further vectors
+around random centres. The reference multiplies float32 matrices with torch, part by part. Writes results.json
+and results.md to the folder.
 """
 
 from __future__ import annotations

@@ -34,25 +34,30 @@ class Pair:
     second: PairImage
 
 
-def choose_pairs(classes: list[GlyphClass], faces: list[Face], count: int, seed: int) -> list[Pair]:
-    """Return `count` pairs in the order same, hard, same, random, ..., so that all folds are balanced.
-
-    The two images of a pair have different faces. Those of a same pair have different families, because a
-    slanted copy of an upright letter would be too easy.
-    """
-    images = [
+def draw_images(classes: list[GlyphClass], faces: list[Face], seed: int) -> list[PairImage]:
+    """Return an image of each held-out character in each evaluation face."""
+    return [
         PairImage(index, faces[f], chr(code), varied(faces[f].path, chr(code), (seed, 1000)))
         for index, item in enumerate(classes)
         for f, code in item.faces
         if faces[f].evaluation
     ]
+
+
+def choose_pairs(images: list[PairImage], count: int, seed: int) -> list[Pair]:
+    """Return `count` pairs in the order same, hard, same, random, ..., so that all folds are balanced.
+
+    The two images of a pair have different faces. Those of a same pair have different families, because a
+    slanted copy of an upright letter would be too easy.
+    """
     owner = np.array([image.class_index for image in images])
     face = np.array([image.face.name for image in images])
     family = np.array([image.face.family for image in images])
     similarity = pixel_similarity(images)
     rng = np.random.default_rng(seed)
-    rounds = -(-count // (2 * len(classes)))
-    turns = np.concatenate([rng.permutation(len(classes)) for _ in range(rounds)])[: count // 2]
+    classes = int(owner.max()) + 1
+    rounds = -(-count // (2 * classes))
+    turns = np.concatenate([rng.permutation(classes) for _ in range(rounds)])[: count // 2]
     pairs: list[Pair] = []
     for turn, class_index in enumerate(turns):  # all classes in turn, with random faces
         first = rng.choice(np.flatnonzero(owner == class_index))

@@ -3,8 +3,9 @@
     python demo/make_glyphs.py demo/output/glyphs
 
 Writes `images/` and `label.txt` (training), `classes.tsv` (a description of each class), `glyphs_unseen.bin`
-and `glyphs_unseen.tsv` (the verification pairs), and `manifest.json`. The output is reproducible for equal
-arguments and fonts. An up-to-date folder is not written again.
+and `glyphs_unseen.tsv` (the verification pairs), `unseen/` (the held-out images, for other protocols), and
+`manifest.json`. The output is reproducible for equal arguments and fonts. An up-to-date folder is not written
+again.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 import numpy as np
 from fonts import Face, bundled_faces, system_faces
 from glyph_classes import GlyphClass, find_classes
-from glyph_pairs import choose_pairs, write_pair_files
+from glyph_pairs import choose_pairs, draw_images, write_pair_files
+from glyph_protocols import write_protocols
 from render import varied
 
-VERSION = 1  # increase it when the generated images change
+VERSION = 2  # increase it when the generated files change
 HELD_OUT = 0.12  # fraction of the classes that are used for evaluation only
 
 
@@ -75,8 +77,10 @@ def make(folder: Path, faces: list[Face], options: argparse.Namespace) -> None:
         seeds = [options.seed] * len(jobs)
         lines = [line for part in pool.map(write_class, jobs, counts, seeds, chunksize=32) for line in part]
     (folder / "label.txt").write_text("".join(lines))
-    pairs = choose_pairs(unseen, faces, options.pairs, options.seed)
+    images = draw_images(unseen, faces, options.seed)
+    pairs = choose_pairs(images, options.pairs, options.seed)
     write_pair_files(folder / "glyphs_unseen", pairs)
+    write_protocols(folder / "unseen", images, pairs, options.seed)
     print(
         f"glyphs: {len(seen)} training classes, {len(lines)} images; "
         f"{len(unseen)} held-out classes, {len(pairs)} pairs"

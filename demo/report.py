@@ -2,8 +2,8 @@
 
     python demo/report.py demo/output/glyphs demo/output/run
 
-Writes `embeddings.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md` and `summary.txt` into the
-run's folder.
+Writes `embeddings.npz`, `unseen.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt`
+and the reports of the protocols (`protocols/`) into the run's folder.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from plsc import Entry
 from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
-from plsc.evaluate.embed import embed_images
+from plsc.data.sources import open_source
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.plots import plot_hardest_pairs, plot_roc
 from plsc.evaluate.verification import scores, verify
 from plsc.models import build_model
@@ -64,11 +66,22 @@ def main() -> None:
     plot_roc({name: (c, pairs.is_same) for name, c in cosines.items()}, options.run / "roc.png")
     plot_hardest_pairs(pairs.images, pairs.is_same, cosines["trained"], options.run / "hardest.png")
 
+    protocols = run_protocols(options.data / "unseen", options.run, checkpoint)
+    source = open_source(options.data / "unseen")
+    images = ImagesOf(source, range(len(source)))
+    unseen_images: dict[str, Any] = {
+        "embeddings": embed_images(network, images, shape, batch_size=500, device="cpu", flip=False),
+        "labels": source.labels(),
+        "paths": np.array([source.name(index).split(" (")[0] for index in range(len(source))]),
+    }
+    np.savez_compressed(options.run / "unseen.npz", **unseen_images)
+
     table = make_table(figures)
     unseen = (options.data / "classes.tsv").read_text(encoding="utf-8").count("\nunseen\t")
     (options.run / "report.md").write_text(
         TEXT.substitute(
             table=table,
+            protocols=protocols,
             classes=manifest.class_num,
             ranks=manifest.world_size,
             unseen=unseen,
@@ -84,6 +97,27 @@ def main() -> None:
         f"{figures['trained']['accuracy']:.4f} on unseen classes, report in {options.run}\n"
     )
     print(table)
+
+
+def run_protocols(unseen: Path, run: Path, checkpoint: Path) -> str:
+    """Evaluate the held-out images with each protocol; return a Markdown table of the results."""
+    ins = Entry()
+    ins.set_checkpoint_dir(str(checkpoint))
+    ins.set_flip(False)
+    ins.set_test_batch_size(500)
+    ins.set_quiet(True)
+    lists = {name: unseen / f"{name}.csv" for name in ("gallery", "distractors")}
+    arguments = {
+        "pairs": {"pairs": unseen / "pairs.txt"},
+        "all_pairs": {"images": unseen},
+        "identify": {"images": unseen / "probes.csv", **lists},
+        "templates": {"images": unseen, "templates": unseen / "templates"},
+    }
+    rows = ["| protocol | result |", "| --- | --- |"]
+    for protocol, places in arguments.items():
+        (result,) = ins.test(protocol, **places, output=run / "protocols" / protocol).values()
+        rows.append(f"| [{protocol}](protocols/{protocol}/report.md) | {result.summary()} |")
+    return "\n".join(rows)
 
 
 def center(pixels: np.ndarray) -> np.ndarray:

@@ -32,4 +32,5 @@ fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} torchrun --standalone --nproc-per-node 2 demo/train_glyphs.py "$data" "$run" --epochs "$epochs"
 python demo/report.py "$data" "$run"
 python demo/recompute.py "$run"
+python demo/recompute_protocols.py "$data" "$run"
 cat "$run/summary.txt"

@@ -40,6 +40,7 @@ from plsc.train.loop import TrainResult, run_training
 from plsc.train.optim import ScheduleFunction, check_schedule_function
 from plsc.train.prediction import Prediction, Request, run_prediction
 from plsc.train.prediction_images import Images
+from plsc.train.protocols import ProtocolData, run_protocol
 
 T = TypeVar("T")
 
@@ -347,12 +348,45 @@ class Entry(OriginalSetters):
         """
         return self._run(partial(run_profile, steps=steps, output=output))
 
-    def test(self) -> dict[str, Any]:
+    def test(
+        self,
+        protocol: str | None = None,
+        *,
+        images: str | os.PathLike[str] | None = None,
+        pairs: str | os.PathLike[str] | None = None,
+        gallery: str | os.PathLike[str] | None = None,
+        distractors: str | os.PathLike[str] | None = None,
+        templates: str | os.PathLike[str] | None = None,
+        output: str | os.PathLike[str] = "evaluation",
+    ) -> dict[str, Any]:
         """Return the results of a checkpoint: a VerificationResult per pair file, by its name.
 
-        With set_val_dir, also a ClassificationResult under ``val``: top-1 and top-5 accuracy.
+        With set_val_dir, also a ClassificationResult under ``val``: top-1 and top-5 accuracy. With a
+        protocol, return its results by name, and write report.md, report.json and pictures to `output`.
+
+        Args:
+            protocol: ``pairs``, ``all_pairs``, ``identify`` or ``templates``; see docs/evaluate.md.
+            images: a labelled dataset (for ``identify``, the probes), by default that of set_dataset_dir; for
+                a text list of pairs or for templates, the folder of the images, by default that of the list.
+            pairs: for ``pairs``: a .bin file or a text list; by default the pair files of set_val_targets.
+            gallery: for ``identify``: a labelled dataset; by default the first image of each class.
+            distractors: for ``identify``: a dataset of other people, added to the gallery.
+            templates: for ``templates``: the folder of the meta files.
+            output: folder of the report.
         """
-        return self._run(run_test)
+        data = {
+            "images": images, "pairs": pairs, "gallery": gallery, "distractors": distractors,
+            "templates": templates,
+        }  # fmt: skip
+        places = {name: os.fspath(place) for name, place in data.items() if place is not None}
+        if protocol is None:
+            if places:
+                raise OptionError(f"{', '.join(places)} needs a protocol, such as test('pairs', pairs=...)")
+            return self._run(run_test)
+        if is_url(os.fspath(output)):
+            raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
+        chosen = ProtocolData(protocol, **places)
+        return self._run(partial(run_protocol, data=chosen, output=Path(output)))
 
     @overload
     def predict(

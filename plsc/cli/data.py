@@ -130,6 +130,7 @@ GROUP = Group(
             (
                 _LOCATION,
                 *_READING,
+                Argument("landmarks", str, None, "file of landmarks, as data.landmarks: show aligned faces"),
                 Argument("check", int, 10_000, "number of random samples to decode; 0: all"),
                 Argument("sheet", str, None, "PNG file to write, with pictures of samples and their labels"),
                 Argument("sheet_images", int, 64, "number of pictures on that sheet"),

@@ -27,8 +27,8 @@ def _train(options: Options) -> None:
         print(f"trained {steps}; last checkpoint {result.checkpoint}")
 
 
-def _test(options: Options) -> None:
-    _entry(options).test()
+def _test(options: Options, **how: Any) -> None:
+    _entry(options).test(**how)
 
 
 def _predict(
@@ -108,8 +108,17 @@ COMMANDS = {
         "train a network from scratch, or resume from --checkpoint.load_dir", _train, takes_options=True
     ),
     "test": Command(
-        "test the network of --checkpoint.load_dir on pair files or held-out images",
+        "test the network of --checkpoint.load_dir on pair files or held-out images, or by a protocol",
         _test,
+        [
+            Argument("protocol", str, None, "pairs, all_pairs, identify or templates: write a report"),
+            Argument("images", str, None, "labelled dataset, or folder of the images of pairs or templates"),
+            Argument("pairs", str, None, "pairs: a .bin file or a text list"),
+            Argument("gallery", str, None, "identify: labelled dataset; images are the probes"),
+            Argument("distractors", str, None, "identify: dataset of other classes to add to the gallery"),
+            Argument("templates", str, None, "templates: folder of the meta files"),
+            Argument("output", str, "evaluation", "folder of the report"),
+        ],
         takes_options=True,
     ),
     "predict": Command(

@@ -248,3 +248,10 @@ class DataOptions:
         "set_class_depth(depth)",
         at_least(1),
     )
+    landmarks: str | None = declare(
+        None,
+        "file in the dataset folder with five landmarks per image, to align faces "
+        "(docs/evaluate.md#align-faces)",
+        "set_landmarks(path)",
+        not_empty,
+    )

@@ -28,24 +28,28 @@ class OptimizerKind:
 
     takes: options of the group ``optim`` that are passed to it. has_fused: whether torch has a fused
     implementation. state_bytes: bytes of optimizer state per weight in float32, with default settings.
+    takes_sparse: whether it updates parameters with sparse gradients, see `plsc.optim.sparse`.
     """
 
     class_name: str
     takes: tuple[str, ...]
     has_fused: bool = False
     state_bytes: float = 4.0
+    takes_sparse: bool = False
 
 
 _DECAY = ("weight_decay",)
 _MOMENTS = ("betas", "weight_decay")
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    "sgd": OptimizerKind("SGD", ("momentum", "nesterov", "weight_decay"), has_fused=True),
+    "sgd": OptimizerKind("SGD", ("momentum", "nesterov", "weight_decay"), has_fused=True, takes_sparse=True),
     "adam": OptimizerKind("Adam", _MOMENTS, has_fused=True, state_bytes=8),
     "adamw": OptimizerKind("AdamW", _MOMENTS, has_fused=True, state_bytes=8),
     "rmsprop": OptimizerKind("RMSprop", _DECAY),
     "adadelta": OptimizerKind("Adadelta", _DECAY, state_bytes=8),
-    "adagrad": OptimizerKind("Adagrad", _DECAY, has_fused=True),
+    "adagrad": OptimizerKind("Adagrad", _DECAY, has_fused=True, takes_sparse=True),
+    # SparseAdam for parameters with sparse gradients, Adam for all others.
+    "sparse_adam": OptimizerKind("Adam", _MOMENTS, state_bytes=8, takes_sparse=True),
     "adamax": OptimizerKind("Adamax", _MOMENTS, state_bytes=8),
     "nadam": OptimizerKind("NAdam", _MOMENTS, state_bytes=8),
     "radam": OptimizerKind("RAdam", _MOMENTS, state_bytes=8),
@@ -208,8 +212,8 @@ class OptimOptions:
     )
     optimizer: str = of_run(
         "sgd",
-        "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, adamax, nadam, radam, "
-        "asgd, rprop, adafactor, or 'package.module:factory'",
+        "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, sparse_adam, adamax, nadam, "
+        "radam, asgd, rprop, adafactor, or 'package.module:factory'",
         "set_optimizer(optimizer)",
         check_optimizer,
     )

@@ -362,13 +362,20 @@ class Setters:
         """
         self.options.set("data.class_depth", depth)
 
+    def set_landmarks(self, path: str | None) -> None:
+        """Set ``data.landmarks``: file in the dataset folder with five landmarks per image, to align faces
+        (docs/evaluate.md#align-faces). Default: None.
+        """
+        self.options.set("data.landmarks", path)
+
     def set_lr(self, lr: float | None) -> None:
         """Set ``optim.lr``: learning rate, used as it is; None: 0.1 x global batch / 1024. Default: None."""
         self.options.set("optim.lr", lr)
 
     def set_optimizer(self, optimizer: str) -> None:
         """Set ``optim.optimizer``: optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad,
-        adamax, nadam, radam, asgd, rprop, adafactor, or 'package.module:factory'. Default: 'sgd'.
+        sparse_adam, adamax, nadam, radam, asgd, rprop, adafactor, or 'package.module:factory'. Default:
+        'sgd'.
         """
         self.options.set("optim.optimizer", optimizer)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from plsc.errors import DataError
+from plsc.inputs import Input, map_tensors
 
 _KEPT = 16  # free buffers kept for reuse; others are released
 
@@ -36,22 +37,25 @@ class Batch:
     """One rank's part of a global batch; it may be empty (b = 0) when there is too little data.
 
     Attributes:
-        images: [b, C, H, W], uint8 in any memory layout, or float32, already normalised.
+        images: [b, C, H, W], uint8 in any memory layout, or float32, already normalised. With `is_input`,
+            the network's input, which is not an image.
         labels: int64 [b].
         names: where each sample came from.
         mirrored: bool [b], images that `to_input` must still mirror; None if none.
         skipped: number of bad samples left out.
         problems: the samples that were left out or replaced.
+        is_input: whether the network gets `images` unchanged.
 
     A batch may be kept: its memory is reused only when nothing refers to it any more.
     """
 
-    images: torch.Tensor
+    images: Any
     labels: torch.Tensor
     names: Sequence[str]
     skipped: int = 0
     problems: list[BadSample] = field(default_factory=list)
     mirrored: torch.Tensor | None = None
+    is_input: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -60,19 +64,21 @@ class Batch:
         self,
         device: torch.device | str,
         layout: torch.memory_format = torch.contiguous_format,
-    ) -> torch.Tensor:
-        """Return the network's input: float32 [b, C, H, W] on ``device``, normalised."""
+    ) -> Input:
+        """Return the network's input on ``device``: float32 [b, C, H, W], normalised, if it is an image."""
+        if self.is_input:
+            return map_tensors(lambda one: one.to(device, non_blocking=True), self.images)
         return to_input(self.images, device, self.mirrored, layout)
 
-    def final_images(self) -> torch.Tensor:
-        """Return a copy of the images, with pending mirroring applied."""
+    def final_images(self) -> Input:
+        """Return a copy of the images, with pending mirroring applied, or of other input."""
         if self.mirrored is None:
-            return self.images.clone()
+            return map_tensors(torch.Tensor.clone, self.images)
         return torch.where(self.mirrored[:, None, None, None], self.images.flip(-1), self.images)
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory (called by torch's DataLoader)."""
-        self.images = self.images.pin_memory()
+        self.images = map_tensors(torch.Tensor.pin_memory, self.images)
         self.labels = self.labels.pin_memory()
         return self
 
@@ -232,7 +238,7 @@ def _copy(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> Batc
         return moved
 
     with torch.cuda.stream(stream):
-        images = move(batch.images)
+        images = map_tensors(move, batch.images)
         mirrored = None if batch.mirrored is None else move(batch.mirrored)
     current.wait_stream(stream)
     return dataclasses.replace(batch, images=images, mirrored=mirrored)

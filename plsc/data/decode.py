@@ -22,14 +22,16 @@ import torch.nn.functional as F
 from PIL import Image as PillowImage
 from PIL import UnidentifiedImageError
 
+from plsc.data.alignment import ALIGNED_SIZE, Face, align
 from plsc.errors import DataError
+from plsc.inputs import NO_IMAGE
 
 try:
     from simplejpeg import decode_jpeg, decode_jpeg_header
 except ImportError:  # a platform without a wheel
     decode_jpeg = None
 
-Image: TypeAlias = bytes | np.ndarray | torch.Tensor | PillowImage.Image
+Image: TypeAlias = bytes | np.ndarray | torch.Tensor | PillowImage.Image | Face
 ImageShape: TypeAlias = tuple[int, int, int]
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -70,8 +72,8 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     The result shares no memory with ``data``.
 
     Args:
-        data: an encoded file (bytes), a Pillow image, an array (uint8 [H, W, C] or [H, W], or float
-            [C, H, W]) or a tensor (uint8 or float, [C, H, W] or [H, W]).
+        data: an encoded file (bytes), a `Face`, which is aligned instead of resized, a Pillow image, an array
+            (uint8 [H, W, C] or [H, W], or float [C, H, W]) or a tensor (uint8 or float, [C, H, W] or [H, W]).
         image_shape: C = 3 gives RGB and C = 1 gray. Encoded and Pillow images are converted (transparency
             over white, 16-bit gray to its upper 8 bits); arrays and tensors must have C channels. Other
             sizes are resized, bilinear with antialiasing.
@@ -81,6 +83,17 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
             of the wrong number of channels, or has NaN or infinity. The caller adds the name of the image.
     """
     channels, height, width = image_shape
+    image = _decode(data.image if isinstance(data, Face) else data, channels)
+    if isinstance(data, Face):
+        pixels = image.permute(1, 2, 0).numpy()
+        return _channels_first(align(pixels, np.array(data.landmarks), height, width))
+    if image.shape[1:] == (height, width):
+        return image
+    return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
+
+
+def _decode(data: Image, channels: int) -> torch.Tensor:
+    """Return the image with its own size, uint8 or float32 [C, H, W], after all checks."""
     if isinstance(data, (bytes, bytearray, memoryview, PillowImage.Image)):
         if channels not in (1, 3):
             raise DataError(f"an image gives 1 or 3 channels, but set_image_shape requests {channels}")
@@ -95,7 +108,8 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
         image = _from_tensor(data)
     else:
         raise DataError(
-            f"expected encoded bytes, a Pillow image, an array or a tensor, got {type(data).__name__}"
+            "expected encoded bytes, a Pillow image, an array or a tensor, got "
+            f"{type(data).__name__}{NO_IMAGE}"
         )
     if image.shape[0] != channels:
         raise DataError(
@@ -105,9 +119,7 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
         raise DataError("the image contains nan or inf; fix it", kind="not finite")
     check_normalised(image)
-    if image.shape[1:] == (height, width):
-        return image
-    return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
+    return image
 
 
 def check_normalised(image: torch.Tensor) -> None:
@@ -120,7 +132,9 @@ def check_normalised(image: torch.Tensor) -> None:
 
 
 def size_of(data: Image) -> tuple[int, int]:
-    """Return (width, height) from the header of an encoded image, or of a decoded one."""
+    """Return (width, height) from the header of an encoded image, or of a decoded one; of a face, aligned."""
+    if isinstance(data, Face):
+        return ALIGNED_SIZE
     if isinstance(data, bytes):
         with _decoding(data), _open(data) as picture:
             return picture.size
@@ -254,7 +268,7 @@ def _from_array(array: np.ndarray) -> torch.Tensor:
     if array.dtype != np.uint8 or array.ndim not in (2, 3):
         raise DataError(
             "expected an array of uint8 [H, W, C] or [H, W], or of floats [C, H, W], "
-            f"got {array.dtype} {list(array.shape)}"
+            f"got {array.dtype} {list(array.shape)}{NO_IMAGE}"
         )
     _check_size(array.shape[1], array.shape[0])
     return _channels_first(array)
@@ -271,7 +285,7 @@ def _from_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if image.ndim != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
         raise DataError(
             "expected a tensor of uint8 or floats, [C, H, W] or [H, W], "
-            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{NO_IMAGE}"
         )
     _check_size(image.shape[2], image.shape[1])
     image = image.detach().cpu()

@@ -16,9 +16,10 @@ from plsc.data.sources.torch_dataset import whole_number
 from plsc.data.transform import IsolatedRandom
 from plsc.data.workers import run_in_process
 from plsc.errors import DataError, OptionError
+from plsc.inputs import NO_IMAGE, Input, as_input, first_tensor, stack_inputs
 from plsc.seeds import hash_key
 
-Sample = tuple[torch.Tensor, int, str]  # image, label, name
+Sample = tuple[Any, int, str]  # image or other input, label, name
 _END = object()
 
 
@@ -30,10 +31,12 @@ def declares_shards(reader: Any) -> bool:
     return getattr(reader, "shards_itself", False) is True
 
 
-def open_reader(reader: Callable[..., Any], title: str, **arguments: int) -> Iterator[Any]:
+def open_reader(
+    reader: Callable[..., Any], title: str, example: Input | None = None, **arguments: int
+) -> Iterator[Any]:
     """Return the samples of ``reader(*arguments)``, which may yield batches.
 
-    Raises DataError if it returns no generator.
+    example: of samples that are not images. Raises DataError if it returns no generator.
     """
     try:
         inspect.signature(reader).bind(*arguments.values())
@@ -47,23 +50,32 @@ def open_reader(reader: Callable[..., Any], title: str, **arguments: int) -> Ite
         raise DataError(
             f"the {title} must return a generator of (image, label), but returned {type(samples).__name__}"
         )
-    return _unbatched(iter(samples))
+    return _unbatched(iter(samples), 4 if example is None else first_tensor(example).ndim)
 
 
-def _unbatched(items: Iterator[Any]) -> Iterator[Any]:
-    """Yield single samples; an item may be a list of samples, or images [B, C, H, W] with labels [B]."""
+def _unbatched(items: Iterator[Any], dimensions: int) -> Iterator[Any]:
+    """Yield single samples; an item may be a list of samples, or (input, labels [B]).
+
+    dimensions: of a batch of input.
+    """
     for item in items:
         is_list = isinstance(item, (tuple, list)) and len(item) > 0
         if is_list and isinstance(item[0], (tuple, list)):
             yield from item
-        elif is_list and len(item) == 2 and getattr(item[0], "ndim", 0) == 4:
-            yield from zip(*item, strict=True)
+        elif is_list and len(item) == 2 and getattr(first_tensor(item[0]), "ndim", 0) == dimensions:
+            inputs, labels = item
+            if isinstance(inputs, dict):
+                rows = zip(*inputs.values(), strict=True)
+                inputs = [dict(zip(inputs, row, strict=True)) for row in rows]
+            yield from zip(inputs, labels, strict=True)
         else:
             yield item
 
 
 class ReaderLoader:
     """Yield this rank's batches of ``reader()``, which yields (image [C, H, W], label), or batches of these.
+
+    With `example`, samples are tensors or dicts of tensors like it instead of images.
 
     Every rank runs the whole generator. A global batch is the next
     ``global_batch`` samples; sample i of it goes to rank i mod ranks. The generators ``random``,
@@ -105,7 +117,9 @@ class ReaderLoader:
         shards_itself: bool = False,
         ahead: bool = False,
         pin_memory: bool = False,
+        example: Input | None = None,
     ) -> None:
+        self.example = example
         self.shards_itself = shards_itself or declares_shards(reader)
         if self.shards_itself and global_batch < ranks:
             raise OptionError(
@@ -168,7 +182,7 @@ class ReaderLoader:
         randomness = IsolatedRandom(hash_key(self.seed, epoch))
         arguments = {"rank": self.rank, "ranks": self.ranks} if self.shards_itself else {}
         with randomness.active():
-            samples = open_reader(self.reader, self.title, **arguments)
+            samples = open_reader(self.reader, self.title, self.example, **arguments)
         try:
             yield from self._batches(samples, randomness, epoch, start_step)
         finally:
@@ -249,11 +263,19 @@ class ReaderLoader:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             items = f" of {len(item)} items" if isinstance(item, (tuple, list)) else ""
             raise DataError(f"{name}: expected (image, label), got {type(item).__name__}{items}")
-        return self._image(item[0], name), self._label(item[1], name), name
+        return self._input(item[0], name), self._label(item[1], name), name
+
+    def _input(self, data: Any, name: str) -> Any:
+        if self.example is None:
+            return self._image(data, name)
+        try:
+            return as_input(data, self.example)
+        except DataError as error:
+            raise error.at(name) from error
 
     def _image(self, image: Any, name: str) -> torch.Tensor:
         if not isinstance(image, (np.ndarray, torch.Tensor)):
-            raise DataError(f"{name}: expected an array [C, H, W], got {type(image).__name__}")
+            raise DataError(f"{name}: expected an array [C, H, W], got {type(image).__name__}{NO_IMAGE}")
         if tuple(image.shape) != self.image_shape:
             raise DataError(
                 f"{name}: expected an image of shape {self.image_shape}, got {tuple(image.shape)}"
@@ -274,14 +296,18 @@ class ReaderLoader:
         return number
 
     def _collate(self, samples: list[Sample], epoch: int, step: int) -> Batch:
+        labels = torch.tensor([label for _, label, _ in samples], dtype=torch.int64)
+        names = [name for _, _, name in samples]
+        if self.example is not None:
+            inputs = stack_inputs((one for one, _, _ in samples), self.example)
+            return Batch(inputs, labels, names, is_input=True)
         if not samples:
             empty = torch.empty((0, *self.image_shape), dtype=torch.float32)
-            return Batch(empty, torch.empty(0, dtype=torch.int64), [])
+            return Batch(empty, labels, names)
         if len({image.dtype for image, _, _ in samples}) > 1:
             raise DataError(
                 f"step {step} of epoch {epoch} of the {self.title} mixes uint8 and float images; yield only "
                 "one of them"
             )
         images = torch.stack([image for image, _, _ in samples])
-        labels = torch.tensor([label for _, label, _ in samples], dtype=torch.int64)
-        return Batch(images, labels, [name for _, _, name in samples])
+        return Batch(images, labels, names)

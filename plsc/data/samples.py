@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from plsc.data.sources.base import Source, printable
 from plsc.data.transform import IsolatedRandom, Transform, apply_transform
 from plsc.data.workers import Stopped
 from plsc.errors import DataError, add_note
+from plsc.inputs import Input, as_input, stack_inputs
 from plsc.seeds import hash_key
 
 Request = tuple[int, np.ndarray]
@@ -47,6 +49,7 @@ class Recipe:
         first_sample: offset added to the index of a sample wherever randomness depends on it.
         seed_reading: seed the global generators for each sample, for a source that draws from them. Not in
             threads, which share these generators.
+        example: the `BaseModel.example_input` of a network that takes no images; None: images.
     """
 
     image_shape: ImageShape
@@ -57,6 +60,7 @@ class Recipe:
     class_num: int | None = None
     first_sample: int = 0
     seed_reading: bool = False
+    example: Input | None = None
 
 
 class BatchReader:
@@ -76,21 +80,23 @@ class BatchReader:
             Stopped: ``stopped()`` returned True.
         """
         epoch, indices = request
-        slots, images = ring.take(len(indices))
-        batch = Batch(images, torch.empty(0, dtype=torch.int64), [])
+        example = self.recipe.example
+        slots, images = ring.take(len(indices) if example is None else 0)
+        batch = Batch(images, torch.empty(0, dtype=torch.int64), [], is_input=example is not None)
         labels: list[int] = []
         used: list[int] = []
-        floats: list[torch.Tensor] = []
+        floats: list[Any] = []  # float images, or samples that are not images
         for index, found in zip(indices.tolist(), self._read_many(indices), strict=False):
             if stopped():
                 raise Stopped
             filled = len(used)
-            sample = self._first_good(index, found, epoch, slots[filled], batch)
+            out = slots[filled] if example is None else slots
+            sample = self._first_good(index, found, epoch, out, batch)
             if sample is None:
                 continue
             chosen, label, image = sample
-            if image is not None or self._changes_pixels:
-                image = self._augmented(chosen, epoch, slots[filled], image)
+            if example is None and (image is not None or self._changes_pixels):
+                image = self._augmented(chosen, epoch, out, image)
             if image is not None:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
@@ -101,8 +107,11 @@ class BatchReader:
                 )
             used.append(chosen)
             labels.append(label)
-        batch.images = torch.stack(floats) if floats else images[: len(used)]
-        batch.mirrored = None if floats else self._pending_mirrors(used, epoch)
+        if example is not None:
+            batch.images = stack_inputs(floats, example)
+        else:
+            batch.images = torch.stack(floats) if floats else images[: len(used)]
+            batch.mirrored = None if floats else self._pending_mirrors(used, epoch)
         batch.labels = torch.tensor(labels, dtype=torch.int64)
         batch.names = SampleNames(used, self.source)
         return batch
@@ -131,8 +140,8 @@ class BatchReader:
         epoch: int,
         out: np.ndarray,
         batch: Batch,
-    ) -> tuple[int, int, torch.Tensor | None] | None:
-        """Return (sample, label, image if it is float), or None if the sample is skipped."""
+    ) -> tuple[int, int, Any] | None:
+        """Return (sample, label, image if it is float or no image), or None if the sample is skipped."""
         recipe, chosen = self.recipe, index
         for attempt in range(1, MAX_REPLACEMENTS + 2):
             try:
@@ -153,7 +162,7 @@ class BatchReader:
             f"one: {batch.problems[-1].text}; check the dataset"
         )
 
-    def _decoded(self, index: int, data: Image, label: int, out: np.ndarray) -> torch.Tensor | None:
+    def _decoded(self, index: int, data: Image, label: int, out: np.ndarray) -> Any:
         class_num = self.recipe.class_num
         if class_num is not None and not 0 <= label < class_num:
             raise DataError(
@@ -161,7 +170,8 @@ class BatchReader:
                 kind="label",
             )
         try:
-            return decode_into(data, out)
+            example = self.recipe.example
+            return decode_into(data, out) if example is None else as_input(data, example)
         except DataError as error:
             raise error.at(self.source.name(index)) from error
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from plsc.data.batch import BufferRing, to_input
+from plsc.data.batch import Batch, BufferRing
 from plsc.data.decode import decode_into
 from plsc.data.sources.base import Source
 from plsc.data.workers import Stopped, in_order
 from plsc.errors import DataError, DistributedError
+from plsc.inputs import Input, as_input, stack_inputs
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range
 
@@ -39,7 +40,7 @@ def embed_images(
     """Return the embeddings of all images, float32 [N, D], not normalised.
 
     The model runs in evaluation mode; its previous mode is restored. With several ranks this is a collective:
-    each rank embeds a contiguous part (`plsc.parallel.collectives.class_range`), and every rank returns all
+    each rank embeds contiguous batches, the same ones for any number of ranks, and every rank returns all
     embeddings.
 
     Args:
@@ -52,7 +53,8 @@ def embed_images(
         world: the ranks that share the work; None: this process only.
         name: what error messages call the images, as in ``image 17 of <name>``, counted from 0.
         num_threads: threads that read and decode images in the background; 0: none.
-        gather: False: each rank returns only the embeddings of its part.
+        gather: False: each rank embeds an equal part (`plsc.parallel.collectives.class_range`), and returns
+            only its embeddings.
 
     Raises:
         DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
@@ -62,6 +64,9 @@ def embed_images(
         raise DataError(f"{name}: there are no images to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
+    if gather:  # whole batches: the last bits of an embedding depend on the size of its batch
+        batches = class_range(-(-len(images) // batch_size), rank, ranks)
+        start, stop = (min(batch * batch_size, len(images)) for batch in batches)
     firsts = range(start, stop, batch_size)
     chunks = (Chunk(first, images[first : min(first + batch_size, stop)]) for first in firsts)
 
@@ -111,9 +116,12 @@ def embed_chunks(
     Arguments as in `embed_images`. Call it in evaluation and inference mode, and close it.
     """
     layout = getattr(model, "input_layout", torch.contiguous_format)
-    with closing(_decode_ahead(chunks, batch_size, image_shape, name, num_threads)) as decoded:
-        for chunk, pixels in decoded:
-            embedding = _embed(model, to_input(pixels, device, layout=layout), flip)
+    example = getattr(model, "example_input", None)
+    if flip and example is not None:
+        raise DataError(f"{name}: the network takes no images, so they cannot be flipped; set flip=False")
+    with closing(_decode_ahead(chunks, batch_size, image_shape, name, num_threads, example)) as decoded:
+        for chunk, batch in decoded:
+            embedding = _embed(model, batch.input(device, layout), flip)
             finite = np.isfinite(embedding).all(axis=1)
             if not finite.all():
                 raise DataError(
@@ -141,31 +149,40 @@ class ImagesOf(Sequence[Any]):
 
 
 def _decode_ahead(
-    chunks: Iterable[Chunk], batch_size: int, image_shape: tuple[int, int, int], name: str, num_threads: int
-) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
-    """Yield each chunk with its images, [b, C, H, W], uint8 or float32."""
+    chunks: Iterable[Chunk],
+    batch_size: int,
+    image_shape: tuple[int, int, int],
+    name: str,
+    num_threads: int,
+    example: Input | None = None,
+) -> Generator[tuple[Chunk, Batch], None, None]:
+    """Yield each chunk with its images, or its samples like `example`, as a batch without labels."""
     ring = BufferRing(batch_size, image_shape)
+    no_labels = torch.empty(0, dtype=torch.int64)
 
-    def decode(chunk: Chunk, stopped: Callable[[], bool]) -> tuple[Chunk, torch.Tensor]:
-        slots, pixels = ring.take(len(chunk.images))
-        floats = []
-        for index, out in enumerate(slots):
+    def decode(chunk: Chunk, stopped: Callable[[], bool]) -> tuple[Chunk, Batch]:
+        slots, pixels = ring.take(len(chunk.images) if example is None else 0)
+        floats: list[Any] = []
+        for index in range(len(chunk.images)):
             if stopped():
                 raise Stopped
             try:
-                image = decode_into(chunk.images[index], out)
+                data = chunk.images[index]
+                image = decode_into(data, slots[index]) if example is None else as_input(data, example)
             except DataError as error:
                 raise error.at(f"image {chunk.first + index} of {name}") from error
             if image is not None:
                 floats.append(image)
+        if example is not None:
+            return chunk, Batch(stack_inputs(floats, example), no_labels, [], is_input=True)
         if floats and len(floats) < len(chunk.images):
             raise DataError(f"{name}: some images are arrays of floats, others are not; use one kind")
-        return chunk, torch.stack(floats) if floats else pixels
+        return chunk, Batch(torch.stack(floats) if floats else pixels, no_labels, [])
 
     return in_order(decode, chunks, num_threads)
 
 
-def _embed(model: nn.Module, input: torch.Tensor, flip: bool) -> np.ndarray:
+def _embed(model: nn.Module, input: Any, flip: bool) -> np.ndarray:
     embedding = model(input, None, False).float()
     if flip:
         embedding = embedding + model(input.flip(-1), None, False).float()

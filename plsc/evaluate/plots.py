@@ -1,4 +1,4 @@
-"""Plots of verification (ROC, hardest pairs) and of training metrics, without matplotlib's global state."""
+"""Plots of evaluation protocols and of training metrics, without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
+from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
 from plsc.errors import DataError
 from plsc.evaluate.verification import area_under_roc, roc_curve
@@ -39,21 +40,31 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
     Raises:
         DataError: a curve does not have both same and different pairs, or the file cannot be written.
     """
+    drawn = {}
+    for name, (cosines, is_same) in curves.items():
+        least = 1 / max(1, int(np.sum(~np.asarray(is_same, dtype=bool))))
+        drawn[f"{name}  (AUC {area_under_roc(cosines, is_same):.3f})"] = (*roc_curve(cosines, is_same), least)
+    plot_roc_curves(drawn, path)
+
+
+def plot_roc_curves(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray, float]], path: str | os.PathLike[str]
+) -> None:
+    """Plot ``{label: (far [K], tar [K], FAR of a single false accept)}`` with a logarithmic FAR axis.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
     figure = new_figure(5.6, 4.2)
     axes = figure.add_subplot()
     style_axes(axes)
-    lowest = 1.0
-    for index, (name, (cosines, is_same)) in enumerate(curves.items()):
-        far, tar = roc_curve(cosines, is_same)
-        least = 1 / int(np.sum(~np.asarray(is_same, dtype=bool)))
-        lowest = min(lowest, least)
+    for index, (label, (far, tar, least)) in enumerate(curves.items()):
         # The left edge is the best TAR with at most one false accept.
         start = np.searchsorted(far, least, side="right") - 1
         far, tar = np.maximum(far[start:], least), tar[start:]
         # The space, because matplotlib ignores labels that start with an underscore.
-        label = f" {name}  (AUC {area_under_roc(cosines, is_same):.3f})"
-        axes.plot(far, tar, label=label, linewidth=1.8, clip_on=False, **line_look(index))
-    lowest = min(lowest, 0.1)
+        axes.plot(far, tar, label=f" {label}", linewidth=1.8, clip_on=False, **line_look(index))
+    lowest = min(0.1, *(least for _, _, least in curves.values()))
     chance = np.geomspace(lowest, 1, 200)
     axes.plot(chance, chance, color="#999999", linewidth=1, linestyle=(0, (2, 2)), label="chance")
     axes.set(xscale="log", xlim=(lowest, 1), ylim=(0, 1.0))
@@ -61,6 +72,92 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
     axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
     columns = 1 if len(curves) < 3 else 2
     add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=columns, fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
+def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
+    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a log rank axis.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    points = {
+        f"{name}  (rank-1 {rates[0]:.3f})": (np.arange(1, len(rates) + 1), rates)
+        for name, rates in curves.items()
+    }
+    plot_rates(points, path, "Rank", "Mates found", (1, max(10, *map(len, curves.values()))))
+
+
+def plot_rates(
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: str | os.PathLike[str],
+    xlabel: str,
+    ylabel: str,
+    limits: tuple[float, float],
+) -> None:
+    """Plot rates ``{name: (x, rates)}`` as steps, with a logarithmic x axis within `limits`.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    figure = new_figure(5.6, 4.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    for index, (name, (x, rates)) in enumerate(curves.items()):
+        inside = np.maximum(x, limits[0])
+        axes.plot(inside, rates, label=f" {name}", drawstyle="steps-post", linewidth=1.8, **line_look(index))
+    axes.set(xscale="log", xlim=limits, ylim=(0, 1.01), xlabel=xlabel, ylabel=ylabel)
+    axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
+def plot_scores(
+    cosines: np.ndarray, is_same: np.ndarray, path: str | os.PathLike[str], threshold: float | None = None
+) -> None:
+    """Plot the histograms of the scores of same and different pairs, each as a fraction of its pairs.
+
+    Args:
+        cosines: score of each pair, [P].
+        is_same: bool [P].
+        path: the PNG file to write.
+        threshold: a score to mark.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    is_same = np.asarray(is_same, dtype=bool)
+    plot_counted_scores(np.asarray(cosines), is_same.astype(int), (~is_same).astype(int), path, threshold)
+
+
+def plot_counted_scores(
+    scores: np.ndarray,
+    same: np.ndarray,
+    different: np.ndarray,
+    path: str | os.PathLike[str],
+    threshold: float | None = None,
+) -> None:
+    """Plot the histograms of `plot_scores` from the numbers of same and different pairs per score, each [K].
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    figure = new_figure(5.6, 3.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    edges = np.linspace(scores.min() - 1e-6, scores.max() + 1e-6, 61)
+    for pairs, name, colour in ((different, "different", COLOURS[1]), (same, "same", COLOURS[0])):
+        total = int(pairs.sum())
+        counts = np.histogram(scores, edges, weights=pairs)[0] / max(1, total)
+        axes.stairs(counts, edges, fill=True, alpha=0.35, color=colour)
+        axes.stairs(counts, edges, color=colour, linewidth=1.4, label=f"{name} ({total:,} pairs)")
+    if threshold is not None:
+        label = f"threshold {threshold:.3f}"
+        axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label)
+    axes.set(xlabel="Score (cosine)", ylabel="Fraction of the pairs", ylim=(0, None))
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=2, fontsize=9)
     figure.set_layout_engine("tight")
     save_png(figure, path)
 
@@ -190,7 +287,7 @@ _PANELS: dict[str, tuple[str, float, Any]] = {
 
 
 def plot_hardest_pairs(
-    images: Sequence[bytes],
+    images: Sequence[bytes | Face],
     is_same: np.ndarray,
     scores: np.ndarray,
     path: str | os.PathLike[str],
@@ -199,7 +296,7 @@ def plot_hardest_pairs(
     """Plot the different pairs with the highest and the same pairs with the lowest cosines, worst first.
 
     Args:
-        images: 2P encoded images; pair p is images 2p and 2p + 1.
+        images: 2P encoded images, or faces, which are aligned; pair p is images 2p and 2p + 1.
         is_same: bool [P].
         scores: cosine of each pair, [P].
         path: the PNG file to write.
@@ -224,13 +321,13 @@ def plot_hardest_pairs(
     save_png(figure, path)
 
 
-def _distinct(images: Sequence[bytes], pairs: np.ndarray, count: int) -> list[int]:
+def _distinct(images: Sequence[bytes | Face], pairs: np.ndarray, count: int) -> list[int]:
     """Return the first `count` pairs, without pairs of the same two images in any order."""
-    chosen: dict[frozenset[bytes], int] = {}
-    for pair in pairs:
+    chosen: dict[frozenset[bytes | Face], int] = {}
+    for pair in pairs.tolist():
         if len(chosen) == count:
             break
-        chosen.setdefault(frozenset(images[2 * pair : 2 * pair + 2]), int(pair))
+        chosen.setdefault(frozenset((images[2 * pair], images[2 * pair + 1])), pair)
     return list(chosen.values())
 
 
@@ -260,7 +357,7 @@ def _draw_block(
         half.text(0.5, 0.5, "none", ha="center", size=10, color=INK)
 
 
-def _pair(images: Sequence[bytes], pair: int) -> np.ndarray:
+def _pair(images: Sequence[bytes | Face], pair: int) -> np.ndarray:
     """Return both images side by side, resized to squares, with a thin frame, uint8 [H, W, 3]."""
     sheet = np.full((_SIDE, 2 * _SIDE + _GAP, 3), 255, np.uint8)
     for place, left in enumerate((0, _SIDE + _GAP)):

@@ -26,7 +26,7 @@ class Section:
     """The result of one protocol on one dataset, as ``result.section(name)`` returns it.
 
     choices: how it was measured, one sentence each. pictures: by file name, functions that draw a PNG file.
-    values: everything, as plain values for JSON.
+    files: likewise, other files, which the report links. values: everything, as plain values for JSON.
     """
 
     title: str
@@ -34,6 +34,7 @@ class Section:
     tables: Sequence[Table]
     values: Mapping[str, Any]
     pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
 def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[Section]) -> Path:
@@ -49,8 +50,11 @@ def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[
         for name, draw in section.pictures.items():
             draw(folder / name)
             lines += [f"![{Path(name).stem.replace('_', ' ')}]({name})", ""]
+        for name, write in section.files.items():
+            write(folder / name)
+            lines += [f"[{name}]({name})", ""]
         lines += ["How it was measured:", "", *(f"- {choice}" for choice in section.choices), ""]
-    values = {section.title: dict(section.values) for section in sections}
+    values = {one.title: {**one.values, "choices": list(one.choices)} for one in sections}
     for name, text in (("report.md", "\n".join(lines)), ("report.json", json.dumps(values, indent=2) + "\n")):
         with replacing(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")

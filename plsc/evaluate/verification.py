@@ -1,4 +1,4 @@
-"""Verification of pairs of images: ten-fold accuracy, TAR at FAR, ROC and AUC.
+"""Verification of pairs of images: ten-fold accuracy, TAR at FAR, ROC, AUC and EER.
 
 The accuracy follows the LFW protocol (Huang et al., 2007, "Labeled Faces in the Wild") as implemented by
 insightface, so it is comparable with published results: normalised embeddings, squared L2 distances,
@@ -8,16 +8,32 @@ threshold of the other nine; the lowest one wins a tie.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from plsc.data.sources.base import printable
 from plsc.errors import DataError
+from plsc.evaluate.report import Section, Table
+from plsc.storage.publish import replacing
 
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
-FARS = (1e-1, 1e-2, 1e-3)  # false accept rates at which the true accept rate is reported
+FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # false accept rates at which the true accept rate is reported
 _CHUNK = 8192  # pairs per chunk in double precision
+_Z95 = 1.959963984540054  # 97.5% quantile of the normal distribution
+CHOICES = (
+    "The score of a pair is the cosine of its embeddings, in double precision; a score at the threshold is "
+    "accepted.",
+    "Accuracy: mean and standard deviation over ten contiguous folds; each uses the threshold, on squared L2 "
+    "distances 0, 0.01, ..., 3.99, with the best accuracy on the other nine.",
+    "TAR at FAR: the highest true accept rate of all thresholds whose false accept rate is at most FAR.",
+    "Intervals: 95% Wilson score intervals of the TAR at that threshold, for independent pairs.",
+    "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
+)
 
 
 @dataclass(frozen=True)
@@ -31,43 +47,116 @@ class VerificationResult:
     threshold: float  # mean over the folds: pairs with a smaller squared L2 distance count as same
     threshold_cosine: float  # the same threshold as a cosine: 1 - threshold / 2
     tar_at_far: dict[float, float]
+    tar_intervals: dict[float, tuple[float, float]]  # 95% confidence interval of the TAR, by FAR
+    threshold_at_far: dict[float, float | None]  # lowest accepted cosine; None: no pair is accepted
     unresolved_fars: tuple[float, ...]  # FARs below 1 / negatives: their TAR is that of zero false accepts
     auc: float
+    eer: float
     pairs: int
     positives: int
     negatives: int
     mean_norm: float  # mean L2 norm of the embeddings before normalisation
     cosines: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
+    is_same: np.ndarray = field(repr=False, compare=False)  # of each pair, bool [P]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without the cosines; FARs are strings such as ``"0.001"``."""
+        """Return plain values for JSON, without those of each pair; FARs are strings such as ``"0.001"``."""
         values = asdict(self)
-        del values["cosines"]
-        return {
-            **values,
-            "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
-            "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
-        }
+        del values["cosines"], values["is_same"]
+        for name in ("tar_at_far", "tar_intervals", "threshold_at_far"):
+            values[name] = {f"{far:g}": value for far, value in values[name].items()}
+        values["tar_intervals"] = {far: list(ends) for far, ends in values["tar_intervals"].items()}
+        return {**values, "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars]}
 
     def summary(self) -> str:
         """Return the accuracy for the log."""
         return f"accuracy {self.accuracy:.4f} +- {self.accuracy_std:.4f}"
 
+    def warning(self) -> str | None:
+        """Return a warning if there are too few different pairs for some FARs."""
+        if not self.unresolved_fars:
+            return None
+        return (
+            f"{self.negatives:,} different pairs are too few for FAR {_listed(self.unresolved_fars)}: the "
+            f"TAR there is that of no false accept; use at least {1 / min(self.unresolved_fars):,.0f}"
+        )
 
-def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> VerificationResult:
+    def section(
+        self, name: str, images: Sequence[Any] | None = None, labels: Sequence[str] | None = None
+    ) -> Section:
+        """Return the section of a report.
+
+        Args:
+            name: name of the pairs, which is part of the names of the files.
+            images: the encoded images, to draw the hardest pairs; pair p is images 2p and 2p + 1.
+            labels: names of the images for the score file, in the same order; by default their numbers.
+        """
+        from plsc.evaluate.plots import (
+            plot_hardest_pairs,
+            plot_roc,
+            plot_scores,
+        )  # matplotlib is slow to import
+
+        stem = re.sub(r"[^\w.-]", "_", name)
+        cosines, is_same = self.cosines, self.is_same
+        pictures = {
+            f"{stem}_roc.png": lambda path: plot_roc({name: (cosines, is_same)}, path),
+            f"{stem}_scores.png": lambda path: plot_scores(cosines, is_same, path, self.threshold_cosine),
+        }
+        if images is not None:
+            pictures[f"{stem}_hardest.png"] = lambda path: plot_hardest_pairs(images, is_same, cosines, path)
+        overview = Table(
+            ("pairs", "same", "different", "accuracy", "threshold (cosine)", "AUC", "EER"),
+            [(
+                f"{self.pairs:,}", f"{self.positives:,}", f"{self.negatives:,}",
+                f"{self.accuracy:.4f} ± {self.accuracy_std:.4f}", f"{self.threshold_cosine:.4f}",
+                f"{self.auc:.5f}", f"{self.eer:.4f}",
+            )],
+        )  # fmt: skip
+        warning = self.warning()
+        return Section(
+            title=name,
+            choices=[*CHOICES, *([f"Warning: {warning}."] if warning else [])],
+            tables=[overview, self._rates()],
+            values=self.as_dict(),
+            pictures=pictures,
+            files={f"{stem}_scores.tsv": lambda path: write_scores(path, cosines, is_same, labels)},
+        )
+
+    def _rates(self) -> Table:
+        rows = []
+        for far, tar in self.tar_at_far.items():
+            low, high = self.tar_intervals[far]
+            threshold = self.threshold_at_far[far]
+            rows.append((
+                f"{far:g}", f"{tar:.4f}", f"{low:.4f} to {high:.4f}",
+                "none" if threshold is None else f"{threshold:.4f}",
+                "too few different pairs" if far in self.unresolved_fars else "",
+            ))  # fmt: skip
+        return Table(("FAR", "TAR", "95% interval", "threshold (cosine)", "warning"), rows)
+
+
+def _listed(fars: Sequence[float]) -> str:
+    return ", ".join(f"{far:g}" for far in fars)
+
+
+def verify(
+    embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10, pairs: np.ndarray | None = None
+) -> VerificationResult:
     """Compute the verification metrics of pairs of embeddings.
 
     Args:
-        embeddings: [2P, D], not necessarily normalised; pair p is rows 2p and 2p + 1.
+        embeddings: [N, D], not necessarily normalised.
         is_same: bool [P].
         folds: number of folds of the cross-validation, at least 2.
+        pairs: rows of the embeddings of each pair, integers [P, 2]; by default 2p and 2p + 1.
 
     Raises:
         DataError: an embedding is not finite, there are fewer pairs than folds, or the pairs are all same or
             all different.
     """
     is_same = np.asarray(is_same, dtype=bool)
-    distances, cosines, norms = _compare(embeddings)
+    distances, cosines, mean_norm = _compare(embeddings, pairs)
     _check_labels(cosines, is_same)
     if len(is_same) < folds:
         raise DataError(f"there are {len(is_same)} pairs for {folds} folds; use more pairs or fewer folds")
@@ -75,20 +164,52 @@ def verify(embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10) -> Veri
     positives = int(is_same.sum())
     negatives = len(is_same) - positives
     threshold = float(thresholds.mean())
+    far, tar, accepted = _curve(cosines, is_same)
+    at = {one: int(np.searchsorted(far, one, side="right")) - 1 for one in FARS}
     return VerificationResult(
         accuracy=float(accuracies.mean()),
         accuracy_std=float(accuracies.std()),
         threshold=threshold,
         threshold_cosine=1 - threshold / 2,
-        tar_at_far={far: tar_at_far(cosines, is_same, far) for far in FARS},
-        unresolved_fars=tuple(far for far in FARS if 1 / negatives > far),
-        auc=area_under_roc(cosines, is_same),
+        tar_at_far={one: float(tar[index]) for one, index in at.items()},
+        tar_intervals={
+            one: wilson_interval(round(tar[index] * positives), positives) for one, index in at.items()
+        },
+        threshold_at_far={one: float(accepted[index]) if index else None for one, index in at.items()},
+        unresolved_fars=tuple(one for one in FARS if 1 / negatives > one),
+        auc=_area(far, tar),
+        eer=equal_error_rate(far, tar),
         pairs=len(is_same),
         positives=positives,
         negatives=negatives,
-        mean_norm=float(norms.mean()),
+        mean_norm=mean_norm,
         cosines=cosines,
+        is_same=is_same,
     )
+
+
+def write_scores(
+    path: Path, cosines: np.ndarray, is_same: np.ndarray, names: Sequence[str] | None = None
+) -> None:
+    """Write a line per pair, separated by tabs: score, 1 for the same class or 0, and the two names.
+
+    names: of 2P images; pair p is names 2p and 2p + 1; by default their numbers.
+    """
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write("score\tsame\tfirst\tsecond\n")
+        for pair, (cosine, same) in enumerate(zip(cosines.tolist(), is_same.tolist(), strict=True)):
+            numbers = (2 * pair, 2 * pair + 1)
+            first, second = numbers if names is None else (printable(names[index]) for index in numbers)
+            file.write(f"{cosine!r}\t{same:d}\t{first}\t{second}\n")
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return the 95% Wilson score interval of a rate (Wilson, 1927)."""
+    rate, square = successes / trials, _Z95**2 / trials
+    centre = rate + square / 2
+    half = (square * rate * (1 - rate) + square**2 / 4) ** 0.5
+    low, high = (centre - half) / (1 + square), (centre + half) / (1 + square)
+    return (low if successes else 0.0), (high if successes < trials else 1.0)
 
 
 def scores(embeddings: np.ndarray) -> np.ndarray:
@@ -105,7 +226,7 @@ def scores(embeddings: np.ndarray) -> np.ndarray:
 def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
     """Return the highest true accept rate with a false accept rate of at most ``far``.
 
-    Exact, over all possible thresholds. Pairs with equal scores are accepted together.
+    Exact, over all thresholds. Pairs with equal scores are accepted together.
 
     Raises:
         DataError: the pairs are all same or all different, or a score is not finite.
@@ -121,7 +242,7 @@ def area_under_roc(cosines: np.ndarray, is_same: np.ndarray) -> float:
         DataError: the pairs are all same or all different, or a score is not finite.
     """
     far, tar = roc_curve(cosines, is_same)
-    return float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2))
+    return _area(far, tar)
 
 
 def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -132,6 +253,11 @@ def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.
     """
     cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
     _check_labels(cosines, is_same)
+    return _curve(cosines, is_same)[:2]
+
+
+def _curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return FAR, TAR and the threshold of each point of the ROC curve."""
     order = np.argsort(-cosines, kind="stable")
     ranked = cosines[order]
     last_of_score = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
@@ -139,22 +265,35 @@ def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.
     false_accepts = last_of_score + 1 - true_accepts
     far = np.append(0.0, false_accepts / false_accepts[-1])
     tar = np.append(0.0, true_accepts / true_accepts[-1])
-    return far, tar
+    return far, tar, np.append(np.inf, ranked[last_of_score])
 
 
-def _compare(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return squared distances [P], cosines [P] and the norms of the embeddings [2P], in float64."""
+def _area(far: np.ndarray, tar: np.ndarray) -> float:
+    return float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2))
+
+
+def equal_error_rate(far: np.ndarray, tar: np.ndarray) -> float:
+    """Return the EER of a curve of `roc_curve`: FAR where it equals 1 - TAR, interpolated linearly."""
+    excess = far + tar - 1  # from -1 to 1, strictly increasing
+    after = int(np.searchsorted(excess, 0))
+    before = after - 1
+    share = -excess[before] / (excess[after] - excess[before])
+    return float(far[before] + share * (far[after] - far[before]))
+
+
+def _compare(embeddings: np.ndarray, pairs: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return squared distances [P], cosines [P] and the mean norm of the embeddings, in float64."""
     embeddings = np.asarray(embeddings)
-    if embeddings.ndim != 2 or len(embeddings) % 2:
+    if embeddings.ndim != 2 or (pairs is None and len(embeddings) % 2):
         raise DataError(
             f"the embeddings have shape {list(embeddings.shape)}; expected [2 x pairs, embedding size]"
         )
-    pairs = embeddings.reshape(len(embeddings) // 2, 2, embeddings.shape[1])
-    distances, cosines = np.empty(len(pairs)), np.empty(len(pairs))
-    norms = np.empty((len(pairs), 2))
-    for start in range(0, len(pairs), _CHUNK):
+    rows = np.arange(len(embeddings)).reshape(-1, 2) if pairs is None else pairs
+    distances, cosines = np.empty(len(rows)), np.empty(len(rows))
+    total = 0.0
+    for start in range(0, len(rows), _CHUNK):
         part = slice(start, start + _CHUNK)
-        chunk = pairs[part].astype(np.float64)
+        chunk = embeddings[rows[part]].astype(np.float64)  # [pairs, 2, D]
         finite = np.isfinite(chunk).all(axis=(1, 2))
         if not finite.all():
             pair = start + int(np.argmin(finite))
@@ -162,11 +301,12 @@ def _compare(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
                 f"an embedding of pair {pair} is not finite; the training has diverged, or the weights are "
                 "damaged"
             )
-        norms[part] = np.linalg.norm(chunk, axis=2)
-        chunk /= np.where(norms[part] == 0, 1, norms[part])[:, :, None]
+        norms = np.linalg.norm(chunk, axis=2)
+        total += float(norms.sum())
+        chunk /= np.where(norms == 0, 1, norms)[:, :, None]
         distances[part] = np.square(chunk[:, 0] - chunk[:, 1]).sum(axis=1)
         cosines[part] = (chunk[:, 0] * chunk[:, 1]).sum(axis=1)
-    return distances, cosines, norms.reshape(-1)
+    return distances, cosines, total / max(1, 2 * len(rows))
 
 
 def _check_labels(cosines: np.ndarray, is_same: np.ndarray) -> None:

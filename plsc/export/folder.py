@@ -22,6 +22,8 @@ from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import bytes_of, checksum
 from plsc.config import Config
+from plsc.data.alignment import scaled_template
+from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
 
@@ -48,9 +50,9 @@ def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Ma
         "version": _VERSION,
         "plsc": __version__,
         "step": manifest.step,
-        "input": describe_input(config),
+        "input": describe_input(network, config, trained_on_aligned(manifest)),
         "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
-        "flip": config.data.flip,
+        "flip": config.data.flip and network.example_input is None,
         "metrics": manifest.scalars.get(METRICS_KEY, {}),
         "options": {name: config.as_dict()[name] for name in ("model", "runtime")},
         "arguments": constructor_arguments(network),
@@ -64,14 +66,33 @@ def write_about(folder: Path, about: Mapping[str, Any]) -> None:
     (folder / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def describe_input(config: Config) -> dict[str, Any]:
-    """Return the shape, type and preprocessing of the network's input, for JSON."""
-    return {
+def trained_on_aligned(manifest: Manifest) -> bool:
+    """Return whether the run of a checkpoint aligned its images by `data.landmarks`."""
+    data = manifest.options.get("data")
+    return isinstance(data, dict) and data.get("landmarks") is not None
+
+
+def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
+    """Return shape, type and preprocessing of images, or shape and type of each tensor, for JSON.
+
+    is_aligned: add the transform of `plsc.data.alignment`, and where it maps the landmarks to.
+    """
+    if network.example_input is not None:
+        return map_tensors(_describe_tensor, network.example_input)
+    about: dict[str, Any] = {
         "shape": ["batch", *config.model.image_shape],
         "dtype": config.runtime.dtype,
         "channels": "RGB",
         "preprocessing": "(x - 127.5) / 128",
     }
+    if is_aligned:
+        points = scaled_template(*config.model.image_shape[1:]).round(4).tolist()
+        about["alignment"] = {"transform": "similarity", "landmarks": points}
+    return about
+
+
+def _describe_tensor(example: Tensor) -> dict[str, Any]:
+    return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
 
 
 def describe_file(path: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import CLASS_WEIGHTS
 from plsc.checkpoint.remote import fetch
 from plsc.data.class_names import ClassNames
+from plsc.data.decode import decode_image
 from plsc.data.sources import Source
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError
-from plsc.evaluate.embed import ImagesOf, embed_images
-from plsc.export import ServedModel, open_model
+from plsc.evaluate.embed import embed_images
+from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.gallery import Gallery, open_gallery, write_gallery
 from plsc.parallel.world import World
@@ -38,18 +39,27 @@ class Embedder:
 
     Attributes:
         fingerprint: SHA-256 of its weights.
-        embed: returns the embeddings, float32 [n, D], of the images of a source with these numbers.
+        decode: decodes an image.
+        embed: returns the embeddings, float32 [n, D], of n decoded images.
         classes: returns the class weights, float32 [C, D] or [C, sub-centres, D], and the class names.
     """
 
     fingerprint: str
-    embed: Callable[[Source, range], np.ndarray]
+    decode: Callable[[Any], Any]
+    embed: Callable[[list[Any]], np.ndarray]
     classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
 
-    def embed_all(self, source: Source) -> np.ndarray:
-        """Return the embeddings of all images, float32 [N, D]. Raises DataError that names the image."""
-        firsts = range(0, len(source), _BATCH)
-        return np.concatenate([self.embed(source, range(i, min(i + _BATCH, len(source)))) for i in firsts])
+    def embed_source(self, source: Source) -> Iterator[tuple[range, np.ndarray]]:
+        """Yield numbers of images, and their embeddings, float32 [n, D]; an error names the image."""
+        for first in range(0, len(source), _BATCH):
+            numbers, images = range(first, min(first + _BATCH, len(source))), []
+            for number in numbers:
+                image, _ = source[number]
+                try:
+                    images.append(self.decode(image))
+                except DataError as error:
+                    raise error.at(source.name(number)) from error
+            yield numbers, self.embed(images)
 
 
 def open_embedder(model: StrPath) -> Embedder:
@@ -63,36 +73,29 @@ def open_embedder(model: StrPath) -> Embedder:
     if (path / MODEL_NAME).is_file():
         served = open_model(path)
         return Embedder(
-            served.fingerprint, lambda *which: _embed_served(served, *which), served.class_weights
+            served.fingerprint,
+            served.preprocess,
+            lambda images: served.embed(np.stack(images)),
+            served.class_weights,
         )
     network, config = load_with_config(path, None, World.single("cpu"))
 
-    def embed(source: Source, which: range) -> np.ndarray:
+    def embed(images: list[Any]) -> np.ndarray:
         return embed_images(
             network,
-            ImagesOf(source, which),
+            images,
             config.model.image_shape,
             batch_size=_BATCH,
             device="cpu",
             flip=config.data.flip,
-            name=f"the images from {source.name(which.start)}",
         )
 
     def classes() -> tuple[np.ndarray, ClassNames | None]:
         weight = load_weights(path, CLASS_WEIGHTS)["weight"]
         return weight.float().numpy(), read_class_names(path, read_manifest(path))
 
-    return Embedder(checksum_of(load_weights(path)), embed, classes)
-
-
-def _embed_served(served: ServedModel, source: Source, which: range) -> np.ndarray:
-    images = []
-    for number in which:
-        try:
-            images.append(served.preprocess(source[number][0]))
-        except DataError as error:
-            raise error.at(source.name(number)) from error
-    return served.embed(np.stack(images))
+    shape = config.model.image_shape
+    return Embedder(checksum_of(load_weights(path)), lambda data: decode_image(data, shape), embed, classes)
 
 
 def index_classes(model: StrPath, gallery: StrPath, kind: str = "float32") -> Gallery:
@@ -117,7 +120,8 @@ def index_images(model: StrPath, gallery: StrPath, images: StrPath, kind: str = 
     """
     embedder, source = open_embedder(model), open_images(images)
     names = [source.name(number) for number in range(len(source))]
-    return write_gallery(gallery, embedder.embed_all(source), names, model=embedder.fingerprint, kind=kind)
+    embeddings = np.concatenate([found for _, found in embedder.embed_source(source)])
+    return write_gallery(gallery, embeddings, names, model=embedder.fingerprint, kind=kind)
 
 
 def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind: str = "float32") -> Gallery:
@@ -142,10 +146,7 @@ def search_images(
     """
     embedder, source = open_embedder(model), open_images(images)
     opened = open_gallery(gallery, embedder.fingerprint)
-    for first in range(0, len(source), _BATCH):
-        which = range(first, min(first + _BATCH, len(source)))
-        for number, scores, entries in zip(
-            which, *opened.search(embedder.embed(source, which), k), strict=True
-        ):
+    for numbers, embeddings in embedder.embed_source(source):
+        for number, scores, entries in zip(numbers, *opened.search(embeddings, k), strict=True):
             nearest = [(float(s), opened.name(int(e))) for s, e in zip(scores, entries, strict=True)]
             yield source.name(number), nearest

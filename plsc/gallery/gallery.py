@@ -87,14 +87,14 @@ class Gallery:
         return (self.names[number] if self.names is not None else "") or str(number)
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = self._vectors.candidates(queries, k * self._centers)
         with np.errstate(invalid="ignore", over="ignore"):
+            rows = self._vectors.candidates(queries, k * self._centers)
             pairs = zip(rows, queries, strict=True)
             # A sum per row: the result for a row does not depend on its position, unlike that of a product.
             scores = np.stack([(self._vectors.decode(row) * query).sum(axis=1) for row, query in pairs])
+            scores = scores.astype(np.float32)
         if rows.min() < 0 or not np.isfinite(scores).all():  # faiss returns -1 instead of such vectors
             raise DataError("vectors of the gallery are not finite; index the images again")
-        scores = scores.astype(np.float32)
         order = np.lexsort((rows, -scores))
         scores, entries = (np.take_along_axis(one, order, 1) for one in (scores, rows // self._centers))
         if self._centers > 1:  # keep the nearest of the vectors of each entry
@@ -103,7 +103,7 @@ class Gallery:
         return scores[:, :k], entries[:, :k]
 
 
-def build_gallery(vectors: np.ndarray, names: Sequence[str] | None = None) -> Gallery:
+def build_gallery(vectors: np.ndarray, names: Sequence[str] | ClassNames | None = None) -> Gallery:
     """Return a gallery in memory, for vectors [N, D] of any norm; it is not written to a file.
 
     Raises DataError if there are no vectors, or one is not finite.
@@ -147,7 +147,7 @@ def write_gallery(
             tensors[name] = functools.partial(iter, [array])
             shapes[name] = array.shape
     dtypes = {name: getattr(torch, one) for name, one in {**KINDS[kind].DTYPES, **_NAMES}.items()}
-    with publishing_folder(folder) as temporary:
+    with publishing_folder(Path(folder)) as temporary:
         entries = [Entry(name, dtypes[name], shapes[name], 0, _as_bytes(tensors[name])) for name in tensors]
         about = {
             "format": _FORMAT,
@@ -186,7 +186,7 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     file = path / VECTORS_NAME
     kind, count, size = KINDS[about["kind"]], about["count"], about["size"]
     try:
-        if asdict(checksum(file)) != about["file"]:
+        if asdict(checksum(file)) != about.get("file"):
             raise _wrong(file, "its size or checksum differs from that in gallery.json")
         parts = {part.key: part for part in read_header(file)}
         dtypes = {**kind.DTYPES, **(_NAMES if "names" in parts else {})}
@@ -208,7 +208,7 @@ def _read_about(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read ({error}); choose the folder of a gallery") from error
     known = isinstance(about, dict) and (about.get("format"), about.get("version")) == (_FORMAT, _VERSION)
-    if not known or about.get("kind") not in KINDS or not isinstance(about.get("model"), str):
+    if not known or str(about.get("kind")) not in KINDS or not isinstance(about.get("model"), str):
         raise _wrong(file, f"it is not the description of a {_FORMAT}, version {_VERSION}")
     numbers = [about.get(name) for name in ("count", "size", "centers")]
     if not all(type(one) is int and 0 < one < 2**40 for one in numbers) or numbers[0] % numbers[2]:
@@ -218,8 +218,10 @@ def _read_about(file: Path) -> dict[str, Any]:
 
 def _mapped(file: Path, part: Part | None, dtype: str, shape: tuple[int, ...] | None) -> np.ndarray:
     """Return a tensor of a file, memory-mapped; changes to it are private to this process."""
-    if part is None or part.dtype != dtype or part.shape != (shape or part.shape):
-        raise ValueError(f"a tensor of dtype {dtype} and shape {shape} is missing")
+    if part is None or part.dtype != dtype or part.shape != (shape or part.shape[:1]):
+        raise ValueError(f"it has no {dtype} tensor of shape {shape}")
+    if 0 in part.shape:  # cannot be mapped
+        return np.empty(part.shape, dtype)
     return np.memmap(file, dtype, "c", part.begin, part.shape)
 
 
@@ -237,6 +239,8 @@ def _chunks(vectors: np.ndarray | Chunks) -> Chunks:
                 rows = np.asarray(part[low : low + _ROWS])
                 yield _normalised(rows, first, "vector")
                 first += len(rows)
+        if not first:
+            raise DataError("there are no vectors; expected at least one")
 
     return parts
 
@@ -254,14 +258,8 @@ def _normalised(rows: np.ndarray, first: int, what: str) -> np.ndarray:
 
 def _measured(chunks: Chunks) -> tuple[int, np.ndarray]:
     """Return the number of vectors, and the largest absolute value per dimension, float32 [D]."""
-    count, largest = 0, None
-    for part in chunks():
-        most = np.abs(part).max(axis=0)
-        largest = most if largest is None else np.maximum(largest, most)
-        count += len(part)
-    if largest is None:
-        raise DataError("there are no vectors; expected at least one")
-    return count, largest
+    counts, largest = zip(*((len(part), np.abs(part).max(axis=0)) for part in chunks()), strict=True)
+    return sum(counts), np.max(largest, axis=0)
 
 
 def _packed(names: Sequence[str] | ClassNames | None, count: int) -> ClassNames | None:
@@ -273,4 +271,4 @@ def _packed(names: Sequence[str] | ClassNames | None, count: int) -> ClassNames 
 
 
 def _as_bytes(chunks: Chunks) -> Callable[[], Iterator[memoryview]]:
-    return lambda: (memoryview(np.ascontiguousarray(one)) for one in chunks())
+    return lambda: (np.ascontiguousarray(one).data for one in chunks())

@@ -31,7 +31,7 @@ class Float32:
 
     def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         self._vectors = tensors["vectors"]
-        self.shape: tuple[int, int] = self._vectors.shape  # type: ignore[assignment]
+        self.shape: tuple[int, int] = self._vectors.shape
 
     @staticmethod
     def shapes(count: int, size: int) -> dict[str, tuple[int, ...]]:
@@ -68,7 +68,7 @@ class Int8:
 
     def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         codes, self._rest, self._scale = (tensors[name] for name in self.DTYPES)
-        self.shape: tuple[int, int] = self._rest.shape  # type: ignore[assignment]
+        self.shape: tuple[int, int] = self._rest.shape
         self._codes = codes[ROOM:].reshape(self.shape)  # keeps the memory, of which faiss has the address
         self._index = _index_over(codes, *self.shape)
 

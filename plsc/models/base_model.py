@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plsc.config.option import is_finite_number
 from plsc.errors import OptionError
+from plsc.inputs import Input, map_tensors
 
 _SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 
@@ -32,12 +33,15 @@ class BaseModel(nn.Module):
                 return self.fc(self.conv(input).mean((2, 3)))
 
     Attributes:
+        example_input: two samples, a tensor [2, ...] or a dict of such tensors. Set it in ``__init__`` if the
+            input is not an image; samples are then neither decoded nor normalised.
         input_layout: memory format of the images passed to `build_network`; see `use_channels_last`.
         kept_in_evaluation: modules that stay in evaluation mode, such as frozen batch norms.
         frozen_by_run: parameters that the run does not train; see `plsc.models.parameters`.
         folding_failure: why batch norm folding failed, as last logged.
     """
 
+    example_input: Input | None = None
     input_layout = torch.preserve_format
     kept_in_evaluation: tuple[nn.Module, ...] = ()
     frozen_by_run: tuple[nn.Parameter, ...] = ()
@@ -50,8 +54,8 @@ class BaseModel(nn.Module):
         object.__setattr__(self, "_given", (args, kwargs))
         return self
 
-    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
-        """Return the embeddings [b, D] of the images ``input`` [b, C, H, W].
+    def build_network(self, input: Any, label: Tensor | None, is_train: bool = True) -> Tensor:
+        """Return the embeddings [b, D] of images ``input`` [b, C, H, W], or of input like `example_input`.
 
         label: int64 [b], or None in prediction. is_train: whether this is a training step, by default
         ``self.training``.
@@ -61,14 +65,17 @@ class BaseModel(nn.Module):
             "is_train=True), which returns embeddings [batch, emb_size]"
         )
 
-    def forward(self, input: Tensor, label: Tensor | None = None, is_train: bool | None = None) -> Tensor:
-        """Cast the images to the network's dtype and layout, and call `build_network`.
+    def forward(self, input: Any, label: Tensor | None = None, is_train: bool | None = None) -> Tensor:
+        """Cast images to the network's dtype and layout, other floats to its dtype, and call `build_network`.
 
         is_train: None means ``self.training``.
         """
         first = next((p for p in self.parameters() if p.is_floating_point()), None)
-        if first is not None:
+        if first is not None and self.example_input is None:
             input = input.to(first.dtype, memory_format=self.input_layout)
+        elif first is not None:
+            dtype = first.dtype
+            input = map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, input)
         return self.build_network(input, label, self.training if is_train is None else is_train)
 
     def train(self, mode: bool = True) -> BaseModel:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plsc.inputs import Input, first_tensor
 from plsc.parallel.world import World
 
 logger = logging.getLogger(__name__)
@@ -52,15 +53,15 @@ class CompiledNetwork(nn.Module):
         # A closure, because a submodule would register every parameter a second time.
         self._compiled: Callable[..., Tensor] | None = lambda *inputs: compiled(*inputs)
 
-    def forward(self, input: Tensor, *others: Any) -> Tensor:
+    def forward(self, input: Input, *others: Any) -> Tensor:
         """Return the embeddings [b, D] of the images [b, C, H, W]; a collective until all is compiled."""
         if self._compiled is None or not self.network.training:
             return self.network(input, *others)
         if not self._is_compiled_everywhere:
             return self._try_compiled(input, *others)
-        return (self._compiled if len(input) in self._sizes else self.network)(input, *others)
+        return (self._compiled if _size(input) in self._sizes else self.network)(input, *others)
 
-    def _try_compiled(self, input: Tensor, *others: Any) -> Tensor:
+    def _try_compiled(self, input: Input, *others: Any) -> Tensor:
         """Compute a batch with the compiled network if possible; after a failure, disable compilation."""
         if self._missing == self._sizes:
             self._log("compiling the network: the first step may take minutes")
@@ -104,9 +105,9 @@ class CompiledNetwork(nn.Module):
 
         return restore
 
-    def _compute(self, input: Tensor, *others: Any) -> tuple[Tensor | None, str]:
+    def _compute(self, input: Input, *others: Any) -> tuple[Tensor | None, str]:
         """Return (embeddings, "") or (None, reason for the failure)."""
-        if len(input) not in self._sizes:
+        if _size(input) not in self._sizes:
             return self.network(input, *others), ""
         try:
             assert self._compiled is not None
@@ -117,8 +118,12 @@ class CompiledNetwork(nn.Module):
         except Exception as error:  # compilers may raise anything
             lines = " ".join(str(error).splitlines()[:2])  # the first line names only the backend
             return None, f"{type(error).__name__}: {lines}"[:300]
-        self._missing.discard(len(input))
+        self._missing.discard(_size(input))
         return output, ""
+
+
+def _size(input: Input) -> int:
+    return len(first_tensor(input))
 
 
 def _compile_backward_eagerly() -> AbstractContextManager[Any]:

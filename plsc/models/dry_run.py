@@ -1,4 +1,4 @@
-"""Run a network on blank images to check its output and describe its layers."""
+"""Run a network on blank images, or its example input, to check its output and describe its layers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,40 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, refusing
+from plsc.inputs import Input, check_example, map_tensors
 from plsc.models.base_model import evaluating
 
 
-def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
-    """Return a network's output for two blank images in evaluation mode, without side effects.
-
-    Raises:
-        OptionError: the network fails for images of ``image_shape`` (C, H, W).
-    """
+def blank_input(model: nn.Module, image_shape: tuple[int, ...]) -> Input:
+    """Return two blank images [2, C, H, W], or the example input of a network that takes no images."""
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
+    example = getattr(model, "example_input", None)
+    if example is not None:
+        check_example(example, f"example_input of {type(model).__name__}")
+        return map_tensors(lambda one: one.to(device), example)
     dtype = first.dtype if first is not None and first.is_floating_point() else torch.float32
-    images = torch.zeros((2, *image_shape), device=device, dtype=dtype)
+    return torch.zeros((2, *image_shape), device=device, dtype=dtype)
+
+
+def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
+    """Return a network's output for `blank_input` in evaluation mode, without side effects.
+
+    Raises:
+        OptionError: the network fails for images of ``image_shape`` (C, H, W), or its example input.
+    """
+    input = blank_input(model, image_shape)
     # Not in inference_mode: a network that caches a tensor in its first call (a position grid, a lazy
     # parameter) could not train with it later.
     graph = torch.enable_grad() if with_graph else torch.no_grad()
-    refused = refusing(
-        f"{type(model).__name__} fails for images of shape {tuple(image_shape)}",
-        "change the network or set_image_shape()",
-    )
+    name = type(model).__name__
+    if getattr(model, "example_input", None) is None:
+        way_out = "change the network or set_image_shape(), or set its example_input if it takes no images"
+        refused = refusing(f"{name} fails for images of shape {tuple(image_shape)}", way_out)
+    else:
+        refused = refusing(f"{name} fails for its example_input", "change the network or example_input")
     with evaluating(model), torch.random.fork_rng(devices=[]), graph, refused:
-        return model(images)
+        return model(input)
 
 
 def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -> None:
@@ -51,7 +63,7 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
         raise OptionError(f"{name} returns {output.dtype} embeddings; expected floating point")
     if output.shape != (2, emb_size):
         raise OptionError(
-            f"{name} returns embeddings of shape {list(output.shape)} for 2 images; expected "
+            f"{name} returns embeddings of shape {list(output.shape)} for 2 samples; expected "
             f"[2, {emb_size}]; change its last layer or set_emb_size()"
         )
     _check_no_new_parameters(model, image_shape)

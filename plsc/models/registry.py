@@ -100,6 +100,7 @@ class Adapter(BaseModel):
     ) -> None:
         super().__init__()
         self.network = network
+        self.is_repeated = image_shape[0] == 1 < channels  # not in build_network, which torch.fx traces
         self.channels = channels
         with evaluating(network), torch.no_grad():
             _, features = network(torch.zeros(2, channels, *image_shape[1:])).shape
@@ -107,7 +108,7 @@ class Adapter(BaseModel):
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, emb_size] of the images [b, C, H, W]."""
-        if input.shape[1] == 1 < self.channels:
+        if self.is_repeated:
             input = input.expand(-1, self.channels, -1, -1)
         return self.neck(self.network(input))
 

@@ -23,6 +23,7 @@ from plsc.config.optim import (
 )
 from plsc.config.patterns import find_parameters, label_parameters
 from plsc.errors import OptionError, kind_and_line, refusing, suggest
+from plsc.optim.sparse import SPARSE, SparseAdam, settings_of_sparse, sparse_parameters
 from plsc.parallel.backbone import local_part, split_rows
 
 Groups = Sequence[dict[str, Any]]
@@ -45,8 +46,8 @@ class Assignment:
     """The parameter group of each parameter, by name.
 
     Attributes:
-        groups: (parameter names, settings) of each group. Settings are those of the optimizer, LR_FACTOR and
-            L1_DECAY. The first group has the parameters that no pattern matches.
+        groups: (parameter names, settings) of each group. Settings are those of the optimizer, LR_FACTOR,
+            L1_DECAY and SPARSE. The first group has the parameters that no pattern matches.
         frozen: names of parameters that are not trained.
     """
 
@@ -81,6 +82,9 @@ def assign_parameters(network: nn.Module, options: OptimOptions) -> Assignment:
             groups += _split_by_decay(mine, named, options, group)
     rest = [name for name in named if name not in taken]
     groups = _split_by_decay(rest, named, options, ParameterGroup("*")) + groups
+    sparse = sparse_parameters(network)
+    if sparse and ":" not in options.optimizer:  # a factory decides itself
+        groups = _split_sparse(groups, {name for name, one in named.items() if one in sparse}, options)
     return Assignment(
         [([one for one in names if named[one].requires_grad], own) for names, own in groups], frozen
     )
@@ -111,6 +115,33 @@ def _split_by_decay(
     return [(matrices, own), (vectors, {**own, **undecayed})]
 
 
+def _split_sparse(
+    groups: list[tuple[list[str], dict[str, Any]]], sparse: set[str], options: OptimOptions
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Move the parameters with sparse gradients of each group to a group without momentum and decay."""
+    kind = OPTIMIZERS[options.optimizer.lower()]
+    split = []
+    for names, own in groups:
+        mine = [name for name in names if name in sparse]
+        split.append(([name for name in names if name not in sparse], own))
+        if not mine:
+            continue
+        if not kind.takes_sparse:
+            known = [name for name, one in OPTIMIZERS.items() if one.takes_sparse]
+            raise OptionError(
+                f"optim.optimizer {options.optimizer} does not support the sparse gradients of {mine[0]}; "
+                f"use {', '.join(known)}, or nn.Embedding(sparse=False)"
+            )
+        wrong = next((name for name in ("momentum", "weight_decay", L1_DECAY) if own.get(name)), None)
+        if wrong is not None:
+            raise OptionError(
+                f"{mine[0]} has sparse gradients, which do not support {wrong} {own[wrong]:g}; set it to 0 "
+                "in a parameter group"
+            )
+        split.append((mine, {**own, **settings_of_sparse(kind.takes, kind.has_fused), SPARSE: True}))
+    return split
+
+
 def build_optimizer(
     options: OptimOptions, groups: Groups, base_rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
@@ -133,7 +164,8 @@ def build_optimizer(
     expected = check_named_arguments(more)
     if expected is not None:
         raise OptionError(f"optim.optimizer is {options.optimizer}; expected {expected}")
-    make = getattr(torch.optim, kind.class_name)
+    is_sparse_adam = options.optimizer.lower() == "sparse_adam"
+    make = SparseAdam if is_sparse_adam else getattr(torch.optim, kind.class_name)
     known = set(inspect.signature(make).parameters) - {*RESERVED, *kind.takes}
     for name in more:
         if name in kind.takes:
@@ -242,7 +274,7 @@ def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
 def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str) -> None:
     """Raise OptionError for a group's setting that the optimizer does not have, or that a factory dropped."""
     holders = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    known = (*optimizer.defaults, LR_FACTOR, L1_DECAY)
+    known = (*optimizer.defaults, LR_FACTOR, L1_DECAY, SPARSE)
     for group in groups:
         settings = {name: value for name, value in group.items() if name != "params"}
         holder = holders[id(group["params"][0])] if group["params"] else group
@@ -308,6 +340,8 @@ def _prepare_fused_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     error. Fused SGD fails if only some parameters have a momentum buffer, because others had no gradient yet.
     """
     for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
         needs_momentum = isinstance(optimizer, torch.optim.SGD) and group["momentum"]
         trained = [p for p in group["params"] if p.grad is not None]
         for parameter in trained:
@@ -335,8 +369,10 @@ class ExpectedStates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        parts = getattr(optimizer, "parts", [optimizer])  # of SparseAdam
+        self._groups = {
+            id(p): (part, group) for part in parts for group in part.param_groups for p in group["params"]
+        }
         self._found: dict[tuple[int, int, torch.dtype], dict[str, StateInfo | None]] = {}
 
     def of(self, parameter: nn.Parameter) -> dict[str, StateInfo | None] | None:
@@ -344,14 +380,14 @@ class ExpectedStates:
 
         Returns None if the optimizer is not torch's, so that its states are unknown.
         """
-        group, shape = self._groups.get(id(parameter)), tuple(parameter.shape)
-        is_torchs = f"{type(self._optimizer).__module__}.".startswith("torch.optim.")
-        if group is None or not is_torchs:
+        optimizer, group = self._groups.get(id(parameter), (None, {}))
+        shape = tuple(parameter.shape)
+        if optimizer is None or not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             return None
         key = (id(group), len(shape), parameter.dtype)
         small = tuple(range(2, 2 + len(shape)))  # distinct sizes, to recognise dimensions
         if key not in self._found:
-            self._found[key] = self._try(group, parameter, small)
+            self._found[key] = _try_step(optimizer, group, parameter, small)
         # A dimension of a state has the parameter's size, or 1.
         enlarged = dict(zip(small, shape, strict=True))
         return {
@@ -361,21 +397,25 @@ class ExpectedStates:
             for name, info in self._found[key].items()
         }
 
-    def _try(
-        self, group: dict[str, Any], like: nn.Parameter, small: tuple[int, ...]
-    ) -> dict[str, StateInfo | None]:
-        """Return the states of a small parameter after one step with the settings of the group."""
-        number = nn.Parameter(torch.ones(small, dtype=like.dtype, device=local_part(like).device))
-        number.grad = torch.ones_like(number)
-        if type(self._optimizer) is torch.optim.Adagrad:  # its constructor creates the states
-            return {"step": ((), torch.float32), "sum": (small, like.dtype)}
-        trial = type(self._optimizer).__new__(type(self._optimizer))
-        # As in unpickling, because the constructors have different arguments.
-        groups = [{**group, "params": [number]}]
-        defaults = dict(self._optimizer.defaults)
-        trial.__setstate__({"defaults": defaults, "state": defaultdict(dict), "param_groups": groups})
-        trial.step()
-        return {
-            name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
-            for name, value in trial.state[number].items()
-        }
+
+def _try_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: nn.Parameter, small: tuple[int, ...]
+) -> dict[str, StateInfo | None]:
+    """Return the states of a small parameter after one step with the settings of the group."""
+    number = nn.Parameter(torch.ones(small, dtype=like.dtype, device=local_part(like).device))
+    number.grad = torch.ones_like(number)
+    if group.get(SPARSE):
+        number.grad = number.grad.to_sparse(1)
+    if type(optimizer) is torch.optim.Adagrad:  # its constructor creates the states
+        return {"step": ((), torch.float32), "sum": (small, like.dtype)}
+    trial = type(optimizer).__new__(type(optimizer))
+    # As in unpickling, because the constructors have different arguments.
+    groups = [{**group, "params": [number]}]
+    trial.__setstate__(
+        {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups}
+    )
+    trial.step()
+    return {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+        for name, value in trial.state[number].items()
+    }

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from plsc.errors import OptionError, did_you_mean
-from plsc.parallel.collectives import class_range
+from plsc.parallel.collectives import class_range, gather_rows, gather_sizes
 from plsc.parallel.world import World
 
 
@@ -109,8 +109,23 @@ def _broadcast(network: nn.Module, world: World) -> None:
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if bucket.buffer().is_sparse:
+        return _sum_sparse(group, bucket.buffer().coalesce())
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def _sum_sparse(group: dist.ProcessGroup, gradient: Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Sum a coalesced gradient of rows [n, D] of an embedding; n differs between the ranks."""
+    # NCCL has no all-reduce of sparse tensors.
+    sizes = gather_sizes(gradient._nnz(), gradient.device, group)
+    indices = gather_rows(gradient._indices()[0], sizes, group)
+    values = gather_rows(gradient._values(), sizes, group)
+    total = torch.sparse_coo_tensor(indices[None], values, gradient.shape, check_invariants=False)
+    devices: Any = [gradient.device] if gradient.is_cuda else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(total.coalesce())
+    return future
 
 
 _DIMENSIONS = ("replicate", "shard")
@@ -196,6 +211,12 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def gradient_values(gradient: Tensor) -> Tensor:
+    """Return the numbers of this rank's part of a gradient, sharing its memory; sparse ones are coalesced."""
+    local = local_part(gradient)
+    return local._values() if local.is_sparse else local
+
+
 def split_rows(tensor: Tensor) -> tuple[int, DeviceMesh | None] | None:
     """Return the first row of this rank's shard, and the mesh if there are several groups (else None).
 
@@ -237,7 +258,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
             mesh = gradient.device_mesh
             group = mesh.get_group(mesh.ndim - 1)
         else:
-            replicated.append(local_part(gradient))
+            replicated.append(gradient_values(gradient))
     norm = torch.nn.utils.get_total_norm(replicated)
     if group is None:
         return norm

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from plsc.errors import OptionError, PlscError, kind_and_line
+from plsc.inputs import Input, map_tensors
 from plsc.models.checkpointing import checkpoint_activations, find_blocks
 from plsc.models.layers import use_torch_layers
 
@@ -84,7 +85,9 @@ def measure(
         with fake, torch.random.fork_rng(devices=[]):
             found = _sizes(network)
             with MemoryCount(network) as count:
-                images = torch.empty(batch, *image_shape)
+                images: Input = torch.empty(batch, *image_shape)
+                if (example := getattr(network, "example_input", None)) is not None:
+                    images = map_tensors(lambda one: one.new_zeros(batch, *one.shape[1:]), example)
                 with torch.autocast("cpu", dtype, enabled=dtype is not None):
                     embeddings = network(images)
                 found.kept = count.live

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plsc.data.batch import Batch
 from plsc.errors import TrainingError
+from plsc.inputs import Input
 from plsc.parallel.world import World
 from plsc.train.check_layers import tensors_of
 from plsc.train.state import Position
@@ -36,10 +37,10 @@ class BadLayer:
     images: list[int] = field(default_factory=list)
 
 
-def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> BadLayer:
+def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Input, Tensor]]) -> BadLayer:
     """Run forward passes, watched by hooks, and return the first layer whose output has a nan or inf.
 
-    micro_batches: images and labels of each pass; together the batch of this rank.
+    micro_batches: input and labels of each pass; together the batch of this rank.
     """
     found, calls, start, size = BadLayer(), 0, 0, 0
 
@@ -58,9 +59,9 @@ def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Tensor, Ten
         for name, module in network.named_modules()
     ]
     try:
-        for images, labels in micro_batches:
-            size = len(images)
-            network(images, labels, True)
+        for input, labels in micro_batches:
+            size = len(labels)
+            network(input, labels, True)
             start += size
     finally:
         for hook in hooks:
@@ -97,8 +98,10 @@ def stop_at_bad_loss(
         }  # fmt: skip
         (folder / BAD_BATCH_NAME).write_text(json.dumps(report, indent=1), encoding="utf-8")
     if world.rank == ranks[0]:
-        images = {"images": batch.final_images().cpu().contiguous(), "labels": batch.labels}
-        save_file(images, folder / BAD_IMAGES_NAME)
+        images = batch.final_images()
+        tensors = images if isinstance(images, dict) else {"images": images}
+        saved = {name: one.cpu().contiguous() for name, one in tensors.items()}
+        save_file({**saved, "labels": batch.labels}, folder / BAD_IMAGES_NAME)
     world.barrier()  # the launcher ends all ranks when one fails
     of = f" (rank {', '.join(map(str, ranks))})" if world.size > 1 else ""
     where = f"the first layer with a nan or inf: {name}{of}{note}"

@@ -24,7 +24,14 @@ from plsc.optim.schedule import Schedule
 from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, Callbacks, Context
-from plsc.train.checks import batch_note, frozen_note, idle_note, threads_note, warmup_note
+from plsc.train.checks import (
+    batch_note,
+    frozen_note,
+    idle_note,
+    sparse_note,
+    threads_note,
+    warmup_note,
+)
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
@@ -136,7 +143,13 @@ def build_run(
     global_batch = global_batch_size(options, world.size)
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
     data = open_training_data(
-        options, world, user.train_reader, user.train_transform, global_batch, checkpoint
+        options,
+        world,
+        user.train_reader,
+        user.train_transform,
+        global_batch,
+        checkpoint,
+        network.example_input,
     )
     if options.train.with_test:
         names = [target.name for target in targets]
@@ -167,6 +180,7 @@ def build_run(
         *data.notes,
         mode_note(options, world.device),
         frozen_note(network),
+        sparse_note(network) if ":" not in options.optim.optimizer else "",
         batch_note(global_batch, data.num_samples),
         warmup_note(rate.warmup_steps, total_steps),
         threads_note(options),

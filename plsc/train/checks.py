@@ -12,6 +12,7 @@ from torch import nn
 
 from plsc.config import Config, find_option
 from plsc.errors import TrainingError, TrainingInterrupted
+from plsc.optim.sparse import sparse_parameters
 from plsc.parallel.backbone import local_part, original_class_name
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
@@ -70,6 +71,15 @@ def frozen_note(network: nn.Module) -> str:
     if any(parameter.requires_grad for parameter in network.parameters()):
         return ""
     return f"note: {original_class_name(network)} has no trainable parameters; only the head is trained"
+
+
+def sparse_note(network: nn.Module) -> str:
+    """Return a line if there are parameters with sparse gradients, else an empty string."""
+    sparse = sparse_parameters(network)
+    names = [name for name, parameter in network.named_parameters() if parameter in sparse]
+    if not names:
+        return ""
+    return f"note: {', '.join(names)}: sparse gradients, updated without momentum and weight decay"
 
 
 def threads_note(options: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from plsc.config import Config, Options
 from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
-from plsc.evaluate.verification import FARS, VerificationResult
+from plsc.evaluate.verification import VerificationResult
 from plsc.export.check import Embed, check_accuracy, compare, load_graph
 from plsc.export.folder import (
     CLASSES_NAME,
@@ -92,6 +93,11 @@ def run_conversion(
         require_onnx()
     checkpoint = open_load_dir(options.resolve(), world)
     network, config = load_for_run(options, world, user.model, checkpoint)
+    if conversion.graph != "none" and network.example_input is not None:
+        raise OptionError(
+            f"{type(network).__name__} takes no images (it has an example_input), so it has no graph; choose "
+            "graph 'none', which writes the weights"
+        )
     if output is None and is_url(config.checkpoint.save_dir):
         raise OptionError(
             f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
@@ -150,7 +156,9 @@ class Exporter:
 
     def _open_samples(self) -> Samples:
         """Return the images on which the graph is checked."""
-        samples = open_samples(None, self.user.predict_reader, self.config, self.checkpoint)
+        samples = open_samples(
+            None, self.user.predict_reader, self.config, self.checkpoint, self.network.example_input
+        )
         if not isinstance(samples, Samples):
             raise OptionError(
                 "predict_reader is a generator, but an export reads images by number; remove the reader and "
@@ -180,7 +188,7 @@ class Exporter:
                 result = evaluate_targets(_Graph(embed), [target], options, World.single())[target.name]
                 logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
             about["accuracy"] = result.accuracy
-            about["thresholds"] = thresholds_at_far(result.cosines, target.is_same)
+            about["thresholds"] = thresholds_of(result)
 
     def _images(self, samples: Samples, count: int) -> np.ndarray:
         """Return images of as many classes as possible, pre-processed, float32 [n, C, H, W]."""
@@ -226,16 +234,13 @@ class Exporter:
         return {"count": len(numbers), "folder": THUMBNAILS_NAME}
 
 
-def thresholds_at_far(cosines: np.ndarray, is_same: np.ndarray) -> dict[str, float]:
+def thresholds_of(result: VerificationResult) -> dict[str, float]:
     """Return the lowest accepted cosine by FAR, such as ``"1e-3"``, for FARs that the pairs can resolve."""
-    found = {}
-    negatives = np.sort(cosines[~is_same])[::-1]
-    for far in FARS:
-        allowed = int(far * len(negatives) * (1 + 1e-9))  # false accepts
-        accepted = cosines[cosines > negatives[allowed]]
-        if allowed and len(accepted):
-            found[f"1e{round(np.log10(far))}"] = float(accepted.min())
-    return found
+    return {
+        f"1e{math.log10(far):.0f}": threshold
+        for far, threshold in result.threshold_at_far.items()
+        if threshold is not None and far not in result.unresolved_fars
+    }
 
 
 class _Graph(BaseModel):

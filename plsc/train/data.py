@@ -27,11 +27,12 @@ from plsc.data.order import BatchPlan, count_steps, limited
 from plsc.data.reader import ReaderLoader
 from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, open_source
-from plsc.data.sources.base import Source
+from plsc.data.sources.base import FileSource, Source
 from plsc.data.sources.base64_lines import Base64Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError
+from plsc.inputs import Input
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.train.classes import (
@@ -114,17 +115,47 @@ def _length_of(reader: Any) -> int | None:
 
 
 def open_training_source(options: Config, reader: Any) -> Source:
-    """Return the source of a Dataset, or of the dataset folder if `reader` is None."""
-    if reader is not None:
-        return TorchDatasetSource(reader)
+    """Return the source of a Dataset, or of the dataset folder if `reader` is None.
+
+    Raises DataError if images lack landmarks, unless `data.bad_images` handles them one by one.
+    """
     data = options.data
-    return open_source(
+    if reader is not None:
+        check_no_landmarks(options, "a reader")
+        return TorchDatasetSource(reader)
+    source = open_source(
         data.dataset_dir,
         image_column=data.image_column,
         label_column=data.label_column,
         label_map=data.label_map,
         class_depth=data.class_depth,
+        landmarks=data.landmarks,
     )
+    if data.bad_images == "stop" and isinstance(source, FileSource):
+        source.check_landmarks()
+    return source
+
+
+def align_source(source: Source, options: Config) -> Source:
+    """Return a source without labels or classes, whose images are aligned if `data.landmarks` is set.
+
+    Raises OptionError if the images are not files, DataError if an image has no landmarks.
+    """
+    if isinstance(source, FileSource):
+        source.add_landmarks(options.data.landmarks)
+        source.check_landmarks()
+    else:
+        check_no_landmarks(options, "a list of images")
+    return source
+
+
+def check_no_landmarks(options: Config, what: str) -> None:
+    """Raise OptionError if `data.landmarks` is set; what: the data, which have no file names."""
+    if options.data.landmarks is not None:
+        raise OptionError(
+            f"data.landmarks is set, but {what} does not use it; align the images yourself, or remove the "
+            "option"
+        )
 
 
 def open_training_data(
@@ -134,19 +165,26 @@ def open_training_data(
     transform: Transform | None,
     global_batch: int,
     checkpoint: OpenedCheckpoint | None = None,
+    example: Input | None = None,
 ) -> TrainingData:
     """Return the training data and its loader; a collective.
 
-    checkpoint: the checkpoint that the run resumes. Raises OptionError, DataError or CheckpointError.
+    checkpoint: the checkpoint that the run resumes. example: the example input of a network that takes no
+    images. Raises OptionError, DataError or CheckpointError.
     """
     data = options.data
+    if example is not None:
+        _check_not_images(options, reader, transform)
     if data.datasets:
         _check_several(options, reader)
         return _open_several(options, world, transform, global_batch, checkpoint)
     is_generator = reader is not None and is_generator_reader(reader, "train_reader")
     if is_generator or data.order == "rank_files":
-        open_it = _open_generator if is_generator else _open_rank_files
-        opened = open_it(options, world, reader, transform, global_batch)
+        check_no_landmarks(options, "a generator reader" if is_generator else "data.order 'rank_files'")
+        if is_generator:
+            opened = _open_generator(options, world, reader, transform, global_batch, example)
+        else:
+            opened = _open_rank_files(options, world, reader, transform, global_batch)
         names, notes = number_classes(None, checkpoint)
         named = {} if names is None else {"": names.resized(opened.class_num)}
         return replace(opened, notes=[*notes, *opened.notes], class_names=named)
@@ -164,15 +202,38 @@ def open_training_data(
         data.pool_samples,
         options.train.train_limit,
     )
-    recipe = make_recipe(options, transform, class_num)
+    recipe = replace(make_recipe(options, transform, class_num), example=example)
     loader = source_loader(source, plan, world.rank, recipe, options, world)
     notes.append(loader.describe())
     named = {} if names is None else {"": names}
     return TrainingData(loader, len(source), class_num, notes, class_names=named)
 
 
+def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
+    """Raise OptionError for options that only images have."""
+    augmentations = [
+        name for name, off in NO_AUGMENTATION.items() if name in options.explicit and options.get(name) != off
+    ]
+    if reader is None or options.data.datasets:
+        wrong = "the samples come from files of images; set train_reader"
+    elif augmentations:
+        wrong = f"{', '.join(augmentations)} is only for images; remove it"
+    elif transform is not None:
+        wrong = "train_transform is only for images; transform the samples in train_reader"
+    elif options.data.cache != "none":
+        wrong = "data.cache is only for images; remove it"
+    else:
+        return
+    raise OptionError(f"the network has an example_input, so its input is no image, but {wrong}")
+
+
 def _open_generator(
-    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    example: Input | None,
 ) -> TrainingData:
     data, class_num = options.data, options.head.class_num
     if class_num is None:
@@ -204,6 +265,7 @@ def _open_generator(
         shards_itself=data.reader_shards_itself,
         ahead=data.num_workers > 0 and can_fork and not has_workers,
         pin_memory=world.device.type == "cuda",
+        example=example,
     )
     notes, is_of_ranks = [loader.describe()], loader.shards_itself
     return TrainingData(loader, num_samples, class_num, notes, is_of_ranks=is_of_ranks)
@@ -461,7 +523,8 @@ def source_loader(
         if data.cache == "disk":
             folder = Path(data.cache_dir or tempfile.gettempdir())
             cache = DiskCache(folder, data.cache_bytes, len(source))
-        source = CachedSource(source, cache, recipe.image_shape, data.cache_decoded)
+        is_decoded = data.cache_decoded or data.landmarks is not None  # small, and aligned only once
+        source = CachedSource(source, cache, recipe.image_shape, is_decoded)
     return SourceLoader(
         source,
         plan,

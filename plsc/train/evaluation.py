@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +27,7 @@ from plsc.errors import CheckpointError, DataError, OptionError, refusing
 from plsc.evaluate.classification import classify
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import VerificationResult, verify
-from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, read_about
+from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, read_about, trained_on_aligned
 from plsc.heads import Head
 from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
@@ -148,7 +148,7 @@ def evaluate_targets(
             world,
             target.name,
             options.data.num_workers,
-            flip=options.data.flip and not is_labelled,
+            flip=options.data.flip and not is_labelled and network.example_input is None,
             gather=not is_labelled,
         )
         if isinstance(target, HeldOutSet):
@@ -181,11 +181,18 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
             "set_val_targets(), or set a labelled dataset with set_val_dir()"
         )
     results = evaluate_targets(network, targets, config, world, head)
-    for name, result in results.items():
-        rates = result.tar_at_far.items() if isinstance(result, VerificationResult) else ()
-        tars = (f", TAR {tar:.4f} at FAR {far:g}" for far, tar in rates)
-        world.log(f"{name}: {result.summary()}{''.join(tars)}")
+    log_results(world, results)
     return results
+
+
+def log_results(world: World, results: Mapping[str, Any]) -> None:
+    """Log a line per result; for pairs, with the TAR at each FAR that is resolved."""
+    for name, result in results.items():
+        tars = ""
+        if isinstance(result, VerificationResult):
+            resolved = [far for far in result.tar_at_far if far not in result.unresolved_fars]
+            tars = "".join(f", TAR {result.tar_at_far[far]:.4f} at FAR {far:g}" for far in resolved)
+        world.log(f"{name}: {result.summary()}{tars}")
 
 
 def load_network(
@@ -279,6 +286,11 @@ def load_for_run(
     if world.is_main:
         for difference in config.differences:
             logger.info(f"differs from the checkpoint: {difference}")
+        if trained_on_aligned(manifest) and config.data.landmarks is None:
+            logger.info(
+                "note: the network was trained on faces aligned by data.landmarks; align the images to test "
+                "or predict in the same way"
+            )
     network = build_network(config, world, custom)
     use_lists(network, look_up_lists(network, config), config, world.device)
     try:

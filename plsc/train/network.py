@@ -19,11 +19,12 @@ from plsc.models.base_model import evaluating, unwrap, use_channels_last
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
-from plsc.models.dry_run import count_calls, dry_run
+from plsc.models.dry_run import blank_input, count_calls, dry_run
 from plsc.models.folding import fold_batch_norm
 from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import Assignment, assign_parameters
+from plsc.optim.sparse import sparse_parameters
 from plsc.parallel.backbone import (
     choose_units,
     is_sharded,
@@ -83,6 +84,11 @@ def build_trained_network(
     is_split = will_be_sharded(options, world.size)
     place = torch.device("cpu") if is_split else world.device
     network = build_network(options, world, custom, place)
+    if is_split and sparse_parameters(network):
+        raise OptionError(
+            f"{type(network).__name__} has an nn.Embedding(sparse=True), which cannot be sharded; use "
+            "sparse=False or set_backbone_parallel('replicated')"
+        )
     unwrap(network)  # remove changes that an earlier run made to a custom network
     unfreeze(network)
     lists = look_up_lists(network, options)
@@ -191,7 +197,7 @@ def set_memory_format(network: BaseModel, options: Config, device: torch.device)
 
 def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:
     """Return whether channels last is faster: on CPUs, and on GPUs in 16 bits."""
-    if options.runtime.dtype == "float64":
+    if options.runtime.dtype == "float64" or getattr(network, "example_input", None) is not None:
         return False
     if not any(isinstance(module, nn.Conv2d) for module in network.modules()):
         return False
@@ -273,16 +279,12 @@ def shard_size(options: Config, ranks: int) -> int:
 
 
 def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
-    """Run the sharded network on two blank images to check that it works; a collective."""
-    images = torch.zeros(
-        (2, *options.model.image_shape),
-        device=world.device,
-        dtype=getattr(torch, options.runtime.dtype),
-    )
+    """Run the sharded network on two blank samples to check that it works; a collective."""
+    input = blank_input(network, options.model.image_shape)
     try:
         with evaluating(network):
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                network(images, None, False)
+                network(input, None, False)
             reshard(network)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise OptionError(

@@ -119,7 +119,7 @@ def run_prediction(
     if not request.layers:
         network = evaluated(network, config, world)
     head = load_head(*checkpoint, world) if request.needs_head else None
-    samples = open_samples(images, user.predict_reader, config, checkpoint)
+    samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input)
     predictor = Predictor(network, head, request, config, world, samples)
     if output is None:
         return predictor.in_memory()
@@ -340,7 +340,7 @@ def _describe(
             "name": config.model.name,
             "weights": checksum_of(load_weights(path)) if world.is_main else "",
         },
-        "input": describe_input(config),
+        "input": describe_input(predictor.network, config, config.data.landmarks is not None),
         "flip": False,
         "precision": training_mode(config, world.device) if is_mixed else "float32",
         "columns": columns,

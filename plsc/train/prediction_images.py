@@ -19,7 +19,8 @@ from plsc.data.sources.image_folders import open_images
 from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
 from plsc.errors import DataError
 from plsc.evaluate.embed import Chunk, ImagesOf
-from plsc.train.data import is_generator_reader, open_training_source
+from plsc.inputs import Input
+from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_training_source
 
 Images = str | os.PathLike[str] | Sequence[Any]
 
@@ -58,9 +59,9 @@ class StreamedSamples:
 
     name, count, threads = "the predict reader", None, 0
 
-    def __init__(self, reader: Any) -> None:
+    def __init__(self, reader: Any, example: Input | None) -> None:
         arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
-        self._samples = _images_and_labels(open_reader(reader, "predict reader", **arguments))
+        self._samples = _images_and_labels(open_reader(reader, "predict reader", example, **arguments))
         self._position = 0
         self._next = next(self._samples, None)
         if self._next is None:
@@ -95,15 +96,20 @@ class StreamedSamples:
 
 
 def open_samples(
-    images: Images | None, reader: Any, config: Config, checkpoint: tuple[Path, Manifest]
+    images: Images | None,
+    reader: Any,
+    config: Config,
+    checkpoint: tuple[Path, Manifest],
+    example: Input | None = None,
 ) -> Samples | StreamedSamples:
     """Return the images; classes with names are numbered as in the checkpoint, new ones after them."""
     threads = config.data.num_workers
     if images is not None:
         name = str(images) if isinstance(images, (str, os.PathLike)) else "the list"
-        return Samples(open_images(images), name, threads)
+        return Samples(align_source(open_images(images), config), name, threads)
     if reader is not None and is_generator_reader(reader, "predict_reader"):
-        return StreamedSamples(reader)
+        check_no_landmarks(config, "a generator reader")
+        return StreamedSamples(reader, example)
     source = open_training_source(config, reader)
     class_names, saved = class_names_of(source), read_class_names(*checkpoint)
     if class_names is not None and saved is not None:

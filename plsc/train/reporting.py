@@ -234,8 +234,9 @@ class Pictures(Callback):
 
     def batch_start(self, context: Context) -> None:
         """Draw the first images of the first batch of this rank, after augmentation."""
-        if context.is_main and context.step_in_epoch == 0 and context.batch:
-            images = context.batch.final_images()[: _GRID[0] * _GRID[1]]
+        if context.is_main and context.step_in_epoch == 0 and context.batch and not context.batch.is_input:
+            images: Any = context.batch.final_images()
+            images = images[: _GRID[0] * _GRID[1]]
             path = _picture_path(context, f"batch_{context.epoch}.png")
             with replacing(path) as temporary:
                 Image.fromarray(grid_of(images)).save(temporary, "PNG")

@@ -19,10 +19,12 @@ from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.heads.joint import each_head
+from plsc.inputs import Input, split_input
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim.optimizers import cannot_update_sharded, set_rates
-from plsc.parallel.backbone import gradient_norm, is_sharded, local_part, no_gradient_sync
+from plsc.optim.sparse import sparse_parameters
+from plsc.parallel.backbone import gradient_norm, gradient_values, is_sharded, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
 from plsc.seeds import hash_key
 from plsc.spans import span
@@ -60,10 +62,12 @@ class Step:
         self._folder = save_dir or Path(run.options.checkpoint.save_dir)
         self.losses = LossReader(self._stop_at_bad_loss, is_late)
         # torch's fused optimizers can skip an update without a synchronisation.
-        is_fused = bool(run.optimizer.defaults.get("fused")) and not is_sharded(run.network)
+        is_fused = all(group.get("fused") for group in run.optimizer.param_groups)
+        is_fused = is_fused and not is_sharded(run.network)
         self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
         self._has_updated = False
+        self._sparse = sparse_parameters(run.network)
 
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
@@ -119,15 +123,17 @@ class Step:
         Gradients of the backbone are multiplied by the loss scale, if there is one.
         """
         run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+        if sizes:  # a small last batch has fewer parts
+            parts = max(1, min(parts, max(sizes)))
         scale = 1.0 if run.scaler is None else run.scaler.scale
         total = sum(sizes) if sizes else 0
         outputs: list[HeadOutput] = []
-        for part, (images, labels) in enumerate(self._micro_batches(batch, run.position.step)):
+        for part, (input, labels) in enumerate(self._micro_batches(batch, run.position.step, parts)):
             is_last = part == parts - 1
             # Gradients are summed over the ranks only in the last micro-batch.
             with nullcontext() if is_last else no_gradient_sync(run.trained_network):
                 with span("forward"), autocast(self._mode, device):
-                    embeddings = run.trained_network(images, labels, True)
+                    embeddings = run.trained_network(input, labels, True)
                 with span("head"):
                     output = run.head(
                         scale_gradient(embeddings, scale),
@@ -142,20 +148,23 @@ class Step:
                 with span("backward"):
                     (output.loss if parts == 1 else output.loss * share).backward()
             outputs.append(output)
+        for parameter in self._sparse:  # add up the rows of repeated indices
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
         return outputs[0] if parts == 1 else join_outputs(outputs)
 
-    def _micro_batches(self, batch: Batch, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the images and labels of each micro-batch, for whose forward pass generators are seeded."""
-        run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+    def _micro_batches(self, batch: Batch, step: int, parts: int) -> Iterator[tuple[Input, Tensor]]:
+        """Yield the input and labels of each micro-batch, for whose forward pass generators are seeded."""
+        run, device = self._run, self._run.world.device
         with span("copy to device"):
-            images = batch.input(device, run.network.input_layout).tensor_split(parts)
+            inputs = split_input(batch.input(device, run.network.input_layout), parts)
             labels = batch.labels.to(device, non_blocking=True).tensor_split(parts)
         numbers = self._number_samples(batch)
         split = None if numbers is None else numbers.tensor_split(parts)
         for part in range(parts):
             self._seed(step, part)
             run.samples.numbers = None if split is None else split[part]
-            yield images[part], labels[part]
+            yield inputs[part], labels[part]
 
     def _number_samples(self, batch: Batch) -> Tensor | None:
         """Return the sample numbers of a batch for dropout, int64 [b]; None if no layer needs them.
@@ -189,7 +198,8 @@ class Step:
         """Raise TrainingError after a second forward pass, which finds the layer; a collective."""
         run = self._run
         with torch.no_grad(), autocast(self._mode, run.world.device):
-            layer = find_bad_layer(run.network, self._micro_batches(coming.batch, coming.position.step))
+            parts = self._micro_batches(coming.batch, coming.position.step, self._options.micro_batches)
+            layer = find_bad_layer(run.network, parts)
         note = ""
         if self.losses.is_late and not self._skips_bad_update:
             note = ", after an update with this loss; set_late_losses(False) stops before it"
@@ -269,7 +279,7 @@ def clip_gradients(run: Run) -> float | Tensor:
     if not factor.is_cuda and factor == 1:
         return 1.0
     if gradients:
-        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+        torch._foreach_mul_([gradient_values(gradient) for gradient in gradients], factor)
     if scope == "backbone" or run.row_optimizer is None:
         return 1.0
     return factor if factor.is_cuda else float(factor)

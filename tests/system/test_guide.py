@@ -344,6 +344,19 @@ def test_all_setters_of_plsc_are_listed():
     assert len({name for name, _ in SIGNATURES}) == 30
 
 
+OTHER_TABLES = (ROOT / "docs/from_plsc.md").read_text().partition("## From insightface")[2]
+CALLS = re.findall(r"`((?:set|add)_\w+\([^`]+\))`", OTHER_TABLES)
+ARGUMENTS = {
+    "directory": "./folder", "size": 512, "ratio": 0.1, "batch_size": 8, "num": 2, "lr": 0.1, "seed": 1,
+    "global_batch": 512, "f": print, "store": torch.distributed.HashStore(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", sorted(set(CALLS)))
+def test_the_calls_in_the_other_tables_are_valid(call):
+    eval(f"ins.{call}", {"ins": Entry(), **ARGUMENTS})
+
+
 def test_the_loss_keeps_its_prefix_and_takes_margins():
     ins = Entry()
     ins.set_model_parallel(flag=False)

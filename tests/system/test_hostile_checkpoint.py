@@ -339,7 +339,7 @@ NEVER = {
     "runtime.cpu_threads", "model.pretrained", "model.initialization", "parallel.shard_units",
     "data.dataset_dir", "data.datasets", "data.val_targets", "data.val_dir", "data.num_workers",
     "data.loader", "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir",
-    "data.image_column", "data.label_column", "data.label_map", "data.class_depth",
+    "data.image_column", "data.label_column", "data.label_map", "data.class_depth", "data.landmarks",
     "speed.fold_batch_norm", "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
     "train.loggers", "train.log_gradient_norm", "train.log_images", "train.limit_test_batches",
     "train.fast_dev_run", "train.max_time", "train.check_shape", "train.check_content", "runtime.quiet",

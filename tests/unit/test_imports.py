@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"seeds", "spans"},
     {"errors"},
-    {"config", "terminal"},
+    {"config", "inputs", "terminal"},
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},

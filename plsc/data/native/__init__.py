@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-_ABI = 7  # PLSC_DATA_ABI of native.h
+_ABI = 8  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 

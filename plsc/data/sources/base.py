@@ -8,16 +8,17 @@ import stat
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES, Image, check_image_bytes
 from plsc.data.files import Shards
 from plsc.data.native import read_files
+from plsc.data.sources.landmarks import Landmarks
 from plsc.errors import DataError
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import join, open_filesystem, shown
+from plsc.storage.urls import is_url, join, open_filesystem, shown
 
 
 class Source(Protocol):
@@ -117,13 +118,49 @@ class IndexedSource:
 
 
 class FileSource(IndexedSource):
-    """Base of sources of image files below one folder or URL, each with a label."""
+    """Base of sources of image files below one folder or URL, each with a label.
+
+    With landmarks (`add_landmarks`), images are `plsc.data.alignment.Face`: they are aligned when decoded.
+    """
+
+    landmarks: Landmarks | None = None
 
     def __init__(self, root: Path | str, paths: PathTable, labels: np.ndarray) -> None:
         self.root = root  # a string if it is a URL
         self._root = os.fsencode(root)
         self._paths = paths
         self._labels = labels
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = super().__getitem__(index)
+        if self.landmarks is None:
+            return image, label
+        try:
+            return self.landmarks.face(index, image), label
+        except DataError as error:
+            raise error.at(self.name(index)) from error
+
+    def read_many(self, indices: np.ndarray) -> Iterator[tuple[bytes, int] | None]:
+        """Yield the samples as `IndexedSource.read_many`; with landmarks, each is read individually."""
+        return super().read_many(indices) if self.landmarks is None else itertools.repeat(None)
+
+    def add_landmarks(self, location: str | None, folder: str | None = None) -> None:
+        """Align the images by a landmarks file, `Landmarks`, with paths as in this source; None: do nothing.
+
+        folder: the folder of a relative `location`; by default that of the images.
+        """
+        if location is not None:
+            place = location if is_url(location) else join(folder or str(self.root), location)
+            self.landmarks = Landmarks(place, self._paths)
+
+    def check_landmarks(self) -> None:
+        """Raise DataError if there is a landmarks file that lacks some of the images."""
+        missing = [] if self.landmarks is None else self.landmarks.missing().tolist()
+        if missing:
+            raise DataError(
+                f"{len(missing):,} of {len(self):,} images have no line in the landmarks file, such as "
+                f"{self.name(missing[0])}; add them, or train without these images: set_bad_images('skip')"
+            )
 
     def _stored_at(self, index: int) -> bytes:
         if isinstance(self.root, str):

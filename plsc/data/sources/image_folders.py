@@ -34,9 +34,11 @@ class LabelFileSource(FileSource):
     A path may contain spaces: the line is split at its last run of blanks. Paths are relative to the folder,
     or to its ``images/`` if the first line's file exists only there. Blank lines, CRLF and a UTF-8 byte order
     mark are accepted. Raises DataError that names the line.
+
+    landmarks: file of landmarks, to align the images (`Landmarks`); paths as in label.txt.
     """
 
-    def __init__(self, dataset_dir: str | Path) -> None:
+    def __init__(self, dataset_dir: str | Path, *, landmarks: str | None = None) -> None:
         folder = str(dataset_dir)
         self._blank_lines = array("q")  # number of samples before each blank line
         with streamed(join(folder, "label.txt")) as file:
@@ -46,6 +48,7 @@ class LabelFileSource(FileSource):
         self._prefix = "images/" if is_inside else ""
         root = join(folder, "images") if is_inside else folder
         super().__init__(root if is_url(root) else Path(root), paths, labels)
+        self.add_landmarks(landmarks, folder)
 
     def line(self, index: int) -> int:
         """Return the line number of a sample in label.txt, from 1."""
@@ -86,15 +89,26 @@ def _parse(line: bytes, number: int) -> tuple[bytes, int]:
         found = parse_label(label)
     except ValueError as problem:
         raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+    try:
+        return relative_path(path, "the dataset folder"), found
+    except ValueError as problem:
+        raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+
+
+def relative_path(path: bytes, folder: str) -> bytes:
+    """Return a path of a list, normalised if needed; ValueError if it leaves the folder, named `folder`."""
+    problem = None
     if path[:1] == b"/":
-        raise _error(number, "a path must be relative to the dataset folder, got", path)
-    if b"\0" in path:
-        raise _error(number, "a path must not contain a zero byte, got", path)
-    if b".." in path:
+        problem = f"a path must be relative to {folder}, got"
+    elif b"\0" in path:
+        problem = "a path must not contain a zero byte, got"
+    elif b".." in path:
         path = posixpath.normpath(path)
         if path == b".." or path.startswith(b"../"):
-            raise _error(number, "the path leaves the dataset folder:", path)
-    return path, found
+            problem = f"the path leaves {folder}:"
+    if problem:
+        raise ValueError(f"{problem} '{printable(path[:200])}'")
+    return path
 
 
 def _error(number: int, problem: str, text: bytes) -> DataError:
@@ -112,6 +126,7 @@ class ImageFolderSource(FileSource):
             classes, with all images below them. A class is named by its path, such as
             ``alphabet/character``.
         label_map: class ids: a JSON object, or lines of ``name<TAB>id``.
+        landmarks: file of landmarks, to align the images (`Landmarks`).
     """
 
     def __init__(
@@ -120,6 +135,7 @@ class ImageFolderSource(FileSource):
         *,
         label_map: str | Path | None = None,
         class_depth: int | None = None,
+        landmarks: str | None = None,
     ) -> None:
         is_remote = is_url(dataset_dir)
         root = str(dataset_dir).rstrip("/") if is_remote else Path(dataset_dir).resolve()
@@ -147,6 +163,7 @@ class ImageFolderSource(FileSource):
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
         super().__init__(root, paths, with_label_map(every, names, label_map))
+        self.add_landmarks(landmarks)
 
 
 def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:

@@ -47,6 +47,7 @@ def open_source(
     label_column: str | None = None,
     label_map: str | Path | None = None,
     class_depth: int | None = None,
+    landmarks: str | None = None,
 ) -> Source:
     """Return the source for a file, a pattern of shards, or a folder, local or remote.
 
@@ -67,6 +68,7 @@ def open_source(
         "label_column": label_column,
         "label_map": label_map,
         "class_depth": class_depth,
+        "landmarks": landmarks,
     }
     options = {name: value for name, value in given.items() if value is not None}
     suffix = _suffix(str(location))
@@ -83,7 +85,8 @@ def open_source(
     if "data.mdb" in names:
         return _make(LmdbSource, str(location), options)
     folders = [name for name in names if not name.startswith(".") and names[name]]
-    found = None if folders and "class_depth" in options else _only_dataset(str(location), names)
+    is_of_folders = bool(folders) and not options.keys().isdisjoint(("class_depth", "landmarks"))
+    found = None if is_of_folders else _only_dataset(str(location), names)
     if found is not None and (is_url(location) or not _is_overruled(found, folder, folders, options)):
         return _make(FORMATS[_suffix(found)], found, options)
     # A folder with only `images/` is likely the first format without its label.txt, not one class.

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -6,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.errors import DataError
-from plsc.evaluate.verification import area_under_roc, roc_curve, scores, tar_at_far, verify
+from plsc.evaluate.report import write_report
+from plsc.evaluate.verification import (
+    area_under_roc,
+    equal_error_rate,
+    roc_curve,
+    scores,
+    tar_at_far,
+    verify,
+    wilson_interval,
+)
 
 
 def naive_accuracy(embeddings, is_same, folds):
@@ -135,9 +145,89 @@ def test_result_lists_unresolved_fars():
     embeddings, is_same = some_pairs(100, 0.5, seed=0)
     is_same[:] = np.arange(100) < 50
     result = verify(embeddings, is_same)
-    assert result.unresolved_fars == (0.01, 0.001)
+    assert result.unresolved_fars == (0.01, 0.001, 0.0001, 0.00001, 0.000001)
+    assert result.warning() == (
+        "50 different pairs are too few for FAR 0.01, 0.001, 0.0001, 1e-05, 1e-06: the TAR there is that of "
+        "no false accept; use at least 1,000,000"
+    )
     cosines = scores(embeddings)
     assert result.tar_at_far[0.01] == naive_tar(cosines, is_same, 0)
+
+
+@given(SCORED, st.sampled_from([0.1, 0.01]))
+def test_the_threshold_of_a_far_gives_its_tar(pairs, far):
+    cosines = np.array([score / 4 for score, _ in pairs])
+    is_same = np.array([same for _, same in pairs])
+    angles = np.arccos(cosines)
+    embeddings = np.zeros((2 * len(pairs), 2))
+    embeddings[::2, 0] = 1
+    embeddings[1::2] = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    result = verify(embeddings, is_same, folds=2)
+    threshold = result.threshold_at_far[far]
+    accepted = result.cosines >= (np.inf if threshold is None else threshold)
+    assert result.tar_at_far[far] == accepted[is_same].mean()
+    assert accepted[~is_same].mean() <= far
+    low, high = result.tar_intervals[far]
+    assert 0 <= low <= result.tar_at_far[far] <= high <= 1
+
+
+def test_intervals_are_those_of_wilson():
+    # The interval holds the rates p whose normal test accepts the count: |k - n p| <= z sqrt(n p (1 - p)).
+    rates = np.linspace(0, 1, 200_001)
+    for successes, trials in ((0, 10), (3, 10), (10, 10), (299, 300), (1, 3000)):
+        accepted = abs(successes - trials * rates) <= 1.959964 * np.sqrt(trials * rates * (1 - rates)) + 1e-9
+        expected = rates[accepted][[0, -1]]
+        assert wilson_interval(successes, trials) == pytest.approx(expected, abs=1e-5)
+
+
+@given(SCORED)
+def test_eer_is_where_the_roc_curve_crosses_the_diagonal(pairs):
+    cosines = np.array([score / 4 for score, _ in pairs])
+    is_same = np.array([same for _, same in pairs])
+    points = []
+    for threshold in [np.inf, *sorted(set(cosines), reverse=True)]:
+        accepted = cosines >= threshold
+        points.append((accepted[~is_same].mean(), 1 - accepted[is_same].mean()))
+    for (far, frr), (next_far, next_frr) in itertools.pairwise(points):
+        if far <= frr and next_far >= next_frr:
+            share = (frr - far) / ((frr - far) + (next_far - next_frr))
+            expected = far + share * (next_far - far)
+            break
+    far, tar = roc_curve(cosines, is_same)
+    assert equal_error_rate(far, tar) == pytest.approx(expected)
+
+
+def test_pairs_are_rows_of_the_embeddings():
+    embeddings, is_same = some_pairs(60, 1.0, seed=4)
+    order = np.random.default_rng(0).permutation(120)
+    rows = np.argsort(order).reshape(60, 2)
+    expected, found = verify(embeddings, is_same), verify(embeddings[order], is_same, pairs=rows)
+    assert found.as_dict() == expected.as_dict()
+
+
+def test_the_report_has_a_line_per_pair_and_names_its_choices(tmp_path):
+    embeddings, is_same = some_pairs(60, 1.0, seed=4)
+    result = verify(embeddings, is_same)
+    names = [f"a\tb/{index}.png" for index in range(120)]
+    path = write_report(tmp_path, "Report", [result.section("my pairs", labels=names)])
+    text = path.read_text()
+    for one in (
+        "Wilson",
+        "ten contiguous folds",
+        "too few for FAR",
+        "my_pairs_roc.png",
+        "my_pairs_scores.tsv",
+    ):
+        assert one in text
+    header, *lines = (tmp_path / "my_pairs_scores.tsv").read_text().splitlines()
+    assert header.split("\t") == ["score", "same", "first", "second"]
+    assert len(lines) == 60
+    score, same, first, second = lines[7].split("\t")
+    assert (float(score), same) == (result.cosines[7], str(int(is_same[7])))
+    assert (first, second) == ("a\\tb/14.png", "a\\tb/15.png")
+    values = json.loads((tmp_path / "report.json").read_text())["my pairs"]
+    assert values.pop("choices")
+    assert values == result.as_dict()
 
 
 def test_result_is_plain_json():
@@ -145,7 +235,8 @@ def test_result_is_plain_json():
     result = verify(embeddings, is_same)
     plain = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert plain == result.as_dict()
-    assert set(plain["tar_at_far"]) == {"0.1", "0.01", "0.001"}
+    for name in ("tar_at_far", "tar_intervals", "threshold_at_far"):
+        assert list(plain[name]) == ["0.1", "0.01", "0.001", "0.0001", "1e-05", "1e-06"]
     assert plain["pairs"] == plain["positives"] + plain["negatives"] == 50
     assert plain["mean_norm"] == pytest.approx(np.linalg.norm(embeddings, axis=1).mean())
 

@@ -102,6 +102,8 @@ def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_pat
         opened = open_gallery(tmp_path / kind, model="a")
         assert opened.search(vectors[[17, 19_999]], 1)[1].tolist() == [[17], [19_999]]
         assert opened.name(17) == "images/é 17\\n.jpg"
+        nameless = write_gallery(tmp_path / f"{kind}-nameless", vectors[:2], ["", ""], model="a", kind=kind)
+        assert nameless.name(1) == "1"
         with pytest.raises(DataError, match="exists"):
             write_gallery(tmp_path / kind, vectors, model="a")
 
@@ -117,6 +119,8 @@ def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_pat
 def test_vectors_that_cannot_be_searched_are_refused_and_nothing_is_written(tmp_path, vectors, message):
     with pytest.raises(DataError, match=message):
         write_gallery(tmp_path / "gallery", vectors, model="a")
+    with pytest.raises(DataError, match=message):
+        build_gallery(vectors)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,178 @@
+"""Read text lists of verification pairs: two paths and a flag per line, or the pairs.txt of LFW.
+
+A line is ``<path> <path> <flag>``, separated by tabs, or by blanks if no path contains one; the flag is 1 for
+the same class and 0 for different ones. In the layout of LFW, the first line has one or two integers (folds
+and pairs per fold), and each other line is ``<name> <n> <n>`` or ``<name> <n> <name> <n>``. Image n of a name
+is ``<name>/<name>_000n.jpg``. Blank lines, CRLF and a UTF-8 byte order mark are accepted.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plsc.data.lines import BOM
+from plsc.data.sources.base import FileSource, PathTable, printable
+from plsc.data.sources.image_folders import IMAGE_SUFFIXES, relative_path
+from plsc.errors import DataError
+from plsc.storage.blocks import streamed
+from plsc.storage.urls import base_name, exists, is_url, join, parent_of, shown
+
+_MAX_LINE_BYTES = 16384
+_EXPECTED = "expected '<path> <path> <0 or 1>', or tabs between them if a path contains a blank"
+_EXPECTED_LFW = (
+    "expected '<name> <n> <n>' or '<name> <n> <name> <n>', as the first line is that of LFW's list"
+)
+
+
+@dataclass(frozen=True)
+class PairList:
+    """P pairs of the images of a source, each image once; ``pairs``: int64 [P, 2]; ``is_same``: bool [P]."""
+
+    images: ListedImages
+    pairs: np.ndarray
+    is_same: np.ndarray
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.is_same)
+
+
+class ListedImages(FileSource):
+    """The images of a list, below a folder or URL; `lines` has the first line that names each."""
+
+    def __init__(self, root: Path | str, paths: PathTable, lines: np.ndarray, title: str) -> None:
+        super().__init__(root, paths, np.full(len(lines), -1))
+        self._lines = lines
+        self._title = title
+
+    def name(self, index: int) -> str:
+        """Return ``a.jpg (pairs.txt:12)``."""
+        return f"{super().name(index)} ({self._title}:{self._lines[index]})"
+
+    def listed(self, index: int) -> str:
+        """Return the path as in the list."""
+        return super().name(index)
+
+    def check(self) -> None:
+        """Raise DataError for the first image that is missing; images at a URL are not checked."""
+        if isinstance(self.root, str):
+            return
+        for index in range(len(self)):
+            if not os.path.isfile(os.path.join(self._root, self._paths[index])):  # noqa: PTH113, PTH118
+                raise DataError(
+                    f"{self.name(index)}: there is no such image in {self.root}; fix the line, or give the "
+                    "folder of the images",
+                    kind="missing",
+                )
+
+
+def read_pair_list(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> PairList:
+    """Read a list of pairs, at a path or URL.
+
+    Args:
+        path: the text file.
+        folder: folder or URL of the images; by default that of the list.
+
+    Raises:
+        DataError: the list cannot be read, a line is invalid, or an image is missing; it names the line.
+    """
+    place = os.fspath(path)
+    title = base_name(shown(place))
+    root = parent_of(place) if folder is None else os.fspath(folder)
+    paths, numbers = PathTable(), dict[bytes, int]()
+    first_lines, pairs, flags = array("q"), array("q"), array("b")
+    lfw: _Lfw | None = None
+    for number, line in _lines(place):
+        if lfw is None and not flags and _is_lfw_header(line):
+            lfw = _Lfw(line, root)
+            continue
+        try:
+            *both, flag = lfw.parse(line) if lfw is not None else _parse(line)
+            for one in both:
+                one = relative_path(one, "the folder of the images")
+                if one not in numbers:
+                    numbers[one] = len(paths)
+                    paths.append(one)
+                    first_lines.append(number)
+                pairs.append(numbers[one])
+        except ValueError as problem:
+            raise DataError(f"{shown(place)}:{number}: {problem}; fix the line") from None
+        flags.append(flag == b"1")
+    if not flags:
+        raise DataError(f"{shown(place)} contains no pairs; {_EXPECTED}")
+    if lfw is not None and lfw.pairs != len(flags):
+        raise DataError(
+            f"{shown(place)} has {len(flags):,} pairs, but its first line announces {lfw.pairs:,}; it is "
+            "truncated or damaged"
+        )
+    images = ListedImages(root if is_url(root) else Path(root), paths, np.array(first_lines), title)
+    images.check()
+    return PairList(images, np.array(pairs).reshape(-1, 2), np.array(flags, dtype=bool))
+
+
+def _lines(place: str) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of each line that is not blank."""
+    with streamed(place) as file:
+        number = 0
+        while line := file.readline(_MAX_LINE_BYTES):
+            number += 1
+            if len(line) == _MAX_LINE_BYTES:
+                raise DataError(
+                    f"{shown(place)}:{number} is longer than {_MAX_LINE_BYTES} bytes; {_EXPECTED}"
+                )
+            line = line.removeprefix(BOM) if number == 1 else line
+            if line := line.strip(b" \r\n"):
+                yield number, line
+
+
+def _parse(line: bytes) -> list[bytes]:
+    """Return both paths and the flag; ValueError describes a bad line."""
+    fields = [one.strip() for one in line.split(b"\t")] if b"\t" in line else line.split()
+    if len(fields) != 3 or not all(fields):
+        raise ValueError(f"{_EXPECTED}, got '{printable(line[:200])}'")
+    if fields[2] not in (b"0", b"1"):
+        raise ValueError(
+            f"the flag is '{printable(fields[2][:50])}', expected 1 (same class) or 0 (different)"
+        )
+    return fields
+
+
+def _is_lfw_header(line: bytes) -> bool:
+    fields = line.split()
+    return len(fields) in (1, 2) and all(one.isdigit() and len(one) <= 6 for one in fields)
+
+
+class _Lfw:
+    """Lines in the layout of LFW; the suffix is that of the first image found. pairs: number announced."""
+
+    def __init__(self, header: bytes, root: str) -> None:
+        folds, count = (1, *map(int, header.split()))[-2:]
+        self.pairs = 2 * folds * count  # as many same pairs as different ones
+        self._root = root
+        self._suffix = b""
+
+    def parse(self, line: bytes) -> list[bytes]:
+        """Return both paths and the flag; ValueError describes a bad line."""
+        fields = line.split(b"\t") if b"\t" in line else line.split()
+        fields = [one.strip() for one in fields]
+        first, second = fields[:2], [fields[0], fields[-1]] if len(fields) == 3 else fields[2:]
+        if len(fields) not in (3, 4) or not all(
+            one.isdigit() and len(one) <= 6 for one in (first[1], second[1])
+        ):
+            raise ValueError(f"{_EXPECTED_LFW}, got '{printable(line[:200])}'")
+        flag = b"1" if len(fields) == 3 else b"0"
+        return [self._path(*first), self._path(*second), flag]
+
+    def _path(self, name: bytes, number: bytes) -> bytes:
+        stem = b"%s/%s_%04d" % (name, name, int(number))
+        if not self._suffix:
+            places = {suffix: join(self._root, f"{os.fsdecode(stem)}{suffix}") for suffix in IMAGE_SUFFIXES}
+            found = next((suffix for suffix, place in places.items() if exists(place)), ".jpg")
+            self._suffix = found.encode()
+        return stem + self._suffix

@@ -1,0 +1,397 @@
+"""Verification of all pairs of labelled embeddings, as MFR-ALL of insightface: exact TAR at FAR.
+
+Scores are cosines: float32 products of normalised embeddings, rounded to multiples of 2^-20. The scores of
+all N(N-1)/2 pairs are counted in two histograms with one bin per multiple. So TAR, FAR and thresholds are
+exact on this grid, and the memory does not depend on the number of pairs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.data.native import function
+from plsc.errors import DataError
+from plsc.evaluate.report import Section, Table
+from plsc.evaluate.verification import FARS, equal_error_rate
+from plsc.parallel.collectives import sum_over_ranks
+from plsc.parallel.world import World
+
+GRID = 2**20  # scores per unit
+BINS = 2 * GRID + 1  # scores -1, -1 + 1 / GRID, ..., 1
+TILE = 4096  # embeddings per side of a tile of scores
+SMALLER_FARS = (1e-7, 1e-8, 1e-9)  # reported, besides FARS, if there are enough different pairs
+CHOICES = (
+    "Each image is compared with every other image once.",
+    "The score of a pair is the cosine of its embeddings: a float32 product of the normalised embeddings, "
+    "rounded to a multiple of 2^-20. A zero embedding has score 0.",
+    "TAR at FAR: at the lowest multiple of 2^-20 at which at most this share of the different pairs is "
+    "accepted. A score at the threshold is accepted.",
+    "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
+)
+_CHUNK = 8192  # embeddings per chunk in double precision
+_LOG_SECONDS = 10.0
+_MOST = 2**32 - 1  # scores that 32-bit counts can hold
+
+
+@dataclass(frozen=True)
+class AllPairsResult:
+    """The result of `all_pairs`; rates are fractions, 0..1. A pair is accepted if score >= threshold."""
+
+    METRICS: ClassVar = ("auc",)
+
+    tar_at_far: dict[float, float]
+    threshold_at_far: dict[float, float]  # the lowest multiple of 2^-20 with at most this FAR; above 1: none
+    unresolved_fars: tuple[float, ...]  # FARs below 1 / negatives: their TAR is that of zero false accepts
+    eer: float  # where FAR = 1 - TAR on the ROC curve, interpolated linearly
+    auc: float
+    images: int
+    classes: int
+    pairs: int
+    positives: int
+    negatives: int
+    same: np.ndarray = field(repr=False, compare=False)  # pairs per score, int64 [2^21 + 1], from score -1
+    different: np.ndarray = field(repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, without the histograms; FARs are strings such as ``"1e-06"``."""
+        names = ("eer", "auc", "images", "classes", "pairs", "positives", "negatives")
+        values = {name: getattr(self, name) for name in names}
+        for name in ("tar_at_far", "threshold_at_far"):
+            values[name] = {f"{far:g}": value for far, value in getattr(self, name).items()}
+        return {**values, "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars]}
+
+    def summary(self) -> str:
+        """Return the TAR at the lowest resolved FAR for the log."""
+        far = min(self._resolved_fars())
+        return (
+            f"TAR {self.tar_at_far[far]:.4f} at FAR {far:g}, EER {self.eer:.4f} ({self.pairs:,} pairs of "
+            f"{self.images:,} images)"
+        )
+
+    def roc(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return ``(far, tar, threshold)``, float64 [K + 1] for K distinct scores, from (0, 0) to (1, 1)."""
+        return _roc(self.same, self.different)
+
+    def warning(self) -> str | None:
+        """Return a warning if there are too few different pairs for some FARs."""
+        if not self.unresolved_fars:
+            return None
+        fars = ", ".join(f"{far:g}" for far in self.unresolved_fars)
+        return (
+            f"{self.negatives:,} different pairs are too few for FAR {fars}: the TAR there is that of no "
+            f"false accept; use at least {1 / min(self.unresolved_fars):,.0f}"
+        )
+
+    def section(self, name: str) -> Section:
+        """Return the section of a report; name: of the images, which is part of the names of the files."""
+        from plsc.evaluate.plots import plot_counted_scores, plot_roc_curves  # matplotlib is slow to import
+
+        stem = re.sub(r"[^\w.-]", "_", name)
+        threshold = self.threshold_at_far[min(self._resolved_fars())]
+        scores = np.arange(-GRID, GRID + 1) / GRID
+        used = np.flatnonzero(self.same + self.different)
+        curve = {f"{name}  (AUC {self.auc:.3f})": (*self._few_points(), 1 / self.negatives)}
+        warning = self.warning()
+        return Section(
+            title=name,
+            choices=[*CHOICES, *([f"Warning: {warning}."] if warning else [])],
+            tables=[self._overview(), self._rates()],
+            values=self.as_dict(),
+            pictures={
+                f"{stem}_roc.png": lambda path: plot_roc_curves(curve, path),
+                f"{stem}_scores.png": lambda path: plot_counted_scores(
+                    scores[used], self.same[used], self.different[used], path, threshold
+                ),
+            },
+        )
+
+    def _resolved_fars(self) -> list[float]:
+        return [far for far in self.tar_at_far if far not in self.unresolved_fars] or [max(FARS)]
+
+    def _few_points(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return at most 2,000 points of the ROC curve, evenly spaced on a logarithmic axis."""
+        far, tar, _ = self.roc()
+        wanted = np.geomspace(1 / self.negatives, 1, 2000)
+        chosen = np.unique(np.searchsorted(far, wanted, side="right") - 1)
+        return far[chosen], tar[chosen]
+
+    def _overview(self) -> Table:
+        numbers = (self.images, self.classes, self.pairs, self.positives, self.negatives)
+        return Table(
+            ("images", "classes", "pairs", "same", "different", "AUC", "EER"),
+            [(*(f"{number:,}" for number in numbers), f"{self.auc:.6f}", f"{self.eer:.6f}")],
+        )
+
+    def _rates(self) -> Table:
+        rows = []
+        for far, tar in self.tar_at_far.items():
+            threshold = self.threshold_at_far[far]
+            shown = "none" if threshold > 1 else f"{threshold:.6f}"
+            warning = "too few different pairs" if far in self.unresolved_fars else ""
+            rows.append((f"{far:g}", f"{tar:.6f}", shown, warning))
+        return Table(("FAR", "TAR", "threshold (cosine)", "warning"), rows)
+
+
+def all_pairs(
+    embeddings: np.ndarray,
+    labels: np.ndarray,
+    world: World | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[str], None] | None = None,
+) -> AllPairsResult:
+    """Compare every embedding with every other; a collective if `world` has several ranks.
+
+    The tiles of the score matrix are dealt to the ranks. The counts do not depend on the number of ranks.
+
+    Args:
+        embeddings: [N, D], not necessarily normalised, the same on every rank; may be memory-mapped.
+        labels: int64 [N]; two embeddings with the same label are a same pair.
+        world: the ranks that share the work; None: this process only.
+        device: computes the products.
+        progress: called with a line of text about every ten seconds, such as `world.log`.
+
+    Raises:
+        DataError: the shapes do not match, an embedding is not finite, or the pairs are all same or all
+            different.
+    """
+    labels = np.asarray(labels)
+    _check(embeddings, labels)
+    norms = _norms(embeddings)
+    rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
+    tiles = _Tiles(embeddings, labels, norms, torch.device(device))
+    with _exact_products(), _counter(torch.device(device)) as counter:
+        said = time.monotonic()
+        for index, (scores, first, split) in enumerate(tiles.scores(rank, ranks)):
+            counter.add(scores, first, split)
+            if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
+                said = time.monotonic()
+                progress(f"all pairs: {100 * (index * ranks + rank + 1) / len(tiles):.0f} % of the products")
+        counts = torch.stack(counter.counts())
+    if world is not None:
+        counts = sum_over_ranks(counts.to(world.device), world.head_group)
+    same, different = counts.cpu().numpy()
+    return result_of(same, different, len(labels), len(np.unique(labels)))
+
+
+def result_of(same: np.ndarray, different: np.ndarray, images: int, classes: int) -> AllPairsResult:
+    """Return the metrics of histograms of the scores of same and of different pairs, int64 [2^21 + 1] each.
+
+    Bin b holds the pairs with score b / 2^20 - 1.
+    """
+    positives, negatives = int(same.sum()), int(different.sum())
+    true_accepts, false_accepts = _accepts(same), _accepts(different)
+    fars = (*FARS, *(far for far in SMALLER_FARS if 1 / negatives <= far))
+    rates = false_accepts / negatives
+    # The rates fall with the threshold: the first bin with at most this rate has the lowest threshold.
+    chosen = {far: int(np.searchsorted(-rates, -far, side="left")) for far in fars}
+    far, tar, _ = _roc(same, different)
+    return AllPairsResult(
+        tar_at_far={far: int(true_accepts[bin]) / positives for far, bin in chosen.items()},
+        threshold_at_far={far: (bin - GRID) / GRID for far, bin in chosen.items()},
+        unresolved_fars=tuple(far for far in fars if 1 / negatives > far),
+        eer=equal_error_rate(far, tar),
+        auc=float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2)),
+        images=images,
+        classes=classes,
+        pairs=positives + negatives,
+        positives=positives,
+        negatives=negatives,
+        same=same,
+        different=different,
+    )
+
+
+def _accepts(counts: np.ndarray) -> np.ndarray:
+    """Return the number of pairs at or above each bin, and 0 above all, int64 [bins + 1]."""
+    return np.append(counts[::-1].cumsum()[::-1], 0)
+
+
+def _roc(same: np.ndarray, different: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    bins = np.append(np.flatnonzero(same + different), len(same))[::-1]  # the highest score first
+    true_accepts, false_accepts = _accepts(same)[bins], _accepts(different)[bins]
+    return false_accepts / false_accepts[-1], true_accepts / true_accepts[-1], (bins - GRID) / GRID
+
+
+def _check(embeddings: np.ndarray, labels: np.ndarray) -> None:
+    if embeddings.ndim != 2 or labels.shape != embeddings.shape[:1]:
+        raise DataError(
+            f"the embeddings have shape {list(embeddings.shape)} and the labels {list(labels.shape)}; "
+            "expected [N, embedding size] and [N]"
+        )
+    classes = len(np.unique(labels))
+    if 1 < classes < len(labels):
+        return
+    kind = "fewer than two images"
+    if len(labels) > 1:
+        kind = f"only {'same' if classes == 1 else 'different'} pairs"
+    raise DataError(f"verification needs same and different pairs; there are {kind}")
+
+
+def _norms(embeddings: np.ndarray) -> np.ndarray:
+    """Return the L2 norms, float64 [N], 1 for zero embeddings; raise DataError if not finite."""
+    norms = np.empty(len(embeddings))
+    for start in range(0, len(embeddings), _CHUNK):
+        chunk = embeddings[start : start + _CHUNK].astype(np.float64)
+        norms[start : start + _CHUNK] = np.linalg.norm(chunk, axis=1)
+    finite = np.isfinite(norms)
+    if not finite.all():
+        raise DataError(
+            f"embedding {int(np.argmin(finite))} is not finite; the training has diverged, or the weights "
+            "are damaged"
+        )
+    return np.where(norms == 0, 1, norms)
+
+
+class _Tiles:
+    """The tiles of the upper triangle of the score matrix of the embeddings, sorted by label.
+
+    After sorting, the columns right of the diagonal begin with those of the same label in every row.
+    """
+
+    def __init__(
+        self, embeddings: np.ndarray, labels: np.ndarray, norms: np.ndarray, device: torch.device
+    ) -> None:
+        self._embeddings, self._norms = embeddings, norms
+        self._order = np.argsort(labels, kind="stable")
+        ranked = labels[self._order]
+        self._end_of_label = np.searchsorted(ranked, ranked, side="right")
+        self._device = device
+        self._buffer = torch.empty(min(TILE, len(labels)) ** 2, device=device)
+
+    def __len__(self) -> int:
+        blocks = -(-len(self._order) // TILE)
+        return blocks * (blocks + 1) // 2
+
+    def scores(self, rank: int, ranks: int) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray]]:
+        """Yield this rank's tiles, float32 [r, c] on the device, with `first` and `split`, int64 [r].
+
+        In row i, columns first[i] to split[i] - 1 are same pairs, the following ones different pairs.
+        The next tile overwrites the scores.
+        """
+        total = len(self._order)
+        starts = range(0, total, TILE)
+        places = ((top, left) for top in starts for left in starts if left >= top)
+        current = -1
+        for top, left in islice(places, rank, None, ranks):
+            if top != current:
+                current, rows = top, self._unit(top)
+            columns = rows if left == top else self._unit(left)
+            scores = self._buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
+            torch.mm(rows, columns.T, out=scores)  # with out=, autocast does not apply
+            indices = np.arange(top, top + len(rows))
+            first = np.clip(indices + 1 - left, 0, len(columns))
+            split = np.clip(self._end_of_label[indices] - left, first, len(columns))
+            yield scores, first, split
+
+    def _unit(self, start: int) -> Tensor:
+        """Return normalised embeddings, float32 [at most TILE, D]."""
+        chosen = self._order[start : start + TILE]
+        unit = np.empty((len(chosen), self._embeddings.shape[1]), np.float32)
+        # In float64, without a copy in float64: the norm of float32 values can exceed float32.
+        np.divide(self._embeddings[chosen], self._norms[chosen, None], out=unit, casting="same_kind")
+        return torch.from_numpy(unit).to(self._device)
+
+
+class _TorchCounter:
+    """Counts the rounded scores of tiles; the reference implementation, on any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(2, BINS, dtype=torch.int64, device=device)
+
+    def add(self, scores: Tensor, first: np.ndarray, split: np.ndarray) -> None:
+        """Add a tile of `_Tiles.scores`."""
+        bins = (scores * GRID).clamp_(-GRID, GRID).round_().to(torch.int32).add_(GRID)
+        if not split.any():
+            self._counts[1] += torch.bincount(bins.view(-1), minlength=BINS)
+            return
+        column = torch.arange(bins.shape[1], device=bins.device)
+        begin, end = (torch.from_numpy(limit).to(bins.device)[:, None] for limit in (first, split))
+        is_different = column >= end
+        self._counts[0] += torch.bincount(bins[(column >= begin) & ~is_different], minlength=BINS)
+        self._counts[1] += torch.bincount(bins[is_different], minlength=BINS)
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Return the counts of same and of different pairs, int64 [BINS] each."""
+        return self._counts[0], self._counts[1]
+
+
+class _NativeCounter:
+    """The same in C, with a histogram per thread."""
+
+    def __init__(self, call: Callable[..., int], pool: ThreadPoolExecutor, threads: int) -> None:
+        self._call, self._pool = call, pool
+        self._total = np.zeros((2, BINS), np.int64)
+        self._recent = np.zeros((threads, 2, BINS), np.uint32)
+        self._scores = 0  # in `recent`
+
+    def add(self, scores: Tensor, first: np.ndarray, split: np.ndarray) -> None:
+        """Add a tile of `_Tiles.scores`."""
+        if self._scores + scores.numel() > _MOST:
+            self._flush()
+        self._scores += scores.numel()
+        for done in [
+            self._pool.submit(self._add_part, t, scores, first, split) for t in range(len(self._recent))
+        ]:
+            done.result()
+
+    def _add_part(self, thread: int, scores: Tensor, first: np.ndarray, split: np.ndarray) -> None:
+        rows, columns = scores.shape
+        cuts = np.linspace(0, rows, len(self._recent) + 1).astype(int)
+        start, stop = int(cuts[thread]), int(cuts[thread + 1])
+        self._call(
+            scores.data_ptr() + 4 * start * columns, stop - start, columns,
+            first[start:].ctypes.data, split[start:].ctypes.data,
+            self._recent[thread, 0].ctypes.data, self._recent[thread, 1].ctypes.data,
+        )  # fmt: skip
+
+    def _flush(self) -> None:
+        for counts in self._recent:
+            self._total += counts
+        self._recent[:] = 0
+        self._scores = 0
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Return the counts of same and of different pairs, int64 [BINS] each."""
+        self._flush()
+        return torch.from_numpy(self._total[0]), torch.from_numpy(self._total[1])
+
+
+_COUNT = (c_void_p, c_int64, c_int64, *[c_void_p] * 4)
+
+
+@contextmanager
+def _counter(device: torch.device) -> Iterator[_TorchCounter | _NativeCounter]:
+    call = function("plsc_count_scores", _COUNT) if device.type == "cpu" else None
+    if call is None:
+        yield _TorchCounter(device)
+        return
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, "count scores") as pool:
+        yield _NativeCounter(call, pool, threads)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Compute float32 products in float32 inside the block, whatever TF32 or bfloat16 setting is active."""
+    mkldnn = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    backends = (torch.backends.cuda.matmul, mkldnn)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

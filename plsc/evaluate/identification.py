@@ -1,0 +1,392 @@
+"""Identification (1:N search): closed-set rank-k and CMC, open-set FNIR at FPIR with distractors.
+
+The definitions are those of NIST FRVT 1:N (Grother et al., NISTIR 8271). A probe whose identity is in the
+gallery is a mated search, any other probe a non-mated search. The score of an identity is the highest cosine
+of its gallery images. FPIR is the fraction of non-mated searches with a score at or above the threshold.
+FNIR is the fraction of mated searches whose mate is below the threshold or not in the candidate list.
+TinyFace (Cheng et al., 2018) is the closed-set part, with distractors in the gallery.
+
+Scores are exact. The coordinates of the normalised embeddings are rounded to multiples of 2^-26, so that a
+float64 holds every product and every partial sum without rounding. So scores do not depend on the size of
+chunks, the number of ranks or the device, and equal embeddings have equal scores.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.errors import DataError
+from plsc.evaluate.report import Section, Table
+from plsc.parallel.collectives import class_ranges, gather_rows
+from plsc.parallel.world import World
+
+RANKS = (1, 5, 10)
+FPIRS = (1e-1, 1e-2, 1e-3)  # reported if there are enough non-mated searches
+CANDIDATES = 50  # length of the candidate list, as in NIST FRVT 1:N
+_CHUNK = 4096  # probes, and gallery images, that are compared at a time
+_GRID = 2.0**26
+_LOG_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class IdentificationResult:
+    """The result of `identify`; rates are fractions, 0..1."""
+
+    METRICS: ClassVar = ("rank1",)
+
+    rank1: float  # the mate has the highest score of all identities
+    rank5: float  # the mate is among the first five
+    rank10: float
+    fnir_at_fpir: dict[float, float]  # of the FPIRs that the number of non-mated searches resolves
+    threshold_at_fpir: dict[float, float]  # cosine; a score at the threshold is accepted
+    mated: int  # searches whose identity is in the gallery
+    non_mated: int
+    identities: int  # enrolled, without distractors
+    distractors: int  # gallery images without identity
+    gallery_images: int
+    candidates: int  # length of the candidate list that FNIR is counted on
+    ranks: np.ndarray = field(repr=False, compare=False)  # of the mates, int64 [mated], from 1
+    mate_scores: np.ndarray = field(repr=False, compare=False)  # float64 [mated]
+    top_scores: np.ndarray = field(repr=False, compare=False)  # highest of each non-mated search, float64
+
+    def cmc(self) -> np.ndarray:
+        """Return the cumulative match characteristic, float64 [N]: rate of mates at rank 1..k, k = 1..N."""
+        counts = np.bincount(self.ranks, minlength=self.identities + self.distractors + 1)
+        return np.cumsum(counts[1:]) / self.mated
+
+    def fnir_curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``(fpir, fnir)``, float64: the lowest FNIR at each possible FPIR, from 0 to 1."""
+        return _open_set_curve(self.ranks, self.mate_scores, self.top_scores, self.candidates)[:2]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; rates and thresholds by FPIR have keys such as ``"0.01"``."""
+        names = ("rank1", "rank5", "rank10", "mated", "non_mated", "identities", "distractors")
+        return {
+            **{name: getattr(self, name) for name in (*names, "gallery_images", "candidates")},
+            "fnir_at_fpir": {f"{fpir:g}": fnir for fpir, fnir in self.fnir_at_fpir.items()},
+            "threshold_at_fpir": {f"{fpir:g}": score for fpir, score in self.threshold_at_fpir.items()},
+            "cmc": self.cmc()[: self.candidates].tolist(),
+        }
+
+    def summary(self) -> str:
+        """Return the rates for the log."""
+        open_set = "".join(f" FNIR {fnir:.4f} at FPIR {fpir:g}" for fpir, fnir in self.fnir_at_fpir.items())
+        return (
+            f"rank-1 {self.rank1:.4f} rank-5 {self.rank5:.4f} rank-10 {self.rank10:.4f}{open_set} "
+            f"({self.mated:,} mated and {self.non_mated:,} non-mated searches)"
+        )
+
+    def section(self, name: str) -> Section:
+        """Return the tables, choices and pictures of the report."""
+        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
+
+        stem = re.sub(r"[^\w.-]", "_", name)
+        pictures: dict[str, Callable[[Path], None]] = {}
+        pictures[f"{stem}_cmc.png"] = lambda path: plot_cmc({name: self.cmc()}, path)
+        found = zip(RANKS, (self.rank1, self.rank5, self.rank10), strict=True)
+        tables = [
+            Table(["Rank", "Mates found"], [[str(k), f"{rate:.4f}"] for k, rate in found], "Closed set"),
+            Table(
+                ["Gallery and searches", "Count"],
+                [
+                    ["gallery images", f"{self.gallery_images:,}"],
+                    ["identities", f"{self.identities:,}"],
+                    ["distractors", f"{self.distractors:,}"],
+                    ["mated searches", f"{self.mated:,}"],
+                    ["non-mated searches", f"{self.non_mated:,}"],
+                ],
+            ),
+        ]
+        if self.fnir_at_fpir:
+            rows = [
+                [f"{fpir:g}", f"{fnir:.4f}", f"{self.threshold_at_fpir[fpir]:.4f}"]
+                for fpir, fnir in self.fnir_at_fpir.items()
+            ]
+            tables.insert(1, Table(["FPIR", "FNIR", "Threshold (cosine)"], rows, "Open set"))
+        if self.non_mated:
+            curve = self.fnir_curve()
+            limits = (min(0.1, 1 / self.non_mated), 1.0)
+            pictures[f"{stem}_fnir.png"] = lambda path: plot_rates(
+                {name: curve}, path, "FPIR", "FNIR", limits
+            )
+        return Section(name, self.choices(), tables, self.as_dict(), pictures)
+
+    def choices(self) -> list[str]:
+        """Return how the rates were measured, one sentence each."""
+        missing = [f"{fpir:g}" for fpir in FPIRS if fpir not in self.fnir_at_fpir]
+        return [
+            "The score of an identity is the highest cosine of its gallery images.",
+            "The rank of a mate is the number of identities with its score or a higher one, so a tie counts "
+            "against the mate.",
+            "Each distractor counts as one more identity.",
+            "FPIR is the fraction of non-mated searches with a score at or above the threshold.",
+            f"FNIR is the fraction of mated searches whose mate is below the threshold or not in the first "
+            f"{self.candidates} candidates.",
+            *(
+                [f"FNIR at FPIR {', '.join(missing)} is absent: too few non-mated searches."]
+                if missing
+                else []
+            ),
+        ]
+
+
+def identify(
+    gallery: np.ndarray,
+    gallery_labels: np.ndarray,
+    probes: np.ndarray,
+    probe_labels: np.ndarray,
+    world: World | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    candidates: int = CANDIDATES,
+    progress: Callable[[str], None] | None = None,
+) -> IdentificationResult:
+    """Search the gallery for every probe; a collective, with the same arguments on every rank.
+
+    The scores need bounded memory, and the embeddings may be memory-mapped. Each rank searches for a part of
+    the probes.
+
+    Args:
+        gallery: [G, D], not necessarily normalised.
+        gallery_labels: int64 [G], identities; an identity may have several images. -1: a distractor.
+        probes: [P, D].
+        probe_labels: int64 [P]; those that are not in the gallery (-1 too) are the non-mated searches.
+        world: the ranks that share the work; None: this process only.
+        device: where the products are computed.
+        candidates: length of the candidate list of an open-set search.
+        progress: called with a line of text about every ten seconds, such as `world.log`.
+
+    Raises:
+        DataError: an embedding is not finite, the shapes do not fit, or there are no mated searches.
+    """
+    identity, searched = _number_identities(gallery_labels, probe_labels)
+    gallery_rows = _Rows(gallery, identity, device, "gallery")
+    probe_rows = _Rows(probes, searched, device, "probe")
+    if gallery_rows.size != probe_rows.size:
+        raise DataError(
+            f"the gallery has embeddings of {gallery_rows.size} values, the probes of {probe_rows.size}"
+        )
+    non_mated = int((searched < 0).sum())  # they come first in the order of probe_rows
+    if non_mated == len(searched):
+        raise DataError("no probe has its identity in the gallery; identification needs mated searches")
+    run = partial(_share, gallery_rows, probe_rows, world=world, progress=progress)
+    top = run(_top_score, 0, non_mated)
+    mates = run(_rank_and_score, non_mated, len(searched))
+    # Back to the order of the arguments.
+    top = top[np.argsort(probe_rows.order[:non_mated])]
+    mates = mates[np.argsort(probe_rows.order[non_mated:])]
+    labels = np.asarray(gallery_labels)
+    ranks, scores = mates[:, 0].astype(np.int64), mates[:, 1]
+    curve = _open_set_curve(ranks, scores, top[:, 0], candidates) if non_mated else None
+    fnirs, thresholds = _at_fpirs(curve, non_mated) if curve is not None else ({}, {})
+    within = {k: float(np.mean(ranks <= k)) for k in RANKS}
+    return IdentificationResult(
+        rank1=within[1],
+        rank5=within[5],
+        rank10=within[10],
+        fnir_at_fpir=fnirs,
+        threshold_at_fpir=thresholds,
+        mated=len(ranks),
+        non_mated=non_mated,
+        identities=len(np.unique(labels[labels >= 0])),
+        distractors=int((labels < 0).sum()),
+        gallery_images=len(labels),
+        candidates=candidates,
+        ranks=ranks,
+        mate_scores=scores,
+        top_scores=top[:, 0],
+    )
+
+
+def split_gallery(labels: np.ndarray, open_set: bool = True) -> np.ndarray:
+    """Return which images of one labelled dataset are the gallery, bool [N]; the others are the probes.
+
+    The gallery is the first image of each class. With `open_set` it is that of the first, third, fifth, ...
+    class, in the order of their numbers, so that the images of the other classes are non-mated searches.
+    """
+    labels = np.asarray(labels)
+    _, first = np.unique(labels, return_index=True)
+    is_gallery = np.zeros(len(labels), dtype=bool)
+    is_gallery[first[::2] if open_set else first] = True
+    return is_gallery
+
+
+class _Rows:
+    """Embeddings in the order of their identities, normalised and rounded part by part.
+
+    identity: int64 [N], in this order.
+    """
+
+    def __init__(
+        self, embeddings: np.ndarray, identity: np.ndarray, device: torch.device | str, name: str
+    ) -> None:
+        if embeddings.ndim != 2 or len(embeddings) != len(identity):
+            raise DataError(
+                f"the {name} embeddings have shape {list(embeddings.shape)} for {len(identity)} labels; "
+                "expected one row per label"
+            )
+        if not len(embeddings):
+            raise DataError(f"there are no {name} images")
+        self._embeddings, self._device = embeddings, device
+        self._norms = norms_of(embeddings, name)
+        self.order = np.argsort(identity, kind="stable")
+        self.identity = identity[self.order]
+        self.size = embeddings.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return these rows, float64 [stop - start, D]."""
+        which = self.order[start:stop]
+        return unit_rows(np.asarray(self._embeddings[which]), self._norms[which], self._device)
+
+
+def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(first, last + 1)`` of each chunk."""
+    for first in range(start, stop, _CHUNK):
+        yield first, min(first + _CHUNK, stop)
+
+
+def unit_rows(embeddings: np.ndarray, norms: np.ndarray, device: torch.device | str) -> Tensor:
+    """Return the normalised embeddings, rounded to multiples of 2^-26, float64 [n, D]."""
+    rows = torch.from_numpy(embeddings).to(device).double()
+    divisors = torch.from_numpy(np.where(norms == 0, 1, norms)).to(device)
+    return (rows / divisors[:, None]).mul_(_GRID).round_().div_(_GRID)
+
+
+def norms_of(embeddings: np.ndarray, name: str) -> np.ndarray:
+    """Return the L2 norms, float64 [N]; DataError, with `name`, for an embedding that is not finite."""
+    norms = np.empty(len(embeddings))
+    for start, stop in _chunks(0, len(embeddings)):
+        norms[start:stop] = np.linalg.norm(embeddings[start:stop].astype(np.float64), axis=1)
+    finite = np.isfinite(norms)
+    if not finite.all():
+        raise DataError(
+            f"{name} embedding {int(np.argmin(finite))} is not finite; the training has "
+            "diverged, or the weights are damaged"
+        )
+    return norms
+
+
+def _number_identities(gallery_labels: np.ndarray, probe_labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number the identities from 0, each distractor as one more; probes of no identity get -1."""
+    gallery_labels, probe_labels = np.asarray(gallery_labels), np.asarray(probe_labels)
+    known = np.unique(gallery_labels[gallery_labels >= 0])
+    identity = np.searchsorted(known, gallery_labels)
+    distractor = gallery_labels < 0
+    identity[distractor] = len(known) + np.arange(distractor.sum())
+    return identity, np.where(np.isin(probe_labels, known), np.searchsorted(known, probe_labels), -1)
+
+
+_Search = Callable[[_Rows, _Rows, int, int], Tensor]
+
+
+def _share(
+    gallery: _Rows,
+    probes: _Rows,
+    search: _Search,
+    start: int,
+    stop: int,
+    *,
+    world: World | None,
+    progress: Callable[[str], None] | None,
+) -> np.ndarray:
+    """Search for these probes, each rank for a part of them; return the values of all, float64 [n, 2]."""
+    if start == stop:
+        return np.empty((0, 2))
+    ranks = class_ranges(stop - start, world.size if world is not None else 1)
+    first, last = (start + bound for bound in ranks[world.rank if world is not None else 0])
+    found = [torch.empty((0, 2), dtype=torch.float64)]
+    said = time.monotonic()
+    for chunk in _chunks(first, last):
+        found.append(search(gallery, probes, *chunk).cpu())
+        if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
+            said = time.monotonic()
+            progress(f"identification: {chunk[1] - first:,} of {last - first:,} searches")
+    mine = torch.cat(found)
+    if world is not None:
+        sizes = [last - first for first, last in ranks]
+        mine = gather_rows(mine.to(world.device), sizes, world.head_group).cpu()
+    return mine.numpy()
+
+
+def _top_score(gallery: _Rows, probes: _Rows, start: int, stop: int) -> Tensor:
+    """Return the highest score of each probe, [n, 2]; the second column is unused."""
+    x = probes.part(start, stop).T
+    top = x.new_full((stop - start,), -torch.inf)
+    for chunk in _chunks(0, len(gallery)):
+        top = torch.maximum(top, (gallery.part(*chunk) @ x).amax(0))
+    return torch.stack([top, top], 1)
+
+
+def _rank_and_score(gallery: _Rows, probes: _Rows, start: int, stop: int) -> Tensor:
+    """Return the rank and the score of the mate of each probe, [n, 2]."""
+    x = probes.part(start, stop).T
+    mate = _mate_score(gallery, probes.identity[start:stop], x)
+    rank = torch.zeros_like(mate, dtype=torch.int64)
+    unfinished = torch.full_like(
+        mate, -torch.inf
+    )  # best score so far of an identity with images in two chunks
+    for first, last in _chunks(0, len(gallery)):
+        scores = gallery.part(first, last) @ x
+        identity = gallery.identity[first:last]
+        _, images = np.unique(identity, return_counts=True)
+        if len(images) < len(identity):
+            scores = torch.segment_reduce(scores, "max", lengths=torch.from_numpy(images).to(scores.device))
+        torch.maximum(scores[0], unfinished, out=scores[0])
+        unfinished.fill_(-torch.inf)
+        if last < len(gallery) and gallery.identity[last] == identity[-1]:
+            unfinished, scores = scores[-1].clone(), scores[:-1]
+        rank += (scores >= mate).sum(0, dtype=torch.int32)
+    return torch.stack([rank.double(), mate], 1)
+
+
+def _mate_score(gallery: _Rows, identity: np.ndarray, x: Tensor) -> Tensor:
+    """Return the highest score of the gallery images of each probe's identity; x: [D, n], identity: [n].
+
+    The identities are in order, so that only a part of the gallery has them.
+    """
+    mate = x.new_full((len(identity),), -torch.inf)
+    wanted = torch.from_numpy(identity).to(x.device)
+    first, last = np.searchsorted(gallery.identity, [identity[0], identity[-1] + 1])
+    for chunk in _chunks(int(first), int(last)):
+        scores = gallery.part(*chunk) @ x
+        enrolled = torch.from_numpy(gallery.identity[slice(*chunk)]).to(x.device)
+        scores.masked_fill_(enrolled[:, None] != wanted, -torch.inf)
+        mate = torch.maximum(mate, scores.amax(0))
+    return mate
+
+
+_Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _open_set_curve(ranks: np.ndarray, scores: np.ndarray, top: np.ndarray, candidates: int) -> _Curve:
+    """Return FPIR, FNIR and the score that an accepted one exceeds, of each possible FPIR from 0 to 1."""
+    limits, counts = np.unique(-top, return_counts=True)  # highest score first
+    limits = np.append(-limits, -np.inf)
+    fpir = np.append(0, np.cumsum(counts)) / len(top)
+    listed = np.sort(scores[ranks <= candidates])
+    accepted = len(listed) - np.searchsorted(listed, limits, side="right")
+    return fpir, (len(ranks) - accepted) / len(ranks), limits
+
+
+def _at_fpirs(curve: _Curve, searches: int) -> tuple[dict[float, float], dict[float, float]]:
+    """Return FNIR and threshold at each of `FPIRS` at which a non-mated search may be accepted."""
+    fpir, fnir, limits = curve
+    resolved = [value for value in FPIRS if 1 / searches <= value]
+    chosen = {value: int(np.searchsorted(fpir, value, side="right")) - 1 for value in resolved}
+    return (
+        {value: float(fnir[i]) for value, i in chosen.items()},
+        {value: float(np.nextafter(limits[i], np.inf)) for value, i in chosen.items()},
+    )

@@ -1,0 +1,315 @@
+"""Template protocols as in IJB-B and IJB-C: 1:1 verification and 1:N identification of sets of images.
+
+A template is a set of images and video frames (media) of one subject. The embeddings of the images of a
+medium are averaged, then the media of the template (Whitelam et al., 2017; Maze et al., 2018).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from plsc.data.template_files import TemplateProtocol
+from plsc.errors import DataError
+from plsc.evaluate.identification import FPIRS, RANKS, IdentificationResult, identify, norms_of, unit_rows
+from plsc.evaluate.report import Section, Table
+from plsc.evaluate.verification import FARS, roc_curve, wilson_interval
+from plsc.parallel.collectives import class_ranges, gather_rows
+from plsc.parallel.world import World
+
+_CHUNK = 8192  # images that are pooled at a time
+_PAIRS = 512  # compared at a time; their embeddings fit in the cache
+_POINTS = 500  # of the ROC curve in the picture
+
+
+@dataclass(frozen=True)
+class TemplatePairs:
+    """The result of the 1:1 protocol; rates are fractions, 0..1."""
+
+    tar_at_far: dict[float, float]
+    tar_intervals: dict[float, tuple[float, float]]  # 95% Wilson score interval
+    unresolved_fars: tuple[float, ...]  # FARs below 1 / negatives: their TAR is that of zero false accepts
+    auc: float
+    pairs: int
+    positives: int
+    negatives: int
+    curve: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)  # FAR and TAR, thinned
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; FARs are strings such as ``"0.001"``."""
+        return {
+            "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
+            "tar_intervals": {f"{far:g}": list(bounds) for far, bounds in self.tar_intervals.items()},
+            "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
+            **{name: getattr(self, name) for name in ("auc", "pairs", "positives", "negatives")},
+        }
+
+
+@dataclass(frozen=True)
+class TemplateSearch:
+    """The result of the 1:N protocol: means over the galleries; rates are fractions, 0..1."""
+
+    rank1: float
+    rank5: float
+    rank10: float
+    tpir_at_fpir: dict[float, float]  # 1 - FNIR, of the FPIRs that every gallery resolves
+    galleries: dict[str, IdentificationResult]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; FPIRs are strings such as ``"0.01"``."""
+        return {
+            **{f"rank{k}": getattr(self, f"rank{k}") for k in RANKS},
+            "tpir_at_fpir": {f"{fpir:g}": tpir for fpir, tpir in self.tpir_at_fpir.items()},
+            "galleries": {name: result.as_dict() for name, result in self.galleries.items()},
+        }
+
+
+@dataclass(frozen=True)
+class TemplateResult:
+    """The result of `evaluate_templates`; a protocol whose files are absent is None."""
+
+    METRICS: ClassVar = ()
+
+    images: int
+    media: int
+    templates: int
+    weighted: bool  # by the score of the detector
+    verification: TemplatePairs | None
+    identification: TemplateSearch | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            **{name: getattr(self, name) for name in ("images", "media", "templates", "weighted")},
+            "verification": self.verification and self.verification.as_dict(),
+            "identification": self.identification and self.identification.as_dict(),
+        }
+
+    def summary(self) -> str:
+        """Return the rates for the log."""
+        parts = []
+        if self.verification is not None:
+            resolved = {
+                far: tar
+                for far, tar in self.verification.tar_at_far.items()
+                if far not in self.verification.unresolved_fars
+            }
+            parts.append("1:1 " + " ".join(f"TAR {tar:.4f} at FAR {far:g}" for far, tar in resolved.items()))
+        if (found := self.identification) is not None:
+            tpirs = "".join(f" TPIR {tpir:.4f} at FPIR {fpir:g}" for fpir, tpir in found.tpir_at_fpir.items())
+            parts.append(f"1:N rank-1 {found.rank1:.4f} rank-5 {found.rank5:.4f}{tpirs}")
+        return f"{'; '.join(parts)} ({self.templates:,} templates)"
+
+    def section(self, name: str) -> Section:
+        """Return the tables, choices and pictures of the report."""
+        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
+
+        stem = re.sub(r"[^\w.-]", "_", name)
+        weights = "weighted by the score of the detector" if self.weighted else "not weighted"
+        choices = [
+            f"Embeddings of images, {weights}, not normalised, are averaged per medium, then the media per "
+            "template.",
+            "The score of two templates is the cosine of their embeddings.",
+        ]
+        counts = [f"{self.images:,}", f"{self.media:,}", f"{self.templates:,}"]
+        tables = [Table(["Images", "Media", "Templates"], [counts])]
+        pictures: dict[str, Callable[[Path], None]] = {}
+        if (pairs := self.verification) is not None:
+            tables.append(_pair_table(pairs))
+            choices.append(
+                "TAR at FAR: the highest TAR of all thresholds whose FAR is at most the given one."
+            )
+            choices.append("Intervals: 95% Wilson score intervals of the TAR, for independent pairs.")
+            limits = (min(0.1, 1 / pairs.negatives), 1.0)
+            pictures[f"{stem}_roc.png"] = lambda path: plot_rates(
+                {f"{name}  (AUC {pairs.auc:.3f})": pairs.curve}, path,
+                "False accept rate", "True accept rate", limits,
+            )  # fmt: skip
+        if (search := self.identification) is not None:
+            results = search.galleries
+            tables += _search_tables(search)
+            choices += [
+                f"1:N: mean over the galleries {', '.join(results)}; TPIR is 1 - FNIR.",
+                *dict.fromkeys(choice for result in results.values() for choice in result.choices()),
+            ]
+            cmcs = {gallery: result.cmc() for gallery, result in results.items()}
+            pictures[f"{stem}_cmc.png"] = lambda path: plot_cmc(cmcs, path)
+        return Section(name, choices, tables, self.as_dict(), pictures)
+
+
+def _pair_table(pairs: TemplatePairs) -> Table:
+    rows = []
+    for far, tar in pairs.tar_at_far.items():
+        low, high = pairs.tar_intervals[far]
+        warning = "too few different pairs" if far in pairs.unresolved_fars else ""
+        rows.append((f"{far:g}", f"{tar:.4f}", f"{low:.4f} to {high:.4f}", warning))
+    title = f"1:1 ({pairs.positives:,} same and {pairs.negatives:,} different pairs, AUC {pairs.auc:.5f})"
+    return Table(("FAR", "TAR", "95% interval", "warning"), rows, title)
+
+
+def _search_tables(search: TemplateSearch) -> list[Table]:
+    results = search.galleries
+    ranks = [
+        (f"rank-{k}", f"{getattr(search, f'rank{k}'):.4f}",
+         *(f"{getattr(result, f'rank{k}'):.4f}" for result in results.values()))
+        for k in RANKS
+    ]  # fmt: skip
+    open_set = [
+        (f"TPIR at FPIR {fpir:g}", f"{tpir:.4f}",
+         *(f"{1 - result.fnir_at_fpir[fpir]:.4f}" for result in results.values()))
+        for fpir, tpir in search.tpir_at_fpir.items()
+    ]  # fmt: skip
+    counts = [
+        (what, "", *(f"{getattr(result, name):,}" for result in results.values()))
+        for what, name in (
+            ("subjects", "identities"), ("mated searches", "mated"), ("non-mated searches", "non_mated"),
+        )
+    ]  # fmt: skip
+    return [Table(("1:N", "mean", *results), [*ranks, *open_set, *counts])]
+
+
+def evaluate_templates(
+    embeddings: np.ndarray,
+    protocol: TemplateProtocol,
+    world: World | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[str], None] | None = None,
+) -> TemplateResult:
+    """Apply the 1:1 and 1:N protocols whose files are present; a collective.
+
+    Args:
+        embeddings: [I, D], of the images of the protocol, not normalised, the same on every rank.
+        protocol: from `plsc.data.template_files.read_protocol`.
+        world: the ranks that share the work; None: this process only.
+        device: where the products are computed.
+        progress: called with a line of text about every ten seconds, such as `world.log`.
+
+    Raises:
+        DataError: an embedding is not finite, or a gallery has no mated searches.
+    """
+    pooled = pool_templates(embeddings, protocol.templates, protocol.media, protocol.weights)
+    pairs = None
+    if protocol.pairs is not None and protocol.is_same is not None:
+        scores = _pair_scores(pooled, protocol.pairs, world, device)
+        pairs = _pair_rates(scores, protocol.is_same)
+    search = None
+    if protocol.galleries and protocol.probes is not None:
+        results = {}
+        probes, probe_subjects = pooled[protocol.probes.templates], protocol.probes.subjects
+        for name, gallery in protocol.galleries.items():
+            rows, subjects = pooled[gallery.templates], gallery.subjects
+            try:
+                results[name] = identify(
+                    rows, subjects, probes, probe_subjects, world, device, progress=progress
+                )
+            except DataError as error:
+                raise error.at(f"gallery {name} of {protocol.name}") from None
+        search = _mean_over_galleries(results)
+    media = np.unique(np.stack([protocol.templates, protocol.media]), axis=1)
+    return TemplateResult(
+        images=len(embeddings),
+        media=media.shape[1],
+        templates=len(protocol.template_ids),
+        weighted=protocol.weights is not None,
+        verification=pairs,
+        identification=search,
+    )
+
+
+def pool_templates(
+    embeddings: np.ndarray, templates: np.ndarray, media: np.ndarray, weights: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the mean over the media of each template of the mean over their images, float64 [T, D].
+
+    Args:
+        embeddings: [I, D]; may be memory-mapped.
+        templates: of each image, int64 [I], every number of 0..T - 1.
+        media: of each image, int64 [I]; a medium of two templates is one of each.
+        weights: factor of each embedding, [I].
+
+    Raises:
+        DataError: an embedding is not finite, or the shapes do not match.
+    """
+    if embeddings.ndim != 2 or not len(embeddings) == len(templates) == len(media):
+        raise DataError(
+            f"the embeddings have shape {list(embeddings.shape)} for {len(templates)} images of templates"
+        )
+    order = np.lexsort([media, templates])
+    template, medium = templates[order], media[order]
+    new_template = np.diff(template, prepend=-1) != 0
+    new_medium = new_template | (np.diff(medium, prepend=0) != 0)
+    group = np.cumsum(new_medium) - 1  # of each image: its (template, medium)
+    images = np.bincount(group)
+    media_of_template = np.bincount(template[new_medium])
+    factors = 1 / (images[group] * media_of_template[template])
+    if weights is not None:
+        factors = factors * weights[order]
+    pooled = np.zeros((len(media_of_template), embeddings.shape[1]))
+    for start in range(0, len(order), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        rows = np.asarray(embeddings[order[part]], np.float64)
+        finite = np.isfinite(rows).all(axis=1)
+        if not finite.all():
+            image = int(order[start + int(np.argmin(finite))])
+            raise DataError(
+                f"the embedding of image {image} of the templates is not finite; the training has diverged, "
+                "or the weights are damaged"
+            )
+        numbers, firsts = np.unique(template[part], return_index=True)
+        pooled[numbers] += np.add.reduceat(rows * factors[part, None], firsts)
+    return pooled
+
+
+def _pair_scores(
+    pooled: np.ndarray, pairs: np.ndarray, world: World | None, device: torch.device | str
+) -> np.ndarray:
+    """Return the cosine of each pair, float64 [P]; each rank computes a part."""
+    units = unit_rows(pooled, norms_of(pooled, "template"), device)
+    ranges = class_ranges(len(pairs), world.size if world is not None else 1)
+    first, last = ranges[world.rank if world is not None else 0]
+    scores = torch.empty(last - first, dtype=torch.float64)
+    for start in range(first, last, _PAIRS):
+        stop = min(start + _PAIRS, last)
+        one, other = torch.from_numpy(pairs[start:stop].astype(np.int64)).to(device).T
+        scores[start - first : stop - first] = (units[one] * units[other]).sum(1)
+    if world is not None:
+        sizes = [stop - start for start, stop in ranges]
+        scores = gather_rows(scores.to(world.device), sizes, world.head_group).cpu()
+    return scores.numpy()
+
+
+def _pair_rates(scores: np.ndarray, is_same: np.ndarray) -> TemplatePairs:
+    far, tar = roc_curve(scores, is_same)
+    positives = int(is_same.sum())
+    negatives = len(is_same) - positives
+    at = {one: float(tar[np.searchsorted(far, one, side="right") - 1]) for one in FARS}
+    shown = np.geomspace(1 / negatives, 1, _POINTS)
+    return TemplatePairs(
+        tar_at_far=at,
+        tar_intervals={one: wilson_interval(round(rate * positives), positives) for one, rate in at.items()},
+        unresolved_fars=tuple(one for one in FARS if 1 / negatives > one),
+        auc=float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2)),
+        pairs=len(is_same),
+        positives=positives,
+        negatives=negatives,
+        curve=(shown, tar[np.searchsorted(far, shown, side="right") - 1]),
+    )
+
+
+def _mean_over_galleries(results: dict[str, IdentificationResult]) -> TemplateSearch:
+    def mean(values: list[float]) -> float:
+        return float(np.mean(values))
+
+    found = list(results.values())
+    resolved = [fpir for fpir in FPIRS if all(fpir in result.fnir_at_fpir for result in found)]
+    return TemplateSearch(
+        **{f"rank{k}": mean([getattr(result, f"rank{k}") for result in found]) for k in RANKS},
+        tpir_at_fpir={fpir: mean([1 - result.fnir_at_fpir[fpir] for result in found]) for fpir in resolved},
+        galleries=results,
+    )

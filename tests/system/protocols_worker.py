@@ -1,0 +1,44 @@
+"""Run protocols on a checkpoint: protocols_worker.py CHECKPOINT DATASET OUTPUT.
+
+Each rank writes what test() returns to OUTPUT/results-RANK.json; the reports are in OUTPUT/PROTOCOL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.system.small_entry import entry
+
+CASES = {
+    "pairs": {"pairs": "pairs.txt"},
+    "bin": {"pairs": "lfw.bin"},
+    "all_pairs": {},
+    "identify": {},
+    "gallery": {"images": "", "gallery": "gallery", "distractors": "distractors"},
+    "templates": {"images": "", "templates": "templates"},
+}
+PROTOCOLS = {"bin": "pairs", "gallery": "identify"}  # of cases with another name
+
+
+def places(dataset: str, case: str) -> dict[str, str]:
+    return {name: str(Path(dataset) / place) for name, place in CASES[case].items()}
+
+
+def main() -> None:
+    checkpoint, dataset, output = sys.argv[1:]
+    results = {}
+    ins = entry(dataset, output)
+    ins.set_checkpoint_dir(checkpoint)
+    ins.set_test_batch_size(3)
+    for case in CASES:
+        found = ins.test(PROTOCOLS.get(case, case), **places(dataset, case), output=f"{output}/{case}")
+        results[case] = {name: one.as_dict() for name, one in found.items()}
+    rank = os.environ.get("RANK", "0")
+    (Path(output) / f"results-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Training, prediction and tests on photos with landmarks, compared with aligned images."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import plsc
+from plsc.data.alignment import align
+from plsc.errors import DataError, OptionError
+from tests.faces import write_photos
+from tests.system.small_entry import entry
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a folder of photos with landmarks.txt, and one of the same faces, aligned to 16x16."""
+    folder = tmp_path_factory.mktemp("faces")
+    photos, aligned = folder / "photos", folder / "aligned"
+    for path, points in write_photos(photos).items():
+        (aligned / path).parent.mkdir(parents=True, exist_ok=True)
+        pixels = align(np.asarray(Image.open(photos / path)), points, 16, 16)
+        Image.fromarray(pixels).save(aligned / path)
+    return photos, aligned
+
+
+def weights(checkpoint):
+    return plsc.load_network(checkpoint).state_dict()
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    return entry(folders[1], tmp_path_factory.mktemp("run"), set_crop_padding=2).train().checkpoint
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"set_num_workers": 0},
+        {"set_loader": "processes"},
+        {"set_cache": "memory"},
+        {"set_val_dir": "photos", "set_with_test": True},
+    ],
+)
+def test_training_on_photos_is_training_on_their_aligned_faces(folders, trained, tmp_path, settings):
+    if "set_val_dir" in settings:
+        settings = {**settings, "set_val_dir": folders[0]}
+    ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_crop_padding=2, **settings)
+    found, expected = weights(ins.train().checkpoint), weights(trained)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_resumed_run_is_the_same(folders, tmp_path):
+    settings = {"set_landmarks": "landmarks.txt", "set_colour_jitter": (0.2, 0.2, 0.2)}
+    expected = entry(folders[0], tmp_path / "a", set_train_epochs=2, **settings).train().checkpoint
+    first = entry(folders[0], tmp_path / "b", **settings).train().checkpoint
+    settings |= {"set_train_epochs": 2, "set_checkpoint_dir": first}
+    found = weights(entry(folders[0], tmp_path / "b", **settings).train().checkpoint)
+    expected = weights(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_embeddings_of_photos_are_those_of_their_aligned_faces(folders, trained, tmp_path):
+    plain = entry(folders[1], tmp_path, set_checkpoint_dir=trained).predict()
+    found = entry(folders[0], tmp_path, set_checkpoint_dir=trained, set_landmarks="landmarks.txt").predict()
+    assert np.array_equal(found.embeddings, plain.embeddings)
+    assert [Path(name).name for name in found.names] == [Path(name).name for name in plain.names]
+    without = entry(folders[0], tmp_path, set_checkpoint_dir=trained).predict()
+    assert not np.allclose(without.embeddings, plain.embeddings, atol=1e-3)
+
+
+def test_the_accuracy_on_held_out_photos_is_that_on_their_aligned_faces(folders, trained, tmp_path):
+    photos, aligned = folders
+    settings = {"set_checkpoint_dir": trained, "set_val_targets": ""}
+    plain = entry(aligned, tmp_path, set_val_dir=aligned, **settings).test()
+    found = entry(photos, tmp_path, set_val_dir=photos, set_landmarks="landmarks.txt", **settings).test()
+    assert found == plain
+
+
+def test_lists_and_protocols_on_photos_are_those_on_their_aligned_faces(folders, trained, tmp_path):
+    photos, aligned = folders
+    paths = sorted(str(path.relative_to(photos)) for path in photos.glob("*/*.png"))
+    pairs = [(a, b, int(Path(a).parent == Path(b).parent)) for a in paths for b in paths if a < b]
+    (tmp_path / "pairs.txt").write_text("".join(f"{a} {b} {same}\n" for a, b, same in pairs))
+    ins = {
+        folder: entry(folder, tmp_path / folder.name, set_checkpoint_dir=trained, set_landmarks=landmarks)
+        for folder, landmarks in ((photos, "landmarks.txt"), (aligned, None))
+    }
+    found, plain = (ins[folder].predict(folder).embeddings for folder in folders)
+    assert np.array_equal(found, plain)
+    for data in ({"protocol": "pairs", "pairs": tmp_path / "pairs.txt"}, {"protocol": "all_pairs"}):
+        found, plain = (
+            ins[folder].test(images=str(folder), output=tmp_path / folder.name / data["protocol"], **data)
+            for folder in folders
+        )
+        assert [one.as_dict() for one in found.values()] == [one.as_dict() for one in plain.values()]
+        report = (tmp_path / "photos" / data["protocol"] / "report.md").read_text()
+        assert "aligned by landmarks.txt" in report
+    assert (tmp_path / "photos" / "pairs" / "pairs_hardest.png").stat().st_size > 0
+
+
+def test_the_exported_model_and_the_log_say_that_faces_were_aligned(folders, trained, tmp_path, messages):
+    run = entry(folders[0], tmp_path / "run", set_landmarks="landmarks.txt").train().checkpoint
+    assert not any("aligned by data.landmarks" in text for text in messages)
+    ins = entry(folders[1], tmp_path, set_checkpoint_dir=run)
+    about = json.loads((ins.convert_for_prediction(tmp_path / "model") / "model.json").read_text())
+    alignment = about["input"]["alignment"]
+    assert alignment["transform"] == "similarity"
+    assert alignment["landmarks"][0] == pytest.approx([38.2946 / 7, 51.6963 / 7], abs=1e-4)
+    ins.predict()
+    assert any("trained on faces aligned by data.landmarks" in text for text in messages)
+    ins = entry(folders[1], tmp_path, set_checkpoint_dir=trained)
+    about = json.loads((ins.convert_for_prediction(tmp_path / "plain") / "model.json").read_text())
+    assert "alignment" not in about["input"]
+
+
+def test_images_without_landmarks_stop_the_run_or_are_skipped(folders, tmp_path):
+    lines = (folders[0] / "landmarks.txt").read_text().splitlines(keepends=True)
+    (tmp_path / "few.txt").write_text("".join(lines[1:]))
+    settings = {"set_landmarks": tmp_path / "few.txt"}
+    with pytest.raises(DataError, match=r"1 of 18 images have no line .* c0/0\.png"):
+        entry(folders[0], tmp_path / "a", **settings).train()
+    entry(folders[0], tmp_path / "b", set_bad_images="skip", **settings).train()
+    listed = (tmp_path / "b" / "bad_samples.txt").read_text()
+    assert listed.startswith("landmarks\tc0/0.png: the image has no line in ")
+    assert listed.count("\n") == 1
+
+
+def test_readers_cannot_be_aligned(folders, trained, tmp_path):
+    ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_class_num=3)
+    with pytest.raises(OptionError, match=r"data\.landmarks is set, but a list of images does not use it"):
+        entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_checkpoint_dir=trained).predict(
+            [np.zeros((16, 16, 3), np.uint8)]
+        )
+    for reader in (lambda: iter(()), [(np.zeros((16, 16, 3), np.uint8), 0)] * 12):
+        ins.train_reader = ins.predict_reader = reader
+        with pytest.raises(OptionError, match=r"data\.landmarks is set, but a.* reader does not use it"):
+            ins.train()
+        ins.set_checkpoint_dir(trained)
+        with pytest.raises(OptionError, match=r"data\.landmarks is set, but a.* reader does not use it"):
+            ins.predict()
+        ins.set_checkpoint_dir(None)

@@ -1,0 +1,165 @@
+"""`test` with a protocol: the results on any number of ranks, of the command, and of the files it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.cli import main
+from plsc.data.pairs import read_pairs
+from plsc.errors import DataError, OptionError
+from tests.distributed.launch import run_ranks
+from tests.images import write_dataset, write_pair_file
+from tests.system.protocols_worker import CASES, PROTOCOLS, places
+from tests.system.small_entry import entry
+
+pytestmark = pytest.mark.slow
+WORKER = Path(__file__).with_name("protocols_worker.py")
+
+
+@pytest.fixture(scope="module")
+def faces(tmp_path_factory):
+    """A dataset with pairs, a gallery of four of its six classes, and distractors."""
+    root = tmp_path_factory.mktemp("protocols")
+    faces = write_dataset(root / "faces", classes=6, per_class=5)
+    write_pair_file(faces / "lfw.bin", faces)
+    write_dataset(faces / "distractors", classes=3, per_class=1, seed=9)
+    (faces / "gallery").mkdir()
+    shutil.copytree(faces / "images", faces / "gallery" / "images")
+    (faces / "gallery" / "label.txt").write_text("".join(f"images/{n}_0.png {n}\n" for n in range(4)))
+    # The pairs of lfw.bin as a list
+    pairs = read_pairs(faces / "lfw.bin")
+    names = {path.read_bytes(): f"images/{path.name}" for path in (faces / "images").iterdir()}
+    paths = np.array([names[image] for image in pairs.images]).reshape(-1, 2)
+    lines = (f"{a} {b} {flag:d}\n" for (a, b), flag in zip(paths, pairs.is_same, strict=True))
+    (faces / "pairs.txt").write_text("".join(lines))
+    write_templates(faces / "templates")
+    return faces
+
+
+def write_templates(folder):
+    """Write meta files: of each class, templates of images 0 and 1, 2 and 3, and 4."""
+    folder.mkdir()
+    images = [(f"images/{n}_{k}.png", 3 * n + k // 2) for n in range(6) for k in range(5)]
+    pairs = [(a, b, int(a // 3 == b // 3)) for a in range(18) for b in range(a)]
+    files = {
+        "face_tid_mid.txt": [f"{path} {template} {number}" for number, (path, template) in enumerate(images)],
+        "template_pair_label.txt": [f"{a} {b} {flag}" for a, b, flag in pairs],
+        "1N_gallery_G1.csv": ["TEMPLATE_ID,SUBJECT_ID", *(f"{3 * n},{n}" for n in range(4))],
+        "1N_gallery_G2.csv": ["TEMPLATE_ID,SUBJECT_ID", *(f"{3 * n},{n}" for n in range(4, 6))],
+        "1N_probe_mixed.csv": ["TEMPLATE_ID,SUBJECT_ID", *(f"{t},{t // 3}" for t in range(18) if t % 3)],
+    }
+    for name, lines in files.items():
+        (folder / f"glyphs_{name}").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(faces):
+    return entry(faces, faces.parent / "run").train().checkpoint
+
+
+@pytest.fixture(scope="module")
+def alone(faces, checkpoint):
+    """The output folder of the worker on one rank."""
+    return run(faces, checkpoint, 1)
+
+
+def run(faces, checkpoint, ranks):
+    output = faces.parent / f"output-{ranks}"
+    output.mkdir()
+    run_ranks(WORKER, ranks, str(checkpoint), str(faces), str(output))
+    return output
+
+
+def reports(output):
+    return {
+        path.relative_to(output): path.read_bytes() for path in output.glob("*/*") if path.suffix != ".png"
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_results_and_reports_do_not_depend_on_the_number_of_ranks(faces, checkpoint, alone, ranks):
+    output = run(faces, checkpoint, ranks)
+    expected = (alone / "results-0.json").read_text()
+    assert [path.read_text() for path in sorted(output.glob("results-*.json"))] == [expected] * ranks
+    assert reports(output) == reports(alone)
+    shown = {path.name for path in alone.glob("*/*.png")}
+    assert shown == {path.name for path in output.glob("*/*.png")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_command_gives_the_same_report(faces, checkpoint, alone, tmp_path, case):
+    flags = [f"--{name}={place}" for name, place in places(str(faces), case).items()]
+    words = [
+        "test", f"--protocol={PROTOCOLS.get(case, case)}", *flags, f"--output={tmp_path}",
+        f"--checkpoint.load_dir={checkpoint}", f"--data.dataset_dir={faces}", "--train.test_batch_size=3",
+    ]  # fmt: skip
+    assert main(words) == 0
+    assert (tmp_path / "report.json").read_text() == (alone / case / "report.json").read_text()
+
+
+def test_a_list_gives_the_results_of_the_same_pairs_in_a_bin_file(alone):
+    results = json.loads((alone / "results-0.json").read_text())
+    listed, stored = results["pairs"]["pairs"], results["bin"]["lfw"]
+    for name, value in stored.items():
+        if isinstance(value, float):
+            assert listed[name] == pytest.approx(value, abs=1e-6)
+    assert listed["tar_at_far"] == stored["tar_at_far"]
+    lines = (alone / "pairs" / "pairs_scores.tsv").read_text().splitlines()
+    assert len(lines) == 41
+    assert lines[1].split("\t")[2].startswith("images/")
+
+
+def test_the_pairs_of_val_targets_are_the_default(faces, checkpoint, alone, tmp_path):
+    ins = entry(faces, tmp_path / "run", set_checkpoint_dir=checkpoint, set_test_batch_size=3)
+    found = ins.test("pairs", output=tmp_path / "report")
+    assert found == ins.test()
+    stored = json.loads((alone / "results-0.json").read_text())["bin"]["lfw"]
+    assert found["lfw"].as_dict() == stored
+
+
+def test_folders_of_classes_are_matched_by_name(faces, checkpoint, alone, tmp_path):
+    for part in ("gallery", "probes"):
+        for image in sorted((faces / "images").iterdir()):
+            label, _, number = image.stem.partition("_")
+            # With class 0 only in the gallery, the numbers of the classes differ.
+            if (part == "gallery" and number == "0" and label != "5") or (part == "probes" and label != "0"):
+                folder = tmp_path / part / f"class {label}"
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copy(image, folder)
+    ins = entry(faces, tmp_path / "run", set_checkpoint_dir=checkpoint)
+    places = {"images": tmp_path / "probes", "gallery": tmp_path / "gallery"}
+    found = ins.test("identify", **places, output=tmp_path / "report")["identify"]
+    assert (found.mated, found.non_mated, found.identities) == (20, 5, 5)
+    assert found.ranks.tolist().count(1) >= 4  # each image of the gallery is also a probe
+    with pytest.raises(DataError, match=r"are names and those of .* are numbers; use the same kind"):
+        ins.test("identify", images=faces, gallery=tmp_path / "gallery", output=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"protocol": "pair"}, OptionError, "the protocol is 'pair'; known: .*did you mean 'pairs'"),
+        ({"pairs": "a.bin"}, OptionError, r"pairs needs a protocol, such as test\('pairs', pairs=...\)"),
+        ({"protocol": "all_pairs", "gallery": "a"}, OptionError,
+         "gallery is not for the protocol 'all_pairs', which takes images"),
+        ({"protocol": "templates"}, OptionError, "needs templates, the folder of the meta files"),
+        ({"protocol": "pairs", "images": "a"}, OptionError, "images is the folder of a text list of pairs"),
+        ({"protocol": "pairs", "output": "s3://a/b"}, OptionError, "output is the URL .* a local folder"),
+        ({"protocol": "pairs", "pairs": "nothing.txt"}, DataError, "nothing.txt does not exist"),
+        ({"protocol": "all_pairs", "images": "nothing"}, DataError, "nothing does not exist"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_errors_before_a_report_is_written(
+    faces, checkpoint, tmp_path, monkeypatch, arguments, error, message
+):
+    monkeypatch.chdir(tmp_path)
+    ins = entry(faces, tmp_path / "run", set_checkpoint_dir=checkpoint)
+    with pytest.raises(error, match=message):
+        ins.test(**arguments)
+    assert not (tmp_path / "evaluation").exists()

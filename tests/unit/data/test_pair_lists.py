@@ -1,0 +1,103 @@
+"""Text lists of pairs: what is read, and hostile lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from plsc.data.pair_lists import read_pair_list
+from plsc.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a.png", "b.png", "my face.png", "Al_Gore/Al_Gore_0001.png", "Al_Gore/Al_Gore_0012.png",
+                 "Bo/Bo_0003.png"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path
+
+
+def write(folder, content):
+    path = folder / "list.txt"
+    path.write_bytes(content)
+    return path
+
+
+def read(folder, content):
+    """Return the content of both images and the flag of each pair."""
+    found = read_pair_list(write(folder, content))
+    images = [found.images[index][0].decode() for index in range(len(found.images))]
+    assert len(set(images)) == len(images)
+    pairs = found.pairs.tolist()
+    return [(images[a], images[b], flag) for (a, b), flag in zip(pairs, found.is_same.tolist(), strict=True)]
+
+
+def test_lines_are_two_paths_and_a_flag(folder):
+    content = b"\xef\xbb\xbfa.png b.png 0\r\n\r\n  a.png   b.png  1 \nmy face.png\ta.png\t1\nb.png b.png 1"
+    content += b"\nAl_Gore/../a.png b.png 0"
+    assert read(folder, content) == [
+        ("a.png", "b.png", False),
+        ("a.png", "b.png", True),
+        ("my face.png", "a.png", True),
+        ("b.png", "b.png", True),
+        ("a.png", "b.png", False),
+    ]
+
+
+@pytest.mark.parametrize("header", [b"1\t1", b"1"])
+def test_the_layout_of_lfw_finds_the_suffix_of_the_images(folder, header):
+    assert read(folder, header + b"\nAl_Gore\t1\t12\nAl_Gore\t12\tBo\t3\n") == [
+        ("Al_Gore/Al_Gore_0001.png", "Al_Gore/Al_Gore_0012.png", True),
+        ("Al_Gore/Al_Gore_0012.png", "Bo/Bo_0003.png", False),
+    ]
+
+
+def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("lists")
+    found = read_pair_list(write(elsewhere, b"a.png b.png 0\nb.png a.png 0\n"), folder)
+    assert [found.images.name(index) for index in (0, 1)] == ["a.png (list.txt:1)", "b.png (list.txt:1)"]
+    assert found.images.path(1) == folder / "b.png"
+    assert np.array_equal(found.pairs, [[0, 1], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "contains no pairs; expected '<path> <path> <0 or 1>'"),
+        (b"\n \n", "contains no pairs"),
+        (b"a.png b.png\n", r"list\.txt:1: expected .*, got 'a\.png b\.png'"),
+        (b"a.png b.png 1\nmy face.png b.png 1\n", r"list\.txt:2: expected .* contains a blank, got"),
+        (b"a.png\tb.png\t1\ta\n", r"list\.txt:1: expected"),
+        (b"\ta.png\t1\n", r"list\.txt:1: expected"),
+        (b"a.png b.png 1\n\na.png b.png -1\n", r"list\.txt:3: the flag is '-1', expected 1 .* or 0"),
+        (b"a.png b.png True\n", r"list\.txt:1: the flag is 'True'"),
+        (b"a.png b.png 1\na.png c.png 1\n", r"c\.png \(list\.txt:2\): there is no such image in "),
+        (b"a.png Al_Gore 1\n", r"Al_Gore \(list\.txt:1\): there is no such image"),
+        (b"a.png /etc/passwd 1\n", r"list\.txt:1: a path must be relative to the folder of the images, got"),
+        (b"a.png ../a.png 1\n", r"list\.txt:1: the path leaves the folder of the images: '\.\./a\.png'"),
+        (b"a.png b\0.png 1\n", r"list\.txt:1: a path must not contain a zero byte, got 'b\\x00\.png'"),
+        (b"a.png " + b"b" * 100_000, r"list\.txt:1 is longer than 16384 bytes"),
+        (b"\x80\x04\x95\n", r"list\.txt:1: expected"),
+        (b"1\t2\nAl_Gore\t1\t12\n", r"has 1 pairs, but its first line announces 4; it is truncated"),
+        (b"1\t1\nAl_Gore\t1\n", r"list\.txt:2: expected '<name> <n> <n>' or"),
+        (b"1\t1\nAl_Gore\t1\tx\n", r"list\.txt:2: expected '<name> <n> <n>' or"),
+        (b"1\t1\nAl_Gore\t1\tBo\t3\t4\n", r"list\.txt:2: expected '<name> <n> <n>' or"),
+        (b"1\t1\n..\t1\t12\n", r"list\.txt:2: the path leaves"),
+    ],
+)  # fmt: skip
+def test_a_bad_list_is_an_error_that_names_file_and_line(folder, content, message):
+    with pytest.raises(DataError, match=message) as caught:
+        read_pair_list(write(folder, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_list_or_image_is_an_error(folder):
+    with pytest.raises(DataError, match=r"none\.txt does not exist"):
+        read_pair_list(folder / "none.txt")
+    with pytest.raises(DataError, match="is not a plain file"):
+        read_pair_list(folder)
+    found = read_pair_list(write(folder, b"a.png b.png 0\n"))
+    (folder / "b.png").unlink()
+    with pytest.raises(DataError, match=r"^b\.png \(list\.txt:1\): the image file is missing"):
+        found.images[1]

@@ -1,0 +1,238 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.errors import DataError
+from plsc.evaluate import all_pairs as module
+from plsc.evaluate.all_pairs import BINS, GRID, all_pairs
+from plsc.evaluate.report import write_report
+from plsc.evaluate.verification import FARS
+from tests.devices import GPU
+from tests.distributed.launch import run_ranks
+
+
+def exact_embeddings(count, size=16, seed=0):
+    """Four entries of +-1 each, times any norm: products do not depend on the order of summation."""
+    rng = np.random.default_rng(seed)
+    embeddings = np.zeros((count, size), np.float32)
+    for row in embeddings:
+        row[rng.choice(size, 4, replace=False)] = rng.choice([-1, 1], 4)
+    embeddings[:: max(7, count // 5)] = 0
+    return embeddings * 2.0 ** rng.integers(-60, 60, (count, 1)).astype(np.float32)
+
+
+def random_embeddings(count, size=64, classes=150, seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, count)
+    embeddings = rng.normal(size=(classes, size))[labels] + 2 * rng.normal(size=(count, size))
+    return (3 * embeddings).astype(np.float32), labels
+
+
+def matrix_of_scores(embeddings, labels, tile):
+    """All scores in steps of the grid, int64 [N, N]: float32 products of normalised embeddings, rounded.
+
+    The products are those of the same tiles, because the last bit may depend on the shapes.
+    """
+    norms = np.linalg.norm(embeddings.astype(float), axis=1, keepdims=True)
+    unit = torch.from_numpy((embeddings / np.where(norms == 0, 1, norms)).astype(np.float32))
+    steps = np.zeros((len(unit), len(unit)), np.int64)
+    blocks = torch.from_numpy(np.argsort(labels, kind="stable")).split(tile)
+    for index, rows in enumerate(blocks):
+        for columns in blocks[index:]:
+            scores = (unit[rows] @ unit[columns].T).double() * GRID
+            found = scores.clamp(-GRID, GRID).round().long().numpy()
+            steps[np.ix_(rows, columns)], steps[np.ix_(columns, rows)] = found, found.T
+    return steps
+
+
+def brute_force(steps, labels):
+    """Positive and negative scores of all pairs i < j, in steps of the grid, ascending."""
+    pairs = np.triu(np.ones(steps.shape, bool), 1)
+    is_same = labels[:, None] == labels[None]
+    return np.sort(steps[pairs & is_same]), np.sort(steps[pairs & ~is_same])
+
+
+def check(result, steps, labels):
+    """Compare every number of the result with those of the scores of all pairs."""
+    positives, negatives = brute_force(steps, labels)
+    assert np.array_equal(np.flatnonzero(result.same), np.unique(positives) + GRID)
+    assert np.array_equal(result.same[result.same > 0], np.unique(positives, return_counts=True)[1])
+    assert np.array_equal(np.flatnonzero(result.different), np.unique(negatives) + GRID)
+    assert np.array_equal(result.different[result.different > 0], np.unique(negatives, return_counts=True)[1])
+    assert (result.pairs, result.positives, result.negatives) == (
+        len(labels) * (len(labels) - 1) // 2, len(positives), len(negatives),
+    )  # fmt: skip
+    assert (result.images, result.classes) == (len(labels), len(set(labels.tolist())))
+    false_accepts = len(negatives) - np.searchsorted(negatives, negatives, "left")  # at each threshold
+    for far in FARS:
+        # The lowest threshold with few enough false accepts: a step above the highest with too many.
+        threshold = max(negatives[false_accepts / len(negatives) > far]) + 1
+        assert result.threshold_at_far[far] == threshold / GRID
+        assert result.tar_at_far[far] == np.sum(positives >= threshold) / len(positives)
+    assert result.unresolved_fars == tuple(far for far in FARS if 1 / len(negatives) > far)
+    below = np.searchsorted(negatives, positives, "left").sum()
+    ties = np.searchsorted(negatives, positives, "right").sum() - below
+    assert result.auc == pytest.approx((below + ties / 2) / (len(positives) * len(negatives)), abs=1e-12)
+
+
+@pytest.fixture(params=["C", "torch"])
+def counter(request, monkeypatch):
+    """Count in C, and as without the C library."""
+    if request.param == "torch":
+        monkeypatch.setattr(module, "function", lambda *_: None)
+    elif module.function("plsc_count_scores", module._COUNT) is None:
+        pytest.skip("the C library is not built")
+
+
+@pytest.mark.usefixtures("counter")
+@pytest.mark.parametrize("tile", [300, 4096])
+def test_equals_brute_force_over_2000_embeddings(tile, monkeypatch):
+    monkeypatch.setattr(module, "TILE", tile)
+    embeddings, labels = random_embeddings(2000)
+    check(all_pairs(embeddings, labels), matrix_of_scores(embeddings, labels, tile), labels)
+
+
+@pytest.mark.usefixtures("counter")
+@pytest.mark.parametrize("tile", [7, 100])
+def test_equals_brute_force_with_ties_and_zero_embeddings_of_any_norm(tile, monkeypatch):
+    monkeypatch.setattr(module, "TILE", tile)
+    embeddings = exact_embeddings(101)
+    labels = np.random.default_rng(1).integers(-3, 20, 101)
+    steps = matrix_of_scores(embeddings, labels, tile)
+    assert len(np.unique(steps)) < 12  # ties
+    check(all_pairs(embeddings, labels), steps, labels)
+
+
+@pytest.mark.usefixtures("counter")
+def test_scores_are_rounded_half_to_even_and_clipped():
+    # 1 and x give the score x: halves of a step.
+    halves = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 1e5 + 0.5]) / GRID
+    scores = np.concatenate([halves, [1.0000001, -1.0000001]]).astype(np.float32)
+    tile = torch.from_numpy(scores)[None]
+    with module._counter(torch.device("cpu")) as counter:
+        counter.add(tile, np.array([0]), np.array([2]))
+        same, different = counter.counts()
+    assert (same.nonzero().ravel() - GRID).tolist() == [0, 2]
+    assert (different.nonzero().ravel() - GRID).tolist() == [-GRID, -2, 0, 2, 100000, GRID]
+    assert len(same) == len(different) == BINS
+
+
+def test_a_different_pair_with_score_1_leaves_no_threshold():
+    embeddings = np.array([[2, 0], [1, 0], [3, 0]], np.float32)
+    result = all_pairs(embeddings, np.array([5, 5, 7]))
+    assert (result.positives, result.negatives) == (1, 2)
+    assert result.tar_at_far[1e-1] == 0
+    assert result.threshold_at_far[1e-1] == 1 + 1 / GRID
+    assert (result.auc, result.eer) == (0.5, 0.5)
+
+
+def test_the_equal_error_rate_is_where_both_errors_are_equal():
+    # At the threshold 0.4, one of four same pairs and one of four different pairs are wrong.
+    same, different = np.zeros((2, BINS), np.int64)
+    same[(np.array([0.8, 0.6, 0.4, 0.2]) * GRID).astype(int) + GRID] = 1
+    different[(np.array([0.5, 0.3, 0.1, 0]) * GRID).astype(int) + GRID] = 1
+    result = module.result_of(same, different, images=8, classes=4)
+    assert result.eer == 0.25
+    assert result.auc == 13 / 16
+
+
+def test_smaller_fars_are_reported_if_there_are_enough_different_pairs():
+    same, different = np.zeros((2, BINS), np.int64)
+    same[GRID:] = 1
+    different[GRID // 2] = 10**8 - 3
+    different[GRID + 9 : GRID + 12] = 1
+    result = module.result_of(same, different, images=2, classes=2)
+    assert list(result.tar_at_far) == [*FARS, 1e-7, 1e-8]
+    assert result.unresolved_fars == ()
+    assert [result.threshold_at_far[far] * GRID for far in (1e-7, 1e-8)] == [-GRID / 2 + 1, 11]
+
+
+def test_the_report_shows_rates_thresholds_and_warnings(tmp_path):
+    embeddings, labels = random_embeddings(300)
+    result = all_pairs(embeddings, labels)
+    report = write_report(tmp_path, "Report", [result.section("All pairs of a/b")]).read_text()
+    assert f"| 0.01 | {result.tar_at_far[1e-2]:.6f} | {result.threshold_at_far[1e-2]:.6f} |  |" in report
+    assert "| 1e-06 | " in report
+    assert f"Warning: {result.negatives:,} different pairs are too few for FAR 1e-05, 1e-06: " in report
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "All_pairs_of_a_b_roc.png", "All_pairs_of_a_b_scores.png",
+    }  # fmt: skip
+    values = json.loads((tmp_path / "report.json").read_text())["All pairs of a/b"]
+    assert values["tar_at_far"] == {f"{far:g}": tar for far, tar in result.tar_at_far.items()}
+    assert values["unresolved_fars"] == ["1e-05", "1e-06"]
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "labels", "message"),
+    [
+        (np.zeros((0, 4)), np.zeros(0, int), "fewer than two images"),
+        (np.ones((1, 4)), np.zeros(1, int), "fewer than two images"),
+        (np.ones((3, 4)), np.zeros(3, int), "only same pairs"),
+        (np.ones((3, 4)), np.arange(3), "only different pairs"),
+        (np.ones((3, 4)), np.arange(2), r"shape \[3, 4\] and the labels \[2\]"),
+        (np.ones(3), np.arange(3), r"shape \[3\]"),
+        (np.array([[1.0], [2], [np.nan]]), np.array([0, 0, 1]), "embedding 2 is not finite"),
+    ],
+)
+def test_wrong_input_is_reported(embeddings, labels, message):
+    with pytest.raises(DataError, match=message):
+        all_pairs(embeddings.astype(np.float32), labels)
+
+
+def test_products_are_exact_under_bfloat16_settings_which_are_kept():
+    embeddings, labels = random_embeddings(200)
+    expected = all_pairs(embeddings, labels).same
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert np.array_equal(all_pairs(embeddings, labels).same, expected)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_progress_is_reported(monkeypatch):
+    monkeypatch.setattr(module, "TILE", 50)
+    monkeypatch.setattr(module, "_LOG_SECONDS", 0)
+    lines = []
+    all_pairs(*random_embeddings(100), progress=lines.append)
+    assert [line.split(":")[1].split("%")[0].strip() for line in lines] == ["33", "67", "100"]
+
+
+def test_counts_are_moved_before_they_overflow(monkeypatch):
+    embeddings, labels = random_embeddings(400)
+    expected = all_pairs(embeddings, labels)
+    monkeypatch.setattr(module, "TILE", 100)
+    monkeypatch.setattr(module, "_MOST", 25_000)
+    result = all_pairs(embeddings, labels)
+    assert np.array_equal(result.same, expected.same)
+    assert np.array_equal(result.different, expected.different)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_counts_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
+    embeddings, labels = random_embeddings(9000, size=32)  # six tiles
+    np.save(tmp_path / "embeddings.npy", embeddings)
+    np.save(tmp_path / "labels.npy", labels)
+    run_ranks(Path(__file__).with_name("all_pairs_rank.py"), ranks, str(tmp_path))
+    alone = all_pairs(embeddings, labels)
+    for rank in range(ranks):
+        assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), [alone.same, alone.different])
+
+
+@pytest.mark.parametrize("device", [GPU])
+def test_counts_on_a_gpu_are_those_of_the_cpu(device):
+    embeddings = exact_embeddings(5000)
+    labels = np.random.default_rng(0).integers(0, 300, 5000)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        result, expected = all_pairs(embeddings, labels, device=device), all_pairs(embeddings, labels)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert np.array_equal(result.same, expected.same)
+    assert np.array_equal(result.different, expected.different)

@@ -1,0 +1,184 @@
+import json
+
+import numpy as np
+import pytest
+
+from plsc.errors import DataError
+from plsc.evaluate import identification
+from plsc.evaluate.identification import identify, split_gallery
+from plsc.evaluate.report import write_report
+
+
+def exact_units(embeddings):
+    """Unit vectors as exact integers / 2^26, for products in Python integers."""
+    norms = np.linalg.norm(np.asarray(embeddings, np.float64), axis=1)
+    units = embeddings / np.where(norms == 0, 1, norms)[:, None]
+    return np.rint(units * 2**26).astype(np.int64).astype(object)
+
+
+def reference(gallery, gallery_labels, probes, probe_labels, candidates=50):
+    """The protocol as written: NIST FRVT 1:N, one search after another."""
+    scores = exact_units(probes) @ exact_units(gallery).T  # Python integers
+    enrolled = [label if label >= 0 else f"distractor {i}" for i, label in enumerate(gallery_labels)]
+    ranks, mates, tops = [], [], []
+    for label, row in zip(probe_labels, scores, strict=True):
+        best = {}
+        for identity, score in zip(enrolled, row, strict=True):
+            best[identity] = max(score, best.get(identity, score))
+        if label in best:
+            mate = best.pop(label)
+            ranks.append(1 + sum(score >= mate for score in best.values()))
+            mates.append(mate)
+        else:
+            tops.append(max(best.values()))
+
+    def fnir_at(fpir):
+        """Try every threshold at which some score lies, and one above all."""
+        found = []
+        for threshold in {*tops, *mates, max(tops + mates) + 1}:
+            if sum(top >= threshold for top in tops) <= fpir * len(tops):
+                missed = [m < threshold or r > candidates for m, r in zip(mates, ranks, strict=True)]
+                found.append(sum(missed) / len(missed))
+        return min(found)
+
+    return {
+        "ranks": ranks,
+        "mates": [mate / 2**52 for mate in mates],
+        "tops": [top / 2**52 for top in tops],
+        "cmc": [np.mean([rank <= k for rank in ranks]) for k in range(1, len(set(enrolled)) + 1)],
+        "fnir": {f: fnir_at(f) for f in (0.1, 0.01, 0.001) if len(tops) * f >= 1},
+    }
+
+
+def made_data(seed, ties, gallery=60, probes=150, labels=12):
+    """Gallery and probes of labels, some unknown, with distractors; `ties`: few values, so equal scores."""
+    rng = np.random.default_rng(seed)
+
+    def embeddings(count):
+        if ties:
+            return rng.integers(-1, 2, (count, 3)).astype(np.float32)  # zero embeddings too
+        return rng.normal(size=(count, 8)).astype(np.float32)
+
+    return (
+        embeddings(gallery),
+        rng.integers(-1, labels, gallery),
+        embeddings(probes),
+        rng.integers(-1, 2 * labels, probes),
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 4096])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("candidates", [3, 50])
+def test_rates_equal_the_protocol_as_written(monkeypatch, chunk, ties, candidates):
+    monkeypatch.setattr(identification, "_CHUNK", chunk)
+    data = made_data(chunk, ties)
+    expected = reference(*data, candidates)
+    result = identify(*data, candidates=candidates)
+    assert result.ranks.tolist() == expected["ranks"]
+    assert result.mate_scores.tolist() == expected["mates"]
+    assert result.top_scores.tolist() == expected["tops"]
+    assert result.cmc().tolist() == pytest.approx(expected["cmc"])
+    rates = [result.rank1, result.rank5, result.rank10]
+    assert rates == pytest.approx([expected["cmc"][k - 1] for k in (1, 5, 10)])
+    assert result.fnir_at_fpir == pytest.approx(expected["fnir"])
+
+
+def test_one_image_per_identity_equals_the_protocol_as_written():
+    rng = np.random.default_rng(0)
+    gallery = rng.normal(size=(30, 4)).astype(np.float32)
+    probes = rng.normal(size=(50, 4)).astype(np.float32)
+    data = gallery, rng.permutation(30), probes, rng.integers(0, 60, 50)
+    assert identify(*data).ranks.tolist() == reference(*data)["ranks"]
+
+
+def test_result_does_not_depend_on_the_order_of_images():
+    gallery, gallery_labels, probes, probe_labels = made_data(5, ties=True)
+    first = identify(gallery, gallery_labels, probes, probe_labels)
+    g, p = (np.random.default_rng(9).permutation(len(x)) for x in (gallery, probes))
+    second = identify(gallery[g], gallery_labels[g], probes[p], probe_labels[p])
+    assert first == second  # without ranks and scores, which are in the order of the probes
+    assert sorted(first.ranks) == sorted(second.ranks)
+
+
+def test_equal_embeddings_have_the_last_rank():
+    same = np.ones((20, 16), np.float32)
+    result = identify(same, np.arange(20), same * 3, np.arange(20))
+    assert set(result.ranks) == {20}
+    assert result.rank10 == 0
+
+
+def test_the_best_image_of_an_identity_counts():
+    gallery = np.array([[1, 0], [-1, 0], [0.9, 0.1]], np.float32)
+    result = identify(gallery, np.array([3, 3, 4]), np.array([[1, 0]], np.float32), np.array([3]))
+    assert result.ranks.tolist() == [1]
+    assert (result.identities, result.distractors, result.gallery_images) == (2, 0, 3)
+
+
+def test_a_distractor_can_outrank_the_mate():
+    gallery = np.array([[1, 0], [1, 0.1], [1, 0.1]], np.float32)
+    result = identify(gallery, np.array([0, -1, -1]), np.array([[1, 0.1]], np.float32), np.array([0]))
+    assert result.ranks.tolist() == [3]
+
+
+def test_thresholds_accept_exactly_the_share_of_non_mated_searches():
+    data = made_data(3, ties=False, probes=3000)
+    result = identify(*data)
+    assert set(result.fnir_at_fpir) == {0.1, 0.01, 0.001}
+    for fpir, threshold in result.threshold_at_fpir.items():
+        accepted = int((result.top_scores >= threshold).sum())
+        assert accepted == int(fpir * result.non_mated)
+        missed = (result.mate_scores < threshold) | (result.ranks > result.candidates)
+        assert result.fnir_at_fpir[fpir] == pytest.approx(missed.mean())
+
+
+def test_fpirs_below_one_search_are_absent_and_the_report_says_so(tmp_path):
+    gallery, gallery_labels, probes, _ = made_data(1, ties=False)
+    labels = np.append(np.full(40, 99), np.repeat(gallery_labels.max(), 110))
+    result = identify(gallery, gallery_labels, probes, labels)
+    assert list(result.fnir_at_fpir) == [0.1]
+    report = write_report(tmp_path, "Test", [result.section("faces")]).read_text()
+    assert "FNIR at FPIR 0.01, 0.001 is absent" in report
+    assert (tmp_path / "faces_cmc.png").stat().st_size > 1000
+    assert (tmp_path / "faces_fnir.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "report.json").read_text())["faces"]["non_mated"] == 40
+
+
+def test_without_non_mated_searches_only_the_closed_set_is_reported(tmp_path):
+    gallery = np.eye(4, dtype=np.float32)
+    result = identify(gallery, np.arange(4), gallery, np.arange(4))
+    assert (result.rank1, result.non_mated, result.fnir_at_fpir) == (1, 0, {})
+    write_report(tmp_path, "Test", [result.section("faces")])
+    assert [path.name for path in tmp_path.glob("*.png")] == ["faces_cmc.png"]
+
+
+def test_the_curve_goes_from_no_false_positives_to_all():
+    result = identify(*made_data(2, ties=True))
+    fpir, fnir = result.fnir_curve()
+    assert (fpir[0], fpir[-1], fnir[-1]) == (0, 1, 0)
+    assert (np.diff(fpir) > 0).all()
+    assert (np.diff(fnir) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g, gl, p, pl: (g[:0], gl[:0], p, pl), "there are no gallery images"),
+        (lambda g, gl, p, pl: (g, gl, p[:0], pl[:0]), "there are no probe images"),
+        (lambda g, gl, p, pl: (g, gl, p, pl * 0 + 99), "no probe has its identity in the gallery"),
+        (lambda g, gl, p, pl: (g, gl * 0 - 1, p, pl * 0 - 1), "no probe has its identity in the gallery"),
+        (lambda g, gl, p, pl: (g, gl[1:], p, pl), r"gallery embeddings have shape \[60, 8\] for 59 labels"),
+        (lambda g, gl, p, pl: (g[:, 1:], gl, p, pl), "embeddings of 7 values, the probes of 8"),
+        (lambda g, gl, p, pl: (g, gl, np.where(np.arange(150)[:, None] == 17, np.nan, p), pl),
+         "probe embedding 17 is not finite"),
+    ],
+)  # fmt: skip
+def test_unusable_data_raise_an_error(change, message):
+    with pytest.raises(DataError, match=message):
+        identify(*change(*made_data(0, ties=False)))
+
+
+def test_split_enrols_the_first_image_of_every_other_class():
+    labels = np.array([7, 3, 3, 9, 7, 3, 9, 9, 11])
+    assert np.flatnonzero(split_gallery(labels)).tolist() == [1, 3]  # classes 3 and 9 of 3, 7, 9, 11
+    assert np.flatnonzero(split_gallery(labels, open_set=False)).tolist() == [0, 1, 3, 8]

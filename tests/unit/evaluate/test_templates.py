@@ -1,0 +1,197 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.data.template_files import read_protocol
+from plsc.errors import DataError
+from plsc.evaluate import templates
+from plsc.evaluate.identification import identify
+from plsc.evaluate.report import write_report
+from plsc.evaluate.templates import evaluate_templates, pool_templates
+from plsc.evaluate.verification import FARS
+from tests.distributed.launch import run_ranks
+
+SUBJECTS = 24
+
+
+def pooled_as_written(embeddings, template_of, media_of, weights):
+    """IJB: images of a medium first, then the media of the template."""
+    templates = {}
+    for row, template, medium, weight in zip(embeddings, template_of, media_of, weights, strict=True):
+        templates.setdefault(template, {}).setdefault(medium, []).append(row.astype(np.float64) * weight)
+    return {
+        template: np.mean([np.mean(images, axis=0) for images in media.values()], axis=0)
+        for template, media in templates.items()
+    }
+
+
+def cosine(one, other):
+    """As an exact sum, of unit vectors with the precision of `identify`."""
+    units = [np.rint(x / (np.linalg.norm(x) or 1) * 2**26).astype(int).tolist() for x in (one, other)]
+    return sum(a * b for a, b in zip(*units, strict=True)) / 2**52
+
+
+def write_protocol(folder, seed=0, weighted=False):
+    """Write a small IJB-C: templates of one image and more, media of several images, half of them probes."""
+    rng = np.random.default_rng(seed)
+    rows, subject_of = [], {}
+    for template in rng.permutation(4 * SUBJECTS) * 3 + 5:
+        subject_of[template] = int(rng.integers(SUBJECTS))
+        for medium in rng.integers(0, 4, rng.integers(1, 6)):
+            rows.append((f"{len(rows)}.jpg", template, medium))
+    order = rng.permutation(len(rows))  # images of a template need not be next to each other
+    rows = [rows[index] for index in order]
+    (folder / "ijbc_face_tid_mid.txt").write_text("".join("{} {} {}\n".format(*row) for row in rows))
+    enrolled = {subject: template for template, subject in subject_of.items()}  # one template each
+    halves = {"G1": range(SUBJECTS // 2), "G2": range(SUBJECTS // 2, SUBJECTS)}
+    probes = sorted(set(subject_of) - set(enrolled.values()))
+    lists = {f"gallery_{name}": [enrolled[s] for s in half if s in enrolled] for name, half in halves.items()}
+    for name, listed in {**lists, "probe_mixed": probes}.items():
+        lines = [f"{template},{subject_of[template]},x.jpg\n" for template in listed]
+        (folder / f"ijbc_1N_{name}.csv").write_text("TEMPLATE_ID,SUBJECT_ID,FILENAME\n" + "".join(lines))
+    pairs = [(one, other) for one in enrolled.values() for other in probes]
+    lines = [f"{one} {other} {int(subject_of[one] == subject_of[other])}\n" for one, other in pairs]
+    (folder / "ijbc_template_pair_label.txt").write_text("".join(lines))
+    weights = rng.integers(1, 4, len(rows)) / 4 if weighted else np.ones(len(rows))
+    if weighted:
+        scored = [f"{row[0]} {'0 ' * 10}{weight}\n" for row, weight in zip(rows, weights, strict=True)]
+        (folder / "ijbc_name_5pts_score.txt").write_text("".join(scored))
+    # Small integers: many templates are equal, and some are zero.
+    embeddings = rng.integers(-1, 2, (len(rows), 3)).astype(np.float32)
+    return embeddings, rows, weights, subject_of, pairs, lists, probes
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk", [3, 8192])
+def test_rates_equal_the_protocol_as_written(tmp_path, monkeypatch, weighted, chunk):
+    monkeypatch.setattr(templates, "_CHUNK", chunk)
+    embeddings, rows, weights, subject_of, pairs, lists, probes = write_protocol(tmp_path, 1, weighted)
+    result = evaluate_templates(embeddings, read_protocol(tmp_path))
+    _, template_of, media_of = zip(*rows, strict=True)
+    pooled = pooled_as_written(embeddings, template_of, media_of, weights)
+
+    scores = np.array([cosine(pooled[one], pooled[other]) for one, other in pairs])
+    same = np.array([subject_of[one] == subject_of[other] for one, other in pairs])
+    for far in FARS:
+        rates = [
+            np.mean(scores[same] >= threshold)
+            for threshold in [*np.unique(scores), 2]
+            if np.mean(scores[~same] >= threshold) <= far
+        ]
+        assert result.verification.tar_at_far[far] == pytest.approx(max(rates))
+    assert result.verification.unresolved_fars == tuple(far for far in FARS if 1 / (~same).sum() > far)
+
+    found = {"ranks": [], "tpir": []}
+    for name, gallery in lists.items():
+        enrolled = {subject_of[template]: pooled[template] for template in gallery}
+        ranks, mates, tops = [], [], []
+        for probe in probes:
+            searched = {s: cosine(pooled[probe], vector) for s, vector in enrolled.items()}
+            mate = searched.pop(subject_of[probe], None)
+            if mate is None:
+                tops.append(max(searched.values()))
+            else:
+                mates.append(mate)
+                ranks.append(1 + sum(score >= mate for score in searched.values()))
+        limit = sorted(tops, reverse=True)[int(0.1 * len(tops))]  # this one is not accepted any more
+        found["ranks"].append(ranks)
+        found["tpir"].append(np.mean(np.array(mates) > limit))
+        assert result.identification.galleries[name.removeprefix("gallery_")].ranks.tolist() == ranks
+    for k in (1, 5, 10):
+        expected = np.mean([np.mean(np.array(ranks) <= k) for ranks in found["ranks"]])
+        assert getattr(result.identification, f"rank{k}") == pytest.approx(expected)
+    assert result.identification.tpir_at_fpir == {0.1: pytest.approx(np.mean(found["tpir"]))}
+    assert result.weighted == weighted
+    assert result.media == len({(template, medium) for _, template, medium in rows})
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8192])
+def test_media_are_averaged_before_templates(monkeypatch, chunk):
+    monkeypatch.setattr(templates, "_CHUNK", chunk)
+    embeddings = np.array([[1, 0], [0, 1], [0, 3], [5, 5], [2, 0], [4, 0]], np.float32)
+    # Template 0: medium 8 (rows 0) and medium 9 (rows 1 and 2). Template 1: one image, also of medium 9.
+    # Template 2: two images of one medium.
+    pooled = pool_templates(embeddings, np.array([0, 0, 0, 1, 2, 2]), np.array([8, 9, 9, 9, 0, 0]))
+    assert pooled.tolist() == [[0.5, 1], [5, 5], [3, 0]]
+
+
+def test_pooling_does_not_depend_on_the_order_of_images():
+    rng = np.random.default_rng(0)
+    embeddings = rng.normal(size=(400, 6)).astype(np.float32)
+    template_of, media = np.append(np.arange(40), rng.integers(0, 40, 360)), rng.integers(0, 3, 400)
+    order = rng.permutation(400)
+    shuffled = pool_templates(embeddings[order], template_of[order], media[order])
+    assert shuffled == pytest.approx(pool_templates(embeddings, template_of, media), abs=1e-12)
+
+
+def test_one_image_per_template_is_plain_identification(tmp_path):
+    rng = np.random.default_rng(2)
+    embeddings = rng.normal(size=(30, 8)).astype(np.float32)
+    (tmp_path / "x_face_tid_mid.txt").write_text("".join(f"{i}.jpg {i} {i}\n" for i in range(30)))
+    header = "TEMPLATE_ID,SUBJECT_ID\n"
+    (tmp_path / "x_1N_gallery_S1.csv").write_text(header + "".join(f"{i},{i}\n" for i in range(10)))
+    (tmp_path / "x_1N_probe_mixed.csv").write_text(header + "".join(f"{i},{i % 20}\n" for i in range(10, 30)))
+    result = evaluate_templates(embeddings, read_protocol(tmp_path))
+    alone = identify(embeddings[:10], np.arange(10), embeddings[10:], np.arange(10, 30) % 20)
+    assert result.verification is None
+    assert result.identification.galleries == {"S1": alone}
+    assert result.identification.rank1 == alone.rank1
+
+
+def test_report_has_both_protocols(tmp_path):
+    embeddings, *_ = write_protocol(tmp_path, 3)
+    result = evaluate_templates(embeddings, read_protocol(tmp_path))
+    report = write_report(tmp_path / "report", "Templates", [result.section("IJB-C")]).read_text()
+    assert "| 1:N | mean | G1 | G2 |" in report
+    assert "not weighted" in report
+    values = json.loads((tmp_path / "report/report.json").read_text())["IJB-C"]
+    assert values.items() >= result.as_dict().items()
+    assert values["verification"]["tar_at_far"]["0.1"] == result.verification.tar_at_far[0.1]
+    assert sorted(path.name for path in (tmp_path / "report").glob("*.png")) == [
+        "IJB-C_cmc.png", "IJB-C_roc.png",
+    ]  # fmt: skip
+    assert "1:1 TAR" in result.summary()
+    assert "1:N rank-1" in result.summary()
+
+
+def test_a_gallery_without_searched_subjects_raises_an_error(tmp_path):
+    embeddings, *_, lists, _ = write_protocol(tmp_path)
+    lines = [f"{template},{900 + template}\n" for template in lists["gallery_G2"]]
+    (tmp_path / "ijbc_1N_gallery_G2.csv").write_text("TEMPLATE_ID,SUBJECT_ID\n" + "".join(lines))
+    with pytest.raises(DataError, match="gallery G2 of ijbc: no probe has its identity in the gallery"):
+        evaluate_templates(embeddings, read_protocol(tmp_path))
+
+
+def test_unusable_embeddings_raise_an_error(tmp_path):
+    embeddings, *_ = write_protocol(tmp_path)
+    protocol = read_protocol(tmp_path)
+    with pytest.raises(DataError, match=r"have shape .* for"):
+        evaluate_templates(embeddings[1:], protocol)
+    embeddings[17, 1] = np.inf
+    with pytest.raises(DataError, match="embedding of image 17 of the templates is not finite"):
+        evaluate_templates(embeddings, protocol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_results_are_identical_on_every_number_of_ranks(tmp_path, ranks):
+    images, *_ = write_protocol(tmp_path, 6)
+    rng = np.random.default_rng(6)
+    data = {
+        "gallery": rng.integers(-2, 3, (40, 5)).astype(np.float32),
+        "gallery_labels": rng.integers(-1, 12, 40),
+        "probes": rng.normal(size=(50, 5)).astype(np.float32),
+        "probe_labels": np.append(rng.integers(0, 12, 48), [90, 91]),  # fewer non-mated searches than ranks
+    }
+    np.savez(tmp_path / "data.npz", images=images, **data)
+    run_ranks(Path(__file__).with_name("identify_rank.py"), ranks, str(tmp_path))
+    alone, pooled = identify(*data.values()), evaluate_templates(images, read_protocol(tmp_path))
+    assert alone.non_mated == 2
+    for rank in range(ranks):
+        found = np.load(tmp_path / f"{ranks}-{rank}.npz")
+        assert np.array_equal(found["ranks"], alone.ranks)
+        assert np.array_equal(found["mate_scores"], alone.mate_scores)
+        assert np.array_equal(found["top_scores"], alone.top_scores)
+        assert str(found["values"]) == repr((alone.as_dict(), pooled.as_dict()))

@@ -1,0 +1,252 @@
+"""Networks whose input is no image: samples, errors, prediction; and sparse gradients in one process."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import plsc
+from plsc.config import Options
+from plsc.errors import DataError, OptionError, TrainingError
+from plsc.models import BaseModel, check_model
+from plsc.optim.optimizers import ExpectedStates, assign_parameters, build_optimizer
+from plsc.optim.sparse import SPARSE
+from plsc.parallel.world import World
+from plsc.train.build import UserParts
+from plsc.train.data import open_training_data
+from plsc.train.evaluation import load_network, run_conversion
+from plsc.train.network import build_trained_network
+from plsc.train.prediction import run_prediction
+from tests.resuming import different, options_of, train
+
+WORLD = World.single()
+IDS = torch.arange(24).view(8, 3) % 10
+LABELS = torch.arange(8) % 4
+
+
+class Words(BaseModel):
+    def __init__(self, is_sparse=True):
+        super().__init__()
+        self.example_input = torch.zeros(2, 3, dtype=torch.int64)
+        self.embedding = nn.Embedding(10, 8, sparse=is_sparse)
+        self.fc = nn.Linear(8, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(self.embedding(input).sum(1))
+
+
+class Described(Words):
+    """Its input is a dict of integers and floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input = {"ids": torch.zeros(2, 3, dtype=torch.int64), "scale": torch.zeros(2)}
+
+    def build_network(self, input, label, is_train=True):
+        return super().build_network(input["ids"], label) * input["scale"][:, None]
+
+
+def sample(index):
+    return {"ids": IDS[index].numpy(), "scale": 1.0 + index}, int(LABELS[index])
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, change=lambda sample: sample):
+        self.change = change
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.change(sample(index)) if index == 5 else sample(index)
+
+
+def options(folder, **changes):
+    changes = {"head__class_num": 4, "train__batch_size": 4, "train__epochs": 1, **changes}
+    return options_of(folder, folder / "run", **changes)
+
+
+def loader(folder, reader, network, **changes):
+    config = options(folder, data__order="sequential", **changes).resolve()
+    example = network().example_input
+    return open_training_data(config, WORLD, reader, None, 4, example=example).loader
+
+
+def reader_of_lists():
+    yield [sample(index) for index in range(8)]
+
+
+READERS = {
+    "dataset": Pairs(),
+    "generator": lambda: map(sample, range(8)),
+    "lists": reader_of_lists,
+    "DataLoader": DataLoader(Pairs(), batch_size=3).__iter__,
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_dicts_arrive_unchanged_and_with_the_types_of_the_example(kind, num_workers, tmp_path):
+    reading = loader(tmp_path, READERS[kind], Described, data__num_workers=num_workers)
+    first, second = reading.epoch(0)
+    for batch, start in ((first, 0), (second, 4)):
+        found = batch.input("cpu")
+        assert found.keys() == {"ids", "scale"}
+        assert found["ids"].equal(IDS[start : start + 4])
+        assert found["scale"].equal(torch.arange(4.0) + 1 + start)  # float32, as in the example
+        assert batch.labels.equal(LABELS[start : start + 4])
+
+
+def test_batches_of_tensors_are_split(tmp_path):
+    reading = loader(tmp_path, DataLoader(TensorDataset(IDS, LABELS), batch_size=5).__iter__, Words)
+    assert torch.cat([batch.input("cpu") for batch in reading.epoch(0)]).equal(IDS)
+
+
+WRONG = {
+    "is a ndarray; expected a dict of ids, scale": lambda one: (one[0]["ids"], 1),
+    "has the keys ids; expected ids, scale": lambda one: ({"ids": one[0]["ids"]}, 1),
+    r"ids is int64 \[2\]; expected int64 \[3\]": lambda one: ({**one[0], "ids": IDS[0, :2]}, 1),
+    r"ids is float32 \[3\]; expected int64 \[3\]": lambda one: ({**one[0], "ids": torch.zeros(3)}, 1),
+    "ids is str; expected int64": lambda one: ({**one[0], "ids": "a word"}, 1),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_sample_unlike_the_example_is_named(message, tmp_path):
+    dataset = Pairs(WRONG[message])
+    with pytest.raises(DataError, match=rf"dataset\[5\].*{message}"):
+        list(loader(tmp_path, dataset, Described).epoch(0))
+    with pytest.raises(DataError, match=f"sample 5 of epoch 0 of the train reader.*{message}"):
+        list(loader(tmp_path, lambda: (dataset[i] for i in range(8)), Described).epoch(0))
+
+
+class Plain(Words):
+    """Word ids, but it does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input = None
+
+
+def test_word_ids_for_a_network_without_an_example_point_to_it(tmp_path):
+    with pytest.raises(OptionError, match=r"set its example_input if it takes no images"):
+        check_model(Plain(), (3, 16, 16), 8)
+    with pytest.raises(DataError, match=r"got int64 \[3\]; if it is no image, set the network's example_inp"):
+        list(loader(tmp_path, TensorDataset(IDS, LABELS), Plain).epoch(0))
+    with pytest.raises(DataError, match=r"got dict; if it is no image, set the network's example_input"):
+        list(loader(tmp_path, READERS["generator"], Plain).epoch(0))
+
+
+@pytest.mark.parametrize("example", [{}, 3, torch.zeros(3, 4), {"ids": torch.zeros(2), "more": [1, 2]}])
+def test_a_wrong_example_is_refused(example):
+    network = Words()
+    network.example_input = example
+    with pytest.raises(OptionError, match="example_input of Words must be a tensor"):
+        check_model(network, (3, 16, 16), 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__crop_padding": 2}, "data.crop_padding is only for images"),
+        ({"data__cache": "memory"}, "data.cache is only for images"),
+    ],
+)
+def test_options_of_images_are_refused(changes, message, tmp_path):
+    with pytest.raises(OptionError, match=message):
+        loader(tmp_path, Pairs(), Described, **changes)
+    with pytest.raises(OptionError, match="set train_reader"):
+        loader(tmp_path, None, Described)
+
+
+def test_a_trained_network_predicts_and_is_converted(tmp_path):
+    train(options(tmp_path), WORLD, Described, UserParts(train_reader=Pairs()))
+    checkpoint = str(tmp_path / "run/0")
+    network = load_network(checkpoint, Described())
+    scales = torch.arange(8.0) + 1
+    with torch.no_grad():
+        expected = network({"ids": IDS, "scale": scales}).numpy()
+    chosen = Options()
+    chosen.set("checkpoint.load_dir", checkpoint)
+    for reader in (Pairs(), READERS["generator"]):
+        user = UserParts(model=Described(), predict_reader=reader)
+        found = run_prediction(chosen, WORLD, user)
+        assert np.allclose(found.embeddings, expected, atol=1e-6)
+        assert found.labels.tolist() == LABELS.tolist()
+    run_prediction(chosen, WORLD, user, output=tmp_path / "written")
+    about = json.loads((tmp_path / "written/_index.json").read_text())
+    assert about["input"]["ids"] == {"shape": ["batch", 3], "dtype": "int64"}
+    folder = run_conversion(chosen, WORLD, UserParts(model=Described()), tmp_path / "model")
+    about = json.loads((folder / "model.json").read_text())
+    assert about["input"]["ids"] == {"shape": ["batch", 3], "dtype": "int64"}
+    with torch.no_grad():
+        assert np.array_equal(plsc.load_network(folder, Described())({"ids": IDS, "scale": scales}), expected)
+
+
+def test_a_loss_that_is_nan_saves_the_input(tmp_path):
+    dataset = Pairs(lambda one: ({**one[0], "scale": math.nan}, one[1]))
+    with pytest.raises(TrainingError, match="the first layer with a nan or inf: the output of the network"):
+        train(options(tmp_path), WORLD, Described, UserParts(train_reader=dataset))
+    saved = load_file(tmp_path / "run/bad_batch.safetensors")
+    assert saved["ids"].shape == (4, 3)
+    assert int(saved["scale"].isnan().sum()) == 1
+
+
+def test_sparse_gradients_are_unscaled_clipped_and_measured_as_dense_ones(tmp_path):
+    user = UserParts(train_reader=TensorDataset(IDS, LABELS))
+    more = {"optim__clip_norm": 0.01, "optim__momentum": 0.0, "optim__weight_decay": 0.0}
+    for name, scaling in (("plain", "auto"), ("scaled", "always")):
+        folder = tmp_path / name
+        train(options(folder, precision__loss_scaling=scaling, **more), WORLD, Words, user)
+    assert different(tmp_path / "plain/run/0", tmp_path / "scaled/run/0") == []
+    norms = []
+    for is_sparse in (True, False):
+        folder = tmp_path / str(is_sparse)
+        chosen = options(folder, train__log_gradient_norm=True, **more)
+        train(chosen, WORLD, lambda is_sparse=is_sparse: Words(is_sparse), user)
+        lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+        norms.append([line["gradient_norm"] for line in lines if "gradient_norm" in line])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert len(norms[0]) == 2
+
+
+def options_with(**changes):
+    found = Options()
+    for name, value in changes.items():
+        found.set(f"optim.{name}", value)
+    return found.optim
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
+def test_expected_states_of_sparse_gradients_equal_those_of_a_real_step(name):
+    network, chosen = Words(), options_with(optimizer=name)
+    named = dict(network.named_parameters())
+    assigned = assign_parameters(network, chosen).groups
+    groups = [{"params": [named[one] for one in names], **own} for names, own in assigned if names]
+    assert [bool(group.get(SPARSE)) for group in groups] == [False, True]
+    optimizer = build_optimizer(chosen, groups, 0.1, torch.device("cpu"))
+    expected = ExpectedStates(optimizer).of(network.embedding.weight)
+    network(IDS).square().sum().backward()
+    optimizer.step()
+    state = optimizer.state[network.embedding.weight]
+    assert expected == {
+        key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+        for key, value in state.items()
+    }
+
+
+def test_what_sparse_gradients_do_not_support_is_refused():
+    with pytest.raises(OptionError, match=r"adamw does not support the sparse gradients of embedding.weight"):
+        assign_parameters(Words(), options_with(optimizer="adamw"))
+    groups = ({"pattern": "embedding", "weight_decay": 0.1},)
+    with pytest.raises(OptionError, match=r"do not support weight_decay 0\.1"):
+        assign_parameters(Words(), options_with(groups=groups))
+    chosen = Options()
+    chosen.set_together({"parallel.backbone": "sharded", "model.emb_size": 8})
+    with pytest.raises(OptionError, match="which cannot be sharded; use sparse=False"):
+        build_trained_network(chosen.resolve(), World(0, 2, 0, torch.device("cpu")), Words())
