@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from plsc.cli import checkpoint, data, doctor, gallery, launch, run
+from plsc.cli import checkpoint, data, doctor, gallery, launch, run, serve
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
 from plsc.terminal import Terminal, on_terminal
@@ -22,6 +22,7 @@ COMMANDS = Group(
     {
         **run.COMMANDS,
         **gallery.COMMANDS,
+        "serve": serve.COMMAND,
         "launch": launch.COMMAND,
         "doctor": doctor.COMMAND,
         "data": data.GROUP,

@@ -57,10 +57,8 @@ def decode_into(data: Image, out: np.ndarray) -> torch.Tensor | None:
     if isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.shape == out.shape:
         np.copyto(out, data)
         return None
-    if isinstance(data, bytes) and data.startswith(b"\xff\xd8") and decode_jpeg is not None:
-        _check_file(data)
-        if _decode_jpeg_of_this_size(data, out):
-            return None
+    if isinstance(data, bytes) and decode_jpeg_of_size(data, out):
+        return None
     image = decode_image(data, (channels, height, width))
     if image.is_floating_point():
         return image
@@ -193,8 +191,15 @@ def _check_file(data: bytes) -> None:
         raise DataError(f"the image is a JPEG of over {MAX_SCANS} scans; save it again", kind="undecodable")
 
 
-def _decode_jpeg_of_this_size(data: bytes, out: np.ndarray) -> bool:
-    """Decode into the buffer if the image has its size and is complete; libjpeg cannot write beyond it."""
+def decode_jpeg_of_size(data: bytes, out: np.ndarray) -> bool:
+    """Decode a complete JPEG of the size of ``out``, uint8 [H, W, C]; return whether the data is one.
+
+    libjpeg cannot write beyond ``out``, and nothing of another size is decoded. Raises DataError for a file
+    over the limits.
+    """
+    if not data.startswith(b"\xff\xd8") or decode_jpeg is None:
+        return False
+    _check_file(data)
     height, width = out.shape[:2]
     try:
         # Reading the header takes as long as everything else here and releases the interpreter lock, which

@@ -103,7 +103,7 @@ class Gallery:
         return scores[:, :k], entries[:, :k]
 
 
-def build_gallery(vectors: np.ndarray, names: Sequence[str] | None = None) -> Gallery:
+def build_gallery(vectors: np.ndarray, names: Sequence[str] | ClassNames | None = None) -> Gallery:
     """Return a gallery in memory, for vectors [N, D] of any norm; it is not written to a file.
 
     Raises DataError if there are no vectors, or one is not finite.

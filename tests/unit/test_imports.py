@@ -19,7 +19,7 @@ LEVELS = [
     {"export"},
     {"train", "utils", "plan"},
     {"profiling", "gallery"},
-    {"entry"},
+    {"entry", "serve"},
     {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}

@@ -1,0 +1,310 @@
+"""The HTTP endpoints of the server, and its page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import io
+import json
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pybase64
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from plsc import __version__
+from plsc.errors import DataError
+from plsc.serve.guard import STATUSES, Answer, Guard, Headers
+from plsc.serve.service import MOST_FOUND, Service, check_name
+
+PAGE = Path(__file__).parent / "page"
+NPY = b"application/x-npy"
+HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
+"""Headers of all responses."""
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+}
+_FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
+_PUBLIC = frozenset({*_FILES, "/health", "/docs", "/openapi.json"})
+_LISTED = 1000  # entries per request
+_LARGEST_ID = 2**63 - 1
+
+Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
+
+
+def create_app(service: Service) -> Guard:
+    """Return the application of a service, with all limits."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(
+        title="plsc",
+        version=__version__,
+        summary="Embed images, compare them, search for the nearest entries, and enrol new ones.",
+        docs_url=None,  # it loads scripts from another host
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    _add_images(app, service)
+    _add_entries(app, service)
+    _add_pages(app, service)
+    for kind, status in STATUSES.items():
+        app.add_exception_handler(kind, _answer_with(status))
+    options = service.options
+    hosts = frozenset({"localhost", "127.0.0.1", "[::1]", options.host, f"[{options.host}]"})
+    return Guard(
+        app,
+        partial(_embed, service),
+        key=options.api_key(),
+        public=_PUBLIC,
+        hosts=hosts if is_loopback(options.host) else None,
+        max_bytes=options.max_bytes,
+        timeout=options.timeout,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address can only be reached from this machine."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+async def _embed(service: Service, image: bytes, headers: Headers) -> Answer:
+    """Return the embedding of an image as JSON, or as an .npy file if the client accepts only that."""
+    embedding = await service.embed(image)
+    if headers.get(b"accept") == NPY:
+        stream = io.BytesIO()
+        np.save(stream, embedding)
+        return stream.getvalue(), NPY
+    values = embedding.astype(np.float64).round(7).tolist()  # more digits would cost time
+    return b'{"embedding":%s}' % json.dumps(values).encode(), b"application/json"
+
+
+def _add_images(app: FastAPI, service: Service) -> None:
+    @app.post("/embed", summary="Return the embedding of an image", openapi_extra=_body(1))
+    async def embed(request: Request) -> Response:
+        images, _ = await _read(request, 1)
+        content, kind = await _embed(service, images[0], dict(request.headers.raw))
+        return Response(content, media_type=kind.decode())
+
+    @app.post("/compare", summary="Return the cosine similarity of two images", openapi_extra=_body(2))
+    async def compare(request: Request, far: Far = None) -> Response:
+        verdict = _Verdict(service, far)
+        images, _ = await _read(request, 2)
+        first, second = await asyncio.gather(*map(service.embed, images))
+        similarity = float(first.astype(np.float64) @ second)
+        accepted = [known for known, cosine in service.model.thresholds.items() if similarity >= cosine]
+        lowest = min(accepted, default=None)
+        same = verdict.accepts(similarity)
+        return JSONResponse(
+            {"similarity": similarity, "same": same, **verdict.about, "lowest_accepted_far": lowest}
+        )
+
+    @app.post("/search", summary="Return the entries nearest to an image", openapi_extra=_body(1))
+    async def search(
+        request: Request, k: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 5, far: Far = None
+    ) -> Response:
+        verdict = _Verdict(service, far)
+        images, _ = await _read(request, 1)
+        found = await service.search(await service.embed(images[0]), k)
+        is_known = verdict.accepts(found[0]["similarity"]) if found else False
+        name = None if is_known is None else found[0]["name"] if is_known else "unknown"
+        return JSONResponse({"name": name, "known": is_known, **verdict.about, "results": found})
+
+
+def _add_entries(app: FastAPI, service: Service) -> None:
+    @app.post("/entries", status_code=201, summary="Enrol an image", openapi_extra=_body(1, named=True))
+    async def enrol(request: Request, name: str | None = None) -> Response:
+        images, fields = await _read(request, 1)
+        name = check_name(fields.get("name", name))
+        number = await service.enrol(name, images[0])
+        return JSONResponse({"id": number, "name": name}, 201)
+
+    @app.get("/entries", summary="List enrolled entries, those with an id above `after`")
+    def entries(
+        after: Annotated[int, Query(ge=0, le=_LARGEST_ID)] = 0,
+        limit: Annotated[int, Query(ge=1, le=_LISTED)] = _LISTED,
+    ) -> Response:
+        rows = service.store.entries(after, limit)
+        listed = [{"id": number, "name": name, "enrolled": time} for number, name, time in rows]
+        return JSONResponse({"entries": listed, "count": len(service.store)})
+
+    @app.delete("/entries/{number}", summary="Delete an enrolled entry")
+    async def delete(number: int) -> Response:
+        if not 0 < number <= _LARGEST_ID or not await service.delete(number):
+            return _missing(f"there is no entry {number}")
+        return JSONResponse({"id": number})
+
+    @app.get("/entries/{number}/thumbnail", summary="Return the picture of an enrolled entry")
+    def entry_thumbnail(number: int) -> Response:
+        picture = service.store.thumbnail(number) if 0 < number <= _LARGEST_ID else None
+        if picture is None:
+            return _missing(f"there is no entry {number}")
+        return Response(picture, media_type="image/jpeg")
+
+    @app.get("/classes/{number}/thumbnail", summary="Return the picture of a class of the model")
+    def class_thumbnail(number: int) -> Response:
+        path = service.model.thumbnail(number)
+        return FileResponse(path) if path is not None else _missing(f"class {number} has no picture")
+
+
+def _add_pages(app: FastAPI, service: Service) -> None:
+    @app.get("/health", summary="Return status ok while the server works")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok", "waiting": len(service.embeddings)})
+
+    @app.get("/about", summary="Describe the model, its thresholds and the limits")
+    async def about() -> Response:
+        model, options = service.model, service.options
+        return JSONResponse(
+            {
+                "model": model.fingerprint,
+                "image_shape": model.image_shape,
+                "emb_size": model.emb_size,
+                "precision": model.about["graph"].get("precision"),
+                "accuracy": model.about.get("accuracy"),
+                "far": service.far,
+                "thresholds": {f"{far:g}": cosine for far, cosine in model.thresholds.items()},
+                "enrolled": len(service.store),
+                "gallery": 0 if service.gallery is None else len(service.gallery),
+                "gallery_is_classes": service.is_classes,
+                "roc": (model.folder / "roc.png").is_file(),
+                "max_bytes": options.max_bytes,
+                "max_pixels": options.max_pixels,
+            }
+        )
+
+    @app.get("/roc.png", summary="Return the ROC of the evaluation")
+    def roc() -> Response:
+        path = service.model.folder / "roc.png"
+        return FileResponse(path) if path.is_file() else _missing("the model has no ROC")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(_describe(app.openapi()), headers=_PAGE_HEADERS)
+
+    for path, name in _FILES.items():
+        app.add_route(path, _file(PAGE / name), include_in_schema=False)
+
+
+def _file(path: Path) -> Any:
+    async def serve(request: Request) -> Response:
+        return FileResponse(path, headers=_PAGE_HEADERS)
+
+    return serve
+
+
+class _Verdict:
+    """The threshold of a FAR."""
+
+    def __init__(self, service: Service, far: float | None) -> None:
+        known = service.far if far is None else service.known_far(far)
+        self._threshold = None if known is None else service.model.thresholds[known]
+        self.about = {"far": known, "threshold": self._threshold}
+
+    def accepts(self, similarity: float) -> bool | None:
+        """Return whether a similarity reaches the threshold; None if the model has no thresholds."""
+        return None if self._threshold is None else similarity >= self._threshold
+
+
+async def _read(request: Request, count: int) -> tuple[Sequence[bytes], dict[str, Any]]:
+    """Return the images of a request, and its other fields. Raises DataError unless there are `count`."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        images, fields = _from_json(await request.body(), count)
+    elif kind == "multipart/form-data":
+        images, fields = await _from_form(request, count)
+    else:
+        images, fields = [await request.body()], {}
+    if len(images) != count or not all(images):
+        raise DataError(f"expected {count} image{'s' * (count > 1)} with content; got {len(images)}")
+    return images, fields
+
+
+def _from_json(body: bytes, count: int) -> tuple[list[bytes], dict[str, Any]]:
+    expected = '{"image": BASE64}' if count == 1 else '{"images": [BASE64, BASE64]}'
+    try:
+        fields = json.loads(body)
+        texts = [fields.pop("image")] if count == 1 else list(fields.pop("images"))
+        return [pybase64.b64decode(text, validate=True) for text in texts], fields
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"the JSON body is not {expected} ({type(error).__name__})") from error
+
+
+async def _from_form(request: Request, count: int) -> tuple[list[bytes], dict[str, Any]]:
+    parser = MultiPartParser(request.headers, request.stream(), max_files=count, max_fields=4)
+    parser.spool_max_size = 2**40  # in memory: the body is bounded already
+    try:
+        form = await parser.parse()
+    except (MultiPartException, ValueError, KeyError) as error:
+        message = getattr(error, "message", type(error).__name__)
+        raise DataError(f"the form cannot be parsed ({message})") from error
+    values = [value for _, value in form.multi_items()]
+    images = [await value.read() for value in values if isinstance(value, UploadFile)]
+    return images, {name: value for name, value in form.items() if isinstance(value, str)}
+
+
+def _answer_with(status: int) -> Any:
+    headers = {"Retry-After": "1"} if status == 429 else None
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": str(error)[:500]}, status, headers)
+
+    return answer
+
+
+def _missing(what: str) -> Response:
+    return JSONResponse({"detail": what}, 404)
+
+
+def _body(count: int, named: bool = False) -> dict[str, Any]:
+    """Return the OpenAPI description of a body with images."""
+    encoded = {"type": "string", "contentEncoding": "base64"}
+    binary = {"type": "string", "format": "binary"}
+    name = {"name": {"type": "string"}} if named else {}
+    if count == 1:
+        fields: dict[str, Any] = {"image": encoded}
+        parts: dict[str, Any] = {"image": binary}
+    else:
+        fields = {"images": {"type": "array", "items": encoded, "minItems": count, "maxItems": count}}
+        parts = {"first": binary, "second": binary}
+    content: dict[str, Any] = {
+        "application/json": {"schema": {"type": "object", "properties": {**fields, **name}}},
+        "multipart/form-data": {"schema": {"type": "object", "properties": {**parts, **name}}},
+    }
+    if count == 1:
+        content["image/*"] = {"schema": binary}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _describe(schema: dict[str, Any]) -> str:
+    """Return a page with the endpoints of an OpenAPI description."""
+    rows = []
+    for path, methods in schema["paths"].items():
+        for method, about in methods.items():
+            kinds = ", ".join(about.get("requestBody", {}).get("content", {}))
+            query = ", ".join(one["name"] for one in about.get("parameters", []) if one["in"] == "query")
+            cells = (f"{method.upper()} {path}", about["summary"], kinds, query)
+            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("endpoint", "what it does", "body", "query"))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>plsc: HTTP endpoints</title>'
+        '<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="style.css"></head>'
+        '<body><main><h1>HTTP endpoints</h1><p><a href="openapi.json">openapi.json</a> describes them for '
+        f'programs. <a href="./">Back</a></p><div class="wide"><table><tr>{head}</tr>{"".join(rows)}'
+        "</table></div></main></body></html>"
+    )

@@ -1,0 +1,145 @@
+"""The client of ``plsc serve``."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import threading
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pybase64
+
+from plsc.errors import DataError, OptionError
+
+Image = str | os.PathLike[str] | bytes
+
+
+class Client:
+    """Access to a server of ``plsc serve``.
+
+    An image is the content of a file (bytes), or its path. All methods raise DataError with the server's
+    message. Threads may share a client; each one has its own connection.
+
+    Args:
+        url: address of the server.
+        api_key: its key; by default the environment variable PLSC_API_KEY.
+        timeout: seconds to wait for the server.
+    """
+
+    def __init__(
+        self, url: str = "http://127.0.0.1:8000", api_key: str | None = None, timeout: float = 60.0
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise OptionError(f"url is {url!r}; expected http://HOST:PORT or https://HOST:PORT")
+        key = os.environ.get("PLSC_API_KEY", "") if api_key is None else api_key
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._url, self._path, self._timeout = parts, parts.path.rstrip("/"), timeout
+        self._local = threading.local()
+
+    def encode(self, image: Image) -> np.ndarray:
+        """Return the L2-normalised embedding of an image, float32 [D]."""
+        body = self._request("POST", "/embed", _content(image), Accept="application/x-npy")
+        found: np.ndarray = np.load(io.BytesIO(body), allow_pickle=False)
+        return found
+
+    def compare(self, first: Image, second: Image, far: float | None = None) -> dict[str, Any]:
+        """Return the cosine ``similarity`` of two images, and whether they are the ``same`` at a FAR.
+
+        far: a FAR of the model's thresholds; by default that of the server.
+        """
+        images = [pybase64.b64encode(_content(one)).decode() for one in (first, second)]
+        body = json.dumps({"images": images}).encode()
+        return self._json("POST", _query("/compare", far=far), body, **{"Content-Type": "application/json"})
+
+    def search(self, image: Image, k: int = 5, far: float | None = None) -> dict[str, Any]:
+        """Return the nearest entries, ``results``, and the ``name`` of the first; "unknown" below the FAR."""
+        return self._json("POST", _query("/search", k=k, far=far), _content(image))
+
+    def enrol(self, name: str, image: Image) -> int:
+        """Enrol an image under a name, and return the id of the entry; it is on disk then."""
+        return int(self._json("POST", _query("/entries", name=name), _content(image))["id"])
+
+    def delete(self, number: int) -> None:
+        """Delete an enrolled entry by its id."""
+        self._request("DELETE", f"/entries/{int(number)}")
+
+    def about(self) -> dict[str, Any]:
+        """Return the description of the model and its thresholds."""
+        return self._json("GET", "/about")
+
+    def close(self) -> None:
+        """Close the connection of this thread."""
+        if (connection := getattr(self._local, "connection", None)) is not None:
+            connection.close()
+
+    def _json(self, method: str, path: str, body: bytes | None = None, **headers: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._request(method, path, body, **headers))
+        return found
+
+    def _request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
+        if body is not None:
+            headers = {"Content-Type": "application/octet-stream", **headers}
+        connection = self._connection()
+        try:
+            connection.request(method, self._path + path, body, {**self._headers, **headers})
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            reason = str(error) or type(error).__name__
+            raise DataError(
+                f"{self._url.geturl()} does not answer ({reason}); is plsc serve running?"
+            ) from error
+        if response.status >= 400:
+            raise DataError(
+                f"{self._url.geturl()}{path.partition('?')[0]}: {_detail(response.status, content)}"
+            )
+        return content
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """Return the connection of this thread, opened again if the server has closed it."""
+        held = getattr(self._local, "connection", None)
+        if held is None:
+            kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}[
+                self._url.scheme
+            ]
+            held = self._local.connection = kind(
+                str(self._url.hostname), self._url.port, timeout=self._timeout
+            )
+        elif held.sock is not None and _is_closed(held.sock):
+            held.close()
+        return held
+
+
+def _is_closed(sock: Any) -> bool:
+    """Return whether the other side has closed an idle connection."""
+    import select
+
+    return bool(select.select([sock], [], [], 0)[0])  # nothing else arrives between requests
+
+
+def _content(image: Image) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    try:
+        return Path(image).read_bytes()
+    except OSError as error:
+        raise DataError(f"{image} cannot be read ({error.strerror})") from error
+
+
+def _query(path: str, **values: Any) -> str:
+    given = {name: value for name, value in values.items() if value is not None}
+    return f"{path}?{urllib.parse.urlencode(given)}" if given else path
+
+
+def _detail(status: int, content: bytes) -> str:
+    try:
+        return f"{json.loads(content)['detail']} (status {status})"
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}"

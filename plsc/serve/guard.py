@@ -1,0 +1,202 @@
+"""Check each request before the application runs: host, origin, API key, bytes and time.
+
+Raw images for /embed are answered here: the routing of FastAPI would take as long as the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.serve.batching import Busy
+
+Headers: TypeAlias = Mapping[bytes, bytes]
+Answer: TypeAlias = tuple[bytes, bytes]
+"""Body and content type of a response with status 200."""
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+STATUSES: dict[type[Exception], int] = {DataError: 400, OptionError: 400, CheckpointError: 500, Busy: 429}
+"""Status of the response for an exception."""
+
+_FORMATS = (b"application/json", b"multipart/form-data")
+_HELD = 256 * 2**20  # bytes of all request bodies together
+
+
+class Refused(Exception):
+    """A request is answered with a status and a reason."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class _Body:
+    """A request's body, and its part of the bytes that are held."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.size = 0
+
+
+class Guard:
+    """An ASGI application that passes on only complete requests within the limits.
+
+    Args:
+        application: the application.
+        embed: returns the response for a raw image and the headers.
+        key: the API key; empty: none is needed.
+        public: paths that need no key.
+        hosts: accepted names of the host if there is no key, so that no web site can reach the server through
+            a name of its own; None: any.
+        max_bytes: of a request's body.
+        timeout: seconds in which the body must arrive.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        embed: Callable[[bytes, Headers], Awaitable[Answer]],
+        key: str,
+        public: frozenset[str],
+        hosts: frozenset[str] | None,
+        max_bytes: int,
+        timeout: float,
+    ) -> None:
+        self._application = application
+        self._embed = embed
+        self._expected = f"Bearer {key}".encode() if key else b""
+        self._public = public
+        self._hosts = hosts
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            return await self._application(scope, receive, send)
+        body = _Body()
+        try:
+            headers = dict(scope["headers"])
+            self._check(scope, headers)
+            if scope["method"] == "POST":
+                await self._read(receive, body, headers)
+                if scope["path"] == "/embed" and _is_raw(headers):
+                    return await self._answer(body.data, headers, send)
+                receive = _replay(body.data, receive)
+            await self._application(scope, receive, send)
+        except Refused as error:
+            await _refuse(error, send)
+        finally:
+            self._held -= body.size
+        return None
+
+    async def _answer(self, image: bytes, headers: Headers, send: Send) -> None:
+        try:
+            content, kind = await self._embed(image, headers)
+        except tuple(STATUSES) as error:
+            status = next(status for one, status in STATUSES.items() if isinstance(error, one))
+            return await _refuse(Refused(status, str(error)[:500]), send, closes=False)
+        fields = [(b"content-type", kind), (b"content-length", b"%d" % len(content))]
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        return await send({"type": "http.response.body", "body": content})
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise Refused for a request from a web site, without the key, or with an unexpected body."""
+        if self._expected:
+            given = headers.get(b"authorization", b"")
+            if scope["path"] not in self._public and not hmac.compare_digest(given, self._expected):
+                raise Refused(401, "send the API key as the header Authorization: Bearer KEY")
+        else:  # anyone who can connect may use the server, but not web sites through a visitor's browser
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            if self._hosts is not None and not self._hosts & {host, host.rpartition(":")[0]}:
+                raise Refused(
+                    403, "the server accepts only the address it listens on as the host; see --host"
+                )
+            origin = headers.get(b"origin")
+            if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
+                raise Refused(403, "requests from other web sites are not accepted")
+        has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+        if has_body and scope["method"] != "POST":
+            raise Refused(400, f"{scope['method']} takes no body")
+
+    async def _read(self, receive: Receive, body: _Body, headers: Headers) -> None:
+        """Read the body. Raises Refused if it is too large, too slow or incomplete."""
+        too_large = Refused(413, f"the request has more than {self._max_bytes} bytes; shrink the image")
+        if int(headers.get(b"content-length", b"0")) > self._max_bytes:  # h11 checks that it is a number
+            raise too_large
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        is_late = False
+
+        def expire() -> None:
+            nonlocal is_late
+            is_late = True
+            task.cancel()
+
+        timer = loop.call_later(self._timeout, expire)
+        parts: list[bytes] = []
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "the request is incomplete")
+                part = message.get("body", b"")
+                self._held += len(part)
+                body.size += len(part)
+                if body.size > self._max_bytes:
+                    raise too_large
+                if self._held > max(_HELD, self._max_bytes):
+                    raise Refused(429, "the server holds too many bytes; try again later")
+                parts.append(part)
+                if not message.get("more_body", False):
+                    body.data = b"".join(parts) if len(parts) > 1 else part
+                    return
+        except asyncio.CancelledError:
+            if not is_late:
+                raise
+            if hasattr(task, "uncancel"):  # Python 3.11
+                task.uncancel()
+            raise Refused(408, f"the request took more than {self._timeout:g} seconds") from None
+        finally:
+            timer.cancel()
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a function that returns the body once, as one message."""
+    is_read = False
+
+    async def replay() -> MutableMapping[str, Any]:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _is_raw(headers: Headers) -> bool:
+    """Return whether the body is an image, and no JSON or form that contains one."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() not in _FORMATS
+
+
+async def _refuse(error: Refused, send: Send, closes: bool = True) -> None:
+    """Send an error. closes: also close the connection, as the body may be unread."""
+    body = json.dumps({"detail": str(error)}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if closes:
+        headers.append((b"connection", b"close"))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status == 429:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,75 @@
+"""Run the server of ``plsc serve``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+
+import torch
+
+from plsc.errors import OptionError
+from plsc.serve.options import ServeOptions
+from plsc.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+def serve(model: str, options: ServeOptions) -> None:
+    """Serve an exported model until SIGINT or SIGTERM, and then answer the requests that have started.
+
+    Raises:
+        OptionError: a package is missing, or an option is wrong.
+        CheckpointError: the model is damaged, or gallery or store are of another network.
+        DataError: the gallery or the store cannot be used.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import python_multipart  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise OptionError(
+            f"the server needs a package that is not installed ({error}): pip install 'plsc[serve]'"
+        ) from error
+    from plsc.serve.app import HEADERS, create_app, is_loopback
+
+    torch.set_num_threads(1)  # it only prepares small batches; onnxruntime has its own threads
+    has_key = bool(options.api_key())
+    service = Service(model, options)
+    with contextlib.closing(service), _listen(options) as listener:
+        if not has_key and not is_loopback(options.host):
+            logger.warning(f"everyone who can reach {options.host} may use the server; set --api_key_file")
+        if service.far is None:
+            logger.warning("the model has no thresholds, so nothing is called unknown; export it with pairs")
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        logger.info(
+            f"serving {model} on http://{host}:{listener.getsockname()[1]} (entries in {service.store.path})"
+        )
+        config = uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            ws="none",
+            headers=HEADERS,
+            server_header=False,
+            timeout_graceful_shutdown=int(2 * options.timeout) + 1,
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
+        logger.info("stopped; all requests that had started were answered")
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it each response takes 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OptionError(
+            f"cannot listen on {options.host} port {options.port} ({error.strerror}); choose another --port"
+        ) from error
+    return listener

@@ -1,0 +1,196 @@
+"""What the server does: embed, compare, search and enrol, in batches over all requests."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from plsc.data.batch import to_input
+from plsc.data.decode import decode_into, decode_jpeg_of_size, size_of
+from plsc.errors import DataError, OptionError
+from plsc.export import ServedModel, open_model
+from plsc.gallery import Gallery, build_gallery, open_gallery
+from plsc.serve.batching import Batcher
+from plsc.serve.options import ServeOptions
+from plsc.serve.store import Found, New, Store
+
+MOST_FOUND = 100
+_SMALL_BYTES, _SMALL_PIXELS = 2**16, 2**16  # larger images are decoded in another thread
+_QUALITY = 90
+_FAR = 1e-3
+
+
+class Service:
+    """A model, a gallery and a store behind batches. `close` finishes what has started."""
+
+    def __init__(self, folder: str, options: ServeOptions) -> None:
+        self.options = options
+        threads = options.threads or max(1, (os.cpu_count() or 2) - 1)
+        self.model: ServedModel = open_model(folder, threads)
+        self.far = self._default_far() if options.far is None else self.known_far(options.far)
+        self.gallery, self.is_classes = self._open_gallery()
+        path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
+        self.store = Store(path, self.model.fingerprint, self.model.emb_size)
+        largest, queue, timeout = options.batch_size, options.queue_size, options.timeout
+        self.embeddings: Batcher[np.ndarray, np.ndarray] = Batcher(
+            self._embed, largest, queue, timeout, wait=0.002
+        )
+        self._searches: Batcher[tuple[np.ndarray, int], list[dict[str, Any]]] = Batcher(
+            self._search, largest, queue, timeout
+        )
+        self._writes: Batcher[New | int, int | bool] = Batcher(self.store.write, largest, queue, timeout)
+        self._decoder = ThreadPoolExecutor(1)  # one large image at a time bounds the memory
+        self._large = asyncio.Semaphore(16)
+
+    def _default_far(self) -> float | None:
+        """Return 1e-3, or the FAR next to it if the evaluation had too few pairs; None without thresholds."""
+        known = list(self.model.thresholds)
+        return next((far for far in known if far > 0.999 * _FAR), known[-1] if known else None)
+
+    def known_far(self, far: float) -> float:
+        """Return the FAR of the model's thresholds that is equal. Raises OptionError if there is none."""
+        for known in self.model.thresholds:
+            if abs(known - far) <= 1e-6 * known:
+                return known
+        names = ", ".join(f"{one:g}" for one in self.model.thresholds) or "none"
+        raise OptionError(f"the model has no threshold for FAR {far:g}; known: {names}")
+
+    async def embed(self, data: bytes) -> np.ndarray:
+        """Return the embedding, float32 [D], of an encoded image.
+
+        Raises:
+            DataError: the image is damaged or over the limits.
+            Busy: too many requests are waiting.
+        """
+        return await self.embeddings.submit(await self._pixels(data))
+
+    async def search(self, embedding: np.ndarray, k: int) -> list[dict[str, Any]]:
+        """Return the k nearest entries of the gallery and of the store."""
+        return await self._searches.submit((embedding, k))
+
+    async def enrol(self, name: str, data: bytes) -> int:
+        """Enrol an image, and return the id of the entry after it was written to disk."""
+        pixels = await self._pixels(data)
+        embedding = await self.embeddings.submit(pixels)
+        return int(await self._writes.submit(New(name, embedding, _as_jpeg(pixels))))
+
+    async def delete(self, number: int) -> bool:
+        """Delete an enrolled entry; return whether it existed."""
+        return bool(await self._writes.submit(number))
+
+    def close(self) -> None:
+        """Stop all threads, and close the store."""
+        for batcher in (self.embeddings, self._searches, self._writes):
+            batcher.close()
+        self._decoder.shutdown()
+        self.store.close()
+
+    def _open_gallery(self) -> tuple[Gallery | None, bool]:
+        """Return the gallery, and whether its entries are the classes of the model."""
+        if self.options.gallery is not None:
+            gallery = open_gallery(self.options.gallery, self.model.fingerprint)
+            if gallery.size != self.model.emb_size:
+                raise DataError(
+                    f"{self.options.gallery} has vectors of {gallery.size} values; the model has "
+                    f"{self.model.emb_size}"
+                )
+            return gallery, False
+        if "classes" not in self.model.about:
+            return None, False
+        weights, names = self.model.class_weights()
+        return build_gallery(weights, names), True
+
+    async def _pixels(self, data: bytes) -> np.ndarray:
+        """Return an image in the size of the network's input, uint8 [H, W, C]."""
+        if len(data) > _SMALL_BYTES:
+            return await self._decode_in_thread(data)
+        # A small image is decoded at once: to change to another thread would take longer.
+        pixels = self._empty()
+        if not decode_jpeg_of_size(data, pixels):
+            if math.prod(size_of(data)) > _SMALL_PIXELS:
+                return await self._decode_in_thread(data)
+            decode_into(data, pixels)
+        return pixels
+
+    async def _decode_in_thread(self, data: bytes) -> np.ndarray:
+        def decode() -> np.ndarray:
+            width, height = size_of(data)
+            most = self.options.max_pixels
+            if width * height > most:
+                raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}; shrink it")
+            pixels = self._empty()
+            decode_into(data, pixels)
+            return pixels
+
+        async with self._large:
+            return await asyncio.get_running_loop().run_in_executor(self._decoder, decode)
+
+    def _empty(self) -> np.ndarray:
+        channels, height, width = self.model.image_shape
+        return np.empty((height, width, channels), np.uint8)
+
+    def _embed(self, items: list[np.ndarray]) -> Sequence[np.ndarray]:
+        images = torch.from_numpy(np.stack(items)).permute(0, 3, 1, 2)
+        return list(self.model.embed(to_input(images, "cpu").numpy()))
+
+    def _search(self, items: list[tuple[np.ndarray, int]]) -> list[list[dict[str, Any]]]:
+        queries, k = np.stack([query for query, _ in items]), max(k for _, k in items)
+        enrolled = self.store.search(queries, k)
+        if self.gallery is not None:
+            scores, numbers = self.gallery.search(queries, k)
+        results = []
+        for row, (_, wanted) in enumerate(items):
+            near = [self._of_store(found) for found in enrolled[row]]
+            if self.gallery is not None:
+                near += map(self._of_gallery, numbers[row].tolist(), scores[row].tolist())
+            results.append(sorted(near, key=lambda one: -one["similarity"])[:wanted])
+        return results
+
+    def _of_store(self, found: Found) -> dict[str, Any]:
+        return {
+            "similarity": found.similarity,
+            "name": found.name,
+            "id": found.id,
+            "source": "enrolled",
+            "thumbnail": f"entries/{found.id}/thumbnail",
+        }
+
+    def _of_gallery(self, number: int, similarity: float) -> dict[str, Any]:
+        assert self.gallery is not None
+        has_picture = self.is_classes and "thumbnails" in self.model.about
+        return {
+            "similarity": similarity,
+            "name": self.gallery.name(number),
+            "id": number,
+            "source": "class" if self.is_classes else "gallery",
+            "thumbnail": f"classes/{number}/thumbnail" if has_picture else None,
+        }
+
+
+def _as_jpeg(pixels: np.ndarray) -> bytes:
+    """Return pixels, uint8 [H, W, C], as a JPEG file."""
+    stream = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(
+        stream, "JPEG", quality=_QUALITY
+    )
+    return stream.getvalue()
+
+
+def check_name(name: Any) -> str:
+    """Return the name of an entry. Raises DataError unless it is a short line of text, and no path."""
+    text = name.strip() if isinstance(name, str) else ""
+    if not 1 <= len(text) <= 200 or not text.isprintable() or set(text) & {"/", "\\"} or text in (".", ".."):
+        raise DataError(
+            "the name of an entry is missing or invalid; expected 1 to 200 printable characters, no slashes"
+        )
+    return text

@@ -1,0 +1,215 @@
+"""Enrolled entries in a SQLite file, with an index in memory that is rebuilt from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plsc.errors import CheckpointError, DataError
+
+MOST_ENTRIES = 100_000
+_APPLICATION, _VERSION = 0x706C7363, 1  # "plsc"
+_SCHEMA = """
+CREATE TABLE entries (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    vector BLOB NOT NULL,
+    thumbnail BLOB NOT NULL,
+    model TEXT NOT NULL,
+    enrolled TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
+)"""
+
+
+@dataclass(frozen=True)
+class New:
+    """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file."""
+
+    name: str
+    vector: np.ndarray
+    thumbnail: bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """An entry near a query."""
+
+    similarity: float
+    id: int
+    name: str
+
+
+class Store:
+    """Enrolled entries. SQLite has the only copy that counts; searches use an index in memory.
+
+    `write` returns after the transaction is on disk (WAL, synchronous=FULL). A file is used by one server at
+    a time. All methods may be called from any thread.
+
+    Args:
+        path: the file; it is created if it does not exist.
+        model: fingerprint of the network.
+        size: D, values per vector.
+
+    Raises:
+        DataError: the file is damaged, is no such file, or is in use.
+        CheckpointError: it has entries of another network.
+    """
+
+    def __init__(self, path: Path, model: str, size: int) -> None:
+        self.path, self._model, self._size = path, model, size
+        self._lock = threading.Lock()
+        with self._refusing():
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # readable by its owner only
+            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+            try:
+                self._open()
+            except BaseException:
+                self._database.close()
+                raise
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._ids)
+
+    def write(self, changes: Sequence[New | int]) -> list[int | bool | Exception]:
+        """Enrol entries, and delete those whose id is given, in one transaction.
+
+        Returns, per change, the id of the new entry; whether the entry to delete existed; or a DataError if
+        there are too many entries.
+        """
+        results: list[int | bool | Exception] = []
+        with self._lock:
+            room = MOST_ENTRIES - len(self)
+            with self._refusing(), self._transaction():
+                for change in changes:
+                    if isinstance(change, int):
+                        cursor = self._database.execute("DELETE FROM entries WHERE id = ?", (change,))
+                        results.append(cursor.rowcount > 0)
+                    elif room < 1:
+                        results.append(DataError(f"the store has {MOST_ENTRIES} entries; delete some first"))
+                    else:
+                        results.append(self._insert(change))
+                        room -= 1
+            self._change_index(changes, results)
+        return results
+
+    def search(self, queries: np.ndarray, k: int) -> list[list[Found]]:
+        """Return the k nearest entries of each query, the nearest first. queries: float32 [q, D], norm 1."""
+        with self._lock:
+            count = len(self)
+            vectors, ids, names = self._vectors[:count], self._ids, self._names
+            scores = queries @ vectors.T
+            k = min(k, count)
+            rows = np.argpartition(-scores, k - 1, axis=1)[:, :k] if k else np.empty((len(queries), 0), int)
+            found = []
+            for query, nearest in zip(queries.astype(np.float64), rows, strict=True):
+                exact = vectors[nearest] @ query  # float64: equal vectors have equal similarities
+                order = np.lexsort((nearest, -exact))
+                found.append([Found(float(exact[i]), ids[nearest[i]], names[nearest[i]]) for i in order])
+        return found
+
+    def thumbnail(self, number: int) -> bytes | None:
+        """Return the JPEG file of an entry; None if there is no such entry."""
+        with self._lock, self._refusing():
+            row = self._database.execute("SELECT thumbnail FROM entries WHERE id = ?", (number,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def entries(self, after: int, count: int) -> list[tuple[int, str, str]]:
+        """Return (id, name, time of enrolment) of the first entries whose id is larger than `after`."""
+        query = "SELECT id, name, enrolled FROM entries WHERE id > ? ORDER BY id LIMIT ?"
+        with self._lock, self._refusing():
+            return self._database.execute(query, (after, count)).fetchall()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._database.close()
+
+    def _open(self) -> None:
+        run = self._database.execute
+        run("PRAGMA locking_mode = EXCLUSIVE")
+        run("PRAGMA trusted_schema = OFF")
+        is_new = run("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        version = (run("PRAGMA application_id").fetchone()[0], run("PRAGMA user_version").fetchone()[0])
+        if not is_new and version != (_APPLICATION, _VERSION):
+            raise DataError(f"{self.path} is not a store of version {_VERSION}; choose another file")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        run("PRAGMA secure_delete = ON")
+        if is_new:
+            with self._transaction():
+                run(_SCHEMA)
+                run(f"PRAGMA application_id = {_APPLICATION}")
+                run(f"PRAGMA user_version = {_VERSION}")
+        self._build_index()
+
+    def _build_index(self) -> None:
+        """Read all vectors."""
+        rows = self._database.execute("SELECT id, name, vector, model FROM entries ORDER BY id")
+        self._ids: list[int] = []
+        self._names: list[str] = []
+        self._vectors = np.empty((64, self._size), np.float32)
+        for number, name, vector, model in rows:
+            if model != self._model:
+                raise CheckpointError(
+                    f"{self.path} has entries of another network (weights {model:.16}, not "
+                    f"{self._model:.16}); serve that network, or choose another store"
+                )
+            if len(vector) != 4 * self._size:
+                raise CheckpointError(
+                    f"{self.path} has vectors of {len(vector) // 4} values; the model has {self._size}"
+                )
+            self._append(number, name, np.frombuffer(vector, "<f4"))
+
+    def _append(self, number: int, name: str, vector: np.ndarray) -> None:
+        if len(self) == len(self._vectors):
+            self._vectors = np.concatenate([self._vectors, np.empty_like(self._vectors)])
+        self._vectors[len(self)] = vector
+        self._ids.append(number)
+        self._names.append(name)
+
+    def _insert(self, new: New) -> int:
+        values = (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, self._model)
+        cursor = self._database.execute(
+            "INSERT INTO entries (name, vector, thumbnail, model) VALUES (?, ?, ?, ?)", values
+        )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def _change_index(self, changes: Sequence[New | int], results: Sequence[int | bool | Exception]) -> None:
+        """Apply a committed transaction to the index."""
+        deleted = {change for change, done in zip(changes, results, strict=True) if done is True}
+        for change, result in zip(changes, results, strict=True):
+            if isinstance(change, New) and isinstance(result, int):
+                self._append(result, change.name, change.vector)
+        if deleted:
+            kept = [row for row, number in enumerate(self._ids) if number not in deleted]
+            self._vectors = np.concatenate([self._vectors[kept], np.empty((64, self._size), np.float32)])
+            self._ids = [self._ids[row] for row in kept]
+            self._names = [self._names[row] for row in kept]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Convert errors of SQLite to DataError."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            what = "is used by another server" if "locked" in str(error) else f"cannot be used ({error})"
+            raise DataError(f"{self.path} {what}; choose another store") from error

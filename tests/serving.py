@@ -1,0 +1,56 @@
+"""A real ``plsc serve`` on a free port, for tests."""
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from plsc.serve import Client
+from tests.images import write_dataset, write_pair_file
+from tests.system.small_entry import entry
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen
+    port: int
+
+    def client(self, key=""):
+        return Client(f"http://127.0.0.1:{self.port}", key)
+
+    def peak_megabytes(self):
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
+
+
+def export_model(folder):
+    """Train a small network, and export it with classes, thumbnails and thresholds: folder/model."""
+    write_dataset(folder / "faces", classes=6, per_class=4)
+    write_pair_file(folder / "faces" / "pairs.bin", folder / "faces")
+    result = entry(folder / "faces", folder / "run").train()
+    ins = entry(
+        folder / "faces", folder / "out", set_val_targets="pairs", set_checkpoint_dir=result.checkpoint
+    )
+    return ins.convert_for_prediction(folder / "model", classes=True, thumbnails=True)
+
+
+@contextmanager
+def serving(model, store, *flags, key=""):
+    """Yield a running server; it is killed at the end."""
+    command = [sys.executable, "-m", "plsc.cli", "serve", str(model), "--port", "0", "--store", str(store)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PLSC_API_KEY": key}
+    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        line = process.stdout.readline()
+        found = re.search(r" on http://\S+:(\d+) ", line)
+        assert found, f"{line!r}, exit code {process.poll()}"
+        yield Running(process, int(found[1]))
+    finally:
+        process.kill()
+        process.wait(60)
+        process.stdout.close()

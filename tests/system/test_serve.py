@@ -1,0 +1,348 @@
+"""`plsc serve` as a process: answers, hostile requests, shutdown, SIGKILL, and its messages."""
+
+import base64
+import io
+import json
+import shutil
+import signal
+import socket
+import struct
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plsc.cli import main
+from plsc.errors import DataError
+from plsc.export import open_model
+from plsc.gallery import write_gallery
+from tests.serving import export_model, serving
+
+pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("serve")
+    export_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def images(folder):
+    return [path.read_bytes() for path in sorted((folder / "faces/images").glob("*.png"))]
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(
+        folder / "model", folder / "shared.sqlite", "--timeout", "2", "--max_bytes", "400000"
+    ) as one:
+        yield one
+
+
+def ask(server, method, path, body=None, **headers):
+    """Return the status and the JSON of a response."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, json.loads(content) if content.startswith(b"{") else content
+
+
+def form(*images, **fields):
+    """Return the headers and the body of a multipart form."""
+    parts = [f'name="i{n}"; filename="../../{n}.png"\r\n\r\n'.encode() + one for n, one in enumerate(images)]
+    parts += [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
+    body = b"".join(b"--xyz\r\nContent-Disposition: form-data; " + part + b"\r\n" for part in parts)
+    return {"Content_Type": "multipart/form-data; boundary=xyz"}, body + b"--xyz--\r\n"
+
+
+def test_concurrent_requests_in_all_forms_get_the_embedding_of_their_image(server, folder, images):
+    model = open_model(folder / "model")
+    expected = np.concatenate([model.embed(model.preprocess(image)[None]) for image in images])
+    client = server.client()
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(client.encode, images * 4))
+    np.testing.assert_allclose(found, np.tile(expected, (4, 1)), atol=1e-5)
+    headers, body = form(images[0])
+    text = base64.b64encode(images[0]).decode()
+    for status, answer in (
+        ask(server, "POST", "/embed", images[0]),
+        ask(server, "POST", "/embed", body, **headers),
+        ask(server, "POST", "/embed", json.dumps({"image": text}), Content_Type="application/json"),
+    ):
+        assert status == 200
+        np.testing.assert_allclose(answer["embedding"], expected[0], atol=1e-5)
+
+
+def test_a_large_image_is_embedded_as_by_the_model(server, folder):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).resize((2000, 1500), Image.Resampling.NEAREST).save(stream, "PNG")
+    model = open_model(folder / "model")
+    expected = model.embed(model.preprocess(stream.getvalue())[None])[0]
+    np.testing.assert_allclose(server.client().encode(stream.getvalue()), expected, atol=1e-5)
+
+
+def test_compare_decides_by_the_threshold_of_a_far(server, folder, images):
+    thresholds = open_model(folder / "model").thresholds
+    client = server.client()
+    first, second = client.encode(images[0]), client.encode(images[5])
+    answer = client.compare(images[0], images[5], far=0.1)
+    assert answer["similarity"] == pytest.approx(float(first @ second), abs=1e-5)
+    assert answer["threshold"] == thresholds[0.1]
+    assert answer["same"] == (answer["similarity"] >= thresholds[0.1])
+    assert client.compare(images[0], images[0])["same"]
+    headers, body = form(images[0], images[5])
+    assert ask(server, "POST", "/compare?far=0.1", body, **headers) == (200, answer)
+    with pytest.raises(DataError, match=r"no threshold for FAR 0\.5; known: "):
+        client.compare(images[0], images[0], far=0.5)
+
+
+def test_what_is_unknown_is_enrolled_found_and_deleted(server):
+    noise = io.BytesIO()
+    Image.fromarray(np.random.default_rng(5).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(noise, "PNG")
+    client = server.client()
+    before = client.search(noise.getvalue(), k=3)
+    assert (before["name"], before["known"]) == ("unknown", False)
+    assert [one["source"] for one in before["results"]] == ["class"] * 3
+    number = client.enrol("Zoë 1", noise.getvalue())
+    after = client.search(noise.getvalue(), k=3)
+    first = after["results"][0]
+    assert (after["name"], first["id"], first["source"]) == ("Zoë 1", number, "enrolled")
+    assert first["similarity"] == pytest.approx(1, abs=1e-5)
+    _, picture = ask(server, "GET", f"/{first['thumbnail']}")
+    assert Image.open(io.BytesIO(picture)).size == (16, 16)
+    assert ask(server, "GET", "/entries")[1]["count"] == 1
+    client.delete(number)
+    assert client.search(noise.getvalue(), k=3) == before
+    with pytest.raises(DataError, match=f"there is no entry {number}"):
+        client.delete(number)
+
+
+def png(width, height):
+    """Return a PNG file that declares a size, with little data."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(10**6))), (b"IEND", b"")]
+    body = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
+
+
+JSON = {"Content_Type": "application/json"}
+RANDOM = np.random.default_rng(7).bytes(50_000)
+HOSTILE = {
+    "random bytes": ("/embed", RANDOM, {}),
+    "no bytes": ("/embed", b"", {}),
+    "huge png": ("/embed", png(50_000, 50_000), {}),
+    "wide png": ("/search", png(10**9, 1), {}),
+    "text as jpeg": ("/embed", b"\xff\xd8\xff" + b"x" * 1000, {"Content_Type": "image/jpeg"}),
+    "svg": ("/embed", b'<svg xmlns="http://www.w3.org/2000/svg"/>', {}),
+    "eps": ("/embed", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", {}),
+    "bad json": ("/embed", b"{", JSON),
+    "deep json": ("/embed", b"[" * 300_000, JSON),
+    "json of another type": ("/embed", b'{"image": {"a": 1}}', JSON),
+    "json list": ("/embed", b"[1]", JSON),
+    "json not base64": ("/embed", b'{"image": "???"}', JSON),
+    "json bytes not utf-8": ("/embed", b'{"image": "\xff\xfe"}', JSON),
+    "json number": ("/compare", b'{"images": 7}', JSON),
+    "one image to compare": ("/compare", b'{"images": ["AAAA"]}', JSON),
+    "many images": ("/compare", json.dumps({"images": ["AAAA"] * 1000}).encode(), JSON),
+    "form without boundary": ("/embed", b"x", {"Content_Type": "multipart/form-data"}),
+    "broken form": ("/embed", b"--xyz\r\nx", {"Content_Type": "multipart/form-data; boundary=xyz"}),
+    "many files": ("/embed", form(*[b"x"] * 100)[1], form()[0]),
+    "too many bytes": ("/embed", bytes(400_001), {}),
+    "k": ("/search?k=1000000", b"x", {}),
+    "k not a number": ("/search?k=x", b"x", {}),
+    "far nan": ("/search?far=nan", b"x", {}),
+    "no name": ("/entries", b"x", {}),
+    "long name": ("/entries?name=" + "x" * 201, b"x", {}),
+    "name with NUL": ("/entries?name=a%00b", b"x", {}),
+    "path as name": ("/entries?name=..%2F..%2Fetc%2Fpasswd", b"x", {}),
+    "json name": ("/entries", b'{"image": "AAAA", "name": ["a"]}', JSON),
+    "unknown path": ("/../../etc/passwd", b"x", {}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_body_gets_a_4xx_with_a_reason(name, server):
+    path, body, headers = HOSTILE[name]
+    status, answer = ask(server, "POST", path, body, **headers)
+    assert 400 <= status < 500
+    assert answer["detail"]
+
+
+def test_every_truncation_of_an_image_gets_a_4xx(server, images):
+    jpeg = io.BytesIO()
+    Image.open(io.BytesIO(images[0])).save(jpeg, "JPEG")
+    for whole in (images[0], jpeg.getvalue()):
+        for length in range(0, len(whole) - 20, max(1, len(whole) // 40)):
+            assert ask(server, "POST", "/embed", whole[:length])[0] == 400, length
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/classes/..%2f..%2fmodel.json/thumbnail",
+     "/classes/-1/thumbnail", "/entries/99999999999999999999/thumbnail", "/page/page.js", "/nothing"],
+)  # fmt: skip
+def test_a_path_that_does_not_exist_gets_a_4xx(path, server):
+    assert 400 <= ask(server, "GET", path)[0] < 500
+    assert 400 <= ask(server, "DELETE", path)[0] < 500
+
+
+def converse(server, head, chunks):
+    """Send a request in pieces; return the status line, which may come before all was sent."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as one:
+        try:
+            one.sendall(head)
+            for chunk in chunks:
+                one.sendall(chunk)
+        except ConnectionError:
+            pass
+        return one.makefile("rb").readline()
+
+
+def test_bodies_without_end_and_slow_bodies_are_cut_off(server):
+    head = b"POST /embed HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        while sent < 10**9:
+            sent += 65536
+            yield b"10000\r\n" + bytes(65536) + b"\r\n"
+
+    # The reset of the connection may overtake the response.
+    assert converse(server, head % b"Transfer-Encoding: chunked\r\n", endless())[9:12] in (b"413", b"")
+    assert sent < 10**8
+    assert converse(server, head % b"Content-Length: 10\r\n", [b"abc"])[9:12] == b"408"
+    assert converse(server, head % b"Content-Length: 99999999999999\r\n", [])[9:12] == b"413"
+    assert converse(server, b"\x00\x01\x02 nonsense\r\n\r\n", [])[9:12] == b"400"
+    assert converse(server, b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 10**6, [])[9:12] == b"400"
+
+
+def test_the_server_still_serves_in_little_memory(server, images):  # after the hostile requests above
+    assert len(server.client().encode(images[0])) == 8
+    before = server.peak_megabytes()
+    with ThreadPoolExecutor(8) as pool:
+        huge = png(50_000, 50_000)
+        for status, _ in pool.map(lambda _: ask(server, "POST", "/embed", huge), range(40)):
+            assert 400 <= status < 500
+    assert server.peak_megabytes() < before + 200
+
+
+def test_a_web_site_cannot_use_the_server_of_its_visitor(server, images):
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        assert ask(server, "POST", "/embed", images[0], **headers)[0] == 403
+    own = {"Host": f"localhost:{server.port}", "Origin": f"http://localhost:{server.port}"}
+    assert ask(server, "POST", "/embed", images[0], **own)[0] == 200
+
+
+def test_the_pages_load_nothing_from_other_hosts(server):
+    status, page = ask(server, "GET", "/docs")
+    assert status == 200
+    for path in ("/entries/{number}", "/compare", "/search"):
+        assert path.encode() in page
+    for path in ("/", "/page.js", "/style.css", "/docs"):
+        status, content = ask(server, "GET", path)
+        assert status == 200
+        assert b"http://" not in content
+        assert b"https://" not in content
+    assert "/embed" in ask(server, "GET", "/openapi.json")[1]["paths"]
+
+
+def test_sigterm_answers_started_requests_and_the_key_is_needed(folder, images, tmp_path):
+    with serving(folder / "model", tmp_path / "s.sqlite", key="secret") as server:
+        assert ask(server, "POST", "/embed", images[0])[0] == 401
+        assert ask(server, "POST", "/embed", images[0], Authorization="Bearer wrong")[0] == 401
+        assert ask(server, "GET", "/entries")[0] == 401
+        assert ask(server, "GET", "/health")[0] == 200
+        number = server.client("secret").enrol("a", images[0])
+        head = (
+            b"POST /entries?name=b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+            b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(images[1])
+        )
+        started = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(8)]
+        for one in started:
+            one.sendall(head)
+            assert one.recv(100).startswith(b"HTTP/1.1 100")  # the server has the request
+        server.process.send_signal(signal.SIGTERM)
+        answers = []
+        for one in started:
+            one.sendall(images[1])
+            answers.append(one.makefile("rb").read())
+            one.close()
+        assert all(answer.startswith(b"HTTP/1.1 201") for answer in answers)
+        assert server.process.wait(60) == 128 + signal.SIGTERM
+    with serving(folder / "model", tmp_path / "s.sqlite") as server:
+        entries = ask(server, "GET", "/entries")[1]["entries"]
+    assert [one["name"] for one in entries] == ["a"] + ["b"] * 8
+    assert entries[0]["id"] == number
+
+
+@pytest.mark.slow
+def test_every_acknowledged_enrolment_survives_sigkill(folder, images, tmp_path):
+    acknowledged = {}
+    enough = threading.Event()
+
+    def enrol(name):
+        number = client.enrol(name, images[int(name) % len(images)])
+        acknowledged[number] = name
+        if len(acknowledged) == 500:
+            enough.set()
+
+    with serving(folder / "model", tmp_path / "s.sqlite") as server:
+        client = server.client()
+        with ThreadPoolExecutor(8) as pool:
+            tasks = [pool.submit(enrol, str(number)) for number in range(1000)]
+            assert enough.wait(300)
+            server.process.kill()
+        assert any(isinstance(task.exception(), DataError) for task in tasks)
+    assert 500 <= len(acknowledged) < 1000
+    with serving(folder / "model", tmp_path / "s.sqlite") as server:
+        found = {one["id"]: one["name"] for one in ask(server, "GET", "/entries")[1]["entries"]}
+        assert acknowledged.items() <= found.items()
+        number = max(acknowledged)
+        image = images[int(acknowledged[number]) % len(images)]
+        near = server.client().search(image, k=100)["results"]
+        assert near[0]["similarity"] == pytest.approx(1, abs=1e-5)
+        assert near[0]["source"] == "enrolled"
+
+
+def refusal(capsys, *arguments):
+    """Return the message of `plsc serve` with these arguments, which does not start."""
+    assert main(["serve", *map(str, arguments)]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_a_model_gallery_or_store_that_does_not_fit_is_one_message(folder, tmp_path, capsys):
+    model, store = folder / "model", ["--store", tmp_path / "s.sqlite"]
+    write_gallery(tmp_path / "other", np.eye(8), model="another")
+    write_gallery(tmp_path / "wide", np.eye(9), model=open_model(model).fingerprint)
+    text = refusal(capsys, model, *store, "--gallery", tmp_path / "other")
+    assert "was made with another network" in text
+    text = refusal(capsys, model, *store, "--gallery", tmp_path / "wide")
+    assert "has vectors of 9 values; the model has 8" in text
+    shutil.copytree(model, tmp_path / "flipped")
+    for name in ("model.onnx", "model.safetensors"):
+        data = bytearray((model / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (tmp_path / "flipped" / name).write_bytes(data)
+        assert f"{name} was changed or damaged" in refusal(capsys, tmp_path / "flipped", *store)
+        shutil.copy(model / name, tmp_path / "flipped" / name)
+    assert "no threshold for FAR 0.5; known: " in refusal(capsys, model, *store, "--far", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1 port {port}" in refusal(capsys, model, *store, "--port", port)
+    assert "expected 1 or more" in refusal(capsys, model, "--batch_size", 0)

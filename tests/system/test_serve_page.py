@@ -1,0 +1,93 @@
+"""The page of `plsc serve`, used in Debian's Chromium. PLSC_SHOTS=FOLDER keeps screenshots."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plsc.evaluate.plots import plot_roc
+from tests import browser
+from tests.serving import export_model, serving
+
+pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browser.BINARY is None, reason="chromium is not installed"),
+]
+
+
+async def visit(page, folder, noise, shots):
+    faces = sorted((folder / "faces/images").glob("*.png"))
+
+    async def shoot(name):
+        for width in (500, 1280):
+            for dark in (False, True):
+                await page.size(width, dark=dark)
+                assert await page.js("document.documentElement.scrollWidth") <= width
+                if shots:
+                    await page.screenshot(Path(shots) / f"{name}-{width}-{'dark' if dark else 'light'}.png")
+
+    await page.until("!document.getElementById('login').hidden")  # the server has a key
+    await page.js("document.getElementById('key').focus()")
+    await page.call("Input.insertText", text="secret")
+    await page.press("Enter")
+    await page.until("document.getElementById('about').textContent.includes('8 values per embedding')")
+    await page.until("document.getElementById('status').textContent === ''")
+    await shoot("start")
+
+    await page.choose("#files", noise)
+    await page.until("document.getElementById('verdict').textContent === 'Unknown'")
+    await page.until(
+        "[...document.querySelectorAll('#results img')].filter(i => i.naturalWidth).length === 6"
+    )
+    await shoot("unknown")
+
+    await page.js("document.getElementById('name').focus()")
+    await page.call("Input.insertText", text="<b>Zoë</b>".replace("/", ""))
+    await page.press("Tab")
+    assert await page.js("document.activeElement.textContent") == "Enrol"
+    await page.press("Enter")
+    await page.until("document.getElementById('verdict').textContent === 'Found: <b>Zoë<b>'")
+    await page.until("document.getElementById('count').textContent === '1'")
+    await page.js("document.querySelector('#enrolled summary').focus()")
+    await page.press("Enter")
+    await page.until("document.querySelectorAll('#entries img')[0]?.naturalWidth === 16")
+    await page.js("document.querySelector('#evaluation summary').click()")
+    await page.until("document.getElementById('roc').naturalWidth > 100")
+    await shoot("found")
+
+    await page.js("document.querySelector('#entries button').click()")
+    await page.until("document.getElementById('verdict').textContent === 'Unknown'")
+    assert await page.js("document.getElementById('count').textContent") == "0"
+
+    for others, verdict in (((faces[0], faces[0]), "The same"), ((noise, faces[0]), "Different")):
+        await page.choose("#files", *others)
+        await page.until(f"document.getElementById('verdict').textContent === '{verdict}'")
+        assert await page.js("document.getElementById('meaning').textContent.startsWith('Cosine similarity')")
+    await shoot("different")
+
+    await page.js("document.getElementById('clear').click()")
+    large = folder / "photo.png"  # sent as a smaller JPEG
+    Image.open(faces[0]).resize((2400, 2400), Image.Resampling.NEAREST).effect_spread(3).save(large)
+    await page.choose("#camera", large)
+    await page.until("document.getElementById('results').children.length === 6")
+    assert page.problems == [one for one in page.problems if "401" in one or "favicon" in one]
+    assert all(url.startswith(("http://127.0.0.1", "blob:", "data:")) for url in page.urls)
+
+
+def test_a_visitor_searches_enrols_finds_deletes_and_compares(tmp_path):
+    model = export_model(tmp_path)
+    rng = np.random.default_rng(0)
+    noise = tmp_path / "noise.png"
+    Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(noise)
+    plot_roc({"pairs": (rng.random(100), np.arange(100) < 50)}, model / "roc.png")
+
+    async def main(port):
+        async with browser.opened(f"http://127.0.0.1:{port}/", tmp_path / "profile") as page:
+            await visit(page, tmp_path, noise, os.environ.get("PLSC_SHOTS"))
+
+    with serving(model, tmp_path / "s.sqlite", key="secret") as server:
+        asyncio.run(main(server.port))
