@@ -23,7 +23,7 @@ done
 folder=${folder:-demo/output}
 
 source tools/environment.sh
-ensure_environment export,search,serve
+ensure_environment serve
 
 data=$folder/glyphs run=$folder/run model=$folder/model gallery=$folder/gallery
 python demo/make_glyphs.py "$data" ${glyphs[@]+"${glyphs[@]}"}

@@ -22,10 +22,12 @@ from plsc.config import Config, Options
 from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.evaluate.plots import plot_roc
 from plsc.evaluate.verification import VerificationResult
 from plsc.export.check import Embed, check_accuracy, compare, load_graph
 from plsc.export.folder import (
     CLASSES_NAME,
+    ROC_NAME,
     THUMBNAILS_NAME,
     describe_file,
     write_about,
@@ -206,6 +208,7 @@ class Exporter:
                 logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)
+            plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
 
     def _images(self, samples: Samples, count: int) -> np.ndarray:
         """Return images of as many classes as possible, pre-processed, float32 [n, C, H, W]."""
