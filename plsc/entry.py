@@ -369,8 +369,8 @@ class Entry(OriginalSetters):
             images: a labelled dataset (for ``identify``, the probes), by default that of set_dataset_dir; for
                 a text list of pairs or for templates, the folder of the images, by default that of the list.
             pairs: for ``pairs``: a .bin file or a text list; by default the pair files of set_val_targets.
-            gallery: for ``identify``: a labelled dataset; by default the first image of each class.
-            distractors: for ``identify``: a dataset of other people, added to the gallery.
+            gallery: for ``identify``: a labelled dataset; by default the first image of every other class.
+            distractors: for ``identify``: a dataset of other classes, added to the gallery.
             templates: for ``templates``: the folder of the meta files.
             output: folder of the report.
         """

@@ -26,16 +26,16 @@ class ServeOptions:
     )
     far: float | None = field(
         default=None,
-        metadata={"meaning": "FAR whose threshold decides what is unknown; by default 1e-3 or the next one"},
+        metadata={"meaning": "FAR of the threshold for unknown; by default 1e-3, or the next higher one"},
     )
     threads: int = field(
         default=0, metadata={"meaning": "threads of onnxruntime; 0: all cores but one, which serves HTTP"}
     )
-    batch_size: int = field(default=32, metadata={"meaning": "most images per forward pass"})
-    queue_size: int = field(default=256, metadata={"meaning": "most images waiting; more get status 429"})
-    max_bytes: int = field(default=16 * 2**20, metadata={"meaning": "most bytes of a request"})
-    max_pixels: int = field(default=32 * 10**6, metadata={"meaning": "most pixels of an image"})
-    timeout: float = field(default=30.0, metadata={"meaning": "seconds to receive a request, or to wait"})
+    batch_size: int = field(default=32, metadata={"meaning": "maximum images per forward pass"})
+    queue_size: int = field(default=256, metadata={"meaning": "maximum images waiting; more get status 429"})
+    max_bytes: int = field(default=16 * 2**20, metadata={"meaning": "maximum bytes per request"})
+    max_pixels: int = field(default=32 * 10**6, metadata={"meaning": "maximum pixels per image"})
+    timeout: float = field(default=30.0, metadata={"meaning": "seconds to receive a request, and to queue"})
 
     def __post_init__(self) -> None:
         limits = {"port": 0, "threads": 0, "batch_size": 1, "queue_size": 2, "max_bytes": 1, "max_pixels": 1}
