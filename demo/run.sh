@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the demo: creates environment and dataset, trains on two ranks, evaluates, writes a report.
+# Runs the demo: creates environment and dataset, trains on two ranks, evaluates, writes a report, exports the
+# model for `plsc serve` and indexes the held-out images for `plsc search`.
 #
 #   bash demo/run.sh [--fast] [FOLDER]
 #
@@ -12,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 glyphs=() epochs=3 folder=""
 for argument in "$@"; do
   case $argument in
-    -h | --help) sed -n '2,7s/^# \{0,1\}//p' demo/run.sh; exit ;;
+    -h | --help) sed -n '2,8s/^# \{0,1\}//p' demo/run.sh; exit ;;
     --fast) glyphs=(--classes 400 --images-per-class 8 --pairs 400) epochs=10 ;;
     -*) echo "run.sh: unknown option $argument; usage: bash demo/run.sh [--fast] [FOLDER]" >&2; exit 2 ;;
     /*) folder=$argument ;;
@@ -22,15 +23,22 @@ done
 folder=${folder:-demo/output}
 
 source tools/environment.sh
-ensure_environment
+ensure_environment serve
 
-data=$folder/glyphs run=$folder/run
+data=$folder/glyphs run=$folder/run model=$folder/model gallery=$folder/gallery
 python demo/make_glyphs.py "$data" ${glyphs[@]+"${glyphs[@]}"}
 if [[ -e $run/metrics.jsonl ]]; then
-  rm -r "$run" # an earlier run of this script
+  rm -rf "$run" "$model" "$gallery" # of an earlier run of this script
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} torchrun --standalone --nproc-per-node 2 demo/train_glyphs.py "$data" "$run" --epochs "$epochs"
 python demo/report.py "$data" "$run"
 python demo/recompute.py "$run"
 python demo/recompute_protocols.py "$data" "$run"
+
+plsc export last "$model" --checkpoint.save_dir "$run" --data.dataset_dir "$data" \
+  --data.val_targets glyphs_unseen --classes --thumbnails
+plsc index "$model" "$gallery" --images "$data/unseen/images"
+echo "search with a picture of a class that the network never saw:"
+echo "  .venv/bin/plsc search $model $gallery $(find "$data/unseen/images" -name '*.png' | sort | head -n 1)"
+echo "  .venv/bin/plsc serve $model"
 cat "$run/summary.txt"

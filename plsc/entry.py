@@ -443,7 +443,7 @@ class Entry(OriginalSetters):
         self,
         output: str | os.PathLike[str] | None = None,
         *,
-        graph: str = "onnx",
+        graph: str | None = None,
         precision: str = "float32",
         flip: bool = False,
         classes: bool = False,
@@ -458,7 +458,8 @@ class Entry(OriginalSetters):
 
         Args:
             output: the folder; by default ``<save_dir>/model``.
-            graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights.
+            graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights. By default ``onnx``, if
+                plsc[export] is installed and there is a dataset.
             precision: ``float32``, ``float16``, ``int8`` (ONNX only) or ``bfloat16`` (torch only).
             flip: add the embedding of the mirrored image, inside the graph.
             classes: also write the class weights.

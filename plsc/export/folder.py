@@ -33,6 +33,7 @@ ONNX_NAME = "model.onnx"
 TORCH_NAME = "model.pt2"
 CLASSES_NAME = "classes.safetensors"
 THUMBNAILS_NAME = "thumbnails"
+ROC_NAME = "roc.png"
 _FORMAT, _VERSION = "plsc-model", 1
 _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time

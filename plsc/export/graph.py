@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plsc.errors import OptionError, refusing
+from plsc.errors import refusing
 from plsc.export.folder import ONNX_NAME, TORCH_NAME, describe_file
 from plsc.models import BaseModel
 from plsc.models.base_model import unwrap
@@ -104,17 +104,15 @@ def write_graph(
     }
 
 
-def require_onnx() -> None:
-    """Raise OptionError unless the packages of plsc[export] are installed."""
+def missing_package() -> str:
+    """Return what must be installed for ONNX, empty if nothing."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise OptionError(
-            f"ONNX needs a package that is not installed ({error}): pip install 'plsc[export]'; or choose "
-            "graph 'none', to write only the weights"
-        ) from error
+        return f"a package ({error}): pip install 'plsc[export]'"
+    return ""
 
 
 def _folded(served: Served, image_shape: Sequence[int], dtype: torch.dtype) -> Served:

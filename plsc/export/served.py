@@ -19,7 +19,7 @@ from plsc.checkpoint.manifest import Checker
 from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
 from plsc.data.decode import ImageShape, decode_image, size_of
-from plsc.errors import CheckpointError, DataError
+from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.export.folder import (
     CLASSES_NAME,
     MODEL_NAME,
@@ -30,7 +30,7 @@ from plsc.export.folder import (
     describe_file,
     read_about,
 )
-from plsc.export.graph import INPUT, OUTPUT, require_onnx
+from plsc.export.graph import INPUT, OUTPUT, missing_package
 
 if TYPE_CHECKING:
     import onnx
@@ -68,7 +68,8 @@ class ServedModel:
     """
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
-        require_onnx()
+        if missing := missing_package():
+            raise OptionError(f"a graph needs {missing}")
         self.folder = folder
         self.about = read_about(folder)
         self._check = check = Checker(str(folder / MODEL_NAME))

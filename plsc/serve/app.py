@@ -21,6 +21,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from plsc import __version__
 from plsc.errors import DataError
+from plsc.export.folder import ROC_NAME
 from plsc.serve.guard import STATUSES, Answer, Guard, Headers
 from plsc.serve.service import MOST_FOUND, Service, check_name
 
@@ -184,7 +185,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 "enrolled": len(service.store),
                 "gallery": 0 if service.gallery is None else len(service.gallery),
                 "gallery_is_classes": service.is_classes,
-                "roc": (model.folder / "roc.png").is_file(),
+                "roc": (model.folder / ROC_NAME).is_file(),
                 "max_bytes": options.max_bytes,
                 "max_pixels": options.max_pixels,
             }
@@ -192,7 +193,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/roc.png", summary="Return the ROC of the evaluation")
     def roc() -> Response:
-        path = service.model.folder / "roc.png"
+        path = service.model.folder / ROC_NAME
         return FileResponse(path) if path.is_file() else _missing("the model has no ROC")
 
     @app.get("/docs", include_in_schema=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +22,18 @@ from plsc.config import Config, Options
 from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.evaluate.plots import plot_roc
 from plsc.evaluate.verification import VerificationResult
 from plsc.export.check import Embed, check_accuracy, compare, load_graph
 from plsc.export.folder import (
     CLASSES_NAME,
+    ROC_NAME,
     THUMBNAILS_NAME,
     describe_file,
     write_about,
     write_weights,
 )
-from plsc.export.graph import PRECISIONS, as_served, require_onnx, write_graph
+from plsc.export.graph import PRECISIONS, as_served, missing_package, write_graph
 from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
 from plsc.parallel.world import World
@@ -55,20 +57,22 @@ class Conversion:
     """What to export.
 
     Attributes:
-        graph: ``onnx``, ``torch`` or ``none``.
+        graph: ``onnx``, ``torch`` or ``none``; None: ``onnx`` if its packages and the dataset are there.
         precision: float32, float16, int8 (ONNX only) or bfloat16 (torch only).
         flip: add the embedding of the mirrored image, inside the graph.
         classes: also write the class weights.
         thumbnails: also write one image per class.
     """
 
-    graph: str = "onnx"
+    graph: str | None = None
     precision: str = "float32"
     flip: bool = False
     classes: bool = False
     thumbnails: bool = False
 
     def __post_init__(self) -> None:
+        if self.graph is None:
+            return
         if self.graph not in PRECISIONS:
             raise OptionError(f"graph is {self.graph!r}; {suggest(str(self.graph), PRECISIONS)}")
         known = PRECISIONS[self.graph]
@@ -78,6 +82,19 @@ class Conversion:
             )
         if self.graph == "none" and self.flip:
             raise OptionError("flip is set, but there is no graph; remove flip, or choose a graph")
+
+    def chosen(self, network: BaseModel, config: Config, user: UserParts) -> Conversion:
+        """Return the conversion with a graph. Without one, its packages and images may be missing."""
+        if self.graph is not None:
+            return self
+        has_images = user.predict_reader is not None or is_url(config.data.dataset_dir)
+        missing = missing_package()
+        if network.example_input is None and not missing:
+            if has_images or Path(config.data.dataset_dir).exists():
+                return replace(self, graph="onnx")
+            missing = f"the images to check it on: there is no {config.data.dataset_dir}; set_dataset_dir()"
+        logger.info(f"no ONNX graph is written: missing {missing}" if missing else "no graph: not for images")
+        return replace(self, graph="none")
 
 
 def run_conversion(
@@ -89,10 +106,11 @@ def run_conversion(
 ) -> Path:
     """Write the checkpoint's network as a folder for prediction; see `Entry.convert_for_prediction`."""
     conversion = conversion or Conversion()
-    if conversion.graph == "onnx":
-        require_onnx()
+    if conversion.graph == "onnx" and (missing := missing_package()):
+        raise OptionError(f"ONNX needs {missing}; or choose graph 'none', to write only the weights")
     checkpoint = open_load_dir(options.resolve(), world)
     network, config = load_for_run(options, world, user.model, checkpoint)
+    conversion = conversion.chosen(network, config, user)
     if conversion.graph != "none" and network.example_input is not None:
         raise OptionError(
             f"{type(network).__name__} takes no images (it has an example_input), so it has no graph; choose "
@@ -169,6 +187,7 @@ class Exporter:
     def _write_graph(self, folder: Path, about: dict[str, Any], samples: Samples, results: Results) -> None:
         """Write and check the graph; add its description and the thresholds to `about`."""
         kind, precision = self.conversion.graph, self.conversion.precision
+        assert kind is not None
         served = as_served(self.network, self.conversion.flip)
         images = self._images(samples, _CALIBRATED if precision == "int8" else _CHECKED)
         started = time.monotonic()
@@ -189,6 +208,7 @@ class Exporter:
                 logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)
+            plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
 
     def _images(self, samples: Samples, count: int) -> np.ndarray:
         """Return images of as many classes as possible, pre-processed, float32 [n, C, H, W]."""

@@ -89,6 +89,14 @@ def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
     assert torch.equal(network.fc.weight, load_file(folder / "model.safetensors")["fc.weight"])
 
 
+def test_without_a_dataset_only_the_weights_are_written_by_default(trained, tmp_path, messages):
+    ins = entry(tmp_path / "missing", tmp_path / "run", set_checkpoint_dir=trained[1] / "0")
+    folder = ins.convert_for_prediction()
+    assert not (folder / "model.onnx").exists()
+    assert any("no ONNX graph is written: missing the images" in one for one in messages)
+    plsc.load_network(folder)
+
+
 def test_a_damaged_folder_is_refused(trained, tmp_path):
     dataset, run = trained
     ins = entry(dataset, run, set_checkpoint_dir=run / "0")
@@ -199,7 +207,7 @@ def test_a_graph_that_differs_leaves_no_folder(trained, tmp_path):
 def test_options_that_cannot_be_combined_are_refused(trained):
     ins = entry(*trained)
     for given, message in (
-        ({"precision": "bfloat16"}, "'onnx' can have float32, float16, int8"),
+        ({"graph": "onnx", "precision": "bfloat16"}, "'onnx' can have float32, float16, int8"),
         ({"graph": "torch", "precision": "int8"}, "'torch' can have"),
         ({"graph": "onx"}, "graph is 'onx'"),
         ({"graph": "none", "flip": True}, "there is no graph"),

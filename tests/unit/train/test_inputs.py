@@ -18,8 +18,9 @@ from plsc.optim.optimizers import ExpectedStates, assign_parameters, build_optim
 from plsc.optim.sparse import SPARSE
 from plsc.parallel.world import World
 from plsc.train.build import UserParts
+from plsc.train.conversion import run_conversion
 from plsc.train.data import open_training_data
-from plsc.train.evaluation import load_network, run_conversion
+from plsc.train.evaluation import load_network
 from plsc.train.network import build_trained_network
 from plsc.train.prediction import run_prediction
 from tests.resuming import different, options_of, train
