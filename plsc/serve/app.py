@@ -91,8 +91,10 @@ async def _embed(service: Service, image: bytes, headers: Headers) -> Answer:
         stream = io.BytesIO()
         np.save(stream, embedding)
         return stream.getvalue(), NPY
-    values = embedding.astype(np.float64).round(7).tolist()  # more digits would cost time
-    return b'{"embedding":%s}' % json.dumps(values).encode(), b"application/json"
+    # Numbers such as 1506148e-7: writing integers takes half the time of writing floats.
+    values = np.rint(embedding.astype(np.float64) * 1e7).astype(np.int64).tolist()
+    text = ",".join([f"{value}e-7" for value in values])
+    return f'{{"embedding":[{text}]}}'.encode(), b"application/json"
 
 
 def _add_images(app: FastAPI, service: Service) -> None:

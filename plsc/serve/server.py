@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
+import sys
+from typing import Any
 
 import torch
 
@@ -13,6 +16,7 @@ from plsc.serve.options import ServeOptions
 from plsc.serve.service import Service
 
 logger = logging.getLogger(__name__)
+_SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpreter lock
 
 
 def serve(model: str, options: ServeOptions) -> None:
@@ -34,6 +38,7 @@ def serve(model: str, options: ServeOptions) -> None:
     from plsc.serve.app import HEADERS, create_app, is_loopback
 
     torch.set_num_threads(1)  # it only prepares small batches; onnxruntime has its own threads
+    sys.setswitchinterval(_SWITCH_SECONDS)
     has_key = bool(options.api_key())
     service = Service(model, options)
     with contextlib.closing(service), _listen(options) as listener:
@@ -47,16 +52,63 @@ def serve(model: str, options: ServeOptions) -> None:
         )
         config = uvicorn.Config(
             create_app(service),
+            http=_protocol(options.timeout),
             log_config=None,
             access_log=False,
             ws="none",
             headers=HEADERS,
             server_header=False,
+            timeout_keep_alive=int(options.timeout) + 1,
             timeout_graceful_shutdown=int(2 * options.timeout) + 1,
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
         logger.info("stopped; all requests that had started were answered")
+
+
+def _protocol(timeout: float) -> Any:
+    """Return uvicorn's protocol, changed: a silent connection is closed, and responses are sent at once."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    base: Any = AutoHTTPProtocol
+
+    class Protocol(base):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            """Start to serve a connection."""
+            super().connection_made(_Joining(transport))
+            self.timeout_keep_alive_task = self.loop.call_later(timeout, self.timeout_keep_alive_handler)
+
+    return Protocol
+
+
+class _Joining:
+    """A transport that sends what is written in one iteration of the event loop together.
+
+    uvicorn writes headers and body separately, which would be two system calls and two packets.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send data soon."""
+        if not self._parts:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Close the connection after all data."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._parts:
+            data, self._parts = b"".join(self._parts), []
+            self._transport.write(data)
 
 
 def _listen(options: ServeOptions) -> socket.socket:

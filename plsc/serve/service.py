@@ -20,7 +20,7 @@ from plsc.data.decode import decode_into, decode_jpeg_of_size, size_of
 from plsc.errors import DataError, OptionError
 from plsc.export import ServedModel, open_model
 from plsc.gallery import Gallery, build_gallery, open_gallery
-from plsc.serve.batching import Batcher
+from plsc.serve.batching import Batcher, Busy
 from plsc.serve.options import ServeOptions
 from plsc.serve.store import Found, New, Store
 
@@ -49,8 +49,8 @@ class Service:
             self._search, largest, queue, timeout
         )
         self._writes: Batcher[New | int, int | bool] = Batcher(self.store.write, largest, queue, timeout)
-        self._decoder = ThreadPoolExecutor(1)  # one large image at a time bounds the memory
-        self._large = asyncio.Semaphore(16)
+        self._decoder = ThreadPoolExecutor(2)  # few large images at a time bound the memory
+        self._decoding = 0
 
     def _default_far(self) -> float | None:
         """Return 1e-3, or the FAR next to it if the evaluation had too few pairs; None without thresholds."""
@@ -132,16 +132,25 @@ class Service:
             decode_into(data, pixels)
             return pixels
 
-        async with self._large:
+        if self._decoding >= self.options.queue_size:
+            raise Busy(f"{self._decoding} large images are waiting")
+        self._decoding += 1
+        try:
             return await asyncio.get_running_loop().run_in_executor(self._decoder, decode)
+        finally:
+            self._decoding -= 1
 
     def _empty(self) -> np.ndarray:
         channels, height, width = self.model.image_shape
         return np.empty((height, width, channels), np.uint8)
 
-    def _embed(self, items: list[np.ndarray]) -> Sequence[np.ndarray]:
+    def _embed(self, items: list[np.ndarray]) -> Sequence[np.ndarray | Exception]:
         images = torch.from_numpy(np.stack(items)).permute(0, 3, 1, 2)
-        return list(self.model.embed(to_input(images, "cpu").numpy()))
+        found = self.model.embed(to_input(images, "cpu").numpy())
+        if np.isfinite(found).all():
+            return list(found)
+        failed = DataError("the embedding of the image is not finite; check the model")
+        return [one if np.isfinite(one).all() else failed for one in found]
 
     def _search(self, items: list[tuple[np.ndarray, int]]) -> list[list[dict[str, Any]]]:
         queries, k = np.stack([query for query, _ in items]), max(k for _, k in items)
