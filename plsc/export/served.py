@@ -64,7 +64,7 @@ class ServedModel:
         image_shape: (C, H, W) of the input.
         emb_size: D, the size of the embeddings.
         thresholds: cosine by FAR, ascending; pairs with at least this cosine are accepted.
-        fingerprint: SHA-256 of the network's weights.
+        fingerprint: SHA-256 of the weights, after ``flip-`` if the graph adds the mirrored image.
     """
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
@@ -87,6 +87,8 @@ class ServedModel:
         for what, name in (("weights", WEIGHTS_NAME), ("graph", ONNX_NAME), ("classes", CLASSES_NAME)):
             if what != "classes" or what in self.about:
                 _verify(check, folder / name, check.mapping(self.about.get(what), f"the {what}"))
+        if graph.get("flip") is True:  # other embeddings than those of the weights alone
+            self.fingerprint = f"flip-{self.fingerprint}"
         self._session = _start(folder / ONNX_NAME, threads)
         found = self._run(np.zeros((1, *self.image_shape), np.float32))
         if found.shape != (1, self.emb_size) or found.dtype != np.float32:

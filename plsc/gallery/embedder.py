@@ -38,7 +38,7 @@ class Embedder:
     """A trained network.
 
     Attributes:
-        fingerprint: SHA-256 of its weights.
+        fingerprint: as of `ServedModel`.
         decode: decodes an image.
         embed: returns the embeddings, float32 [n, D], of n decoded images.
         classes: returns the class weights, float32 [C, D] or [C, sub-centres, D], and the class names.
@@ -87,7 +87,7 @@ def open_embedder(model: StrPath) -> Embedder:
             config.model.image_shape,
             batch_size=_BATCH,
             device="cpu",
-            flip=config.data.flip,
+            flip=False,  # as in `plsc predict` and `plsc export`
         )
 
     def classes() -> tuple[np.ndarray, ClassNames | None]:
