@@ -122,7 +122,7 @@ def read_about(folder: Path) -> dict[str, Any]:
         with file.open("rb") as stream:
             about = check.mapping(json.loads(stream.read(_MOST_BYTES + 1)), "the description")
     except (OSError, ValueError, RecursionError) as error:
-        raise check.wrong(f"it cannot be read ({error})", "choose another model") from error
+        raise check.wrong(f"it cannot be read ({error})", "name a folder that plsc export wrote") from error
     if about.get("format") != _FORMAT or about.get("version") != _VERSION:
         raise check.wrong(
             f"its format is {about.get('format')!r}, version {about.get('version')!r}; expected {_FORMAT!r}, "
