@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of onnxruntime, in all servers")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of onnxruntime, in all servers")
     parser.add_argument("--soak", type=float, default=0.0)
     parser.add_argument("--baseline", choices=WAYS[1:], help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

@@ -28,9 +28,7 @@ class ServeOptions:
         default=None,
         metadata={"meaning": "FAR of the threshold for unknown; by default 1e-3, or the next higher one"},
     )
-    threads: int = field(
-        default=0, metadata={"meaning": "threads of onnxruntime; 0: all cores but one, which serves HTTP"}
-    )
+    threads: int = field(default=0, metadata={"meaning": "threads of onnxruntime; 0: one per core"})
     batch_size: int = field(default=32, metadata={"meaning": "maximum images per forward pass"})
     queue_size: int = field(default=256, metadata={"meaning": "maximum images waiting; more get status 429"})
     max_bytes: int = field(default=16 * 2**20, metadata={"meaning": "maximum bytes per request"})

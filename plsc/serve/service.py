@@ -35,8 +35,7 @@ class Service:
 
     def __init__(self, folder: str, options: ServeOptions) -> None:
         self.options = options
-        threads = options.threads or max(1, (os.cpu_count() or 2) - 1)
-        self.model: ServedModel = open_model(folder, threads)
+        self.model: ServedModel = open_model(folder, options.threads or os.cpu_count() or 1)
         self.far = self._default_far() if options.far is None else self.known_far(options.far)
         self.gallery, self.is_classes = self._open_gallery()
         path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
