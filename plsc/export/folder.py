@@ -45,7 +45,7 @@ def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Ma
     config: the options that it was built with. manifest: of its checkpoint.
     """
     weights = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_NAME)
+    write_tensors(folder / WEIGHTS_NAME, weights)
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -60,6 +60,12 @@ def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Ma
         "weights": {**describe_file(folder / WEIGHTS_NAME), **asdict(checksum(folder / WEIGHTS_NAME))},
         "fingerprint": checksum_of(weights),
     }
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file. As other files, it can be read by everyone who can read its folder."""
+    save_file(tensors, path)  # only by its owner
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def write_about(folder: Path, about: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
 from plsc.checkpoint import load_weights
@@ -31,6 +30,7 @@ from plsc.export.folder import (
     THUMBNAILS_NAME,
     describe_file,
     write_about,
+    write_tensors,
     write_weights,
 )
 from plsc.export.graph import PRECISIONS, as_served, missing_package, write_graph
@@ -236,7 +236,7 @@ class Exporter:
         if names is not None:
             tensors["names.bytes"] = torch.from_numpy(names.text).contiguous()
             tensors["names.ends"] = torch.from_numpy(names.ends).contiguous()
-        save_file(tensors, folder / CLASSES_NAME)
+        write_tensors(folder / CLASSES_NAME, tensors)
         return {"count": len(weight), "names": names is not None, **describe_file(folder / CLASSES_NAME)}
 
     def _write_thumbnails(self, folder: Path, samples: Samples) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
     expected = plsc.load_network(run / "0")
     assert torch.equal(plsc.load_network(folder)(images), expected(images))
     assert load_file(folder / "model.safetensors").keys() == expected.state_dict().keys()
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # others may read what they can list
     with pytest.raises(CheckpointError, match="already exists; remove it"):
         entry(dataset, run, set_checkpoint_dir=run / "0").convert_for_prediction()
 
