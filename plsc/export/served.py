@@ -24,6 +24,7 @@ from plsc.export.folder import (
     CLASSES_NAME,
     MODEL_NAME,
     ONNX_NAME,
+    ROC_NAME,
     THUMBNAILS_NAME,
     TORCH_NAME,
     WEIGHTS_NAME,
@@ -153,8 +154,16 @@ class ServedModel:
 
     def thumbnail(self, number: int) -> Path | None:
         """Return the JPEG file of a class; None if there is none."""
-        path = self.folder / THUMBNAILS_NAME / f"{int(number)}.jpg"
-        return path if path.is_file() else None
+        return self._picture(f"{THUMBNAILS_NAME}/{int(number)}.jpg")
+
+    def roc(self) -> Path | None:
+        """Return the PNG file of the ROC; None if there is none."""
+        return self._picture(ROC_NAME)
+
+    def _picture(self, name: str) -> Path | None:
+        path = self.folder / name
+        # A link could name any file of the machine.
+        return path if path.is_file() and path.resolve() == self.folder.resolve() / name else None
 
     def _run(self, images: np.ndarray) -> np.ndarray:
         try:

@@ -21,7 +21,6 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from plsc import __version__
 from plsc.errors import DataError
-from plsc.export.folder import ROC_NAME
 from plsc.serve.guard import STATUSES, Answer, Guard, Headers
 from plsc.serve.service import MOST_FOUND, Service, check_name
 
@@ -132,8 +131,8 @@ def _add_images(app: FastAPI, service: Service) -> None:
 def _add_entries(app: FastAPI, service: Service) -> None:
     @app.post("/entries", status_code=201, summary="Enrol an image", openapi_extra=_body(1, named=True))
     async def enrol(request: Request, name: str | None = None) -> Response:
-        images, fields = await _read(request, 1)
-        name = check_name(fields.get("name", name))
+        images, given = await _read(request, 1)
+        name = check_name(name if given is None else given)
         number = await service.enrol(name, images[0])
         return JSONResponse({"id": number, "name": name}, 201)
 
@@ -161,7 +160,7 @@ def _add_entries(app: FastAPI, service: Service) -> None:
 
     @app.get("/classes/{number}/thumbnail", summary="Return the picture of a class of the model")
     def class_thumbnail(number: int) -> Response:
-        path = service.model.thumbnail(number)
+        path = service.model.thumbnail(number) if 0 <= number <= _LARGEST_ID else None
         return FileResponse(path) if path is not None else _missing(f"class {number} has no picture")
 
 
@@ -185,7 +184,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 "enrolled": len(service.store),
                 "gallery": 0 if service.gallery is None else len(service.gallery),
                 "gallery_is_classes": service.is_classes,
-                "roc": (model.folder / ROC_NAME).is_file(),
+                "roc": model.roc() is not None,
                 "max_bytes": options.max_bytes,
                 "max_pixels": options.max_pixels,
             }
@@ -193,8 +192,8 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/roc.png", summary="Return the ROC of the evaluation")
     def roc() -> Response:
-        path = service.model.folder / ROC_NAME
-        return FileResponse(path) if path.is_file() else _missing("the model has no ROC")
+        path = service.model.roc()
+        return FileResponse(path) if path is not None else _missing("the model has no ROC")
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
@@ -224,31 +223,34 @@ class _Verdict:
         return None if self._threshold is None else similarity >= self._threshold
 
 
-async def _read(request: Request, count: int) -> tuple[Sequence[bytes], dict[str, Any]]:
-    """Return the images of a request, and its other fields. Raises DataError unless there are `count`."""
+async def _read(request: Request, count: int) -> tuple[Sequence[bytes], str | None]:
+    """Return the images of a request, and the name, if any. Raises DataError unless there are `count`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
-        images, fields = _from_json(await request.body(), count)
+        images, name = _from_json(await request.body(), count)
     elif kind == "multipart/form-data":
-        images, fields = await _from_form(request, count)
+        images, name = await _from_form(request, count)
     else:
-        images, fields = [await request.body()], {}
+        images, name = [await request.body()], None
     if len(images) != count or not all(images):
         raise DataError(f"expected {count} image{'s' * (count > 1)} with content; got {len(images)}")
-    return images, fields
+    return images, name
 
 
-def _from_json(body: bytes, count: int) -> tuple[list[bytes], dict[str, Any]]:
+def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
+    # What else was parsed is not kept: it may need many times the memory of the body.
     expected = '{"image": BASE64}' if count == 1 else '{"images": [BASE64, BASE64]}'
     try:
         fields = json.loads(body)
         texts = [fields.pop("image")] if count == 1 else list(fields.pop("images"))
-        return [pybase64.b64decode(text, validate=True) for text in texts], fields
+        name = fields.get("name")
+        images = [pybase64.b64decode(text, validate=True) for text in texts]
+        return images, name if name is None or isinstance(name, str) else ""
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"the JSON body is not {expected} ({type(error).__name__})") from error
 
 
-async def _from_form(request: Request, count: int) -> tuple[list[bytes], dict[str, Any]]:
+async def _from_form(request: Request, count: int) -> tuple[list[bytes], str | None]:
     parser = MultiPartParser(request.headers, request.stream(), max_files=count, max_fields=4)
     parser.spool_max_size = 2**40  # in memory: the body is bounded already
     try:
@@ -258,7 +260,8 @@ async def _from_form(request: Request, count: int) -> tuple[list[bytes], dict[st
         raise DataError(f"the form cannot be parsed ({message})") from error
     values = [value for _, value in form.multi_items()]
     images = [await value.read() for value in values if isinstance(value, UploadFile)]
-    return images, {name: value for name, value in form.items() if isinstance(value, str)}
+    name = form.get("name")
+    return images, name if isinstance(name, str) else None
 
 
 def _answer_with(status: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -87,7 +88,8 @@ class Client:
             headers = {"Content-Type": "application/octet-stream", **headers}
         connection = self._connection()
         try:
-            connection.request(method, self._path + path, body, {**self._headers, **headers})
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was sent
+                connection.request(method, self._path + path, body, {**self._headers, **headers})
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:

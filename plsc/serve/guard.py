@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.serve.batching import Busy
+from plsc.serve.store import StoreError
 
 Headers: TypeAlias = Mapping[bytes, bytes]
 Answer: TypeAlias = tuple[bytes, bytes]
@@ -22,8 +23,14 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-STATUSES: dict[type[Exception], int] = {DataError: 400, OptionError: 400, CheckpointError: 500, Busy: 429}
-"""Status of the response for an exception."""
+STATUSES: dict[type[Exception], int] = {
+    StoreError: 503,
+    DataError: 400,
+    OptionError: 400,
+    CheckpointError: 500,
+    Busy: 429,
+}
+"""Status of the response for an exception; a subclass is before its base."""
 
 _FORMATS = (b"application/json", b"multipart/form-data")
 _HELD = 256 * 2**20  # bytes of all request bodies together

@@ -59,7 +59,8 @@ def serve(model: str, options: ServeOptions) -> None:
             headers=HEADERS,
             server_header=False,
             timeout_keep_alive=int(options.timeout) + 1,
-            timeout_graceful_shutdown=int(2 * options.timeout) + 1,
+            # to receive a request, decode its image, embed it, and search or write
+            timeout_graceful_shutdown=int(4 * options.timeout) + 1,
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
@@ -67,7 +68,7 @@ def serve(model: str, options: ServeOptions) -> None:
 
 
 def _protocol(timeout: float) -> Any:
-    """Return uvicorn's protocol, changed: a silent connection is closed, and responses are sent at once."""
+    """Return uvicorn's protocol, changed: headers must arrive in time, and responses are sent at once."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
@@ -77,6 +78,18 @@ def _protocol(timeout: float) -> Any:
             """Start to serve a connection."""
             super().connection_made(_Joining(transport))
             self.timeout_keep_alive_task = self.loop.call_later(timeout, self.timeout_keep_alive_handler)
+
+        def data_received(self, data: bytes) -> None:
+            """Stop the timer when the headers are complete, not at their first byte."""
+            timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+            super().data_received(data)
+            if timer is None:
+                return
+            has_request = self.cycle is not None and not self.cycle.response_complete
+            if has_request or self.timeout_keep_alive_task is not None:
+                timer.cancel()
+            else:
+                self.timeout_keep_alive_task = timer
 
     return Protocol
 

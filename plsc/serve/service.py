@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +20,7 @@ from plsc.data.decode import decode_into, decode_jpeg_of_size, size_of
 from plsc.errors import DataError, OptionError
 from plsc.export import ServedModel, open_model
 from plsc.gallery import Gallery, build_gallery, open_gallery
+from plsc.parallel.machine import usable_cores
 from plsc.serve.batching import Batcher, Busy
 from plsc.serve.options import ServeOptions
 from plsc.serve.store import Found, New, Store
@@ -35,7 +36,7 @@ class Service:
 
     def __init__(self, folder: str, options: ServeOptions) -> None:
         self.options = options
-        self.model: ServedModel = open_model(folder, options.threads or os.cpu_count() or 1)
+        self.model: ServedModel = open_model(folder, options.threads or usable_cores())
         self.far = self._default_far() if options.far is None else self.known_far(options.far)
         self.gallery, self.is_classes = self._open_gallery()
         path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
@@ -122,7 +123,11 @@ class Service:
         return pixels
 
     async def _decode_in_thread(self, data: bytes) -> np.ndarray:
+        deadline = time.monotonic() + self.options.timeout
+
         def decode() -> np.ndarray:
+            if time.monotonic() > deadline:
+                raise Busy(f"the request has waited for {self.options.timeout:g} seconds")
             width, height = size_of(data)
             most = self.options.max_pixels
             if width * height > most:

@@ -27,6 +27,10 @@ CREATE TABLE entries (
 )"""
 
 
+class StoreError(DataError):
+    """The file cannot be read or written: the disk is full, say."""
+
+
 @dataclass(frozen=True)
 class New:
     """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file."""
@@ -207,9 +211,9 @@ class Store:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Convert errors of SQLite to DataError."""
+        """Convert errors of SQLite to StoreError."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
             what = "is used by another server" if "locked" in str(error) else f"cannot be used ({error})"
-            raise DataError(f"{self.path} {what}; choose another store") from error
+            raise StoreError(f"{self.path} {what}; choose another store") from error

@@ -192,7 +192,7 @@ def test_every_truncation_of_an_image_gets_a_4xx(server, images):
 @pytest.mark.parametrize(
     "path",
     ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/classes/..%2f..%2fmodel.json/thumbnail",
-     "/classes/-1/thumbnail", "/entries/99999999999999999999/thumbnail", "/page/page.js", "/nothing"],
+     "/classes/-1/thumbnail", f"/classes/{'9' * 300}/thumbnail", "/entries/99999999999999999999/thumbnail", "/page/page.js", "/nothing"],
 )  # fmt: skip
 def test_a_path_that_does_not_exist_gets_a_4xx(path, server):
     assert 400 <= ask(server, "GET", path)[0] < 500
@@ -226,8 +226,14 @@ def test_bodies_without_end_and_slow_bodies_are_cut_off(server):
     assert sent < 10**8
     assert converse(server, head % b"Content-Length: 10\r\n", [b"abc"])[9:12] == b"408"
     assert converse(server, head % b"Content-Length: 99999999999999\r\n", [])[9:12] == b"413"
+    assert converse(server, b"POST /embed HTTP/1.1\r\nHos", []) == b""  # closed after the timeout
     assert converse(server, b"\x00\x01\x02 nonsense\r\n\r\n", [])[9:12] == b"400"
     assert converse(server, b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 10**6, [])[9:12] == b"400"
+
+
+def test_the_client_says_that_an_image_is_too_large(server):
+    with pytest.raises(DataError, match="more than 400000 bytes"):
+        server.client().encode(bytes(10**7))  # refused before it is sent
 
 
 def test_the_server_still_serves_in_little_memory(server, images):  # after the hostile requests above

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def test_thresholds_accept_at_most_the_far_of_the_run_own_pairs(trained, exporte
     assert accepted[pairs.is_same].mean() == result.tar_at_far[FARS[0]]
 
 
-def test_class_weights_and_thumbnails(trained, exported):
+def test_class_weights_and_thumbnails(trained, exported, tmp_path):
     dataset, run = trained
     model = plsc.export.open_model(exported)
     weights, names = model.class_weights()
@@ -163,6 +164,14 @@ def test_class_weights_and_thumbnails(trained, exported):
         first = decode_image((dataset / f"images/{label}_0.png").read_bytes(), (3, 16, 16))
         assert np.abs(found - first.permute(1, 2, 0).numpy()).mean() < 16  # JPEG
     assert model.thumbnail(3) is None
+    assert model.roc().name == "roc.png"
+    folder = Path(shutil.copytree(exported, tmp_path / "model"))
+    for name in ("roc.png", "thumbnails/0.jpg"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(dataset / "label.txt")  # a model from anyone may link to any file
+    linked = plsc.export.open_model(folder)
+    assert [linked.roc(), linked.thumbnail(0)] == [None, None]
+    assert linked.thumbnail(1).is_file()
 
 
 @pytest.mark.parametrize(

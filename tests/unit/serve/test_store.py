@@ -5,7 +5,7 @@ import pytest
 
 import plsc.serve.store
 from plsc.errors import CheckpointError, DataError
-from plsc.serve.store import New, Store
+from plsc.serve.store import New, Store, StoreError
 
 SIZE = 6
 
@@ -72,6 +72,17 @@ def test_a_full_store_refuses_only_what_exceeds_it(store, monkeypatch):
     assert [type(one) for one in good] == [int, int]
     assert isinstance(refused, DataError)
     assert len(store) == 2
+
+
+def test_a_full_disk_is_no_fault_of_the_request_and_loses_nothing(store):
+    store.write(news(1))
+    store._database.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(StoreError, match="disk is full"):
+        store.write(news(100))
+    assert len(store) == len(store.entries(0, 9)) == 1
+    store._database.execute("PRAGMA max_page_count = 1000000")
+    store.write(news(1))
+    assert len(store) == len(store.entries(0, 9)) == 2
 
 
 def test_a_store_of_another_network_or_size_is_refused(store, tmp_path):
