@@ -192,7 +192,8 @@ def test_every_truncation_of_an_image_gets_a_4xx(server, images):
 @pytest.mark.parametrize(
     "path",
     ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/classes/..%2f..%2fmodel.json/thumbnail",
-     "/classes/-1/thumbnail", f"/classes/{'9' * 300}/thumbnail", "/entries/99999999999999999999/thumbnail", "/page/page.js", "/nothing"],
+     "/classes/-1/thumbnail", f"/classes/{'9' * 300}/thumbnail", "/entries/99999999999999999999/thumbnail",
+     "/page/page.js", "/nothing"],
 )  # fmt: skip
 def test_a_path_that_does_not_exist_gets_a_4xx(path, server):
     assert 400 <= ask(server, "GET", path)[0] < 500
