@@ -107,7 +107,7 @@ def run_protocols(unseen: Path, run: Path, checkpoint: Path) -> str:
     ins.set_test_batch_size(500)
     ins.set_quiet(True)
     lists = {name: unseen / f"{name}.csv" for name in ("gallery", "distractors")}
-    arguments = {
+    arguments: dict[str, dict[str, Any]] = {
         "pairs": {"pairs": unseen / "pairs.txt"},
         "all_pairs": {"images": unseen},
         "identify": {"images": unseen / "probes.csv", **lists},

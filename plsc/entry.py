@@ -358,6 +358,7 @@ class Entry(OriginalSetters):
         distractors: str | os.PathLike[str] | None = None,
         templates: str | os.PathLike[str] | None = None,
         output: str | os.PathLike[str] = "evaluation",
+        head: str | None = None,
     ) -> dict[str, Any]:
         """Return the results of a checkpoint: a VerificationResult per pair file, by its name.
 
@@ -373,7 +374,10 @@ class Entry(OriginalSetters):
             distractors: for ``identify``: a dataset of other classes, added to the gallery.
             templates: for ``templates``: the folder of the meta files.
             output: folder of the report.
+            head: of several heads, the one that classifies the images of set_val_dir.
         """
+        if head is not None and (protocol is not None or self.options.data.val_dir is None):
+            raise OptionError("head is for the images of set_val_dir, without a protocol; remove head")
         data = {
             "images": images, "pairs": pairs, "gallery": gallery, "distractors": distractors,
             "templates": templates,
@@ -382,7 +386,7 @@ class Entry(OriginalSetters):
         if protocol is None:
             if places:
                 raise OptionError(f"{', '.join(places)} needs a protocol, such as test('pairs', pairs=...)")
-            return self._run(run_test)
+            return self._run(partial(run_test, head_name=head))
         if is_url(os.fspath(output)):
             raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
         chosen = ProtocolData(protocol, **places)
@@ -396,6 +400,7 @@ class Entry(OriginalSetters):
         layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
+        head: str | None = None,
     ) -> Prediction: ...
 
     @overload
@@ -406,6 +411,7 @@ class Entry(OriginalSetters):
         layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
+        head: str | None = None,
         output: str | os.PathLike[str],
     ) -> Embeddings: ...
 
@@ -416,6 +422,7 @@ class Entry(OriginalSetters):
         layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
+        head: str | None = None,
         output: str | os.PathLike[str] | None = None,
     ) -> Prediction | Embeddings:
         """Return the embeddings of the images of the dataset or of predict_reader.
@@ -427,13 +434,14 @@ class Entry(OriginalSetters):
             field: one or several of ``value``: embeddings and outputs of layers; ``id``: the trained class
                 with the highest logit; ``prob``: its softmax probability.
             flatten_result: join the outputs of the layers side by side, as one array [N, ...].
+            head: of several heads (`add_dataset`), the one whose classes ``id`` and ``prob`` are.
             output: a folder. All ranks write shards of rows to it, as .npy, or as Parquet if its name ends in
                 .parquet; nothing is gathered. The same call resumes an interrupted prediction. Returns the
                 opened folder, like `plsc.open_embeddings`.
         """
         fields = (field,) if isinstance(field, str) else tuple(field)
         names = (layers,) if isinstance(layers, str) else tuple(layers)
-        request = Request(names, fields, flatten_result)
+        request = Request(names, fields, flatten_result, head)
         if output is not None and is_url(os.fspath(output)):
             raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
         folder = None if output is None else Path(output)
@@ -448,24 +456,26 @@ class Entry(OriginalSetters):
         flip: bool = False,
         classes: bool = False,
         thumbnails: bool = False,
+        head: str | None = None,
     ) -> Path:
         """Write the network of the checkpoint to a new folder, and return the folder.
 
         It holds model.json, the weights, and a graph with L2-normalised output. The graph is loaded again and
-        compared with the network on images of the dataset; if it differs, nothing is written. If there is a
-        pair file, model.json gets thresholds per FAR. `plsc.load_network` and `plsc.export.open_model` load
-        the folder. See docs/model.md.
+        compared with the network on images of the dataset, or random ones if none is set; if it differs,
+        nothing is written. If there is a pair file, model.json gets thresholds per FAR. `plsc.load_network`
+        and `plsc.export.open_model` load the folder. See docs/model.md.
 
         Args:
             output: the folder; by default ``<save_dir>/model``.
             graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights. By default ``onnx``, if
-                plsc[export] is installed and there is a dataset.
+                plsc[export] is installed.
             precision: ``float32``, ``float16``, ``int8`` (ONNX only) or ``bfloat16`` (torch only).
             flip: add the embedding of the mirrored image, inside the graph.
             classes: also write the class weights.
             thumbnails: also write one image per class.
+            head: of several heads, the one whose class weights are written.
         """
-        conversion = Conversion(graph, precision, flip, classes, thumbnails)
+        conversion = Conversion(graph, precision, flip, classes, thumbnails, head)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
 

@@ -49,6 +49,19 @@ class CheckpointError(PlscError):
     """A checkpoint is missing, damaged, or does not fit the run; or it could not be written."""
 
 
+class NotSavedError(CheckpointError, SystemExit):
+    """A run has ended, but its last state could not be saved, or checkpoints could not be uploaded.
+
+    result: its TrainResult. A script that does not catch the error exits with 3; the run has logged it.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, result: Any) -> None:
+        super().__init__(message)
+        self.code, self.result = self.exit_code, result
+
+
 class TrainingError(PlscError):
     """Training cannot continue: the loss is not finite, for example."""
 

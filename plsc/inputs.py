@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,8 @@ def as_input(sample: Any, example: Input) -> Input:
 
 def _as_tensor(value: Any, example: Tensor, name: str = "") -> Tensor:
     try:
-        tensor = torch.as_tensor(value)
+        is_array = isinstance(value, np.ndarray)  # torch warns about a read-only one
+        tensor = torch.as_tensor(np.require(value, requirements="W") if is_array else value)
         is_wrong = tensor.shape != example.shape[1:] or not torch.can_cast(tensor.dtype, example.dtype)
         found = f"{_kind(tensor)} {list(tensor.shape)}" if is_wrong else ""
     except (TypeError, ValueError, RuntimeError):

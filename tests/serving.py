@@ -40,11 +40,12 @@ def export_model(folder):
 
 
 @contextmanager
-def serving(model, store, *flags, key=""):
-    """Yield a running server; it is killed at the end."""
+def serving(model, store, *flags, key="", **how):
+    """Yield a running server; it is killed at the end. how: arguments of subprocess.Popen."""
     command = [sys.executable, "-m", "plsc.cli", "serve", str(model), "--port", "0", "--store", str(store)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PLSC_API_KEY": key}
-    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, env=environment)
+    how = {"stdout": subprocess.PIPE, "text": True, "env": environment, **how}
+    process = subprocess.Popen([*command, *flags], **how)
     try:
         line = process.stdout.readline()
         found = re.search(r" on http://\S+:(\d+) ", line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from plsc.errors import CheckpointError, DistributedError, PlscError, kind_and_line
 from plsc.parallel.world import World
@@ -44,6 +44,12 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
         more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
         reason = f"rank {rank}{more}: {reason}"
     raise CheckpointError(f"{reason}; {advice}" if advice else reason) from cause
+
+
+def on_main_rank(world: World, doing: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and return its result on every rank; otherwise as `on_every_rank`."""
+    results: list[Any] = on_every_rank(world, doing, lambda: action() if world.is_main else None)
+    return results[0]
 
 
 def rank_on_shared_disk(folder: Path, world: World) -> tuple[int, int]:

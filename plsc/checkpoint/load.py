@@ -6,7 +6,6 @@ import bisect
 import io
 import math
 import os
-import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from plsc.checkpoint.shard_file import PIECE_BYTES, Part, bytes_of, checksum, re
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
+from plsc.storage.regular import open_regular
 
 MAP_NAME = "classes.tsv"  # maps old to new class numbers; see plsc.checkpoint.classes.map
 _MOST_OPEN = 64  # files open at a time
@@ -228,7 +228,7 @@ class _Files:
             if path not in self._open:
                 if len(self._open) == _MOST_OPEN:
                     self._open.pop(next(iter(self._open))).close()
-                self._open[path] = path.open("rb", buffering=0)
+                self._open[path] = open_regular(path, path.parent, buffering=0)
             while left:
                 count = os.preadv(self._open[path].fileno(), [left], begin)
                 if not count:
@@ -312,9 +312,11 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
                 "checkpoint, or remove unexpected files"
             )
         for name, info in manifest.files.items():
-            _check_regular(folder / name, info.bytes)
+            open_regular(folder / name, folder, info.bytes).close()
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {folder}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {error.filename}: {error.strerror}; choose another checkpoint"
+        ) from error
     parts: dict[str, list[Part]] = {key: [] for key in manifest.tensors}
     for name in manifest.shards:
         for part in read_header(folder / name):
@@ -324,16 +326,6 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
         some.sort(key=lambda part: (part.start, part.stop))
         _check_rows(Checker(str(folder)), key, manifest.tensors[key], some)
     return parts
-
-
-def _check_regular(path: Path, size: int) -> None:
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file; choose another checkpoint")
-    if status.st_size != size:
-        raise CheckpointError(
-            f"{path} has {status.st_size} bytes; expected {size}; choose another checkpoint"
-        )
 
 
 def _check_part(part: Part, info: TensorInfo | None) -> None:

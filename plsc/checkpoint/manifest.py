@@ -19,6 +19,7 @@ from plsc.config.optim import REFERENCE_BATCH
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.storage import publish
+from plsc.storage.regular import read_regular
 
 FORMAT_VERSION = 3  # before 3, the learning rate was stored for a global batch of 1024
 MANIFEST_NAME = publish.MANIFEST_NAME
@@ -196,10 +197,9 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
                 f"{folder} has no {MANIFEST_NAME}: it is not a checkpoint, or was not saved completely; "
                 "expected a folder such as saved_model/5"
             )
-        with file.open("rb") as stream:
-            data = stream.read(LARGEST_MANIFEST + 1)
+        data = read_regular(file, LARGEST_MANIFEST, folder)
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {folder}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
     return parse_manifest(data, str(file))
 
 

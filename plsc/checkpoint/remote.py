@@ -22,25 +22,22 @@ from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.urls import base_name, is_url, shown
 
-_ADVICE = "the checkpoint is intact on the local disk; upload it with plsc checkpoint push"
+_ADVICE = "the checkpoint is intact on the local disk, and can be uploaded when the store is available again"
 
 
 def upload(
-    folder: Path,
-    store: Store,
-    files: Iterable[str],
-    world: World,
-    on_bytes: OnBytes | None = None,
+    folder: Path, store: Store, files: Iterable[str], world: World, on_bytes: OnBytes | None = None
 ) -> None:
     """Publish the checkpoint `folder` in the store, under its own name. Collective.
 
-    An older checkpoint of that name, of the same run, is deleted when the new one is published.
+    An older checkpoint of that name, of the same run, is replaced when the new one is published. A store that
+    cannot rename loses it before, if both have files of one name with different content.
 
     Args:
         files: the data files that this rank uploads. Together, the ranks must upload all.
 
     Raises:
-        CheckpointError: on all ranks; nothing was published.
+        CheckpointError: on all ranks; the new checkpoint was not published.
     """
     name = folder.name
     doing = f"upload {folder} to {store.shown}"

@@ -97,12 +97,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def save_checkpoint(
-    save_dir: str | os.PathLike[str],
-    name: str,
-    snapshot: Snapshot,
-    world: World,
-    *,
-    is_shared: bool = True,
+    save_dir: str | os.PathLike[str], name: str, snapshot: Snapshot, world: World, *, is_shared: bool = True
 ) -> Path:
     """Save to ``save_dir / name`` and return that path. Collective.
 
@@ -131,10 +126,7 @@ def save_checkpoint(
     is_owner = world.is_main
     try:
         is_owner = on_every_rank(
-            world,
-            doing,
-            lambda: _is_owner(temporary, folder, manifest.run_id, world, is_shared),
-            _ADVICE,
+            world, doing, lambda: _is_owner(temporary, folder, manifest.run_id, world, is_shared), _ADVICE
         )[world.rank]
         infos = on_every_rank(world, doing, lambda: _describe(snapshot), _ADVICE)
         lower = {key for part in infos[: world.rank] for key in part}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from plsc.checkpoint.manifest import SUFFIX, Checker, FileInfo
 from plsc.data.native import crc32
+from plsc.storage.regular import open_regular
 
 PIECE_BYTES = 4 << 20
 _CHECKSUM_BYTES = 1 << 20  # read at once for a checksum; fits the processor's cache
@@ -192,7 +193,7 @@ def read_header(path: Path) -> list[Part]:
     """
     check = Checker(str(path))
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
@@ -227,11 +228,11 @@ def _part(check: Checker, path: Path, key: str, entry: Any, place: Any, data: in
     return Part(path, key, name, tuple(shape), sum(offsets[:1]), data + ends[0])
 
 
-def checksum(path: Path) -> FileInfo:
-    """Return the size and CRC-32 of a file."""
+def checksum(path: Path, expected_bytes: int | None = None) -> FileInfo:
+    """Return the size and CRC-32 of a file of a folder. OSError for another size than `expected_bytes`."""
     size, crc = 0, 0
     buffer = memoryview(bytearray(_CHECKSUM_BYTES))
-    with path.open("rb", buffering=0) as stream:
+    with open_regular(path, path.parent, expected_bytes, buffering=0) as stream:
         while count := stream.readinto(buffer):
             size, crc = size + count, crc32(buffer[:count], crc)
     return FileInfo(size, crc)

@@ -124,12 +124,7 @@ def run_classes(source: str, destination: str, images: str | None, model: str | 
 
 
 def run_import(
-    source: str,
-    target: str,
-    model: str | None,
-    emb_size: int | None,
-    image_shape: str | None,
-    **given: Any,
+    source: str, target: str, model: str | None, emb_size: int | None, image_shape: str | None, **given: Any
 ) -> None:
     """Convert weights from another program to a checkpoint."""
     from plsc.checkpoint.importers import Network, import_checkpoint
@@ -165,12 +160,7 @@ GROUP = Group(
                     "layout", str, "auto", "format: auto, insightface, plsc1, safetensors or state_dict"
                 ),
                 Argument("ranks", int, 1, "number of shard files: the number of ranks that will train"),
-                Argument(
-                    "model",
-                    str,
-                    None,
-                    "network, as model.name; required if the files do not name it",
-                ),
+                Argument("model", str, None, "network, as model.name; required if the files do not name it"),
                 Argument(
                     "emb_size", int, None, "size of the embedding; required if the files do not contain it"
                 ),
@@ -194,9 +184,7 @@ GROUP = Group(
             (_CHECKPOINT, Argument("tensors", bool, False, "also list all tensors")),
         ),
         "verify": Command(
-            "read all files of a checkpoint and compare their checksums",
-            run_verify,
-            (_CHECKPOINT,),
+            "read all files of a checkpoint and compare their checksums", run_verify, (_CHECKPOINT,)
         ),
         "prune": Command(
             "delete old checkpoints of each run in a folder, except the newest and the best",
@@ -238,14 +226,10 @@ GROUP = Group(
                     "images",
                     str,
                     None,
-                    "with --grow: dataset of the new classes, from which their weights are computed",
+                    "with --grow: dataset of the new classes, from which their weights are computed; class "
+                    "folders are at the depth of those that the checkpoint was trained on",
                 ),
-                Argument(
-                    "model",
-                    str,
-                    None,
-                    "with --images: class of a custom network, as module:Class",
-                ),
+                Argument("model", str, None, "with --images: class of a custom network, as module:Class"),
                 Argument("drop", str, None, "file of classes to drop, one per line"),
                 Argument("merge", str, None, "file of classes to merge, in lines 'from to'"),
                 Argument(

@@ -92,19 +92,19 @@ def run_pack(folder: str, archive: str) -> None:
     print(f"packed {done.files} files, {done.content_bytes} bytes, into {shown(archive)}")
 
 
-def run_unpack(archive: str, folder: str) -> None:
+def run_unpack(archive: str, folder: str, max_bytes: int | None) -> None:
     """Unpack an archive and print the result."""
     from plsc.data.pack import unpack
 
-    done = unpack(archive, folder)
+    done = unpack(archive, folder, max_bytes)
     print(f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums match")
 
 
 _FOLDER = word("folder", "the local folder")
 _ARCHIVE = word("archive", "the archive: a path or fsspec URL that ends in .tar.zst")
+_MAX_BYTES = Argument("max_bytes", int, None, "most bytes of all files; default: 100 times the archive")
 _DESTINATION = word(
-    "destination",
-    "file to write, ending in .rec, .parquet or .tar, or a folder (no suffix) for base64 lines",
+    "destination", "file to write, ending in .rec, .parquet or .tar, or a folder (no suffix) for base64 lines"
 )
 GROUP = Group(
     "prepare, convert and inspect datasets",
@@ -141,7 +141,7 @@ GROUP = Group(
         "unpack": Command(
             "unpack an archive of `plsc data pack` into a new folder, and verify the checksums",
             run_unpack,
-            (_ARCHIVE, _FOLDER),
+            (_ARCHIVE, _FOLDER, _MAX_BYTES),
         ),
     },
 )

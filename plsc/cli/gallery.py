@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from plsc.cli.parser import Argument, Command, word
+from typing import Any
+
+from plsc.cli.parser import REQUIRED, Argument, Command, word
 from plsc.errors import OptionError
 
 
-def run_index(model: str, gallery: str, images: str | None, embeddings: str | None, kind: str) -> None:
+def run_index(
+    model: str, gallery: str, images: str | None, embeddings: str | None, kind: str, **options: Any
+) -> None:
     """Write a gallery of images, embeddings or classes."""
-    from plsc.gallery import embedder
+    from plsc.gallery.embedder import index_classes, index_embeddings, index_images, open_embedder
 
     if images is not None and embeddings is not None:
         raise OptionError("--images and --embeddings are both given; remove one of them")
-    if images is not None:
-        made = embedder.index_images(model, gallery, images, kind)
-    elif embeddings is not None:
-        made = embedder.index_embeddings(model, gallery, embeddings, kind)
+    if embeddings is not None:
+        made = index_embeddings(model, gallery, embeddings, kind)
+    elif images is not None:
+        made = index_images(open_embedder(model, options["model.name"]), gallery, images, kind)
     else:
-        made = embedder.index_classes(model, gallery, kind)
+        made = index_classes(open_embedder(model, options["model.name"], options["head"]), gallery, kind)
     print(f"wrote {gallery}: {len(made):,} {'images' if images or embeddings else 'classes'}, {kind}")
 
 
-def run_search(model: str, gallery: str, images: str, k: int) -> None:
+def run_search(model: str, gallery: str, images: list[str], k: int, **options: Any) -> None:
     """Print the nearest entries of each image."""
-    from plsc.gallery.embedder import search_images
+    from plsc.gallery.embedder import open_embedder, search_images
 
-    for name, nearest in search_images(model, gallery, images, k):
-        print(name, *(f"  {cosine:7.4f}  {entry}" for cosine, entry in nearest), sep="\n")
+    embedder = open_embedder(model, options["model.name"])
+    for name, nearest in search_images(embedder, gallery, images, k):
+        lines = [f"  {cosine:7.4f}  {entry}" for cosine, entry in nearest]
+        if embedder.threshold is not None and nearest[0][0] < embedder.threshold:
+            lines.insert(0, f"  unknown: no entry reaches the threshold, {embedder.threshold:.4f}")
+        print(name, *lines, sep="\n")
 
 
 _MODEL = word("model", "a folder of plsc export, or a checkpoint (folder or fsspec URL)")
+_NETWORK = Argument("model.name", str, None, "custom network of a checkpoint, as module:Class")
 COMMANDS = {
     "index": Command(
         "write a gallery for search: the classes of a model, or images",
@@ -42,6 +51,8 @@ COMMANDS = {
             Argument(
                 "kind", str, "float32", "float32, or int8: half the disk space, a quarter of the memory"
             ),
+            Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
+            _NETWORK,
         ),
     ),
     "search": Command(
@@ -50,8 +61,9 @@ COMMANDS = {
         (
             _MODEL,
             word("gallery", "a folder of plsc index"),
-            word("images", "an image, a folder or a list file"),
+            Argument("images", list[str], REQUIRED, "images, folders or list files", positional=True),
             Argument("k", int, 5, "number of entries per image"),
+            _NETWORK,
         ),
     ),
 }

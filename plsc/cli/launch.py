@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import logging
 import os
 import re
 import signal
+import socket
+import struct
 import sys
 import tempfile
+import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command
 from plsc.errors import LAUNCHER_VARIABLE, MESSAGE_START, DistributedError, OptionError, kind_and_line
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
@@ -26,6 +33,11 @@ logger = logging.getLogger(__name__)
 _RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 # From SIGTERM to SIGKILL: more than the 60 seconds that a rank may take to save (train.stop_deadline).
 _SECONDS_TO_END = 70
+_UNSAVED = 3  # exit status of a run that could not save or upload; a restart would not repair that
+_ANSWER_SECONDS = 5.0  # for the other machines to answer a launcher
+_RECONNECT_SECONDS = 600  # how long a launcher waits for the network before a restart
+_LATE_SECONDS = 20  # torchrun sends SIGKILL 30 seconds after SIGTERM
+_SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 _LAST_BYTES = 4096  # of a log, read to find its last line
 
 
@@ -39,6 +51,9 @@ def run_launch(
     SystemExit after a signal.
     """
     nodes = _nodes(nnodes, rdzv_endpoint)
+    address: str | None = "127.0.0.1"
+    if rdzv_endpoint:
+        rdzv_endpoint, address = _find_network(rdzv_endpoint)
     if max_restarts < 0:
         raise OptionError(f"--max-restarts is {max_restarts}; expected at least 0")
     if not m and not Path(script[0]).is_file():
@@ -47,8 +62,7 @@ def run_launch(
     _set_threads(cpu_threads, ranks)
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
-    if max_restarts == 0:  # otherwise each attempt prints its own message
-        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     if nodes[0] < nodes[1]:  # torch 2.15 needs it for nodes that join later
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -66,7 +80,8 @@ def run_launch(
             role="",
             rdzv_backend="c10d",
             rdzv_endpoint=rdzv_endpoint or "localhost:0",
-            local_addr=None if rdzv_endpoint else "127.0.0.1",
+            local_addr=address,
+            rdzv_configs={"read_timeout": _RECONNECT_SECONDS} if max_restarts else {},
             max_restarts=max_restarts,
             logs_specs=_rank_logs(Path(log_dir) if log_dir else None, errors, logs),
             log_line_prefix_template="${role_name}",  # empty, so that lines are as the rank wrote them
@@ -81,17 +96,18 @@ def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher import api
 
+    api.LocalElasticAgent = _agent_class(logs)  # type: ignore[misc] # there is no parameter for it
     for name in ("multiprocessing", "agent"):  # their reports of each signal and exit code
         reports = logging.getLogger(f"torch.distributed.elastic.{name}")
         reports.addHandler(logging.NullHandler())
         reports.propagate = False
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        api.elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         raise _failure(error.failures, logs) from None
-    except RendezvousError as error:
+    except (RendezvousError, socket.gaierror) as error:
         raise DistributedError(
             f"could not connect to the other machines at {config.rdzv_endpoint}: "
             f"{kind_and_line(error.__cause__ or error)}; check --rdzv-endpoint, and start plsc launch on all "
@@ -100,6 +116,53 @@ def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]
     except SignalException as error:
         logger.info("all ranks of this machine have ended after %s", error.sigval.name)
         raise SystemExit(128 + error.sigval) from None
+
+
+def _agent_class(logs: dict[int, Path]) -> type[LocalElasticAgent]:
+    """Return torchrun's agent, which reports each restart and does not hang when the network is down."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        def __init__(self, spec: WorkerSpec, *arguments: Any, **named: Any) -> None:
+            super().__init__(spec, *arguments, **named)
+            for name in ("num_nodes_waiting", "shutdown"):
+                setattr(spec.rdzv_handler, name, _bounded(getattr(spec.rdzv_handler, name)))
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            if any(one.exitcode == _UNSAVED for one in result.failures.values()):
+                self._remaining_restarts = 0
+            if result.failures and self._remaining_restarts:
+                attempts = worker_group.spec.max_restarts
+                number = attempts - self._remaining_restarts + 1
+                ending = f"; starting all ranks again ({number} of {attempts})"
+                logger.warning("%s", _failure(result.failures, logs, ending))
+            return result
+
+    return Agent
+
+
+def _bounded(call: Callable[[], int]) -> Callable[[], int]:
+    """Return a function that calls in a thread; it returns 0 while the call hangs and when it fails."""
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    results = [0]
+    thread = threading.Thread()
+
+    def run() -> None:
+        with contextlib.suppress(RendezvousError):
+            results[0] = call()
+
+    def bounded() -> int:
+        nonlocal thread
+        if not thread.is_alive():
+            results[0] = 0
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+        thread.join(_ANSWER_SECONDS)
+        return results[0]
+
+    return bounded
 
 
 def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
@@ -117,6 +180,34 @@ def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
             "on all machines"
         )
     return least, most
+
+
+def _find_network(endpoint: str) -> tuple[str, str | None]:
+    """Return the endpoint for torch and the address of this machine; let gloo use its interface.
+
+    By default all come from the host name, which is often a loopback address on its own machine.
+    """
+    host, _, port = endpoint.rpartition(":")
+    mine, there = _route(host)
+    is_here = mine == there or mine.startswith("127.")
+    if mine.startswith("127."):
+        mine, _ = _route("203.0.113.1")  # outside: the default route
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ImportError, OSError), socket.socket() as probe:
+            import fcntl
+
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(found[20:24]) == mine:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    return f"localhost:{port}" if is_here else endpoint, mine or None
+
+
+def _route(host: str) -> tuple[str, str]:
+    """Return the IPv4 addresses of this machine and of a host on the route to it; empty if there is none."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return probe.getsockname()[0], probe.getpeername()[0]
+    return "", ""
 
 
 def _choose_devices(devices: str | None, nproc: int | None) -> int:
@@ -202,19 +293,25 @@ def _new_file(folder: Path, rank: int) -> Path:
     return path
 
 
-def _failure(failures: dict[int, ProcessFailure], logs: dict[int, Path]) -> DistributedError:
-    """Return the message of the rank that failed first, and add it to that rank's log."""
+def _failure(
+    failures: dict[int, ProcessFailure], logs: dict[int, Path], ending: str = ""
+) -> DistributedError:
+    """Return the message of the rank that failed first, with an ending, and add it to that rank's log."""
+    from plsc.parallel.failure import is_connection_text
 
-    def order(rank: int) -> tuple[bool, bool, bool, int]:
+    earliest = min(one.timestamp for one in failures.values())
+
+    def order(rank: int) -> tuple[bool | int, ...]:
         one = failures[rank]
         recorded = one.error_file_data["message"]
-        is_recorded = isinstance(recorded, dict)
-        # The launcher ends all ranks when one has failed.
+        # The launcher ends all ranks when one has failed; with SIGKILL those that take long.
         is_ended = one.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        is_consequence = (
-            recorded["extraInfo"].get("kind") == DistributedError.__name__ if is_recorded else is_ended
-        )
-        return is_consequence, not is_recorded, is_ended, one.timestamp
+        is_late = one.timestamp > earliest + _LATE_SECONDS
+        if not isinstance(recorded, dict):
+            return is_ended, True, is_late, one.exitcode > 0, one.timestamp
+        is_consequence = recorded["extraInfo"].get("kind") == DistributedError.__name__
+        is_consequence = is_consequence or is_connection_text(recorded["message"])
+        return is_consequence, False, is_ended, one.timestamp
 
     rank = min(sorted(failures), key=order)
     first, log = failures[rank], logs.get(rank)
@@ -223,9 +320,9 @@ def _failure(failures: dict[int, ProcessFailure], logs: dict[int, Path]) -> Dist
         message = f"rank {rank} failed: {message}"
     if log:
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"{MESSAGE_START}{message}\n")
-        message = f"{message}; see {log}"
-    error = DistributedError(message)
+            file.write(f"{MESSAGE_START}{message}{ending}\n")
+        ending = ending or f"; see {log}"
+    error = DistributedError(message + ending)
     error.exit_code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return error
 

@@ -26,8 +26,8 @@ class Argument:
     """A flag ``--name`` or a positional argument of a command.
 
     kind: its type; bool makes a switch. default: default value, or REQUIRED. meaning: help text. positional:
-    passed without ``--name``; a tuple takes all words that follow, flags included. option: path of an
-    option, which is a second name of the flag.
+    passed without ``--name``; a list takes several words, a tuple all that follow, flags included. option:
+    path of an option, which is a second name of the flag.
     """
 
     name: str
@@ -156,8 +156,8 @@ class CommandParser(argparse.ArgumentParser):
     def _add(self, one: Argument, is_flags_only: bool) -> None:
         how: dict[str, Any] = {"action": _Note, "help": _help(one.meaning, one.kind, one.default)}
         if one.positional:
-            if typing.get_origin(one.kind) is tuple:
-                how["nargs"] = argparse.PARSER
+            if nargs := {tuple: argparse.PARSER, list: "+"}.get(typing.get_origin(one.kind)):
+                how["nargs"] = nargs
             self.add_argument(one.name, **how)
             return
         if one.kind is bool:  # a value behind a switch would be taken for a positional argument

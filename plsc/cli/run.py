@@ -24,7 +24,7 @@ def _train(options: Options) -> None:
     result = entry.train()
     if entry.is_main and not options.runtime.quiet:
         steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-        print(f"trained {steps}; last checkpoint {result.checkpoint}")
+        print(f"trained {steps}; last checkpoint {result.checkpoint or '(none saved)'}")
 
 
 def _test(options: Options, **how: Any) -> None:
@@ -32,7 +32,7 @@ def _test(options: Options, **how: Any) -> None:
 
 
 def _predict(
-    options: Options, output: str, images: str | None, layers: str, field: str, flatten_result: bool
+    options: Options, output: str, images: str | None, layers: str, field: str, **given: Any
 ) -> None:
     path = Path(output)
     if path.suffix not in (".npz", ".parquet", ""):
@@ -45,7 +45,7 @@ def _predict(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"
         )
     entry = _entry(options)
-    how = {"layers": _listed(layers), "field": _listed(field), "flatten_result": flatten_result}
+    how = {"layers": _listed(layers), "field": _listed(field), **given}
     if path.suffix != ".npz":
         entry.predict(images, output=path, **how)
         return
@@ -71,7 +71,7 @@ def _write_prediction(path: Path, prediction: Any) -> None:
             **prediction.layers,
             **{name: values for name, values in optional.items() if values is not None},
         )
-    print(f"wrote {len(prediction.labels)} embeddings to {path}")
+    print(f"wrote the predictions of {len(prediction.labels)} images to {path}")
 
 
 def _profile(options: Options, steps: int, output: str) -> None:
@@ -118,6 +118,7 @@ COMMANDS = {
             Argument("distractors", str, None, "identify: dataset of other classes, added to the gallery"),
             Argument("templates", str, None, "templates: folder of the meta files"),
             Argument("output", str, "evaluation", "folder of the report"),
+            Argument("head", str, None, "of several heads, the one that classifies --data.val_dir"),
         ],
         takes_options=True,
     ),
@@ -129,6 +130,7 @@ COMMANDS = {
             Argument("images", str, None, "folder or list file of images, instead of the dataset"),
             Argument("layers", str, "", "names of modules whose outputs are also written"),
             Argument("field", str, "value", "outputs to write: value, id, prob"),
+            Argument("head", str, None, "of several heads, the one whose classes id and prob are"),
             Argument("flatten_result", bool, False, "join the outputs of the layers as one array"),
         ],
         takes_options=True,
@@ -159,17 +161,14 @@ COMMANDS = {
             Argument("flip", bool, False, "add the embedding of the mirrored image, inside the graph"),
             Argument("classes", bool, False, "also write the class weights and names"),
             Argument("thumbnails", bool, False, "also write one image per class"),
+            Argument("head", str, None, "of several heads, the one of --classes"),
         ],
         takes_options=True,
     ),
     "config": Command(
-        "print all options with values, defaults and descriptions, as YAML",
-        _config,
-        takes_options=True,
+        "print all options with values, defaults and descriptions, as YAML", _config, takes_options=True
     ),
     "plan": Command(
-        "estimate the memory, computation and communication of a training step",
-        _plan,
-        _plan_arguments,
+        "estimate the memory, computation and communication of a training step", _plan, _plan_arguments
     ),
 }

@@ -108,14 +108,12 @@ class DataOptions:
         _data_sets,
     )
     train_image_num: int | None = of_run(
-        None,
-        "images per epoch of a reader, if known",
-        "set_train_image_num(num)",
-        at_least(1),
+        None, "images per epoch of a reader, if known", "set_train_image_num(num)", at_least(1)
     )
     val_targets: str | None = declare(
         None,
-        "pair files in the dataset folder, without .bin, separated by commas; None: 'lfw' if lfw.bin exists",
+        "pair files in the dataset folder, without .bin, or text lists such as pairs.txt, separated by "
+        "commas; None: 'lfw' if lfw.bin exists",
         "set_val_targets(targets)",
     )
     val_dir: str | None = declare(
@@ -144,16 +142,10 @@ class DataOptions:
         one_of("global", "block", "sequential", "rank_files"),
     )
     block_samples: int = of_run(
-        1024,
-        "order block: neighbouring samples per block",
-        "set_block_samples(num)",
-        at_least(1),
+        1024, "order block: neighbouring samples per block", "set_block_samples(num)", at_least(1)
     )
     pool_samples: int = of_run(
-        65536,
-        "order block: samples that are shuffled together",
-        "set_pool_samples(num)",
-        at_least(1),
+        65536, "order block: samples that are shuffled together", "set_pool_samples(num)", at_least(1)
     )
     reader_shards_itself: bool = of_run(
         False,
@@ -167,10 +159,7 @@ class DataOptions:
         one_of("none", "memory", "disk"),
     )
     cache_bytes: int = declare(
-        2 * 2**30,
-        "maximum size of the cache per rank, in bytes",
-        "set_cache_bytes(num)",
-        at_least(1),
+        2 * 2**30, "maximum size of the cache per rank, in bytes", "set_cache_bytes(num)", at_least(1)
     )
     cache_decoded: bool = declare(
         False,

@@ -49,10 +49,7 @@ class HeadOptions:
         one_of(*LOSS_TYPES),
     )
     class_num: int | None = of_run(
-        None,
-        "number of classes; None: largest label + 1",
-        "set_class_num(num)",
-        at_least(1),
+        None, "number of classes; None: largest label + 1", "set_class_num(num)", at_least(1)
     )
     margin: float = of_run(
         0.5,
@@ -62,10 +59,7 @@ class HeadOptions:
         at_least(0),
     )
     margin_warmup_steps: int = of_run(
-        0,
-        "steps of linear increase of the margin",
-        "set_margin_warmup_steps(num)",
-        at_least(0),
+        0, "steps of linear increase of the margin", "set_margin_warmup_steps(num)", at_least(0)
     )
     scale: float | str = of_run(
         "auto",
@@ -85,9 +79,7 @@ class HeadOptions:
         "set_easy_margin(easy)",
     )
     straight_through: bool = of_run(
-        False,
-        "arcface: treat the margin as a constant in the backward pass",
-        "set_straight_through(flag)",
+        False, "arcface: treat the margin as a constant in the backward pass", "set_straight_through(flag)"
     )
     margin_momentum: float = of_run(
         0.99,
@@ -102,10 +94,7 @@ class HeadOptions:
         at_least(0),
     )
     magface_norms: tuple[float, ...] = of_run(
-        (10.0, 110.0),
-        "magface: lowest and highest embedding norm",
-        "set_magface_norms(norms)",
-        _rising_pair,
+        (10.0, 110.0), "magface: lowest and highest embedding norm", "set_magface_norms(norms)", _rising_pair
     )
     magface_margins: tuple[float, ...] = of_run(
         (0.45, 0.8),
@@ -123,10 +112,7 @@ class HeadOptions:
         more_than(0),
     )
     sub_centers: int = of_run(
-        1,
-        "weight vectors per class (sub-centre ArcFace)",
-        "set_sub_centers(num)",
-        between(1, 64),
+        1, "weight vectors per class (sub-centre ArcFace)", "set_sub_centers(num)", between(1, 64)
     )
     sample_ratio: float = of_run(
         1.0,
@@ -171,9 +157,7 @@ class HeadOptions:
         one_of("float32", "bfloat16", "int8"),
     )
     offload: bool = of_run(
-        False,
-        "keep class weights and their optimizer state in CPU memory",
-        "set_head_offload(offload)",
+        False, "keep class weights and their optimizer state in CPU memory", "set_head_offload(offload)"
     )
     products: str = of_run(
         "auto",

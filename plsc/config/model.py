@@ -102,6 +102,15 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The built-in networks by name: the class, which is imported on use, and its arguments."""
 
+
+def check_network(name: str) -> str | None:
+    """Return None for a known network, one of a library or a custom one, else what was expected."""
+    if name in NETWORKS or ":" in name or name.startswith(("torchvision/", "timm/")):
+        return None
+    others = "'torchvision/NAME', 'timm/NAME', your own 'package.module:Class'"
+    return f"{others}, or a name; {suggest(name, NETWORKS)}"
+
+
 DEFAULT_NECK = "norm-dropout-linear-norm"
 _NECK = re.compile(r"(norm-)?(dropout-)?linear(-norm)?")
 
@@ -129,7 +138,7 @@ class ModelOptions:
         f"network: {', '.join(NETWORKS)}, 'torchvision/NAME', 'timm/NAME', or 'package.module:Class' (a "
         "subclass of BaseModel)",
         "set_model_name(model_name)",
-        not_empty,
+        check_network,
     )
     emb_size: int = of_model(512, "size of the embedding", "set_emb_size(size)", at_least(1))
     image_shape: tuple[int, int, int] = of_model(

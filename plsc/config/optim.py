@@ -231,15 +231,10 @@ class OptimOptions:
     )
     momentum: float = of_run(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
     nesterov: bool = of_run(
-        False,
-        "use Nesterov momentum in SGD, for network and class weights",
-        "set_nesterov(nesterov)",
+        False, "use Nesterov momentum in SGD, for network and class weights", "set_nesterov(nesterov)"
     )
     betas: tuple[float, ...] = of_run(
-        (0.9, 0.999),
-        "decay rates of the moments of Adam and its variants",
-        "set_betas(betas)",
-        _two_decays,
+        (0.9, 0.999), "decay rates of the moments of Adam and its variants", "set_betas(betas)", _two_decays
     )
     weight_decay: float = of_run(
         5e-4, "weight decay (L2) of all parameters", "set_weight_decay(decay)", at_least(0)
@@ -258,10 +253,7 @@ class OptimOptions:
         _groups,
     )
     freeze: tuple[str, ...] = of_run(
-        (),
-        "patterns of parameters to freeze, such as [stem, stages.0]",
-        "set_freeze(patterns)",
-        _patterns,
+        (), "patterns of parameters to freeze, such as [stem, stages.0]", "set_freeze(patterns)", _patterns
     )
     schedule: str = of_run(
         "cosine",
@@ -280,10 +272,7 @@ class OptimOptions:
         1.0, "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
     )
     cosine_cycles: int = of_run(
-        1,
-        "number of cosine cycles (warm restarts)",
-        "set_cosine_cycles(num)",
-        at_least(1),
+        1, "number of cosine cycles (warm restarts)", "set_cosine_cycles(num)", at_least(1)
     )
     end_lr_factor: float = of_run(
         0.0,
@@ -291,12 +280,7 @@ class OptimOptions:
         "set_end_lr_factor(factor)",
         between(0, 1),
     )
-    warmup_epochs: int = of_run(
-        0,
-        "epochs of linear warm-up",
-        "set_warmup_epochs(num)",
-        at_least(0),
-    )
+    warmup_epochs: int = of_run(0, "epochs of linear warm-up", "set_warmup_epochs(num)", at_least(0))
     warmup_steps: int | None = of_run(
         None,
         "steps of linear warm-up, instead of warmup_epochs; when neither is set: "
@@ -315,7 +299,7 @@ class OptimOptions:
         0.1,
         "factor of the learning rate at each of step_boundaries",
         "set_lr_decay_factor(factor)",
-        between(0, 1),
+        between(1e-6, 1),
     )
     clip_norm: float | None = of_run(
         None,

@@ -131,7 +131,8 @@ class OptionSpec:
             return value
         call = f"{self.setter}({self.argument})"
         if isinstance(value, str):
-            call = f"{self.setter}({value!r}), or {self.setter.removesuffix('_name')} with the object"
+            named, hint = importable(value)
+            call = f"{self.setter}({named!r}){hint}, or {self.setter.removesuffix('_name')} with the object"
         raise CheckpointError(
             f"{self.path} is {shown_value(value)} in the checkpoint, but only numbers and known names are "
             f"taken from a checkpoint, no code and no other strings; to use this value, set it here: {call}"
@@ -168,6 +169,7 @@ _KINDS = {
     bool: "True or False",
     str: "a string",
     dict: "a mapping",
+    list: "strings",
     types.NoneType: "None",
 }
 _ITEMS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
@@ -257,6 +259,13 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
+def importable(reference: str) -> tuple[str, str]:
+    """Return the ``module:name`` to advise, and what to do first if it is in the training script."""
+    if reference.startswith("__main__:"):
+        return f"MODULE:{reference[9:]}", " (first move it from the training script to MODULE.py)"
+    return reference, ""
+
+
 def load_function(reference: str, option: str, setter: str) -> Callable[..., Any]:
     """Import ``package.module:function``, a function or class. This runs user code.
 
@@ -267,7 +276,7 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
     if module_name == "__main__" or "<" in name:
         raise OptionError(
             f"{option} is {reference!r}, which was defined in the training script; call {setter} in this "
-            "script too, or move the function to a module and pass 'module:function'"
+            f"script too, or move {name} to a module and pass 'MODULE:{name}'"
         )
     try:
         found: Any = importlib.import_module(module_name)

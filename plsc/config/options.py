@@ -19,13 +19,7 @@ from plsc.config.head import HeadOptions
 from plsc.config.model import ModelOptions
 from plsc.config.optim import OptimOptions
 from plsc.config.option import OptionSpec, specs_of
-from plsc.config.runtime import (
-    MemoryOptions,
-    ParallelOptions,
-    PrecisionOptions,
-    RuntimeOptions,
-    SpeedOptions,
-)
+from plsc.config.runtime import MemoryOptions, ParallelOptions, PrecisionOptions, RuntimeOptions, SpeedOptions
 from plsc.config.train import CheckpointOptions, TrainOptions
 from plsc.errors import OptionError
 

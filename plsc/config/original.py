@@ -8,6 +8,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from plsc.config.option import shown_value
 from plsc.config.options import all_options
 from plsc.config.setters import Setters
 from plsc.errors import OptionError
@@ -97,12 +98,13 @@ class OriginalSetters(Setters):
         Args:
             input_holder: mappings with name, shape and dtype, of an image [-1, C, H, W] and a label.
         """
-        shapes = {one.get("name"): one.get("shape") for one in input_holder if isinstance(one, Mapping)}
-        shape = list(shapes.get("image") or ())
-        if set(shapes) != {"image", "label"} or len(shape) != 4:
+        given = input_holder if isinstance(input_holder, (list, tuple)) else ()
+        shapes = {str(one.get("name")): one.get("shape") for one in given if isinstance(one, Mapping)}
+        shape = shapes.get("image")
+        if set(shapes) != {"image", "label"} or not isinstance(shape, (list, tuple)) or len(shape) != 4:
             raise OptionError(
-                f"the inputs are {shapes}; expected 'image' of shape [-1, channels, height, width] and "
-                "'label', as no other inputs are read"
+                f"the inputs are {shown_value(input_holder)}; expected 'image' of shape [-1, channels, "
+                "height, width] and 'label', as no other inputs are read"
             )
         self.set_image_shape(shape[1:])
 
@@ -137,10 +139,7 @@ class OriginalSetters(Setters):
             # A password follows the comma: do not store or print it.
             values["checkpoint.hdfs_user"] = str(fs_ugi).split(",", 1)[0].strip()
         user = values.get("checkpoint.hdfs_user") or self.options.checkpoint.hdfs_user
-        for option, folder in (
-            ("upload_dir", fs_dir_for_save),
-            ("download_dir", fs_checkpoint_dir),
-        ):
+        for option, folder in (("upload_dir", fs_dir_for_save), ("download_dir", fs_checkpoint_dir)):
             if folder is not None and "://" not in folder:
                 is_below_home = root.startswith(("hdfs://", "webhdfs://")) and not folder.startswith("/")
                 home = f"user/{user or _login_name()}" if is_below_home else ""

@@ -6,16 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plsc.config.option import (
-    at_least,
-    between,
-    declare,
-    more_than,
-    of_model,
-    of_run,
-    one_of,
-    specs_of,
-)
+from plsc.config.option import at_least, between, declare, more_than, of_model, of_run, one_of, specs_of
 from plsc.errors import OptionError
 
 
@@ -50,10 +41,7 @@ class RuntimeOptions:
         None, "number of ranks; None: WORLD_SIZE of the environment", "set_world_size(ranks)", at_least(1)
     )
     timeout: float = declare(
-        1800.0,
-        "seconds that a rank waits for other ranks",
-        "set_timeout(seconds)",
-        more_than(0),
+        1800.0, "seconds that a rank waits for other ranks", "set_timeout(seconds)", more_than(0)
     )
     quiet: bool = declare(False, "print only warnings and errors", "set_quiet(flag)")
     dtype: str = of_model(
@@ -121,10 +109,7 @@ class PrecisionOptions:
         one_of("float32", "float16", "bfloat16"),
     )
     init_loss_scaling: float = of_run(
-        1.0,
-        "float16: initial loss scale",
-        "set_init_loss_scaling(scale)",
-        between(1, HIGHEST_SCALE),
+        1.0, "float16: initial loss scale", "set_init_loss_scaling(scale)", between(1, HIGHEST_SCALE)
     )
     incr_every_n_steps: int = of_run(
         2000,
@@ -139,21 +124,13 @@ class PrecisionOptions:
         at_least(1),
     )
     incr_ratio: float = of_run(
-        2.0,
-        "factor by which the loss scale increases, up to 2^24",
-        "set_incr_ratio(ratio)",
-        more_than(1),
+        2.0, "factor by which the loss scale increases, up to 2^24", "set_incr_ratio(ratio)", more_than(1)
     )
     decr_ratio: float = of_run(
-        0.5,
-        "factor by which the loss scale decreases, down to 1",
-        "set_decr_ratio(ratio)",
-        _shrinks,
+        0.5, "factor by which the loss scale decreases, down to 1", "set_decr_ratio(ratio)", _shrinks
     )
     use_dynamic_loss_scaling: bool = of_run(
-        True,
-        "adapt the loss scale; False: constant",
-        "set_dynamic_loss_scaling(flag)",
+        True, "adapt the loss scale; False: constant", "set_dynamic_loss_scaling(flag)"
     )
     loss_scaling: str = of_run(
         "auto",
@@ -195,9 +172,7 @@ class AutoMixedPrecisionLists:
     """
 
     def __init__(
-        self,
-        custom_white_list: Iterable[str] | None = None,
-        custom_black_list: Iterable[str] | None = None,
+        self, custom_white_list: Iterable[str] | None = None, custom_black_list: Iterable[str] | None = None
     ) -> None:
         self.white_list = _sorted("white_list", custom_white_list)
         self.black_list = _sorted("black_list", custom_black_list)
@@ -256,11 +231,7 @@ class SpeedOptions:
         "set_channels_last(mode)",
         one_of("auto", "on", "off"),
     )
-    compile: bool = of_run(
-        False,
-        "compile the backbone with torch.compile",
-        "set_compile(flag)",
-    )
+    compile: bool = of_run(False, "compile the backbone with torch.compile", "set_compile(flag)")
     fold_batch_norm: bool = declare(
         False,
         "fold batch norms into convolutions in test, predict and evaluation",
@@ -270,13 +241,8 @@ class SpeedOptions:
         True, "GPU: copy the next batch during the current step", "set_overlap_copies(flag)"
     )
     late_losses: bool = of_run(
-        True,
-        "GPU: read each loss one step later, without waiting",
-        "set_late_losses(flag)",
+        True, "GPU: read each loss one step later, without waiting", "set_late_losses(flag)"
     )
     bucket_mb: float = of_run(
-        25.0,
-        "size of DDP's gradient buckets, in MiB",
-        "set_bucket_mb(mebibytes)",
-        more_than(0),
+        25.0, "size of DDP's gradient buckets, in MiB", "set_bucket_mb(mebibytes)", more_than(0)
     )

@@ -230,8 +230,8 @@ class Setters:
         self.options.set("data.train_image_num", num)
 
     def set_val_targets(self, targets: str | None) -> None:
-        """Set ``data.val_targets``: pair files in the dataset folder, without .bin, separated by commas;
-        None: 'lfw' if lfw.bin exists. Default: None.
+        """Set ``data.val_targets``: pair files in the dataset folder, without .bin, or text lists such as
+        pairs.txt, separated by commas; None: 'lfw' if lfw.bin exists. Default: None.
         """
         self.options.set("data.val_targets", targets)
 
@@ -659,9 +659,9 @@ class Setters:
         """
         self.options.set("train.overfit_batches", num)
 
-    def set_fast_dev_run(self, flag: bool) -> None:
-        """Set ``train.fast_dev_run``: run one batch of training, evaluation or test, and save nothing.
-        Default: False.
+    def set_fast_dev_run(self, flag: bool | int) -> None:
+        """Set ``train.fast_dev_run``: run one batch (True) or this many of training, of each evaluation or
+        of test, and save nothing. Default: False.
         """
         self.options.set("train.fast_dev_run", flag)
 
@@ -678,8 +678,8 @@ class Setters:
         self.options.set("train.check_shape", flag)
 
     def set_check_content(self, flag: bool) -> None:
-        """Set ``train.check_content``: also print mean, standard deviation, and share of zeros, nan and
-        inf. Default: False.
+        """Set ``train.check_content``: also print the first values, mean, standard deviation, and share of
+        zeros, nan and inf. Default: False.
         """
         self.options.set("train.check_content", flag)
 

@@ -53,10 +53,7 @@ class TrainOptions:
     """Training loop and evaluation."""
 
     batch_size: int = of_run(
-        128,
-        "training images per rank and step",
-        "set_train_batch_size(batch_size)",
-        between(1, 2**24),
+        128, "training images per rank and step", "set_train_batch_size(batch_size)", between(1, 2**24)
     )
     global_batch_size: int | None = of_run(
         None,
@@ -65,10 +62,7 @@ class TrainOptions:
         between(1, 2**24),
     )
     micro_batches: int = of_run(
-        1,
-        "micro-batches per batch of a rank (gradient accumulation)",
-        "set_micro_batches(num)",
-        at_least(1),
+        1, "micro-batches per batch of a rank (gradient accumulation)", "set_micro_batches(num)", at_least(1)
     )
     test_batch_size: int = declare(
         120,
@@ -84,10 +78,7 @@ class TrainOptions:
         at_least(1),
     )
     steps: int | None = of_run(
-        None,
-        "number of steps, instead of epochs",
-        "set_train_steps(num)",
-        at_least(1),
+        None, "number of steps, instead of epochs", "set_train_steps(num)", at_least(1)
     )
     calc_acc: bool = of_run(False, "log the training accuracy, top-1 and top-5", "set_calc_acc(calc)")
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
@@ -107,22 +98,12 @@ class TrainOptions:
         True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"
     )
     test_period: int = of_run(
-        0,
-        "steps between additional evaluations; 0: none",
-        "set_test_period(period)",
-        at_least(0),
+        0, "steps between additional evaluations; 0: none", "set_test_period(period)", at_least(0)
     )
     seed: int = of_run(
-        0,
-        "random seed of weights, order, augmentation and dropout",
-        "set_seed(seed)",
-        between(0, 2**31 - 1),
+        0, "random seed of weights, order, augmentation and dropout", "set_seed(seed)", between(0, 2**31 - 1)
     )
-    deterministic: bool = of_run(
-        False,
-        "use deterministic algorithms only",
-        "set_deterministic(flag)",
-    )
+    deterministic: bool = of_run(False, "use deterministic algorithms only", "set_deterministic(flag)")
     limit_train_batches: int | float = of_run(
         1.0,
         "batches per epoch: an integer is their number, a fraction their share; 1.0: all",
@@ -136,10 +117,7 @@ class TrainOptions:
         _limit,
     )
     limit_test_batches: int | float = declare(
-        1.0,
-        "as limit_train_batches, for test",
-        "set_limit_test_batches(limit)",
-        _limit,
+        1.0, "as limit_train_batches, for test", "set_limit_test_batches(limit)", _limit
     )
     overfit_batches: int = of_run(
         0,
@@ -147,10 +125,11 @@ class TrainOptions:
         "set_overfit_batches(num)",
         at_least(0),
     )
-    fast_dev_run: bool = declare(
+    fast_dev_run: bool | int = declare(
         False,
-        "run one batch of training, evaluation or test, and save nothing",
+        "run one batch (True) or this many of training, of each evaluation or of test, and save nothing",
         "set_fast_dev_run(flag)",
+        at_least(0),
     )
     max_time: float | str | None = declare(
         None,
@@ -159,20 +138,15 @@ class TrainOptions:
         _duration,
     )
     check_shape: bool = declare(
-        False,
-        "print the shapes of parameters and outputs of each layer",
-        "set_check_shape(flag)",
+        False, "print the shapes of parameters and outputs of each layer", "set_check_shape(flag)"
     )
     check_content: bool = declare(
         False,
-        "also print mean, standard deviation, and share of zeros, nan and inf",
+        "also print the first values, mean, standard deviation, and share of zeros, nan and inf",
         "set_check_content(flag)",
     )
     stop_deadline: float = declare(
-        60.0,
-        "seconds to save the state after SIGINT or SIGTERM",
-        "set_stop_deadline(seconds)",
-        more_than(0),
+        60.0, "seconds to save the state after SIGINT or SIGTERM", "set_stop_deadline(seconds)", more_than(0)
     )
 
     @property
@@ -222,10 +196,7 @@ class CheckpointOptions:
         _place,
     )
     upload_dir: str | None = declare(
-        None,
-        "fsspec URL to which each checkpoint is uploaded, too",
-        "set_upload_dir(url)",
-        _url,
+        None, "fsspec URL to which each checkpoint is uploaded, too", "set_upload_dir(url)", _url
     )
     download_dir: str | None = declare(
         None,
@@ -246,11 +217,7 @@ class CheckpointOptions:
         "set_hdfs_user(name)",
         _user_name,
     )
-    new_version: bool = declare(
-        False,
-        "save to a new folder version_N in save_dir",
-        "set_new_version(flag)",
-    )
+    new_version: bool = declare(False, "save to a new folder version_N in save_dir", "set_new_version(flag)")
     every_n_epochs: int = declare(
         1,
         "epochs between checkpoints; the last epoch is always saved; 0: no others",
@@ -258,22 +225,13 @@ class CheckpointOptions:
         at_least(0),
     )
     every_n_steps: int = declare(
-        0,
-        "steps between additional checkpoints; 0: none",
-        "set_save_every_n_steps(num)",
-        at_least(0),
+        0, "steps between additional checkpoints; 0: none", "set_save_every_n_steps(num)", at_least(0)
     )
     keep_last: int = declare(
-        5,
-        "newest checkpoints to keep; -1: all",
-        "set_max_last_checkpoint_num(num)",
-        _last_checkpoints,
+        5, "newest checkpoints to keep; -1: all", "set_max_last_checkpoint_num(num)", _last_checkpoints
     )
     save_top_k: int = declare(
-        1,
-        "best checkpoints to keep in addition; -1: all",
-        "set_save_top_k(num)",
-        at_least(-1),
+        1, "best checkpoints to keep in addition; -1: all", "set_save_top_k(num)", at_least(-1)
     )
     monitor: str | None = declare(
         None,
@@ -288,11 +246,7 @@ class CheckpointOptions:
         "set_monitor_mode(mode)",
         one_of("auto", "min", "max"),
     )
-    asynchronous: bool = declare(
-        True,
-        "write checkpoints in the background",
-        "set_async_save(flag)",
-    )
+    asynchronous: bool = declare(True, "write checkpoints in the background", "set_async_save(flag)")
     on_error: str = declare(
         "stop",
         "if a checkpoint cannot be written: stop or continue",
@@ -300,8 +254,5 @@ class CheckpointOptions:
         one_of("stop", "continue"),
     )
     store_timeout: float = declare(
-        120.0,
-        "seconds for which a failing transfer is retried",
-        "set_store_timeout(seconds)",
-        more_than(0),
+        120.0, "seconds for which a failing transfer is retried", "set_store_timeout(seconds)", more_than(0)
     )

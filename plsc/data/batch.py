@@ -61,9 +61,7 @@ class Batch:
         return len(self.labels)
 
     def input(
-        self,
-        device: torch.device | str,
-        layout: torch.memory_format = torch.contiguous_format,
+        self, device: torch.device | str, layout: torch.memory_format = torch.contiguous_format
     ) -> Input:
         """Return the network's input on ``device``: float32 [b, C, H, W], normalised, if it is an image."""
         if self.is_input:

@@ -52,13 +52,13 @@ class ClassNames:
     def take(self, numbers: np.ndarray) -> ClassNames:
         """Return the names of the classes `numbers`, int64 [n], in this order; -1 gives an empty name."""
         ends = np.where(numbers >= 0, self.ends[numbers], 0)
-        starts = np.where(numbers >= 0, ends - self.lengths()[numbers], 0)
-        text, own = bytearray(), self.text.data
+        lengths = np.where(numbers >= 0, self.lengths()[numbers], 0)
+        text = [np.empty(0, np.uint8)]
         for low in range(0, len(numbers), _STEP):
-            some = slice(low, low + _STEP)
-            pairs = zip(starts[some].tolist(), ends[some].tolist(), strict=True)
-            text += b"".join([own[start:end] for start, end in pairs])
-        return ClassNames(np.frombuffer(text, np.uint8), np.cumsum(ends - starts))
+            some = lengths[low : low + _STEP]
+            moved = np.repeat(ends[low : low + _STEP] - np.cumsum(some), some)
+            text.append(self.text[moved + np.arange(len(moved))])
+        return ClassNames(np.concatenate(text), np.cumsum(lengths))
 
     def resized(self, classes: int) -> ClassNames:
         """Return the names for `classes` classes: cut, or extended by empty names."""
@@ -66,17 +66,22 @@ class ClassNames:
         return self.take(np.where(numbers < len(self), numbers, -1))
 
     def numbers_of(self, names: ClassNames) -> np.ndarray:
-        """Return the class number of each of `names`, int64 [n]; -1 if no class has this name.
-
-        Names are compared by 64-bit hashes that differ between processes.
-        """
+        """Return the class number of each of `names`, int64 [n]; -1 if no class has this name."""
+        if np.array_equal(self.ends, names.ends) and np.array_equal(self.text, names.text):
+            return np.arange(len(names))
         mine, theirs = self._hashes(), names._hashes()
-        if len(mine) == 0 or np.array_equal(mine, theirs):
-            return np.arange(len(theirs)) if len(mine) else np.full(len(theirs), -1)
         order = np.argsort(mine, kind="stable")
-        place = np.searchsorted(mine[order], theirs)
-        found = order[np.minimum(place, len(order) - 1)]
-        return np.where(mine[found] == theirs, found, -1)
+        mine, found, left = mine[order], np.full(len(theirs), -1), np.arange(len(theirs))
+        place = np.searchsorted(mine, theirs)
+        while len(left):  # once, and again for different names of equal hashes
+            left = left[place[left] < len(mine)]
+            left = left[mine[place[left]] == theirs[left]]
+            candidates = order[place[left]]
+            same = self._equal(candidates, names, left)
+            found[left[same]] = candidates[same]
+            left = left[~same]
+            place[left] += 1
+        return found
 
     def numbered(self, names: ClassNames) -> np.ndarray:
         """Return a distinct class number for each of `names`, int64 [n]: the existing one if there is one.
@@ -92,12 +97,19 @@ class ClassNames:
     def with_names(self, names: ClassNames, numbers: np.ndarray) -> ClassNames:
         """Return a copy with `names` for the classes `numbers`, int64 [names]."""
         both = ClassNames(
-            np.concatenate([self.text, names.text]),
-            np.concatenate([self.ends, names.ends + len(self.text)]),
+            np.concatenate([self.text, names.text]), np.concatenate([self.ends, names.ends + len(self.text)])
         )
         source = np.arange(len(self))
         source[numbers] = np.arange(len(self), len(both))
         return both.take(source)
+
+    def _equal(self, numbers: np.ndarray, others: ClassNames, rows: np.ndarray) -> np.ndarray:
+        """Return whether the name of class numbers[i] is that of class rows[i] of `others`, bool [n]."""
+        same = self.lengths()[numbers] == others.lengths()[rows]
+        one, other = self.take(numbers[same]), others.take(rows[same])
+        differing = np.searchsorted(one.ends, np.flatnonzero(one.text != other.text), side="right")
+        same[np.flatnonzero(same)[differing]] = False
+        return same
 
     def _hashes(self) -> np.ndarray:
         return np.fromiter(map(hash, self._each()), np.int64, len(self))

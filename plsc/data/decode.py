@@ -144,6 +144,14 @@ def size_of(data: Image) -> tuple[int, int]:
     return int(width), int(height)
 
 
+def count_pixels(data: bytes, most: int) -> int:
+    """Return the number of pixels of an encoded image, from its header; raise DataError if over ``most``."""
+    width, height = size_of(data)
+    if width * height > most:
+        raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}; shrink it")
+    return width * height
+
+
 @contextlib.contextmanager
 def _decoding(data: Image) -> Iterator[None]:
     """Convert all exceptions of a decoder to DataError; decoders raise anything for damaged data."""

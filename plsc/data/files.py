@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import posixpath
 import re
 import threading
@@ -92,14 +93,15 @@ def read_file_list(
         DataError: the list is missing, empty, too long, or names a file twice or a missing file.
     """
     listing = _below(str(data_dir), file_list)
-    if not is_url(file_list) and not is_url(listing) and not Path(listing).exists():
-        if not Path(file_list).exists():
+    folder = None if "/" in file_list else str(data_dir)
+    if not is_url(file_list) and not is_url(listing) and not os.path.exists(listing):  # noqa: PTH110
+        if not os.path.exists(file_list):  # noqa: PTH110 - False for a name that is too long
             raise DataError(
                 f"{listing} does not exist; create it, with the name of one data file per line, or convert "
                 "the dataset with plsc data convert"
             )
-        listing = file_list
-    with streamed(listing) as file:
+        listing, folder = file_list, None
+    with streamed(listing, folder) as file:
         data = file.read(_MAX_LIST + 1)
     if len(data) > _MAX_LIST:
         raise DataError(f"{shown(listing)} is larger than {_MAX_LIST} bytes; is it a list of files?")

@@ -1,14 +1,17 @@
 """Parse lines of ``<base64>TAB<label>``, in a block of bytes or in a stream, block by block.
 
 Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Any other line that is
-not base64, one tab and an integer is a bad line, reported by file and line. `plsc/data/native/lines.c` parses
-regular lines; `parse_line` parses the others, and all lines if the library is missing.
+not text, a tab and an integer is a bad line, reported by file and line. On request, so is a line whose text
+has characters that are not of base64. `plsc/data/native/lines.c` parses regular lines; `parse_line` parses
+the others, and all lines if the library is missing.
 """
 
 from __future__ import annotations
 
 import queue
+import string
 from collections.abc import Callable, Iterator
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +25,8 @@ MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the lar
 BOM = b"\xef\xbb\xbf"
 
 _EXCERPT = 60
-OnBytes = Callable[[np.ndarray, int], None]
+_ALPHABET = f"{string.ascii_letters}{string.digits}+/=\t\r\n".encode()
+OnBytes = Callable[[np.ndarray, int], bool]
 
 _PIECE_BYTES = 2**19  # read at once, so that on_bytes sees it while it is in the cache
 
@@ -60,6 +64,14 @@ def find_newlines(data: np.ndarray) -> np.ndarray:
     return np.flatnonzero(data == 10) if found is None else found
 
 
+def is_base64(data: np.ndarray) -> bool:
+    """Return whether all bytes of uint8 data are characters of base64, tabs or line ends."""
+    call = native.function("plsc_is_base64", (c_void_p, c_int64))
+    if call is None:
+        return not data.tobytes().translate(None, _ALPHABET)
+    return bool(call(data.ctypes.data, len(data)))
+
+
 def read_lines(
     data: np.ndarray,
     begin: int,
@@ -67,6 +79,7 @@ def read_lines(
     name: str,
     first_number: int,
     skip_bad: bool = False,
+    is_strict: bool = False,
 ) -> Lines:
     """Return the samples whose lines start at `begin` and end at the newlines.
 
@@ -76,14 +89,15 @@ def read_lines(
         name: file name for messages.
         first_number: number of the first line in the file.
         skip_bad: leave out bad lines; otherwise the first one raises DataError.
+        is_strict: a line with other characters than base64 is bad. Slow: pass False if `is_base64(data)`.
     """
     found = native.read_lines(data, begin, newlines, first_number, MAX_LINE_BYTES)
     rows, suspects = found or _cut_reference(data, begin, newlines, first_number)
     starts, ends, tabs, labels, numbers = rows
     blanks = len(newlines) - len(starts)
     lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
-    if suspects:
-        _parse_suspects(lines, np.flatnonzero(lines.tabs < 0), name, skip_bad)
+    if suspects or is_strict:
+        _parse_suspects(lines, np.flatnonzero((lines.tabs < 0) | is_strict), name, skip_bad, is_strict)
     return lines
 
 
@@ -99,14 +113,18 @@ def _cut_reference(
     return rows, rows.shape[1]
 
 
-def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool) -> None:
+def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: bool, is_strict: bool) -> None:
     keep = np.ones(len(lines), dtype=bool)
     for index in suspects.tolist():
-        start, end = int(lines.starts[index]), int(lines.ends[index])
+        start, end, tab = (int(one[index]) for one in (lines.starts, lines.ends, lines.tabs))
         try:
             if end - start > MAX_LINE_BYTES:
                 raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes; is it base64 of an image?")
-            parsed = parse_line(lines.data[start:end].tobytes())
+            line = lines.data[start:end]
+            parsed = (tab - start, lines.labels[index]) if tab >= 0 else parse_line(line.tobytes())
+            if parsed and is_strict and not is_base64(line[: parsed[0]]):
+                excerpt = _excerpt(line[: _EXCERPT + 1].tobytes())
+                raise ValueError(f"the text before the tab is not base64: {excerpt}")
         except ValueError as problem:
             message = f"{name}:{lines.numbers[index]}: {problem}"
             if not skip_bad:
@@ -197,7 +215,8 @@ class LineReader:
     one that is too long), unless `skip_bad`.
 
     Args:
-        on_bytes: called with each piece of the stream (uint8) and its offset in the content.
+        on_bytes: called with each piece of the stream (uint8) and its offset in the content; returns
+            `is_strict` of `read_lines`, from this piece on.
         start: offset in the content where the stream begins; line numbers count from there.
     """
 
@@ -218,8 +237,7 @@ class LineReader:
         self._behind = np.empty(0, dtype=np.uint8)  # bytes read after a long line
         self.offset = start  # offset in the content of the next bytes
         self.base = 0  # add to positions in the `data` of the latest Lines to get positions in the content
-        self.blanks = 0
-        self.skipped: list[str] = []
+        self._is_strict = False
 
     def __iter__(self) -> Iterator[Lines]:
         block = self._buffers.block_bytes
@@ -243,10 +261,8 @@ class LineReader:
             else:
                 rest = int(newlines[-1]) + 1 if len(newlines) else begin
                 carry = data[rest:end].copy()
-            lines = read_lines(data, begin, newlines, self._name, number, self._skip_bad)
+            lines = read_lines(data, begin, newlines, self._name, number, self._skip_bad, self._is_strict)
             number += len(newlines)
-            self.blanks += lines.blanks
-            self.skipped += lines.skipped
             yield lines
             del lines, data  # free the memory; the next line may be as long
 
@@ -286,7 +302,7 @@ class LineReader:
             if not count:
                 break
             if self._on_bytes is not None:
-                self._on_bytes(piece[:count], self.offset)
+                self._is_strict = self._on_bytes(piece[:count], self.offset)
             got += count
             self.offset += count
         return got

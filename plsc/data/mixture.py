@@ -41,8 +41,7 @@ class JoinedSource:
             raise error.at(self._names[which]) from error
         if not 0 <= label < self._class_nums[which]:
             raise DataError(
-                f"{self.name(index)}: label {label} is outside 0..{self._class_nums[which] - 1}",
-                kind="label",
+                f"{self.name(index)}: label {label} is outside 0..{self._class_nums[which] - 1}", kind="label"
             )
         return image, self._first_classes[which] + label
 

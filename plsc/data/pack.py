@@ -2,12 +2,15 @@
 
 The archive is a pax tar in a zstd stream, which `tar --zstd -xf` also reads. Its last member,
 ``.plsc-sha256sums``, has a line ``<SHA-256>  <name>`` per file, in order, in the format of `sha256sum -c`.
+Comments in headers have the bytes of all files, and the SHA-256 of the last member: one flipped bit in the
+stream can change a name there and in its own header.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tarfile
@@ -23,11 +26,15 @@ from plsc.data.sources.base import printable
 from plsc.data.sources.tar import read_members
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.cache import fingerprint_of
 from plsc.storage.publish import publishing, publishing_folder
+from plsc.storage.regular import open_regular
 from plsc.storage.urls import shown
 
 SUMS = ".plsc-sha256sums"
+_COMMENT = "plsc: {} bytes"
 _CHUNK = 2**20
+_MOST_RATIO = 100  # bytes of the content per byte of the archive
 _IN_MEMORY = 16 * 2**20  # bytes of checksums; more are kept in a temporary file
 
 
@@ -50,11 +57,15 @@ def pack(folder: str | Path, destination: str) -> Packed:
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; expected the folder to pack")
     done = Packed(0, 0)
+    total = sum(path.stat().st_size for path in _files_below(root) if path.is_file())
+    header, whole = {"comment": _COMMENT.format(total)}, hashlib.sha256()
     with (
         publishing(destination) as file,
         pa.CompressedOutputStream(pa.PythonFile(file, mode="w"), "zstd") as stream,
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
-        tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
+        tarfile.open(
+            fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK, pax_headers=header
+        ) as archive,
     ):
         for path in _files_below(root):
             name = path.relative_to(root).as_posix()
@@ -62,25 +73,32 @@ def pack(folder: str | Path, destination: str) -> Packed:
                 raise DataError(f"{path}: this name is reserved for the checksums; rename the file")
             if path.is_dir():
                 archive.addfile(_entry(name, path.stat(), tarfile.DIRTYPE))
+                whole.update(_line_of("folder", name))
                 continue
             digest, size = _add(archive, name, path)
-            sums.write(_line_of(digest, name))
+            sums.write(line := _line_of(digest, name))
+            whole.update(line)
             done = Packed(done.files + 1, done.content_bytes + size)
+        if done.content_bytes != total:
+            raise DataError(f"{root} changed while being packed; start again")
         entry = tarfile.TarInfo(SUMS)
-        entry.size = sums.tell()
+        entry.size, entry.pax_headers = sums.tell(), {"comment": whole.hexdigest()}
         sums.seek(0)
         archive.addfile(entry, sums)
     return done
 
 
-def unpack(location: str, folder: str | Path) -> Packed:
+def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> Packed:
     """Extract an archive of `pack`, local or remote, into a new local folder.
 
     The folder appears after all checksums were compared. Links, devices, names that lead out of the folder,
     and archives larger than the free disk space are refused. Raises DataError.
+
+    max_bytes: most bytes of all files; by default 100 times those of the archive.
     """
     _check_suffix(location)
-    done = Packed(0, 0)
+    done, allowed = Packed(0, 0), -1
+    size, whole = fingerprint_of(location).size, hashlib.sha256()
     with (
         streamed(location) as file,
         pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as decompressed,
@@ -88,19 +106,28 @@ def unpack(location: str, folder: str | Path) -> Packed:
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
     ):
         title, compared = shown(location), False
-        stream = _ForwardReader(decompressed, title)
+        most = _MOST_RATIO * size if max_bytes is None else max_bytes
+        stream = _ForwardReader(decompressed, title, most + _MOST_RATIO * size)
         for member in read_members(stream, title, has_end=False):
+            allowed = _allowed(member, title, most, target) if allowed < 0 else allowed
             if compared:
                 raise DataError(f"{title} continues after its checksums; it is not from plsc data pack")
             content = _content(stream, member, title)
             if member.name == SUMS:
                 _compare(content, sums, title)
+                if member.pax_headers.get("comment", whole.hexdigest()) != whole.hexdigest():
+                    raise DataError(f"{title} is damaged: its checksums have another one; download it again")
                 compared = True
             elif member.isdir():
                 (target / member.name).mkdir(parents=True, exist_ok=True)
+                whole.update(_line_of("folder", member.name))
             else:
+                if done.content_bytes + member.size > allowed:
+                    advice = "do not unpack it" if allowed < most else "if you trust it, pass --max_bytes"
+                    raise DataError(f"{title}: '{printable(member.name)}' exceeds {allowed} bytes; {advice}")
                 digest = _extract(content, member, target, title)
-                sums.write(_line_of(digest, member.name))
+                sums.write(line := _line_of(digest, member.name))
+                whole.update(line)
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
             raise DataError(f"{title} has no checksums; it is incomplete, or not from plsc data pack")
@@ -142,8 +169,7 @@ def _entry(name: str, status: os.stat_result, kind: bytes = tarfile.REGTYPE) -> 
 
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
     try:
-        # O_NOFOLLOW: a link must not replace the file after it was checked.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
+        with open_regular(path, path.parent) as file:  # a link may have replaced it since it was checked
             status = os.fstat(file.fileno())
             reader: Any = _HashingReader(file)
             archive.addfile(_entry(name, status), reader)
@@ -179,13 +205,11 @@ def _line_of(digest: str, name: str) -> bytes:
 class _ForwardReader:
     """A decompressed stream as a file that can seek forwards; errors become DataError."""
 
-    def __init__(self, stream: Any, title: str) -> None:
-        self._stream = stream
-        self._title = title
+    def __init__(self, stream: Any, title: str, most: int) -> None:
+        self._stream, self._title, self._most = stream, title, most
         self._position = 0
 
     def tell(self) -> int:
-        """Return the position in bytes."""
         return self._position
 
     def seek(self, position: int) -> None:
@@ -201,6 +225,8 @@ class _ForwardReader:
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"{self._title} cannot be read, or is damaged ({reason})") from error
         self._position += len(data)
+        if self._position > self._most:
+            raise DataError(f"{self._title} has over {_MOST_RATIO} times its size in headers; do not use it")
         return data
 
 
@@ -215,14 +241,24 @@ def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[by
         yield data
 
 
+def _allowed(first: TarInfo, title: str, most: int, target: Path) -> int:
+    """Return the bytes that an archive may write, at most `most`: those stated before its first member."""
+    stated = re.fullmatch(_COMMENT.format(r"(\d{1,18})"), first.pax_headers.get("comment", ""))
+    if stated is None:  # of an earlier version
+        return most
+    total, free = int(stated[1]), shutil.disk_usage(target).free
+    if total > free:
+        raise DataError(f"{title} has {total} bytes, but the disk has {free} free")
+    if total > most:
+        raise DataError(
+            f"{title} has {total} bytes, expected up to {most}; if you trust it, pass --max_bytes {total}"
+        )
+    return total
+
+
 def _extract(content: Iterator[bytes], member: TarInfo, target: Path, title: str) -> str:
     """Write one file below `target`; return its SHA-256 in hexadecimal."""
     path = target / member.name
-    free = shutil.disk_usage(target).free
-    if member.size > free:
-        raise DataError(
-            f"{title}: '{printable(member.name)}' has {member.size} bytes, but the disk has {free} free"
-        )
     path.parent.mkdir(parents=True, exist_ok=True)
     sha = hashlib.sha256()
     try:

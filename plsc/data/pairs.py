@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import pickletools
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from plsc.data.sources.base import printable
 from plsc.errors import DataError
 from plsc.storage.publish import replacing
+from plsc.storage.regular import open_regular
 
 _MAX_VALUE_BYTES = 1 << 26  # per image
 _MAX_LINE_BYTES = 1024  # of a number or name in text form
@@ -71,17 +71,15 @@ def read_pairs(path: str | os.PathLike[str]) -> PairSet:
     """
     path = Path(path)
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{path} is not a file; expected a pickled (images, is_same) pair file")
-        if status.st_size == 0:
-            raise DataError(f"{path} is empty; expected a pickled (images, is_same) pair file")
-        with path.open("rb") as file:
-            value = _load(file, status.st_size, str(path))
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise DataError(f"{path} is empty; expected a pickled (images, is_same) pair file")
+            value = _load(file, size, str(path))
     except OSError as error:
         raise DataError(
             f"cannot read pair file {path}: {error.strerror or error}; data.val_targets expects names of "
-            "pair files in the dataset folder, without .bin"
+            "pair files in the dataset folder, without .bin, or of text lists, such as pairs.txt"
         ) from error
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise DataError(f"{path} contains {_kind(value)}; expected a pair of lists (images, is_same)")

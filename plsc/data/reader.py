@@ -232,7 +232,7 @@ class ReaderLoader:
                 f"last_batch 'drop' leaves no step: epoch {epoch} of the {self.title} is shorter than the "
                 f"global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
             )
-        if steps < start_step:
+        if steps < start_step and steps != self._limit:
             raise DataError(
                 f"epoch {epoch} of the {self.title} ended after {steps} steps, before step {start_step} "
                 "where the run resumes; the reader must yield the same samples as before"
@@ -281,7 +281,7 @@ class ReaderLoader:
                 f"{name}: expected an image of shape {self.image_shape}, got {tuple(image.shape)}"
             )
         try:  # copy, because readers reuse their buffers
-            return decode_image(torch.as_tensor(np.asarray(image)), self.image_shape)
+            return decode_image(torch.as_tensor(np.require(image, requirements="W")), self.image_shape)
         except DataError as error:
             raise error.at(name) from error
 
@@ -290,8 +290,7 @@ class ReaderLoader:
         if number < 0 or (self.class_num is not None and number >= self.class_num):
             upper = "" if self.class_num is None else self.class_num - 1
             raise DataError(
-                f"{name}: label {number} is outside 0..{upper}; fix it or call set_class_num",
-                kind="label",
+                f"{name}: label {number} is outside 0..{upper}; fix it or call set_class_num", kind="label"
             )
         return number
 

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.data.augment import (
-    Augmentation,
-    Draws,
-    Operation,
-    are_mirrored,
-    augment,
-    is_mirrored,
-)
+from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augment, is_mirrored
 from plsc.data.batch import BadSample, Batch, BufferRing, SampleNames
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source, printable
@@ -134,12 +127,7 @@ class BatchReader:
         return torch.from_numpy(mirrored) if mirrored.any() else None
 
     def _first_good(
-        self,
-        index: int,
-        found: tuple[Image, int] | None,
-        epoch: int,
-        out: np.ndarray,
-        batch: Batch,
+        self, index: int, found: tuple[Image, int] | None, epoch: int, out: np.ndarray, batch: Batch
     ) -> tuple[int, int, Any] | None:
         """Return (sample, label, image if it is float or no image), or None if the sample is skipped."""
         recipe, chosen = self.recipe, index
@@ -166,8 +154,7 @@ class BatchReader:
         class_num = self.recipe.class_num
         if class_num is not None and not 0 <= label < class_num:
             raise DataError(
-                f"{self.source.name(index)}: label {label} is outside 0..{class_num - 1}",
-                kind="label",
+                f"{self.source.name(index)}: label {label} is outside 0..{class_num - 1}", kind="label"
             )
         try:
             example = self.recipe.example
@@ -228,8 +215,8 @@ class BadSampleList:
     An existing file is continued, so that a resumed run does not list a sample twice.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / LIST_NAME
+    def __init__(self, folder: Path, name: str = LIST_NAME) -> None:
+        self.path = folder / name
         self.counts: Counter[str] = Counter()
         self._seen: set[int] = set()
         for line in self._lines_before():

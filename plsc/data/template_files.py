@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from plsc.data.pair_lists import ListedImages
 from plsc.data.sources.base import PathTable, printable
 from plsc.data.sources.image_folders import relative_path
 from plsc.errors import DataError
+from plsc.storage.regular import open_regular
 
 _MAX_LINE_BYTES = 16384
 _MAX_DIGITS = 18  # such numbers fit int64
@@ -264,9 +265,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line.removeprefix(BOM if number == 1 else b"").strip()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> Any:
     try:
-        return path.open("rb")
+        return open_regular(path, path.parent)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import logging
 import os
 import signal
 import threading
@@ -10,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +21,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from plsc.errors import DataError
 
+logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 AHEAD_PER_THREAD = 2
 THREAD_NAME = "plsc-data"
+SECONDS_TO_WARNING, SECONDS_TO_ERROR = 60, 1800  # without a result of a worker process
+_SECONDS_TO_POLL = 5  # as torch polls for dead workers
+
+
+_END = object()
 
 
 class Stopped(Exception):
@@ -29,9 +39,7 @@ class Stopped(Exception):
 
 
 def in_order(
-    work: Callable[[Request, Callable[[], bool]], Result],
-    requests: Iterable[Request],
-    threads: int,
+    work: Callable[[Request, Callable[[], bool]], Result], requests: Iterable[Request], threads: int
 ) -> Generator[Result, None, None]:
     """Yield ``work(request, stopped)`` for each request, in order, computed ahead by ``threads`` threads.
 
@@ -82,6 +90,7 @@ class WorkerProcesses:
             sampler=self._requests,
             collate_fn=_as_it_is,
             num_workers=num_workers,
+            timeout=_SECONDS_TO_POLL if num_workers else 0,
             persistent_workers=num_workers > 0,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
@@ -108,6 +117,7 @@ def run_in_process(
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=1,
+            timeout=_SECONDS_TO_POLL,
             prefetch_factor=4,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
@@ -157,7 +167,7 @@ def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
     try:
         with _starting_workers():
             results = iter(loader)
-        for result in results:
+        while (result := _next_of(results)) is not _END:
             if isinstance(result, DataError):
                 raise result
             yield result
@@ -169,6 +179,37 @@ def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
         raise DataError(
             f"a data worker process died ({reason}); if memory ran out, lower num_workers"
         ) from error
+
+
+def _next_of(results: Any) -> Any:
+    """Return the next result, or _END. Raises DataError if the workers send none for too long."""
+    silent = 0
+    while True:
+        try:
+            return next(results, _END)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+        silent += _SECONDS_TO_POLL
+        if silent % SECONDS_TO_WARNING == 0:
+            logger.warning(f"no data for {silent} s from {_dump_workers(results)}")
+        if silent >= SECONDS_TO_ERROR:
+            raise DataError(
+                f"no data for {silent} s from {_dump_workers(results)}; if reading a batch takes that long, "
+                "use smaller batches or set_num_workers(0)"
+            )
+
+
+def _dump_workers(results: Any) -> str:
+    """Let the workers write their Python stacks to standard error; return their process states."""
+    states = []
+    for worker in results._workers:
+        status = Path(f"/proc/{worker.pid}/status")  # not on macOS
+        lines = status.read_text().splitlines() if status.exists() else []
+        state = next((line.split(maxsplit=1)[1] for line in lines if line.startswith("State:")), "running")
+        states.append(f"data worker process {worker.pid}, state {state}")
+        os.kill(worker.pid, signal.SIGUSR2)
+    return "; ".join(states) + " (stacks: see standard error)"
 
 
 def _end_workers(loader: DataLoader[Any]) -> None:
@@ -198,6 +239,7 @@ def _start_worker(worker: int) -> None:
     # Ctrl-C and torchrun's SIGTERM reach the whole process group, but only the main process handles them. A
     # worker ends when the main process requests it, or by torch's watchdog when the main process is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2, file=2)  # for `_dump_workers`
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_main_process_asks, daemon=True).start()
@@ -212,7 +254,10 @@ def _end_when_main_process_asks() -> None:
 
 @contextmanager
 def _starting_workers() -> Iterator[None]:
-    """Block signals while workers start, and remove torch's SIGCHLD handler.
+    """Block signals while workers start, hide garbage from them, and remove torch's SIGCHLD handler.
+
+    A forked worker must not collect garbage of the main process: destructors of libraries, such as that of an
+    onnxruntime session, wait for threads that do not exist after a fork.
 
     Workers inherit the blocked signals, so that none ends a worker before `_start_worker` has run; the main
     process receives them afterwards. torch's handler would raise anywhere in the program, such as during a
@@ -220,9 +265,11 @@ def _starting_workers() -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGCHLD)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGCHLD, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -31,10 +31,7 @@ BROKEN_CHOICES = ("stop", "skip")
 _MOST_TOLD = 20
 _PART = "part-00000"
 _SCHEMA = pa.schema(
-    [
-        pa.field("image", pa.binary(), nullable=False),
-        pa.field("label", pa.int64(), nullable=False),
-    ]
+    [pa.field("image", pa.binary(), nullable=False), pa.field("label", pa.int64(), nullable=False)]
 )
 # A reader decodes a whole row group per image, so small groups make random access cheap.
 _GROUP_ROWS = 1000
@@ -190,12 +187,7 @@ class Conversion:
 
 
 def convert(
-    location: str,
-    destination: str,
-    *,
-    broken: str = "stop",
-    progress: bool = True,
-    **reading: Any,
+    location: str, destination: str, *, broken: str = "stop", progress: bool = True, **reading: Any
 ) -> Conversion:
     """Convert the dataset at `location` to `destination`, in the format given by its suffix (`WRITERS`).
 

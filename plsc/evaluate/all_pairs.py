@@ -24,11 +24,10 @@ from torch import Tensor
 from plsc.data.native import function
 from plsc.errors import DataError
 from plsc.evaluate.report import Section, Table
-from plsc.evaluate.verification import FARS, equal_error_rate
+from plsc.evaluate.verification import FARS, GRID, equal_error_rate, warning_of
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 
-GRID = 2**20  # scores per unit
 BINS = 2 * GRID + 1  # scores -1, -1 + 1 / GRID, ..., 1
 TILE = 4096  # embeddings per side of a tile of scores
 SMALLER_FARS = (1e-7, 1e-8, 1e-9)  # reported, besides FARS, if there are enough different pairs
@@ -86,13 +85,7 @@ class AllPairsResult:
 
     def warning(self) -> str | None:
         """Return a warning if there are too few different pairs for some FARs."""
-        if not self.unresolved_fars:
-            return None
-        fars = ", ".join(f"{far:g}" for far in self.unresolved_fars)
-        return (
-            f"{self.negatives:,} different pairs are too few for FAR {fars}: the TAR there is that of no "
-            f"false accept; use at least {1 / min(self.unresolved_fars):,.0f}"
-        )
+        return warning_of(self.negatives, self.unresolved_fars)
 
     def section(self, name: str) -> Section:
         """Return the section of a report; name: of the images, which is part of the names of the files."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from plsc.data.augment import Augmentation
 from plsc.data.batch import Batch, BufferRing
-from plsc.data.decode import decode_into
+from plsc.data.samples import BatchReader, Recipe
 from plsc.data.sources.base import Source
-from plsc.data.workers import Stopped, in_order
+from plsc.data.workers import in_order
 from plsc.errors import DataError, DistributedError
-from plsc.inputs import Input, as_input, stack_inputs
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range
 
@@ -51,7 +50,8 @@ def embed_images(
         device: where the model is.
         flip: return the sum of the embeddings of the image and of its mirror image.
         world: the ranks that share the work; None: this process only.
-        name: what error messages call the images, as in ``image 17 of <name>``, counted from 0.
+        name: what error messages call the images, as in ``image 17 of <name>``, counted from 0, unless they
+            are `ImagesOf` a source, which names them.
         num_threads: threads that read and decode images in the background; 0: none.
         gather: False: each rank embeds an equal part (`plsc.parallel.collectives.class_range`), and returns
             only its embeddings.
@@ -68,12 +68,13 @@ def embed_images(
         batches = class_range(-(-len(images) // batch_size), rank, ranks)
         start, stop = (min(batch * batch_size, len(images)) for batch in batches)
     firsts = range(start, stop, batch_size)
-    chunks = (Chunk(first, images[first : min(first + batch_size, stop)]) for first in firsts)
+    lazy = images if isinstance(images, ImagesOf) else ImagesOf(Listed(images, name), range(len(images)))
+    parts = (lazy[first : min(first + batch_size, stop)] for first in firsts)
 
     def embed_range() -> np.ndarray:
-        embedded = embed_chunks(
+        embedded = embed_batches(
             model,
-            chunks,
+            parts,
             image_shape,
             batch_size=min(batch_size, stop - start),
             device=device,
@@ -82,8 +83,8 @@ def embed_images(
             num_threads=num_threads,
         )
         with closing(embedded):
-            parts = [embedding for _, embedding in embedded]
-        return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
+            found = [embedding for _, embedding in embedded]
+        return np.concatenate(found) if found else np.empty((0, 0), np.float32)
 
     with evaluating(model), torch.inference_mode():
         if world is None or world.size == 1:
@@ -91,18 +92,9 @@ def embed_images(
         return _share(world, embed_range, gather)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive images, read on access. first: number of the first. labels: int64 [b], or None."""
-
-    first: int
-    images: Sequence[Any]
-    labels: np.ndarray | None = None
-
-
-def embed_chunks(
+def embed_batches(
     model: nn.Module,
-    chunks: Iterable[Chunk],
+    parts: Iterable[ImagesOf],
     image_shape: tuple[int, int, int],
     *,
     batch_size: int,
@@ -110,76 +102,68 @@ def embed_chunks(
     flip: bool = False,
     name: str = "the images",
     num_threads: int = 0,
-) -> Generator[tuple[Chunk, np.ndarray], None, None]:
-    """Yield each chunk of at most `batch_size` images with its embeddings, float32 [b, D].
+    bad_images: str = "stop",
+) -> Generator[tuple[Batch, np.ndarray], None, None]:
+    """Yield each part, at most `batch_size` images, as a batch with its embeddings, float32 [b, D].
 
-    Arguments as in `embed_images`. Call it in evaluation and inference mode, and close it.
+    Arguments as in `embed_images`. bad_images: ``stop`` or ``skip``, as in `Recipe`; it can empty a batch.
+    Call it in evaluation and inference mode, and close it.
     """
     layout = getattr(model, "input_layout", torch.contiguous_format)
     example = getattr(model, "example_input", None)
     if flip and example is not None:
         raise DataError(f"{name}: the network takes no images, so they cannot be flipped; set flip=False")
-    with closing(_decode_ahead(chunks, batch_size, image_shape, name, num_threads, example)) as decoded:
-        for chunk, batch in decoded:
+    recipe = Recipe(image_shape, 0, Augmentation(flip=False), bad_images=bad_images, example=example)
+    ring = BufferRing(batch_size, image_shape)
+
+    def read(part: ImagesOf, stopped: Callable[[], bool]) -> Batch:
+        return BatchReader(part.source, recipe).read((0, np.asarray(part.which)), ring, stopped)
+
+    with closing(in_order(read, parts, num_threads)) as batches:
+        for batch in batches:
+            if not len(batch):
+                yield batch, np.empty((0, 0), np.float32)
+                continue
             embedding = _embed(model, batch.input(device, layout), flip)
             finite = np.isfinite(embedding).all(axis=1)
             if not finite.all():
                 raise DataError(
-                    f"the embedding of image {chunk.first + int(np.argmin(finite))} of {name} is not finite; "
-                    "the training has diverged, or the weights are damaged"
+                    f"the embedding of {batch.names[int(np.argmin(finite))]} is not finite; the training has "
+                    "diverged, or the weights are damaged"
                 )
-            yield chunk, embedding
+            yield batch, embedding
+
+
+class Listed:
+    """Images in memory, read like a source; their numbers count from `first`. Without labels, each is -1."""
+
+    def __init__(self, images: Sequence[Any], name: str, labels: Sequence[int] | None = None, first: int = 0):
+        self._images, self._name, self._labels, self._first = images, name, labels, first
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        place = index - self._first
+        return self._images[place], -1 if self._labels is None else self._labels[place]
+
+    def name(self, index: int) -> str:
+        """Return ``image 12 of <name>``."""
+        return f"image {index} of {self._name}"
 
 
 class ImagesOf(Sequence[Any]):
     """Images of a source without labels, read on access; which: their indices, a range or int64 [n]."""
 
-    def __init__(self, source: Source, which: range | np.ndarray) -> None:
-        self._source = source
-        self._which = which
+    def __init__(self, source: Source | Listed, which: range | np.ndarray) -> None:
+        self.source: Any = source
+        self.which: Any = which
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self.which)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return an image; for a slice, a part of the images."""
-        if isinstance(index, slice):
-            return ImagesOf(self._source, self._which[index])
-        return self._source[int(self._which[index])][0]
-
-
-def _decode_ahead(
-    chunks: Iterable[Chunk],
-    batch_size: int,
-    image_shape: tuple[int, int, int],
-    name: str,
-    num_threads: int,
-    example: Input | None = None,
-) -> Generator[tuple[Chunk, Batch], None, None]:
-    """Yield each chunk with its images, or its samples like `example`, as a batch without labels."""
-    ring = BufferRing(batch_size, image_shape)
-    no_labels = torch.empty(0, dtype=torch.int64)
-
-    def decode(chunk: Chunk, stopped: Callable[[], bool]) -> tuple[Chunk, Batch]:
-        slots, pixels = ring.take(len(chunk.images) if example is None else 0)
-        floats: list[Any] = []
-        for index in range(len(chunk.images)):
-            if stopped():
-                raise Stopped
-            try:
-                data = chunk.images[index]
-                image = decode_into(data, slots[index]) if example is None else as_input(data, example)
-            except DataError as error:
-                raise error.at(f"image {chunk.first + index} of {name}") from error
-            if image is not None:
-                floats.append(image)
-        if example is not None:
-            return chunk, Batch(stack_inputs(floats, example), no_labels, [], is_input=True)
-        if floats and len(floats) < len(chunk.images):
-            raise DataError(f"{name}: some images are arrays of floats, others are not; use one kind")
-        return chunk, Batch(torch.stack(floats) if floats else pixels, no_labels, [])
-
-    return in_order(decode, chunks, num_threads)
+        """Return an image; for a slice or an array of indices, a part of the images."""
+        if isinstance(index, (slice, np.ndarray)):
+            return ImagesOf(self.source, self.which[index])
+        return self.source[int(self.which[index])][0]
 
 
 def _embed(model: nn.Module, input: Any, flip: bool) -> np.ndarray:

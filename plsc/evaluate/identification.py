@@ -335,9 +335,8 @@ def _rank_and_score(gallery: _Rows, probes: _Rows, start: int, stop: int) -> Ten
     x = probes.part(start, stop).T
     mate = _mate_score(gallery, probes.identity[start:stop], x)
     rank = torch.zeros_like(mate, dtype=torch.int64)
-    unfinished = torch.full_like(
-        mate, -torch.inf
-    )  # best score so far of an identity with images in two chunks
+    # Best score so far of an identity with images in two chunks.
+    unfinished = torch.full_like(mate, -torch.inf)
     for first, last in _chunks(0, len(gallery)):
         scores = gallery.part(first, last) @ x
         identity = gallery.identity[first:last]

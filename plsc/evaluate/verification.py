@@ -1,9 +1,11 @@
 """Verification of pairs of images: ten-fold accuracy, TAR at FAR, ROC, AUC and EER.
 
 The accuracy follows the LFW protocol (Huang et al., 2007, "Labeled Faces in the Wild") as implemented by
-insightface, so it is comparable with published results: normalised embeddings, squared L2 distances,
+insightface, so it is comparable with published results: squared L2 distances of normalised embeddings,
 thresholds 0, 0.01, ..., 3.99, ten contiguous folds without shuffling. Each fold is evaluated with the best
 threshold of the other nine; the lowest one wins a tie.
+
+Scores are cosines rounded to multiples of 2^-20, distances 2 - 2 * score: rounding orders no equal pairs.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from plsc.errors import DataError
 from plsc.evaluate.report import Section, Table
 from plsc.storage.publish import replacing
 
+GRID = 2**20  # scores per unit
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
 FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # false accept rates at which the true accept rate is reported
 _CHUNK = 8192  # pairs per chunk in double precision
 _Z95 = 1.959963984540054  # 97.5% quantile of the normal distribution
 CHOICES = (
-    "The score of a pair is the cosine of its embeddings, in double precision; a score at the threshold is "
-    "accepted.",
+    "The score of a pair is the cosine of its embeddings, computed in double precision and rounded to a "
+    "multiple of 2^-20; a score at the threshold is accepted.",
     "Accuracy: mean and standard deviation over ten contiguous folds; each uses the threshold, on squared L2 "
-    "distances 0, 0.01, ..., 3.99, with the best accuracy on the other nine.",
+    "distances (2 - 2 x score) 0, 0.01, ..., 3.99, with the best accuracy on the other nine.",
     "TAR at FAR: the highest true accept rate of all thresholds whose false accept rate is at most FAR.",
     "Intervals: 95% Wilson score intervals of the TAR at that threshold, for independent pairs.",
     "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
@@ -74,12 +77,7 @@ class VerificationResult:
 
     def warning(self) -> str | None:
         """Return a warning if there are too few different pairs for some FARs."""
-        if not self.unresolved_fars:
-            return None
-        return (
-            f"{self.negatives:,} different pairs are too few for FAR {_listed(self.unresolved_fars)}: the "
-            f"TAR there is that of no false accept; use at least {1 / min(self.unresolved_fars):,.0f}"
-        )
+        return warning_of(self.negatives, self.unresolved_fars)
 
     def section(
         self, name: str, images: Sequence[Any] | None = None, labels: Sequence[str] | None = None
@@ -91,11 +89,7 @@ class VerificationResult:
             images: the encoded images, to draw the hardest pairs; pair p is images 2p and 2p + 1.
             labels: names of the images for the score file, in the same order; by default their numbers.
         """
-        from plsc.evaluate.plots import (
-            plot_hardest_pairs,
-            plot_roc,
-            plot_scores,
-        )  # matplotlib is slow to import
+        from plsc.evaluate.plots import plot_hardest_pairs, plot_roc, plot_scores  # matplotlib: slow
 
         stem = re.sub(r"[^\w.-]", "_", name)
         cosines, is_same = self.cosines, self.is_same
@@ -136,8 +130,15 @@ class VerificationResult:
         return Table(("FAR", "TAR", "95% interval", "threshold (cosine)", "warning"), rows)
 
 
-def _listed(fars: Sequence[float]) -> str:
-    return ", ".join(f"{far:g}" for far in fars)
+def warning_of(negatives: int, unresolved: Sequence[float]) -> str | None:
+    """Return a warning about FARs below 1 / negatives; None if there are none."""
+    if not unresolved:
+        return None
+    fars = ", ".join(f"{far:g}" for far in unresolved)
+    return (
+        f"{negatives:,} different pairs are too few for FAR {fars}: the TAR there is that of no false "
+        f"accept; use at least {1 / min(unresolved):,.0f}"
+    )
 
 
 def verify(
@@ -156,11 +157,11 @@ def verify(
             all different.
     """
     is_same = np.asarray(is_same, dtype=bool)
-    distances, cosines, mean_norm = _compare(embeddings, pairs)
+    cosines, mean_norm = _compare(embeddings, pairs)
     _check_labels(cosines, is_same)
     if len(is_same) < folds:
         raise DataError(f"there are {len(is_same)} pairs for {folds} folds; use more pairs or fewer folds")
-    accuracies, thresholds = _cross_validate(distances, is_same, folds)
+    accuracies, thresholds = _cross_validate(2 - 2 * cosines, is_same, folds)
     positives = int(is_same.sum())
     negatives = len(is_same) - positives
     threshold = float(thresholds.mean())
@@ -213,14 +214,14 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
 
 
 def scores(embeddings: np.ndarray) -> np.ndarray:
-    """Return the cosine of each pair, float64 [P]; pair p is rows 2p and 2p + 1 of [2P, D].
+    """Return the cosine of each pair, float64 [P], rounded to a multiple of 2^-20.
 
-    A zero embedding has cosine 0 with every other.
+    Pair p is rows 2p and 2p + 1 of [2P, D]. A zero embedding has cosine 0 with every other.
 
     Raises:
         DataError: an embedding is not finite, or their number is odd.
     """
-    return _compare(embeddings)[1]
+    return _compare(embeddings)[0]
 
 
 def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
@@ -281,15 +282,15 @@ def equal_error_rate(far: np.ndarray, tar: np.ndarray) -> float:
     return float(far[before] + share * (far[after] - far[before]))
 
 
-def _compare(embeddings: np.ndarray, pairs: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return squared distances [P], cosines [P] and the mean norm of the embeddings, in float64."""
+def _compare(embeddings: np.ndarray, pairs: np.ndarray | None = None) -> tuple[np.ndarray, float]:
+    """Return the cosines on the grid, float64 [P], and the mean norm of the embeddings."""
     embeddings = np.asarray(embeddings)
     if embeddings.ndim != 2 or (pairs is None and len(embeddings) % 2):
         raise DataError(
             f"the embeddings have shape {list(embeddings.shape)}; expected [2 x pairs, embedding size]"
         )
     rows = np.arange(len(embeddings)).reshape(-1, 2) if pairs is None else pairs
-    distances, cosines = np.empty(len(rows)), np.empty(len(rows))
+    cosines = np.empty(len(rows))
     total = 0.0
     for start in range(0, len(rows), _CHUNK):
         part = slice(start, start + _CHUNK)
@@ -304,9 +305,8 @@ def _compare(embeddings: np.ndarray, pairs: np.ndarray | None = None) -> tuple[n
         norms = np.linalg.norm(chunk, axis=2)
         total += float(norms.sum())
         chunk /= np.where(norms == 0, 1, norms)[:, :, None]
-        distances[part] = np.square(chunk[:, 0] - chunk[:, 1]).sum(axis=1)
-        cosines[part] = (chunk[:, 0] * chunk[:, 1]).sum(axis=1)
-    return distances, cosines, total / max(1, 2 * len(rows))
+        cosines[part] = np.rint((chunk[:, 0] * chunk[:, 1]).sum(axis=1) * GRID) / GRID
+    return cosines, total / max(1, 2 * len(rows))
 
 
 def _check_labels(cosines: np.ndarray, is_same: np.ndarray) -> None:

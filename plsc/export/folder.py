@@ -26,6 +26,7 @@ from plsc.data.alignment import scaled_template
 from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
+from plsc.storage.regular import open_regular, read_json
 
 MODEL_NAME = "model.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -37,6 +38,8 @@ ROC_NAME = "roc.png"
 _FORMAT, _VERSION = "plsc-model", 1
 _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time
+_LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
+_ADVICE = "export the model again"
 
 
 def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Manifest) -> dict[str, Any]:
@@ -102,13 +105,28 @@ def _describe_tensor(example: Tensor) -> dict[str, Any]:
     return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
 
 
-def describe_file(path: Path) -> dict[str, str]:
-    """Return the name and the SHA-256 of a file, for JSON."""
+def describe_file(path: Path, expected_bytes: int | None = None) -> dict[str, Any]:
+    """Return name, size and SHA-256 of a file, for JSON. OSError for another size than `expected_bytes`."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path, path.parent, expected_bytes) as stream:
         while piece := stream.read(_PIECE):
             digest.update(piece)
-    return {"file": path.name, "sha256": digest.hexdigest()}
+        return {"file": path.name, "bytes": stream.tell(), "sha256": digest.hexdigest()}
+
+
+def check_file(path: Path, about: object) -> None:
+    """Raise CheckpointError unless a file of a model is as model.json says; `about`: from `describe_file`."""
+    check = Checker(str(path.parent / MODEL_NAME))
+    held = check.mapping(about, f"the description of {path.name}")
+    try:
+        size = check.integer(held.get("bytes", path.stat().st_size), f"the size of {path.name}")
+        if size > (_LARGEST_GRAPH if path.name == ONNX_NAME else _LARGEST_FILE):
+            raise check.wrong(f"{path.name} has {size} bytes, which is too large", _ADVICE)
+        found = describe_file(path, size)["sha256"]
+    except OSError as error:
+        raise check.wrong(f"{path.name} cannot be read: {error.strerror}", _ADVICE) from error
+    if found != held.get("sha256"):
+        raise check.wrong(f"{path.name} was changed or damaged: its SHA-256 differs", _ADVICE)
 
 
 def checksum_of(weights: Mapping[str, Tensor]) -> str:
@@ -125,9 +143,8 @@ def read_about(folder: Path) -> dict[str, Any]:
     file = folder / MODEL_NAME
     check = Checker(str(file))
     try:
-        with file.open("rb") as stream:
-            about = check.mapping(json.loads(stream.read(_MOST_BYTES + 1)), "the description")
-    except (OSError, ValueError, RecursionError) as error:
+        about = check.mapping(read_json(file, _MOST_BYTES, folder), "the description")
+    except ValueError as error:
         raise check.wrong(f"it cannot be read ({error})", "name a folder that plsc export wrote") from error
     if about.get("format") != _FORMAT or about.get("version") != _VERSION:
         raise check.wrong(

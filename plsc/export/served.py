@@ -1,11 +1,12 @@
 """Open an exported model for serving, and compute embeddings with onnxruntime.
 
-The folder may come from anyone: sizes, checksums, names of files and the graph's shapes are checked before
+The folder may come from anyone: checksums, names of files, and the graph's shapes and work are checked before
 the graph runs. Only ONNX is served, because loading a torch.export program can run code.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from plsc.checkpoint.manifest import Checker
 from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
-from plsc.data.decode import ImageShape, decode_image, size_of
+from plsc.data.decode import ImageShape, count_pixels, decode_image
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.export.folder import (
     CLASSES_NAME,
@@ -28,7 +29,7 @@ from plsc.export.folder import (
     THUMBNAILS_NAME,
     TORCH_NAME,
     WEIGHTS_NAME,
-    describe_file,
+    check_file,
     read_about,
 )
 from plsc.export.graph import INPUT, OUTPUT, missing_package
@@ -38,9 +39,16 @@ if TYPE_CHECKING:
 
 MOST_IMAGE_BYTES = 16 * 2**20
 MOST_PIXELS = 32 * 10**6
-_LARGEST_GRAPH = 2**31 - 1  # bytes of a protobuf message
 _LARGEST_SIDE, _LARGEST_EMBEDDING = 4096, 2**16
 _DOMAINS = ("", "ai.onnx")  # of operators: the standard ones
+_FAR = 1e-3
+_MOST_NODES, _MOST_VALUES, _MOST_OPERATIONS = 2**14, 2**31, 2**40  # the last two per image
+_FLOAT, _STRING = 1, 8  # element types
+_SMALL = 1024  # values of a tensor that is computed because the shapes of others depend on it
+_COMPUTED = (
+    *("Add", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Identity", "Mul"),
+    *("Range", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
+)
 _ADVICE = "export the model again"
 
 
@@ -87,17 +95,19 @@ class ServedModel:
             )
         for what, name in (("weights", WEIGHTS_NAME), ("graph", ONNX_NAME), ("classes", CLASSES_NAME)):
             if what != "classes" or what in self.about:
-                _verify(check, folder / name, check.mapping(self.about.get(what), f"the {what}"))
+                check_file(folder / name, self.about.get(what))
         if graph.get("flip") is True:  # other embeddings than those of the weights alone
             self.fingerprint = f"flip-{self.fingerprint}"
-        self._session = _start(folder / ONNX_NAME, threads)
-        found = self._run(np.zeros((1, *self.image_shape), np.float32))
-        if found.shape != (1, self.emb_size) or found.dtype != np.float32:
-            raise check.wrong(
-                f"the graph returns {found.dtype} {list(found.shape)} for one image; expected float32 "
-                f"{[1, self.emb_size]}",
-                _ADVICE,
-            )
+        self._session = _start(folder / ONNX_NAME, self.image_shape, threads)
+        noise = np.random.default_rng(0).uniform(-1, 1, (2, *self.image_shape)).astype(np.float32)
+        if not are_normalised(self._run(noise)).all():
+            raise check.wrong("an embedding of the graph does not have norm 1", "choose another precision")
+
+    @property
+    def default_far(self) -> float | None:
+        """1e-3, or the FAR next to it if the evaluation had too few pairs; None without thresholds."""
+        known = list(self.thresholds)
+        return next((far for far in known if far > 0.999 * _FAR), known[-1] if known else None)
 
     def embed(self, images: np.ndarray) -> np.ndarray:
         """Return the embeddings, float32 [n, D], L2-normalised, of pre-processed images.
@@ -122,11 +132,7 @@ class ServedModel:
         """
         if len(data) > max_bytes:
             raise DataError(f"the image has {len(data)} bytes, over the limit of {max_bytes}; shrink it")
-        width, height = size_of(data)
-        if width * height > max_pixels:
-            raise DataError(
-                f"the image has {width}x{height} pixels, over the limit of {max_pixels}; shrink it"
-            )
+        count_pixels(data, max_pixels)
         return to_input(decode_image(data, self.image_shape)[None], "cpu")[0].numpy()
 
     def class_weights(self) -> tuple[np.ndarray, ClassNames | None]:
@@ -167,11 +173,24 @@ class ServedModel:
 
     def _run(self, images: np.ndarray) -> np.ndarray:
         try:
-            return self._session.run([OUTPUT], {INPUT: images})[0]
+            found: np.ndarray = self._session.run([OUTPUT], {INPUT: images})[0]
         except Exception as error:  # onnxruntime has an exception class per status code
             raise CheckpointError(
                 f"{self.folder / ONNX_NAME} fails on {len(images)} images: {str(error)[:300]}; {_ADVICE}"
             ) from error
+        if found.shape != (len(images), self.emb_size) or found.dtype != np.float32:
+            raise self._check.wrong(
+                f"the graph returns {found.dtype} {list(found.shape)} for {len(images)} images; expected "
+                f"float32 {[len(images), self.emb_size]}",
+                _ADVICE,
+            )
+        return found
+
+
+def are_normalised(vectors: np.ndarray) -> np.ndarray:
+    """Return for each vector, float32 [n, D], whether its norm is 1, to 1e-3, or exactly 0; bool [n]."""
+    squares = np.einsum("ij,ij->i", vectors, vectors)
+    return (np.abs(np.sqrt(squares) - 1) <= 1e-3) | (squares == 0)
 
 
 def _image_shape(check: Checker, about: dict[str, Any]) -> ImageShape:
@@ -203,30 +222,19 @@ def _thresholds(check: Checker, about: dict[str, Any]) -> dict[float, float]:
     return dict(sorted(found.items()))
 
 
-def _verify(check: Checker, path: Path, about: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a file has the SHA-256 of model.json."""
-    if not path.is_file() or path.is_symlink():
-        raise check.wrong(f"{path.name} is missing", _ADVICE)
-    if describe_file(path)["sha256"] != about.get("sha256"):
-        raise check.wrong(
-            f"{path.name} was changed or damaged: its SHA-256 differs from that in {MODEL_NAME}", _ADVICE
-        )
-
-
-def _start(path: Path, threads: int) -> Any:
-    """Return the onnxruntime session of a graph, after checking that it reads no other file."""
+def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
+    """Return the onnxruntime session of a graph, after checking what it reads and how much it computes."""
     import onnx
     import onnxruntime
 
     check = Checker(str(path))
-    if path.stat().st_size > _LARGEST_GRAPH:
-        raise check.wrong(f"it has {path.stat().st_size} bytes; an ONNX file has at most 2 GiB", _ADVICE)
     data = path.read_bytes()
     try:
         model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf raises several kinds
         raise check.wrong(f"it is not an ONNX file ({str(error)[:200]})", _ADVICE) from error
     _check_graph(check, model)
+    _check_work(check, model, image_shape)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -254,7 +262,9 @@ def _check_graph(check: Checker, model: onnx.ModelProto) -> None:
     tensors += [tensor for one in attributes for tensor in one.tensors]
     outside = next((one.name for one in tensors if one.external_data or one.data_location), None)
     domains = {one.domain for one in (*model.opset_import, *model.graph.node)}
+    nodes, opsets = len(model.graph.node), len(model.opset_import)
     for is_wrong, what in (
+        (nodes > _MOST_NODES or opsets != 1, f"it has {nodes} nodes of {opsets} operator sets"),
         (outside is not None, f"the tensor {outside!r:.100} is in another file"),
         (not domains <= set(_DOMAINS), f"it has operators of {sorted(domains)!s:.100}"),
         (any(one.HasField("g") or one.graphs for one in attributes), "it has control flow"),
@@ -263,3 +273,74 @@ def _check_graph(check: Checker, model: onnx.ModelProto) -> None:
     ):
         if is_wrong:
             raise check.wrong(f"{what}, which plsc does not write", _ADVICE)
+
+
+def _check_work(check: Checker, model: onnx.ModelProto, image_shape: ImageShape) -> None:
+    """Raise CheckpointError unless an image needs a known and limited number of values and operations.
+
+    Values are those of all tensors; operations are values read or written, and multiplications.
+    """
+    from onnx import defs, helper, shape_inference
+
+    weights, opsets = model.graph.initializer, list(model.opset_import)
+    types = {INPUT: helper.make_tensor_type_proto(_FLOAT, (1, *image_shape))}
+    types |= {one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in weights}
+    known = {one.name: one for one in weights if math.prod(one.dims) <= _SMALL}
+    values = operations = 0
+    for node in model.graph.node:
+        names = [name for name in node.input if name]
+        try:
+            shapes = [_known_shape(types[name]) for name in names]
+            schema = defs.get_schema(node.op_type, opsets[0].version, "")
+            given, data = ({name: one[name] for name in names if name in one} for one in (types, known))
+            types |= shape_inference.infer_node_outputs(
+                schema, node, given, data, opset_imports=opsets, ir_version=model.ir_version
+            )
+            written = sum(math.prod(_known_shape(types[name])) for name in node.output if name)
+            values += written
+            operations += written + sum(map(math.prod, shapes)) + _multiplications(node, shapes, written)
+            if values > _MOST_VALUES or operations > _MOST_OPERATIONS:
+                limits = f"{_MOST_VALUES:.1e} values or {_MOST_OPERATIONS:.1e} operations"
+                raise ValueError(f"up to it, an image needs more than {limits}")
+            is_known = len(data) == len(given) or node.op_type in ("Shape", "Size")
+            if is_known and node.op_type in _COMPUTED and written <= _SMALL:
+                known |= _computed(node, dict(zip(names, shapes, strict=True)), data, opsets[0].version)
+        except Exception as error:  # onnx raises several kinds
+            raise check.wrong(f"its node {node.name!r:.100}: {str(error)[:200]}", _ADVICE) from error
+
+
+def _known_shape(about: onnx.TypeProto) -> list[int]:
+    """Return the shape of a tensor. Raises ValueError if it is unknown, or the values are strings."""
+    tensor = about.tensor_type
+    shape = [one.dim_value if one.HasField("dim_value") else -1 for one in tensor.shape.dim]
+    if not tensor.HasField("shape") or min(shape, default=0) < 0 or tensor.elem_type == _STRING:
+        raise ValueError("a size is known only when the graph runs")
+    return shape
+
+
+def _multiplications(node: onnx.NodeProto, shapes: list[list[int]], written: int) -> int:
+    """Return the multiplications of a node, or more; `written` is the number of values of its outputs."""
+    kind, sizes = node.op_type, [*map(math.prod, shapes)]
+    if "MatMul" in kind or kind in ("Einsum", "Gemm"):  # M * N * K, from M * K, K * N and M * N
+        return math.isqrt(math.prod(sizes) * written)
+    if kind in ("Attention", "GRU", "LSTM", "RNN"):
+        return max(sizes) * written
+    kernel = [one for about in node.attribute if about.name == "kernel_shape" for one in about.ints]
+    if "Conv" in kind:
+        kernel = shapes[3 if kind == "QLinearConv" else 1][1:]
+    return max(written, *sizes[:1]) * abs(math.prod(kernel)) if kernel else 0
+
+
+def _computed(
+    node: onnx.NodeProto, shapes: dict[str, list[int]], data: dict[str, onnx.TensorProto], version: int
+) -> dict[str, onnx.TensorProto]:
+    """Return the outputs of a node; inputs that are not in `data` may have any values."""
+    from onnx import GraphProto, ValueInfoProto, numpy_helper
+    from onnx.reference import ReferenceEvaluator
+
+    graph = GraphProto(node=[node], output=[ValueInfoProto(name=name) for name in node.output])
+    arrays = {name: np.broadcast_to(np.uint8(0), shape) for name, shape in shapes.items()}
+    arrays |= {name: numpy_helper.to_array(one) for name, one in data.items()}
+    found = ReferenceEvaluator(graph, opsets={"": version}).run(None, arrays)
+    tensors = map(numpy_helper.from_array, map(np.asarray, found))
+    return dict(zip(node.output, tensors, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,15 +18,15 @@ from plsc.data.class_names import ClassNames
 from plsc.data.decode import decode_image
 from plsc.data.sources import Source
 from plsc.data.sources.image_folders import open_images
-from plsc.errors import DataError
-from plsc.evaluate.embed import embed_images
+from plsc.errors import DataError, OptionError
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.gallery import Gallery, open_gallery, write_gallery
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url
 from plsc.train.embeddings import NAMES, open_embeddings
-from plsc.train.evaluation import load_with_config
+from plsc.train.evaluation import embed, load_with_config
+from plsc.train.heads import choose_head
 from plsc.train.prediction import EMBEDDINGS
 
 _BATCH = 64  # images
@@ -42,12 +42,14 @@ class Embedder:
         decode: decodes an image.
         embed: returns the embeddings, float32 [n, D], of n decoded images.
         classes: returns the class weights, float32 [C, D] or [C, sub-centres, D], and the class names.
+        threshold: cosine from which the nearest entry counts as found (`ServedModel.default_far`), or None.
     """
 
     fingerprint: str
     decode: Callable[[Any], Any]
     embed: Callable[[list[Any]], np.ndarray]
     classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
+    threshold: float | None = None
 
     def embed_source(self, source: Source) -> Iterator[tuple[range, np.ndarray]]:
         """Yield numbers of images, and their embeddings, float32 [n, D]; an error names the image."""
@@ -62,8 +64,11 @@ class Embedder:
             yield numbers, self.embed(images)
 
 
-def open_embedder(model: StrPath) -> Embedder:
+def open_embedder(model: StrPath, network: str | None = None, head: str | None = None) -> Embedder:
     """Open a checkpoint (folder or URL), or a folder of ``plsc export``, which onnxruntime runs.
+
+    network: name of the class of a checkpoint's custom network, ``package.module:Class``. head: of several
+    heads in a checkpoint, the one with the classes.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -71,54 +76,55 @@ def open_embedder(model: StrPath) -> Embedder:
     place = os.fspath(model)
     path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
     if (path / MODEL_NAME).is_file():
+        if head is not None:
+            raise OptionError(f"{place} is an export, which has the classes of one head; remove head")
         served = open_model(path)
         return Embedder(
             served.fingerprint,
             served.preprocess,
             lambda images: served.embed(np.stack(images)),
             served.class_weights,
+            None if served.default_far is None else served.thresholds[served.default_far],
         )
-    network, config = load_with_config(path, None, World.single("cpu"))
-
-    def embed(images: list[Any]) -> np.ndarray:
-        return embed_images(
-            network,
-            images,
-            config.model.image_shape,
-            batch_size=_BATCH,
-            device="cpu",
-            flip=False,  # as in `plsc predict` and `plsc export`
-        )
+    world = World.single("cpu")
+    trained, config = load_with_config(path, network, world)
 
     def classes() -> tuple[np.ndarray, ClassNames | None]:
-        weight = load_weights(path, CLASS_WEIGHTS)["weight"]
-        return weight.float().numpy(), read_class_names(path, read_manifest(path))
+        manifest = read_manifest(path)
+        name = choose_head(path, manifest, head)
+        weight = load_weights(path, CLASS_WEIGHTS, name)["weight"]
+        return weight.float().numpy(), read_class_names(path, manifest, name)
 
     shape = config.model.image_shape
-    return Embedder(checksum_of(load_weights(path)), lambda data: decode_image(data, shape), embed, classes)
+    return Embedder(
+        checksum_of(load_weights(path)),
+        lambda data: decode_image(data, shape),
+        # without the mirrored image, as in `plsc predict` and `plsc export`
+        lambda images: embed(trained, images, config, world, "the images", flip=False),
+        classes,
+    )
 
 
-def index_classes(model: StrPath, gallery: StrPath, kind: str = "float32") -> Gallery:
+def index_classes(embedder: Embedder, gallery: StrPath, kind: str = "float32") -> Gallery:
     """Write the class weights of a model as a gallery, whose entries are the classes.
 
     Args:
-        model: a checkpoint with one head, or a folder of ``plsc export --classes``.
+        embedder: of a checkpoint with one head, or a folder of ``plsc export --classes``.
         gallery: the folder to write.
         kind: ``float32`` or ``int8``, see `plsc.gallery.write_gallery`.
     """
-    embedder = open_embedder(model)
     weight, names = embedder.classes()
     centers = weight.shape[1] if weight.ndim == 3 else 1
     rows = weight.reshape(-1, weight.shape[-1])
     return write_gallery(gallery, rows, names, model=embedder.fingerprint, kind=kind, centers=centers)
 
 
-def index_images(model: StrPath, gallery: StrPath, images: StrPath, kind: str = "float32") -> Gallery:
+def index_images(embedder: Embedder, gallery: StrPath, images: StrPath, kind: str = "float32") -> Gallery:
     """Write the embeddings of images as a gallery, whose entries are the images.
 
     images: a folder, a file with a path per line, or an image. Other arguments as in `index_classes`.
     """
-    embedder, source = open_embedder(model), open_images(images)
+    source = open_images(images)
     names = [source.name(number) for number in range(len(source))]
     embeddings = np.concatenate([found for _, found in embedder.embed_source(source)])
     return write_gallery(gallery, embeddings, names, model=embedder.fingerprint, kind=kind)
@@ -138,15 +144,15 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
 
 
 def search_images(
-    model: StrPath, gallery: StrPath, images: StrPath, k: int = 5
+    embedder: Embedder, gallery: StrPath, images: Sequence[StrPath], k: int = 5
 ) -> Iterator[tuple[str, list[tuple[float, str]]]]:
     """Yield the name of each image, and the cosine and name of its k nearest entries, nearest first.
 
-    Raises CheckpointError if the gallery was made with another network.
+    images: each as in `index_images`. Raises CheckpointError if the gallery was made with another network.
     """
-    embedder, source = open_embedder(model), open_images(images)
     opened = open_gallery(gallery, embedder.fingerprint)
-    for numbers, embeddings in embedder.embed_source(source):
-        for number, scores, entries in zip(numbers, *opened.search(embeddings, k), strict=True):
-            nearest = [(float(s), opened.name(int(e))) for s, e in zip(scores, entries, strict=True)]
-            yield source.name(number), nearest
+    for source in map(open_images, images):
+        for numbers, embeddings in embedder.embed_source(source):
+            for number, scores, entries in zip(numbers, *opened.search(embeddings, k), strict=True):
+                nearest = [(float(s), opened.name(int(e))) for s, e in zip(scores, entries, strict=True)]
+                yield source.name(number), nearest

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ import torch
 from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write_shard
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.export.served import are_normalised
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
+from plsc.parallel.machine import usable_cores
 from plsc.storage.publish import publishing_folder
+from plsc.storage.regular import read_json
 
 ABOUT_NAME, VECTORS_NAME = "gallery.json", "gallery.safetensors"
 _FORMAT, _VERSION = "plsc-gallery", 1
 _NAMES = {"names": "uint8", "name_ends": "int64"}
 _MOST_BYTES = 2**20  # of gallery.json
 _ROWS = 8192  # vectors processed at a time
+_CHECKED = 256  # vectors whose norms are checked at a time: few fit the cache of a core
 _QUERIES = 256  # queries searched at a time
 
 
@@ -64,7 +69,7 @@ class Gallery:
             similarities, the lower number comes first; if some of the last ones are left out, any may be.
 
         Raises:
-            DataError: the queries have another size, or queries or vectors are not finite.
+            DataError: the queries have another size, or are not finite.
         """
         queries = np.asarray(queries)
         if queries.ndim != 2 or queries.shape[1] != self.size:
@@ -87,14 +92,11 @@ class Gallery:
         return (self.names[number] if self.names is not None else "") or str(number)
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        with np.errstate(invalid="ignore", over="ignore"):
-            rows = self._vectors.candidates(queries, k * self._centers)
-            pairs = zip(rows, queries, strict=True)
-            # A sum per row: the result for a row does not depend on its position, unlike that of a product.
-            scores = np.stack([(self._vectors.decode(row) * query).sum(axis=1) for row, query in pairs])
-            scores = scores.astype(np.float32)
-        if rows.min() < 0 or not np.isfinite(scores).all():  # faiss returns -1 instead of such vectors
-            raise DataError("vectors of the gallery are not finite; index the images again")
+        rows = self._vectors.candidates(queries, k * self._centers)
+        pairs = zip(rows, queries, strict=True)
+        # A sum per row: the result for a row does not depend on its position, unlike that of a product.
+        scores = np.stack([(self._vectors.decode(row) * query).sum(axis=1) for row, query in pairs])
+        scores = scores.astype(np.float32)
         order = np.lexsort((rows, -scores))
         scores, entries = (np.take_along_axis(one, order, 1) for one in (scores, rows // self._centers))
         if self._centers > 1:  # keep the nearest of the vectors of each entry
@@ -139,6 +141,8 @@ def write_gallery(
         raise OptionError(f"kind is {kind!r}; {suggest(kind, KINDS)}")
     chunks = _chunks(vectors)
     count, largest = _measured(chunks)
+    if type(centers) is not int or centers < 1 or count % centers:
+        raise OptionError(f"centers is {centers!r} for {count} vectors; expected a divisor of their number")
     packed = _packed(names, count // centers)
     tensors = KINDS[kind].encode(chunks, largest)
     shapes = KINDS[kind].shapes(count, len(largest))
@@ -166,7 +170,7 @@ def write_gallery(
 def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Gallery:
     """Open a gallery; its vectors are memory-mapped.
 
-    The checksum of the file is compared, which reads it once. Do not change the files of an open gallery.
+    Its checksum and the norms of its vectors are checked. Do not change the files of an open gallery.
 
     Args:
         folder: the folder of a gallery.
@@ -186,29 +190,46 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     file = path / VECTORS_NAME
     kind, count, size = KINDS[about["kind"]], about["count"], about["size"]
     try:
-        if asdict(checksum(file)) != about.get("file"):
+        if asdict(checksum(file, about["file"]["bytes"])) != about["file"]:
             raise _wrong(file, "its size or checksum differs from that in gallery.json")
         parts = {part.key: part for part in read_header(file)}
         dtypes = {**kind.DTYPES, **(_NAMES if "names" in parts else {})}
         shapes = kind.shapes(count, size) | {"name_ends": (count // about["centers"],)}
         opened = {name: _mapped(file, parts.get(name), dtypes[name], shapes.get(name)) for name in dtypes}
     except (OSError, ValueError, CheckpointError) as error:
-        raise _wrong(file, str(error)) from error
+        raise _wrong(file, getattr(error, "strerror", None) or str(error)) from error
     names = ClassNames(opened["names"], opened["name_ends"]) if "names" in opened else None
     if names is not None and not names.is_sound():
         raise _wrong(file, "its names are damaged")
-    return Gallery(kind(opened), names, about)
+    vectors = kind(opened)
+    _check_norms(file, vectors)
+    return Gallery(vectors, names, about)
+
+
+def _check_norms(file: Path, vectors: Float32 | Int8) -> None:
+    """Raise DataError unless all vectors are normalised, or zero; reads the file, just read, from memory."""
+
+    @np.errstate(invalid="ignore", over="ignore")
+    def wrong(first: int) -> np.ndarray:
+        parts = (slice(low, low + _CHECKED) for low in range(first, first + _ROWS, _CHECKED))
+        found = [are_normalised(vectors.decode(part, np.float32)) for part in parts]
+        return first + np.flatnonzero(~np.concatenate(found))
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for numbers in pool.map(wrong, range(0, vectors.shape[0], _ROWS)):
+            if len(numbers):
+                raise _wrong(file, f"vector {numbers[0]} does not have norm 1")
 
 
 def _read_about(file: Path) -> dict[str, Any]:
     """Return the contents of gallery.json. Raises DataError if it is not the description of a gallery."""
     try:
-        with file.open("rb") as stream:
-            about = json.loads(stream.read(_MOST_BYTES + 1))
-    except (OSError, ValueError, RecursionError) as error:
+        about = read_json(file, _MOST_BYTES, file.parent)
+    except ValueError as error:
         raise DataError(f"{file} cannot be read ({error}); choose the folder of a gallery") from error
     known = isinstance(about, dict) and (about.get("format"), about.get("version")) == (_FORMAT, _VERSION)
-    if not known or str(about.get("kind")) not in KINDS or not isinstance(about.get("model"), str):
+    is_described = known and isinstance(about.get("file"), dict) and type(about["file"].get("bytes")) is int
+    if not is_described or str(about.get("kind")) not in KINDS or not isinstance(about.get("model"), str):
         raise _wrong(file, f"it is not the description of a {_FORMAT}, version {_VERSION}")
     numbers = [about.get(name) for name in ("count", "size", "centers")]
     if not all(type(one) is int and 0 < one < 2**40 for one in numbers) or numbers[0] % numbers[2]:

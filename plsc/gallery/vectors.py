@@ -49,9 +49,9 @@ class Float32:
         count = min(k + 16, len(self._vectors))
         return faiss.knn(queries, self._vectors, count, faiss.METRIC_INNER_PRODUCT)[1]
 
-    def decode(self, numbers: np.ndarray) -> np.ndarray:
-        """Return vectors, float64 [..., D]."""
-        return self._vectors[numbers].astype(np.float64)
+    def decode(self, numbers: np.ndarray | slice, dtype: type[np.floating] = np.float64) -> np.ndarray:
+        """Return vectors, [..., D]."""
+        return self._vectors[numbers].astype(dtype, copy=False)
 
 
 class Int8:
@@ -104,10 +104,10 @@ class Int8:
         count = min(4 * k + 12, len(self._rest))
         return self._index.search(rounded.astype(np.float32), count)[1]
 
-    def decode(self, numbers: np.ndarray) -> np.ndarray:
-        """Return vectors, float64 [..., D]."""
-        upper = self._codes[numbers].astype(np.int32) - 128
-        return (256 * upper + self._rest[numbers]) * self._scale.astype(np.float64)
+    def decode(self, numbers: np.ndarray | slice, dtype: type[np.floating] = np.float64) -> np.ndarray:
+        """Return vectors, [..., D]."""
+        upper = (self._codes[numbers] ^ 128).view(np.int8).astype(np.int16) << 8
+        return (upper + self._rest[numbers]) * self._scale.astype(dtype)
 
 
 KINDS: dict[str, type[Float32] | type[Int8]] = {"float32": Float32, "int8": Int8}

@@ -236,11 +236,7 @@ class AdaFace(Margin):
     std: Tensor
 
     def __init__(
-        self,
-        scale: float | str = 64.0,
-        margin: float = 0.4,
-        h: float = 0.333,
-        momentum: float = 0.99,
+        self, scale: float | str = 64.0, margin: float = 0.4, h: float = 0.333, momentum: float = 0.99
     ) -> None:
         super().__init__(scale)
         self.margin = self._number("margin", margin, 0, _RIGHT_ANGLE)

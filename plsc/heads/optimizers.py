@@ -34,12 +34,7 @@ class RowSGD(RowOptimizer):
         state_dtype: str | torch.dtype = "float32",
     ) -> None:
         super().__init__(
-            head,
-            state_dtype,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
+            head, state_dtype, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
         )
 
     def _empty_states(self, parameter: Tensor) -> States:
@@ -101,8 +96,4 @@ class RowAdagrad(RowOptimizer):
         return {"sum_of_squares": self._zeros(parameter, per_row=True)}
 
 
-ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
-    "sgd": RowSGD,
-    "adamw": RowAdamW,
-    "adagrad": RowAdagrad,
-}
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {"sgd": RowSGD, "adamw": RowAdamW, "adagrad": RowAdagrad}

@@ -160,7 +160,8 @@ class TorchBackend:
         weighted = unit.new_zeros(batch, dimension) if want_weighted else None
         kept = None
         if keep and fixed_shift is not None:
-            kept = unit.new_empty(batch, len(rows), dtype=_kept_type(unit.dtype))
+            kept_type = torch.float64 if unit.dtype is torch.float64 else torch.bfloat16
+            kept = unit.new_empty(batch, len(rows), dtype=kept_type)
         for tile in rows.tiles(self.tile):
             w, _ = tile_weights(rows, tile, unit)
             z, slope = self._logits(rows, queries, w, tile)
@@ -282,10 +283,6 @@ def tile_size(device: torch.device, batch: int) -> int:
     """Return the number of class weights per tile for a global batch size."""
     elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
     return max(256, min(elements // 64, elements // max(1, batch)))
-
-
-def _kept_type(compute: torch.dtype) -> torch.dtype:
-    return torch.float64 if compute is torch.float64 else torch.bfloat16
 
 
 def choose_backend(

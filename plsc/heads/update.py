@@ -244,11 +244,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        grad_scale: float = 1.0,
-        clip: float | Tensor = 1.0,
+        self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0, clip: float | Tensor = 1.0
     ) -> Any:
         """Update the class weights and start the next step. Not a collective.
 

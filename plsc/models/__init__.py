@@ -5,11 +5,4 @@ from plsc.models.checkpointing import find_blocks
 from plsc.models.dry_run import check_model, describe
 from plsc.models.registry import build_model, load_custom
 
-__all__ = [
-    "BaseModel",
-    "build_model",
-    "check_model",
-    "describe",
-    "find_blocks",
-    "load_custom",
-]
+__all__ = ["BaseModel", "build_model", "check_model", "describe", "find_blocks", "load_custom"]

@@ -218,11 +218,7 @@ class OperatorPrecision(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a torch function with cast arguments."""
         kwargs = kwargs or {}

@@ -91,6 +91,9 @@ class BaseModel(nn.Module):
         self.train(self.training)
 
 
+Custom = BaseModel | type[BaseModel]
+
+
 @contextlib.contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
     """Context manager: evaluation mode inside, and afterwards each module's previous mode."""

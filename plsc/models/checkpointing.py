@@ -129,11 +129,8 @@ class _Recomputed(ForwardWrapper):
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of the forward pass, which follows this call, and of its recomputation."""
         modules = list(self._module.modules())
-        buffers = [
-            (one._buffers, {name: _copy(value) for name, value in one._buffers.items()})
-            for one in modules
-            if one._buffers
-        ]
+        mine = [one._buffers for one in modules if one._buffers]
+        buffers = [(one, {name: t if t is None else t.clone() for name, t in one.items()}) for one in mine]
         dropouts = [one for one in modules if isinstance(one, SampleDropout)]
         return nullcontext(), _restored(buffers, [(one.samples, one.samples.numbers) for one in dropouts])
 
@@ -143,8 +140,7 @@ Buffers = dict[str, Tensor | None]
 
 @contextmanager
 def _restored(
-    buffers: list[tuple[Buffers, Buffers]],
-    numbers: list[tuple[SampleNumbers, Tensor | None]],
+    buffers: list[tuple[Buffers, Buffers]], numbers: list[tuple[SampleNumbers, Tensor | None]]
 ) -> Iterator[None]:
     """Restore the forward pass's buffers and sample numbers inside, and the current ones afterwards."""
     current_buffers = [(mine, dict(mine)) for mine, _ in buffers]
@@ -160,7 +156,3 @@ def _restored(
             mine.update(current)
         for samples, given in current_numbers:
             samples.numbers = given
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()

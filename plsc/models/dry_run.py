@@ -178,9 +178,7 @@ def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int
 
 
 def _note_calls(
-    model: nn.Module,
-    image_shape: tuple[int, ...],
-    note: Callable[[str, nn.Module, Any], None],
+    model: nn.Module, image_shape: tuple[int, ...], note: Callable[[str, nn.Module, Any], None]
 ) -> None:
     """Call ``note(name, module, output)`` after each call of a module in a dry run."""
     handles = [

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.config.model import DEFAULT_NECK, NETWORKS
+from plsc.config.model import DEFAULT_NECK, NETWORKS, check_network
 from plsc.config.option import load_function
-from plsc.errors import OptionError, did_you_mean, refusing, suggest
+from plsc.errors import OptionError, did_you_mean, refusing
 from plsc.models.base_model import BaseModel, evaluating
 from plsc.models.neck import EmbeddingNeck
 
@@ -25,7 +25,7 @@ _CLASSES = 1  # identifies the classifier: no other layer has one output
 
 
 def build_model(
-    name: str,
+    name: str | type[BaseModel],
     emb_size: int = 512,
     image_shape: Sequence[int] = (3, 112, 112),
     dropout: float = 0.4,
@@ -34,42 +34,41 @@ def build_model(
 ) -> BaseModel:
     """Return the network of that name, with newly initialised weights.
 
-    name: one of NETWORKS, ``torchvision/<name>``, ``timm/<name>``, or ``package.module:Class``. arguments:
-    further constructor arguments of that class.
+    name: one of NETWORKS, ``torchvision/<name>``, ``timm/<name>``, ``package.module:Class``, or that class.
+    arguments: further constructor arguments of that class.
 
     Raises:
         OptionError: unknown name, or options that the network does not support.
     """
     shape = tuple(image_shape)
     options = {"emb_size": emb_size, "image_shape": shape, "dropout": dropout, "neck": neck}
-    if name.startswith((TORCHVISION, TIMM)):
+    if isinstance(name, str) and name.startswith((TORCHVISION, TIMM)):
         make = _torchvision_network if name.startswith(TORCHVISION) else _timm_network
         # Each network raises its own kind of error.
         with refusing(f"cannot create {name} for images {list(shape)}", "choose another network"):
             network, channels = make(name.partition("/")[2], shape)
             return Adapter(network, channels, shape, emb_size, dropout, neck)
-    if ":" in name:
+    if isinstance(name, type) or ":" in name:
         return load_custom(name, **{**options, **(arguments or {})})
-    if name not in NETWORKS:
-        raise OptionError(
-            f"unknown model {name!r}; expected '{TORCHVISION}NAME', '{TIMM}NAME', your own "
-            f"'package.module:Class', or a name; {suggest(name, NETWORKS)}"
-        )
+    if expected := check_network(name):
+        raise OptionError(f"unknown model {name!r}; expected {expected}")
     reference, own = NETWORKS[name]
     module, _, made = reference.partition(":")
     model: BaseModel = getattr(importlib.import_module(module), made)(**own, **options)
     return model
 
 
-def load_custom(reference: str, **options: object) -> BaseModel:
-    """Import ``package.module:Class`` and return an instance; runs the user's code.
+def load_custom(reference: str | type[BaseModel], **options: object) -> BaseModel:
+    """Import ``package.module:Class`` unless it is the class, and return an instance; runs the user's code.
 
     options: passed to __init__ if it has parameters of these names.
 
     Raises:
         OptionError: no such module or class, no subclass of `BaseModel`, or its __init__ fails.
     """
-    chosen = load_function(reference, "model.name", "set_model")
+    chosen: Any = reference
+    if isinstance(reference, str):
+        chosen = load_function(reference, "model.name", "set_model")
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
         raise OptionError(
             f"model.name is {reference!r}, but {chosen.__name__} is not a network; expected a subclass of "

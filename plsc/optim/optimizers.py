@@ -91,10 +91,7 @@ def assign_parameters(network: nn.Module, options: OptimOptions) -> Assignment:
 
 
 def _split_by_decay(
-    names: list[str],
-    named: Mapping[str, nn.Parameter],
-    options: OptimOptions,
-    group: ParameterGroup,
+    names: list[str], named: Mapping[str, nn.Parameter], options: OptimOptions, group: ParameterGroup
 ) -> list[tuple[list[str], dict[str, Any]]]:
     """Return the group, split in two if 1-dimensional parameters are not decayed."""
     own: dict[str, Any] = dict(group.arguments)

@@ -15,6 +15,7 @@ costs a collective.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import datetime
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -60,6 +61,10 @@ def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> 
         **options,
     )
     wrapped.register_comm_hook(world.backbone_group, _sum_bucket)
+    # DDP's backward finds the wrapper by a weak reference, of which Python has one per object. If only the
+    # graph holds it, a garbage collection in another thread can clear it during backward, which then fails:
+    # torch's traversal of the graph is not synchronised with the autograd engine.
+    wrapped.weak_reference = weakref.ref(wrapped)  # type: ignore[assignment]
     return wrapped
 
 
@@ -132,11 +137,7 @@ _DIMENSIONS = ("replicate", "shard")
 
 
 def shard_network(
-    network: nn.Module,
-    units: Sequence[str],
-    world: World,
-    size: int,
-    timeout: datetime.timedelta,
+    network: nn.Module, units: Sequence[str], world: World, size: int, timeout: datetime.timedelta
 ) -> None:
     """Shard a network's parameters over groups of ``size`` ranks, in place; a collective of all ranks.
 

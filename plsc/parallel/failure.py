@@ -8,6 +8,8 @@ boundary and stop together.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import logging
 import os
@@ -21,12 +23,14 @@ from typing import Any
 import torch.distributed as dist
 
 from plsc.errors import DistributedError, PlscError
+from plsc.parallel.machine import BackgroundThread
 from plsc.parallel.world import World
 
 logger = logging.getLogger(__name__)
 _FAILURE = "failure"  # key of the message of the first rank that failed
+_CALL = "call"  # key at which all ranks answer
 _POLL_SECONDS = 0.5
-_POST_SECONDS = 3.0  # maximum wait for the message of a failed rank
+_POST_SECONDS = 3.0  # maximum wait for the message of a failed rank, and for the other ranks' answers
 _JOIN_SECONDS = 2.0  # the host of the store may be down
 _LEAVE_SECONDS = 10.0  # how long the main thread may take to stop after a failure on another rank
 
@@ -48,15 +52,13 @@ class FailureWatch:
         if self._world.size > 1 and self._world.store is not None:
             # A separate client: the main thread's may be blocked while a process group is created.
             self._watch_store = self._world.store.clone()
+            self._hosts = self._world.all_gather_object(self._host)
             self._thread = threading.Thread(target=self._watch, daemon=True, name="plsc-failure")
             self._thread.start()
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             if self._thread is not None and error is not None:
@@ -70,13 +72,13 @@ class FailureWatch:
     def _report(self, error: BaseException) -> None:
         """Post this rank's failure for the others, or raise that of the rank that failed first."""
         is_consequence = _is_connection_failure(error)
-        first = self._wait_for_failure() if is_consequence else None
-        own = str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
-        message = _LOST if is_consequence else own
-        first = first or self._post(message)
-        if first is None or first["rank"] == self._world.rank:
+        message = str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
+        first = self._find_first(message) if is_consequence else self._post(message)
+        if first is None:
+            return
+        if first["rank"] == self._world.rank:
             if is_consequence:
-                raise DistributedError(_LOST) from error
+                raise DistributedError(first["message"]) from error
             return
         raised = error if message == first["message"] else DistributedError(_failure_text(first))
         # The command prints a failure on the rank that failed, and on one rank of each other machine.
@@ -95,18 +97,34 @@ class FailureWatch:
         except (RuntimeError, ValueError):
             return None  # the host of the store is down, so all ranks stop anyway
 
-    def _wait_for_failure(self) -> Any:
-        """Wait up to `_POST_SECONDS` for the message of the rank that failed."""
+    def _find_first(self, message: str) -> dict[str, Any]:
+        """Return the failure of another rank, else post and return which ranks do not answer."""
+        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
+            asked = BackgroundThread("plsc-lost").submit(lambda: self._ask(self._watch_store, message))
+            if first := asked.result(2 * _POST_SECONDS):
+                return first
+        lost = _LOST.format(f"rank 0 on {self._hosts[0]}")  # the machine of the store
+        return {"rank": self._world.rank, "host": self._host, "message": lost}
+
+    def _ask(self, store: dist.Store, message: str) -> Any:
+        store.set(_CALL, "")
         deadline = time.monotonic() + _POST_SECONDS
         while time.monotonic() < deadline:
-            value = _read_failure(self._world.store)
+            value = _read_failure(store)
             if value is not None:
                 return value
             time.sleep(0.05)
-        return None
+        silent = [rank for rank in range(self._world.size) if not store.check([f"here/{rank}"])]
+        if not silent:
+            return self._post(f"{message}; all ranks respond")
+        names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in silent)
+        return self._post(_LOST.format(names))
 
     def _watch(self) -> None:
         while not self._exited.wait(_POLL_SECONDS):
+            with contextlib.suppress(RuntimeError):
+                if self._watch_store.check([_CALL]):
+                    self._watch_store.set(f"here/{self._world.rank}", "")
             failure = _read_failure(self._watch_store)
             if failure is None or failure["rank"] == self._world.rank:
                 continue
@@ -118,10 +136,7 @@ class FailureWatch:
             os._exit(1)
 
 
-_LOST = (
-    "lost the connection to another rank, which ended without an error message (killed or out of "
-    "memory?); see its exit code in the launcher's report"
-)
+_LOST = "lost the connection to {} (killed, out of memory, or no network)"
 
 
 def _failure_text(failure: dict[str, Any]) -> str:
@@ -138,11 +153,15 @@ def _read_failure(store: dist.Store | None) -> Any:
 
 def _is_connection_failure(error: BaseException) -> bool:
     """Return whether a collective raises this error when another rank is gone."""
-    if isinstance(error, PlscError) or not isinstance(error, RuntimeError):
+    if isinstance(error, DistributedError):
+        error = error.__cause__ or error
+    if not isinstance(error, RuntimeError):
         return False
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
+    return isinstance(error, dist.DistError) or is_connection_text(str(error))
+
+
+def is_connection_text(text: str) -> bool:
+    """Return whether a collective raises an error with this message when another rank is gone."""
     return any(mark in text for mark in ("gloo", "Gloo", "NCCL", "Connection", "TCPStore"))
 
 
@@ -179,12 +198,7 @@ class StopSignal:
         threading.Thread(target=self._watch, daemon=True, name="plsc-deadline").start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self._previous:
             return
         self._exited.set()

@@ -119,7 +119,8 @@ class World:
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise DistributedError(
                 f"rank {rank} of {size} could not connect to the other ranks over {backend} at "
-                f"{_place(options, store)}: {kind_and_line(error)}; start all ranks with torchrun"
+                f"{_place(options, store)}: {kind_and_line(error)}; start all ranks with plsc launch or "
+                "torchrun, and see docs/launch.md for the network interface"
             ) from error
         return World(
             rank=rank,

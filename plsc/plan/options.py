@@ -87,10 +87,7 @@ class PlanOptions:
                 "nothing to plan; set classes (--classes) to plan the head, model (--model) to plan the "
                 "backbone, or both"
             )
-        for needed, what, names in (
-            ("classes", "head", _OF_HEAD),
-            ("model", "backbone", _OF_BACKBONE),
-        ):
+        for needed, what, names in (("classes", "head", _OF_HEAD), ("model", "backbone", _OF_BACKBONE)):
             given = [name for name in names if getattr(self, name) != getattr(PlanOptions, name)]
             if given and getattr(self, needed) is None:
                 raise OptionError(f"{given[0]} is an option of the {what}; also set {needed}")

@@ -7,6 +7,7 @@ import contextlib
 import html
 import io
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ _PAGE_HEADERS = {
 _FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
 _PUBLIC = frozenset({*_FILES, "/health", "/docs", "/openapi.json"})
 _LISTED = 1000  # entries per request
+_MOST_COMMAS = 1000  # in a JSON body: base64 has none
 _LARGEST_ID = 2**63 - 1
 
 Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
@@ -123,7 +125,7 @@ def _add_images(app: FastAPI, service: Service) -> None:
         verdict = _Verdict(service, far)
         images, _ = await _read(request, 1)
         found = await service.search(await service.embed(images[0]), k)
-        is_known = verdict.accepts(found[0]["similarity"]) if found else False
+        is_known = verdict.accepts(found[0]["similarity"] if found else -math.inf)
         name = None if is_known is None else found[0]["name"] if is_known else "unknown"
         return JSONResponse({"name": name, "known": is_known, **verdict.about, "results": found})
 
@@ -241,6 +243,8 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
     # What else was parsed is not kept: it may need many times the memory of the body.
     expected = '{"image": BASE64}' if count == 1 else '{"images": [BASE64, BASE64]}'
     try:
+        if body.count(b",") > _MOST_COMMAS:  # to parse millions of values, nothing else runs for seconds
+            raise ValueError
         fields = json.loads(body)
         texts = [fields.pop("image")] if count == 1 else list(fields.pop("images"))
         name = fields.get("name")
@@ -250,8 +254,14 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
         raise DataError(f"the JSON body is not {expected} ({type(error).__name__})") from error
 
 
+class _Form(MultiPartParser):
+    """A parser of UTF-8. Its base decodes as the client declares, for minutes if that is punycode."""
+
+    _charset = property(lambda self: "utf-8", lambda self, declared: None)
+
+
 async def _from_form(request: Request, count: int) -> tuple[list[bytes], str | None]:
-    parser = MultiPartParser(request.headers, request.stream(), max_files=count, max_fields=4)
+    parser = _Form(request.headers, request.stream(), max_files=count, max_fields=4)
     parser.spool_max_size = 2**40  # in memory: the body is bounded already
     try:
         form = await parser.parse()

@@ -84,6 +84,7 @@ class Guard:
         self._max_bytes = max_bytes
         self._timeout = timeout
         self._held = 0
+        self.unanswered = 0  # requests that were cancelled because the server was forced to stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -101,6 +102,9 @@ class Guard:
             await self._application(scope, receive, send)
         except Refused as error:
             await _refuse(error, send)
+        except asyncio.CancelledError:
+            self.unanswered += 1
+            raise
         finally:
             self._held -= body.size
         return None

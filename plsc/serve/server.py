@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import sys
+import time
+import warnings
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ from plsc.serve.service import Service
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpreter lock
+_CONNECTIONS, _OTHER_FILES = 1024, 128  # at most open
+_ACCEPTED = 16  # new connections per iteration of the event loop
+_NOISY = ("asyncio", "uvicorn.error", f"{__name__}.connections")  # loggers of what any client can cause
 
 
 def serve(model: str, options: ServeOptions) -> None:
@@ -37,9 +43,19 @@ def serve(model: str, options: ServeOptions) -> None:
         ) from error
     from plsc.serve.app import HEADERS, create_app, is_loopback
 
+    warnings.filterwarnings("ignore", module="PIL")  # thousands per image, of what any client can cause
     torch.set_num_threads(1)  # it only prepares small batches; onnxruntime has its own threads
     sys.setswitchinterval(_SWITCH_SECONDS)
-    has_key = bool(options.api_key())
+    has_key, most = bool(options.api_key()), _most_connections()
+    seldom = _Seldom()
+    for name in _NOISY:
+        logging.getLogger(name).addFilter(seldom)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(_CONNECTIONS)  # a longer queue than what asyncio accepts at a time
+
     service = Service(model, options)
     with contextlib.closing(service), _listen(options) as listener:
         if not has_key and not is_loopback(options.host):
@@ -50,9 +66,11 @@ def serve(model: str, options: ServeOptions) -> None:
         logger.info(
             f"serving {model} on http://{host}:{listener.getsockname()[1]} (entries in {service.store.path})"
         )
+        application = create_app(service)
         config = uvicorn.Config(
-            create_app(service),
-            http=_protocol(options.timeout),
+            application,
+            http=_protocol(options.timeout, most),
+            backlog=_ACCEPTED,
             log_config=None,
             access_log=False,
             ws="none",
@@ -62,25 +80,67 @@ def serve(model: str, options: ServeOptions) -> None:
             # to receive a request, decode its image, embed it, and search or write
             timeout_graceful_shutdown=int(4 * options.timeout) + 1,
         )
-        with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
-        logger.info("stopped; all requests that had started were answered")
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                Server(config).run(sockets=[listener])
+        finally:
+            logger.info(f"stopped; requests without an answer: {application.unanswered}")
 
 
-def _protocol(timeout: float) -> Any:
-    """Return uvicorn's protocol, changed: headers must arrive in time, and responses are sent at once."""
+class _Seldom(logging.Filter):
+    """Passes at most one message per second."""
+
+    _due = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a message."""
+        now, due = time.monotonic(), self._due
+        self._due = due if now < due else now + 1
+        return now >= due
+
+
+def _most_connections() -> int:
+    """Return how many connections may be open, after raising the soft limit on open files if necessary."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = max(soft, min(hard, _CONNECTIONS + _OTHER_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(_ACCEPTED, min(_CONNECTIONS, files - _OTHER_FILES))
+
+
+def _protocol(timeout: float, most: int) -> Any:
+    """Return uvicorn's protocol, changed: headers must arrive in time, and responses are sent at once.
+
+    If more than `most` connections are open, one is closed that waits for its client: for a request, for the
+    rest of one, or to send a response. It is the one from which nothing was received for the longest time.
+    """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
+    opened: dict[Any, None] = {}  # in the order of their last data
 
     class Protocol(base):
         def connection_made(self, transport: asyncio.Transport) -> None:
-            """Start to serve a connection."""
             super().connection_made(_Joining(transport))
             self.timeout_keep_alive_task = self.loop.call_later(timeout, self.timeout_keep_alive_handler)
+            opened[self] = None
+            if len(opened) > most:
+                logging.getLogger(_NOISY[-1]).warning(f"{most} connections are open; an idle one is closed")
+                idle = next(one for one in opened if one.waits())
+                del opened[idle]
+                idle.transport.abort()
+
+        def waits(self) -> bool:
+            """Return whether it is the client's turn."""
+            cycle, unsent = self.cycle, self.transport.get_write_buffer_size()
+            return bool(cycle is None or cycle.more_body or cycle.response_complete or unsent)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            opened.pop(self, None)
+            super().connection_lost(error)
 
         def data_received(self, data: bytes) -> None:
             """Stop the timer when the headers are complete, not at their first byte."""
+            opened[self] = opened.pop(self, None)
             timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
             super().data_received(data)
             if timer is None:
@@ -108,7 +168,6 @@ class _Joining:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send data soon."""
         if not self._parts:
             asyncio.get_running_loop().call_soon(self._send)
         self._parts.append(data)

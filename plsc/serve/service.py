@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,10 @@ import torch
 from PIL import Image
 
 from plsc.data.batch import to_input
-from plsc.data.decode import decode_into, decode_jpeg_of_size, size_of
+from plsc.data.decode import count_pixels, decode_into, decode_jpeg_of_size
 from plsc.errors import DataError, OptionError
 from plsc.export import ServedModel, open_model
+from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
 from plsc.parallel.machine import usable_cores
 from plsc.serve.batching import Batcher, Busy
@@ -26,9 +26,9 @@ from plsc.serve.options import ServeOptions
 from plsc.serve.store import Found, New, Store
 
 MOST_FOUND = 100
+_SLOW = (b"BM", b"II", b"MM")  # BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory
 _SMALL_BYTES, _SMALL_PIXELS = 2**16, 2**16  # larger images are decoded in another thread
 _QUALITY = 90
-_FAR = 1e-3
 
 
 class Service:
@@ -37,7 +37,7 @@ class Service:
     def __init__(self, folder: str, options: ServeOptions) -> None:
         self.options = options
         self.model: ServedModel = open_model(folder, options.threads or usable_cores())
-        self.far = self._default_far() if options.far is None else self.known_far(options.far)
+        self.far = self.model.default_far if options.far is None else self.known_far(options.far)
         self.gallery, self.is_classes = self._open_gallery()
         path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
         self.store = Store(path, self.model.fingerprint, self.model.emb_size)
@@ -51,11 +51,6 @@ class Service:
         self._writes: Batcher[New | int, int | bool] = Batcher(self.store.write, largest, queue, timeout)
         self._decoder = ThreadPoolExecutor(2)  # few large images at a time bound the memory
         self._decoding = 0
-
-    def _default_far(self) -> float | None:
-        """Return 1e-3, or the FAR next to it if the evaluation had too few pairs; None without thresholds."""
-        known = list(self.model.thresholds)
-        return next((far for far in known if far > 0.999 * _FAR), known[-1] if known else None)
 
     def known_far(self, far: float) -> float:
         """Return the FAR of the model's thresholds that is equal. Raises OptionError if there is none."""
@@ -112,12 +107,14 @@ class Service:
 
     async def _pixels(self, data: bytes) -> np.ndarray:
         """Return an image in the size of the network's input, uint8 [H, W, C]."""
+        if data[:2] in _SLOW:
+            raise DataError("the image is a BMP or TIFF, which can take long to decode; send JPEG or PNG")
         if len(data) > _SMALL_BYTES:
             return await self._decode_in_thread(data)
         # A small image is decoded at once: to change to another thread would take longer.
-        pixels = self._empty()
-        if not decode_jpeg_of_size(data, pixels):
-            if math.prod(size_of(data)) > _SMALL_PIXELS:
+        pixels, most = self._empty(), self.options.max_pixels
+        if pixels[..., 0].size > most or not decode_jpeg_of_size(data, pixels):
+            if count_pixels(data, most) > _SMALL_PIXELS:
                 return await self._decode_in_thread(data)
             decode_into(data, pixels)
         return pixels
@@ -128,10 +125,7 @@ class Service:
         def decode() -> np.ndarray:
             if time.monotonic() > deadline:
                 raise Busy(f"the request has waited for {self.options.timeout:g} seconds")
-            width, height = size_of(data)
-            most = self.options.max_pixels
-            if width * height > most:
-                raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}; shrink it")
+            count_pixels(data, self.options.max_pixels)
             pixels = self._empty()
             decode_into(data, pixels)
             return pixels
@@ -151,10 +145,10 @@ class Service:
     def _embed(self, items: list[np.ndarray]) -> Sequence[np.ndarray | Exception]:
         images = torch.from_numpy(np.stack(items)).permute(0, 3, 1, 2)
         found = self.model.embed(to_input(images, "cpu").numpy())
-        if np.isfinite(found).all():
-            return list(found)
-        failed = DataError("the embedding of the image is not finite; check the model")
-        return [one if np.isfinite(one).all() else failed for one in found]
+        failed = DataError("the embedding of the image does not have norm 1; check the model")
+        return [
+            one if is_sound else failed for one, is_sound in zip(found, are_normalised(found), strict=True)
+        ]
 
     def _search(self, items: list[tuple[np.ndarray, int]]) -> list[list[dict[str, Any]]]:
         queries, k = np.stack([query for query, _ in items]), max(k for _, k in items)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from plsc.errors import CheckpointError, DataError
+from plsc.export.served import are_normalised
 
 MOST_ENTRIES = 100_000
 _APPLICATION, _VERSION = 0x706C7363, 1  # "plsc"
@@ -25,6 +26,8 @@ CREATE TABLE entries (
     model TEXT NOT NULL,
     enrolled TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
 )"""
+
+_OF_SQLITE = "CREATE TABLE sqlite_sequence(name,seq)"  # for AUTOINCREMENT
 
 
 class StoreError(DataError):
@@ -69,6 +72,9 @@ class Store:
         self.path, self._model, self._size = path, model, size
         self._lock = threading.Lock()
         with self._refusing():
+            # A journal of another database deletes any file that it names. Stores use a write-ahead log.
+            if os.path.lexists(f"{path}-journal"):
+                raise DataError(f"{path}-journal exists, which plsc does not leave; remove it")
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # readable by its owner only
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
             try:
@@ -109,24 +115,30 @@ class Store:
             count = len(self)
             vectors, ids, names = self._vectors[:count], self._ids, self._names
             scores = queries @ vectors.T
-            k = min(k, count)
-            rows = np.argpartition(-scores, k - 1, axis=1)[:, :k] if k else np.empty((len(queries), 0), int)
+            if not count:
+                return [[] for _ in queries]
+            near = min(k + 16, count)  # the products of equal vectors differ by rounding errors
+            rows = np.argpartition(-scores, near - 1, axis=1)[:, :near]
             found = []
             for query, nearest in zip(queries.astype(np.float64), rows, strict=True):
-                exact = vectors[nearest] @ query  # float64: equal vectors have equal similarities
-                order = np.lexsort((nearest, -exact))
+                # A sum per row: the result does not depend on the position of the row, unlike a product.
+                exact = (vectors[nearest] * query).sum(axis=1)
+                order = np.lexsort((nearest, -exact))[:k]
                 found.append([Found(float(exact[i]), ids[nearest[i]], names[nearest[i]]) for i in order])
         return found
 
     def thumbnail(self, number: int) -> bytes | None:
         """Return the JPEG file of an entry; None if there is no such entry."""
         with self._lock, self._refusing():
-            row = self._database.execute("SELECT thumbnail FROM entries WHERE id = ?", (number,)).fetchone()
+            row = self._database.execute(
+                "SELECT CAST(thumbnail AS BLOB) FROM entries WHERE id = ?", (number,)
+            ).fetchone()
         return None if row is None else bytes(row[0])
 
     def entries(self, after: int, count: int) -> list[tuple[int, str, str]]:
         """Return (id, name, time of enrolment) of the first entries whose id is larger than `after`."""
-        query = "SELECT id, name, enrolled FROM entries WHERE id > ? ORDER BY id LIMIT ?"
+        columns = "id, CAST(name AS TEXT), CAST(enrolled AS TEXT)"
+        query = f"SELECT {columns} FROM entries WHERE id > ? ORDER BY id LIMIT ?"
         with self._lock, self._refusing():
             return self._database.execute(query, (after, count)).fetchall()
 
@@ -139,9 +151,11 @@ class Store:
         run = self._database.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         run("PRAGMA trusted_schema = OFF")
-        is_new = run("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        schema = [text for (text,) in run("SELECT sql FROM sqlite_master ORDER BY name")]
+        is_new = not schema
         version = (run("PRAGMA application_id").fetchone()[0], run("PRAGMA user_version").fetchone()[0])
-        if not is_new and version != (_APPLICATION, _VERSION):
+        # A view or a trigger could run for ever.
+        if not is_new and (*version, schema) != (_APPLICATION, _VERSION, [_SCHEMA.strip(), _OF_SQLITE]):
             raise DataError(f"{self.path} is not a store of version {_VERSION}; choose another file")
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = FULL")
@@ -155,7 +169,8 @@ class Store:
 
     def _build_index(self) -> None:
         """Read all vectors."""
-        rows = self._database.execute("SELECT id, name, vector, model FROM entries ORDER BY id")
+        columns = "id, CAST(name AS TEXT), CAST(vector AS BLOB), CAST(model AS TEXT)"
+        rows = self._database.execute(f"SELECT {columns} FROM entries ORDER BY id")
         self._ids: list[int] = []
         self._names: list[str] = []
         self._vectors = np.empty((64, self._size), np.float32)
@@ -170,6 +185,10 @@ class Store:
                     f"{self.path} has vectors of {len(vector) // 4} values; the model has {self._size}"
                 )
             self._append(number, name, np.frombuffer(vector, "<f4"))
+        wrong = np.flatnonzero(~are_normalised(self._vectors[: len(self)]))
+        if len(wrong):
+            name = f"the vector of entry {self._ids[wrong[0]]}"
+            raise DataError(f"{self.path}: {name} does not have norm 1; choose another store")
 
     def _append(self, number: int, name: str, vector: np.ndarray) -> None:
         if len(self) == len(self._vectors):

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plsc.errors import DataError
-from plsc.storage.cache import (
-    BLOCK_BYTES,
-    BlockCache,
-    Fingerprint,
-    fingerprint_of,
-    local_fingerprint,
-)
+from plsc.storage.cache import BLOCK_BYTES, BlockCache, Fingerprint, fingerprint_of, local_fingerprint
+from plsc.storage.regular import AnyPath, open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_url, open_filesystem, shown
 
@@ -37,7 +32,7 @@ class Bytes(Protocol):
 
 
 def open_bytes(location: str | Path) -> Bytes:
-    """Open a local file or fsspec URL; DataError if it is missing or not a plain file."""
+    """Open a local file or fsspec URL; DataError if it is missing or not a regular file."""
     return RemoteBytes(str(location)) if is_url(location) else LocalBytes(location)
 
 
@@ -47,18 +42,19 @@ class LocalBytes:
     It is not memory-mapped: if another process truncated the file, reading the map would kill this process.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, folder: AnyPath | None = None) -> None:
         self.location = str(path)
-        self._open()
+        self._open(folder)
         self.size = self._fingerprint.size
 
-    def _open(self) -> None:
+    def _open(self, folder: AnyPath | None = None) -> None:
         try:
-            self._descriptor = os.open(self.location, os.O_RDONLY | os.O_CLOEXEC)
+            with open_regular(self.location, folder, buffering=0) as file:
+                self._descriptor = os.dup(file.fileno())
         except FileNotFoundError:
             raise DataError(f"{self.location} does not exist") from None
         except (OSError, ValueError) as error:
-            raise DataError(f"{self.location} cannot be read ({error})") from error
+            raise DataError(f"{self.location} cannot be read: {getattr(error, 'strerror', error)}") from error
         self._fingerprint = local_fingerprint(Path(self.location), self._descriptor)
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -156,11 +152,7 @@ class RemoteBytes:
         return with_retries(fetch, f"{shown(self.location)} cannot be read at byte {start}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "location": self.location,
-            "fingerprint": self._fingerprint,
-            "is_kept": self._is_kept,
-        }
+        return {"location": self.location, "fingerprint": self._fingerprint, "is_kept": self._is_kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["location"], state["fingerprint"], is_kept=state["is_kept"])  # type: ignore[misc]
@@ -208,9 +200,9 @@ def buffered(data: Bytes, buffer_bytes: int = 2**20) -> io.BufferedReader:
     return io.BufferedReader(BytesFile(data), buffer_bytes)
 
 
-def streamed(location: str | Path) -> io.BufferedReader:
-    """Open a local file or fsspec URL to be read once, from start to end, without the cache."""
-    data = RemoteBytes(str(location), is_kept=False) if is_url(location) else LocalBytes(location)
+def streamed(location: str | Path, folder: AnyPath | None = None) -> io.BufferedReader:
+    """Open a local file (as `open_regular`) or fsspec URL to be read once, from start to end, uncached."""
+    data = RemoteBytes(str(location), is_kept=False) if is_url(location) else LocalBytes(location, folder)
     return buffered(data, BLOCK_BYTES)
 
 

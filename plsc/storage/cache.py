@@ -68,7 +68,7 @@ class Fingerprint:
 
 
 def fingerprint_of(location: str | Path) -> Fingerprint:
-    """Return the fingerprint of a local file or fsspec URL; DataError if missing or not a plain file."""
+    """Return the fingerprint of a local file or fsspec URL; DataError if missing or not a regular file."""
     if not is_url(location):
         return local_fingerprint(Path(location))
     url = str(location)
@@ -90,7 +90,7 @@ def local_fingerprint(path: Path, descriptor: int | None = None) -> Fingerprint:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})") from error
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is not a plain file")
+        raise DataError(f"{path} is not a regular file")
     return Fingerprint(status.st_size, str(status.st_mtime_ns))
 
 
@@ -128,7 +128,7 @@ class BlockCache:
         except OSError:
             return None
         try:
-            if os.fstat(descriptor).st_size != self._bytes_of(block):
+            if os.fstat(descriptor).st_size != min(BLOCK_BYTES, self._size - block * BLOCK_BYTES):
                 return None
             data = os.pread(descriptor, length, start)
             os.utime(descriptor)  # blocks are evicted by their last use
@@ -150,9 +150,6 @@ class BlockCache:
         if self._written > self._limit // 64:
             self._written = 0
             remove_oldest(self._root, self._limit)
-
-    def _bytes_of(self, block: int) -> int:
-        return min(BLOCK_BYTES, self._size - block * BLOCK_BYTES)
 
 
 def cache_limit() -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plsc.errors import DataError, PlscError
+from plsc.storage.regular import read_json
 from plsc.storage.retry import reason_of, with_retries
 from plsc.storage.urls import base_name, is_object_store, is_url, open_filesystem, parent_of, shown
 
@@ -101,8 +102,9 @@ class FolderLock:
                 )
             time.sleep(0.1)
         content = {"host": socket.gethostname(), "pid": os.getpid(), **(note or {})}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
+        with _as_data_error(folder / _LOCK_NAME):  # such as a pipe
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
 
     def release(self) -> None:
         """Release the lock."""
@@ -114,16 +116,9 @@ class FolderLock:
 def lock_note(folder: Path) -> dict[str, Any]:
     """Return what the last lock holder stored: host, pid and launches; empty if unknown."""
     try:
-        if not (folder / _LOCK_NAME).is_file():
-            return {}
-        with (folder / _LOCK_NAME).open("rb") as file:
-            note = json.loads(file.read(2**24))
+        note = read_json(folder / _LOCK_NAME, 2**24, folder)
         launches = [str(one) for one in note.get("launches", [])]
-        return {
-            "pid": int(note["pid"]),
-            "host": ascii(str(note["host"]))[1:-1][:100],
-            "launches": launches,
-        }
+        return {"pid": int(note["pid"]), "host": ascii(str(note["host"]))[1:-1][:100], "launches": launches}
     except Exception:  # the file may hold anything
         return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,19 +19,17 @@ from plsc.config.data import is_name
 from plsc.data.order import is_limited
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.base_model import safe_arguments
+from plsc.models.base_model import Custom, safe_arguments
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.heads import with_margin
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
+_LIMITS = re.compile(r"train\.(limit_train|overfit)_batches:")
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
 
 
 def resolve_run(
-    options: Options,
-    checkpoint: OpenedCheckpoint | None,
-    ranks: int,
-    model: BaseModel | None = None,
+    options: Options, checkpoint: OpenedCheckpoint | None, ranks: int, model: BaseModel | None = None
 ) -> Config:
     """Return the configuration of a run, with the options of the checkpoint that it resumes, if any.
 
@@ -44,6 +43,7 @@ def resolve_run(
     _check_data_sets(config, path, manifest)
     steps = manifest.scalars.get("steps_per_epoch")
     is_free = "train.epoch_steps" not in config.explicit and not is_limited(config.train.train_limit)
+    is_free = is_free and not any(_LIMITS.match(line) for line in config.differences)
     if config.data.datasets and is_free and steps is not None:
         # Even if datasets change, the length of epochs and the schedule do not.
         config = config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
@@ -94,11 +94,7 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
 
 
 def adopt(
-    options: Options,
-    path: Path,
-    manifest: Manifest,
-    model: BaseModel | None,
-    use: Literal["model", "run"],
+    options: Options, path: Path, manifest: Manifest, model: Custom | None, use: Literal["model", "run"]
 ) -> Config:
     """Return the configuration of a run with the options of a checkpoint.
 
@@ -108,7 +104,7 @@ def adopt(
     """
     config = options.resolve(manifest.options, use)
     name = config.model.name
-    if model is None and ":" in name:
+    if not isinstance(model, BaseModel) and ":" in name:
         arguments = manifest.scalars.get(ARGUMENTS_KEY, {})
         if arguments is None:
             raise CheckpointError(

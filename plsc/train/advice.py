@@ -25,10 +25,8 @@ that end near chance, while the loss falls in both (docs/not_learning.md).
 _MOST_PATIENCE = 2000
 """Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
 _SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
-_RISEN, _SURE = (
-    1.05,
-    3.0,
-)  # ratio of the medians of the two halves of the losses; standard deviations of their rank sum
+_RISEN = 1.05  # ratio of the medians of the two halves of the losses
+_SURE = 3.0  # standard deviations of their rank sum
 _FEWEST_LOSSES, _MOST_LOSSES = 16, 10_000
 _PAGE = "see docs/not_learning.md"
 

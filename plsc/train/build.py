@@ -24,14 +24,7 @@ from plsc.optim.schedule import Schedule
 from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, Callbacks, Context
-from plsc.train.checks import (
-    batch_note,
-    frozen_note,
-    idle_note,
-    sparse_note,
-    threads_note,
-    warmup_note,
-)
+from plsc.train.checks import batch_note, frozen_note, idle_note, sparse_note, threads_note, warmup_note
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
@@ -46,14 +39,8 @@ from plsc.train.network import (
     shard_size,
     training_mode,
 )
-from plsc.train.optim import (
-    ScheduleFunction,
-    build_schedule,
-    build_updates,
-    check_optim,
-    with_rate,
-)
-from plsc.train.state import Position, collect_group_numbers
+from plsc.train.optim import ScheduleFunction, build_schedule, build_updates, check_optim, with_rate
+from plsc.train.state import Length, Position, collect_group_numbers
 
 MOST_ROWS = 12  # of the table of layers
 
@@ -88,6 +75,7 @@ class Run:
         settings: initial settings of the optimizer's parameter groups.
         notes: log lines about the run, printed before training.
         position: the position of the run.
+        length: the length of its epochs.
         callbacks: called at the events of the run.
     """
 
@@ -106,19 +94,13 @@ class Run:
     settings: list[dict[str, float]]
     notes: list[str]
     position: Position
+    length: Length
     callbacks: Callbacks
 
     @property
     def total_steps(self) -> int | None:
         """Total number of steps of the run; None if the length of a reader is unknown."""
-        return _count_steps(self.options, self.data.loader.steps_per_epoch)
-
-
-def _count_steps(options: Config, steps_per_epoch: int | None) -> int | None:
-    """Return the total number of steps of a run, None if unknown."""
-    if options.train.steps or steps_per_epoch is None:
-        return options.train.steps
-    return options.train.epochs * steps_per_epoch
+        return self.options.train.steps or self.length.until(self.options.train.epochs)
 
 
 def build_run(
@@ -154,8 +136,8 @@ def build_run(
     if options.train.with_test:
         names = [target.name for target in targets]
         targets += open_held_out(options, data.class_num, data.class_names.get(""), names, limit, world.size)
-    steps_per_epoch = data.loader.steps_per_epoch
-    total_steps = _count_steps(options, steps_per_epoch)
+    length = Length.of(data.loader.steps_per_epoch, checkpoint)
+    total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)
     # For example plsc.heads.ShardedHead and RowSGD; one head per dataset.
     head, row_optimizer = build_heads(options, data.class_num, data.sets, world)
@@ -172,7 +154,8 @@ def build_run(
         world.device,
         user.optimizer,
     )
-    rate = build_schedule(options, base_rate, total_steps, steps_per_epoch, user.schedule)
+    warmup = length.until(options.optim.warmup_epochs)
+    rate = build_schedule(options, base_rate, total_steps, warmup, user.schedule)
     is_custom = user.model is not None or ":" in options.model.name
     notes = (
         layers,
@@ -192,6 +175,8 @@ def build_run(
             "set_compile(False)"
         )
     position = Position()
+    evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
+    context = Context(options, network, head, world, position, total_steps, evaluated)
     return Run(
         options=options,
         world=world,
@@ -208,7 +193,8 @@ def build_run(
         settings=collect_group_numbers(optimizer),
         notes=list(filter(None, notes)),
         position=position,
-        callbacks=Callbacks(user.callbacks, Context(options, network, head, world, position, total_steps)),
+        length=length,
+        callbacks=Callbacks(user.callbacks, context),
     )
 
 
@@ -270,11 +256,7 @@ def global_batch_size(options: Config, ranks: int) -> int:
 
 
 def _check_batch_norm(
-    network: BaseModel,
-    global_batch: int,
-    num_samples: int | None,
-    options: Config,
-    ranks: int,
+    network: BaseModel, global_batch: int, num_samples: int | None, options: Config, ranks: int
 ) -> None:
     """Raise OptionError for batches that are too small for batch norm: fewer than 2 images."""
     if options.model.sync_batch_norm and ranks > 1:

@@ -6,7 +6,9 @@ run on all ranks; the last checkpoint is intact.
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,7 +44,7 @@ EVENTS = {
     "evaluation_start": "before an evaluation",
     "evaluated": "the pair files and the held-out set are evaluated",
     "saved": "a checkpoint is complete",
-    "epoch_end": "after evaluation, before the checkpoint of the epoch",
+    "epoch_end": "after evaluation, before the checkpoint of the epoch, which an error here does not prevent",
     "run_end": "after the last checkpoint",
     "exception": "an exception ends the run; it is raised again afterwards",
 }
@@ -102,6 +104,7 @@ class Context:
         rank, world_size, is_main: this process; is_main on rank 0.
         world: the process groups, for collectives of your own.
         total_steps: steps of the run; None for a reader of unknown length.
+        evaluated: names of the metrics of its evaluations, such as ``lfw accuracy``.
         batch: the batch of this rank; from batch_start to after_step.
         is_logged: whether the metrics of the current step are logged; from batch_start on.
         output: output of the head, for the global batch; from after_forward to after_step.
@@ -123,11 +126,12 @@ class Context:
         world: World,
         position: Position,
         total_steps: int | None,
+        evaluated: Sequence[str] = (),
     ) -> None:
         self.options, self.folder = options, Path(options.checkpoint.save_dir)
         self.network, self.head, self.world = network, head, world
         self.rank, self.world_size, self.is_main = world.rank, world.size, world.is_main
-        self.total_steps = total_steps
+        self.total_steps, self.evaluated = total_steps, evaluated
         self.batch: Batch | None = None
         self.is_logged = False
         self.output: HeadOutput | None = None
@@ -333,6 +337,14 @@ class EarlyStopping(Callback):
         self._best = -math.inf
         self._epochs = 0
 
+    def run_start(self, context: Context) -> None:
+        """Raise OptionError if the name is nearly that of a metric which the run evaluates."""
+        digits = re.findall(r"\d", self.metric)  # ``val top10`` may be a metric of the user
+        names = {_plain(one): one for one in context.evaluated if re.findall(r"\d", one) == digits}
+        near = difflib.get_close_matches(_plain(self.metric), names, 1, cutoff=0.9)
+        if near and self.metric not in context.evaluated:
+            raise OptionError(f"there is no metric {self.metric!r}; did you mean {names[near[0]]!r}?")
+
     def epoch_end(self, context: Context) -> None:
         """Compare the metric with its best value."""
         value = self._sign * context.metric(self.metric)
@@ -350,3 +362,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best value and the epochs since."""
         self._best, self._epochs = float(state["best"]), int(state["epochs"])
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", " ", name.lower())

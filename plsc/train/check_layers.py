@@ -11,7 +11,7 @@ from plsc.parallel.backbone import is_sharded, local_part, original_class_name
 from plsc.train.callbacks import Callback, Context
 
 _SHAPES = ("layer", "kind", "parameters", "output")
-_VALUES = ("mean", "std", "zeros", "nan or inf")
+_VALUES = ("mean", "std", "zeros", "nan or inf", "first values")
 
 
 class LayerTable(Callback):
@@ -21,8 +21,8 @@ class LayerTable(Callback):
     layer. Hooks exist only until the end of this forward pass. Of parameters that are sharded, the values are
     those of rank 0's part.
 
-    with_content: add a row per parameter, and the columns mean, standard deviation, share of zeros and share
-    of values that are not finite.
+    with_content: add a row per parameter, and the columns mean, standard deviation, share of zeros, share of
+    values that are not finite, and the first values.
     """
 
     def __init__(self, with_content: bool) -> None:
@@ -86,7 +86,8 @@ class LayerTable(Callback):
         values = local_part(tensor.detach()).float()
         mean, std = float(values.mean()), float(values.std(correction=0))
         shares = [float(chosen.float().mean()) for chosen in (values == 0, ~values.isfinite())]
-        return [f"{mean:.4g}", f"{std:.4g}", *(f"{share:.2%}" for share in shares)]
+        first = ", ".join(f"{value:.4g}" for value in values.flatten()[:3].tolist())
+        return [f"{mean:.4g}", f"{std:.4g}", *(f"{share:.2%}" for share in shares), first]
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,10 @@ from plsc.parallel.world import World
 from plsc.train.heads import margin_arguments
 from plsc.train.state import Position
 
+if TYPE_CHECKING:
+    from plsc.train.build import Run
+
+_MOST_CALLS = 2**20  # of a schedule function, to look for a rate above 0
 _STEPS = ("step", "multi_step")
 _FALLING = ("polynomial", "cosine", "exponential")
 _SCALING = (
@@ -57,8 +61,13 @@ def batch_note(global_batch: int, num_samples: int | None) -> str:
 
 
 def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
-    """Return a line if the warm-up is not shorter than the run, else an empty string."""
-    if total_steps is None or warmup_steps < max(2, total_steps):
+    """Return a line if the warm-up may not be shorter than the run, else an empty string."""
+    if total_steps is None:
+        return (
+            f"note: the length of the reader is unknown, so the warm-up takes {warmup_steps} steps, however "
+            "short the run is, and the default learning rate is constant after it; call set_train_image_num()"
+        )
+    if warmup_steps < max(2, total_steps):
         return ""
     return (
         f"note: the warm-up takes {warmup_steps} steps and the run {total_steps}, so the learning rate "
@@ -163,8 +172,7 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
         return None
     return (
         f"epoch {position.epoch + 1} had {position.step_in_epoch} steps, but {expected} were expected; "
-        "correct set_train_image_num of a reader, or set_limit_train_batches of a run that resumed within an "
-        "epoch: warm-up, log lines and resuming depend on it"
+        "correct set_train_image_num: warm-up, log lines and resuming depend on it"
     )
 
 
@@ -176,9 +184,23 @@ def nothing_left(step: int, epoch: int) -> str:
     )
 
 
-def interrupted(number: int, step: int, checkpoint: Path | None) -> TrainingInterrupted:
-    """Return the error for a run that a signal stopped; checkpoint: its saved state, if any."""
-    where = "nothing had been trained, so nothing was saved"
+def zero_rate(run: Run) -> str:
+    """Return a warning if the learning rate is 0 in all steps that are left, else an empty string."""
+    step, first = run.position.step, run.position.updates
+    # A named schedule that has reached 0 stays there; a function is called for each step.
+    left = (run.total_steps or 0) - step if ":" in run.options.optim.schedule else 1
+    if not 0 < left <= _MOST_CALLS or any(run.rate.factor(update) for update in range(first, first + left)):
+        return ""
+    return (
+        f"the learning rate is 0 from step {step + 1} to the end of the run, so no step is made; increase "
+        "set_decay_steps(), or choose another schedule"
+    )
+
+
+def interrupted(number: int, step: int, checkpoint: Path | None, missing: str = "") -> TrainingInterrupted:
+    """Return the error after a signal; checkpoint: the saved state, missing: what is not saved, if any."""
+    where = "" if missing else "nothing had been trained, so nothing was saved"
     if checkpoint is not None:
         where = f"the state was saved to {checkpoint}; resume with set_checkpoint_dir('{checkpoint}')"
-    return TrainingInterrupted(f"stopped by {signal.Signals(number).name} after step {step}; {where}", number)
+    parts = (f"stopped by {signal.Signals(number).name} after step {step}", where, missing)
+    return TrainingInterrupted("; ".join(filter(None, parts)), number)

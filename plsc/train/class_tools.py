@@ -15,11 +15,12 @@ import torch
 from plsc.checkpoint import Manifest, read_manifest, save_checkpoint
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.change import refuse_several_heads
-from plsc.config import Config, Options
+from plsc.checkpoint.manifest import Checker
+from plsc.config import Config, Options, find_option
 from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
-from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.embed import ImagesOf
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.heads.geometry import normalised
@@ -32,7 +33,7 @@ from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.data import NO_AUGMENTATION
 from plsc.train.directories import open_load_dir
-from plsc.train.evaluation import load_with_config
+from plsc.train.evaluation import embed, load_with_config
 from plsc.train.heads import build_heads
 from plsc.train.resume import restore
 from plsc.train.snapshot import take_snapshot
@@ -116,7 +117,7 @@ def grow_from_images(
         destination: the checkpoint to write.
         count: number of new classes.
         images: a dataset in any format (docs/formats.md) with at least one image per new class. Its labels
-            are the new class numbers, or count the new classes from 0.
+            are the new class numbers, or count the new classes from 0. Class folders are as deep as before.
         model: the network or the name of its class, if it is a custom one.
 
     Raises OptionError, DataError or CheckpointError, and writes nothing then. See
@@ -124,8 +125,13 @@ def grow_from_images(
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
-    opened = open_source(os.fspath(images))
     manifest = read_manifest(source)
+    data = Checker(os.fspath(source)).mapping(manifest.options.get("data", {}), "the options of the data")
+    depth = find_option("data.class_depth").saved(data.get("class_depth"))
+    try:
+        opened = open_source(os.fspath(images), class_depth=depth or 1)
+    except OptionError:  # a format without class folders
+        opened = open_source(os.fspath(images))
     refuse_several_heads(Path(source), manifest)
     first = manifest.class_num
     labels = _new_labels(opened, first, count, os.fspath(images))
@@ -160,16 +166,8 @@ def _sum_directions(
     sums = np.memmap(file, np.float32, "w+", shape=(count, options.model.emb_size))
     for start in range(0, len(source), _AT_A_TIME):
         some: Any = ImagesOf(source, range(start, min(len(source), start + _AT_A_TIME)))
-        embeddings = embed_images(
-            network,
-            some,
-            options.model.image_shape,
-            batch_size=options.train.test_batch_size,
-            device=world.device,
-            flip=options.data.flip,
-            name=f"{name}, counted from sample {start}" if start else name,
-            num_threads=options.data.num_workers,
-        )
+        where = f"{name}, counted from sample {start}" if start else name
+        embeddings = embed(network, some, options, world, where, flip=options.data.flip)
         unit, _ = normalised(torch.from_numpy(embeddings))
         np.add.at(sums, labels[start : start + len(some)], unit.numpy())
     return sums

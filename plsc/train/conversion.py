@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Config, Options
 from plsc.data.batch import to_input
@@ -40,8 +40,8 @@ from plsc.parallel.world import World
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.train.classes import OpenedCheckpoint
-from plsc.train.directories import open_load_dir
-from plsc.train.evaluation import Target, evaluate_targets, load_for_run, load_targets
+from plsc.train.evaluation import Target, evaluate_targets, load_targets, open_trained
+from plsc.train.heads import choose_head
 from plsc.train.prediction_images import Samples, open_samples
 
 if TYPE_CHECKING:
@@ -57,11 +57,12 @@ class Conversion:
     """What to export.
 
     Attributes:
-        graph: ``onnx``, ``torch`` or ``none``; None: ``onnx`` if its packages and the dataset are there.
+        graph: ``onnx``, ``torch`` or ``none``; None: ``onnx`` if its packages are there, and for images.
         precision: float32, float16, int8 (ONNX only) or bfloat16 (torch only).
         flip: add the embedding of the mirrored image, inside the graph.
         classes: also write the class weights.
         thumbnails: also write one image per class.
+        head: of several heads, the one whose class weights are written.
     """
 
     graph: str | None = None
@@ -69,6 +70,7 @@ class Conversion:
     flip: bool = False
     classes: bool = False
     thumbnails: bool = False
+    head: str | None = None
 
     def __post_init__(self) -> None:
         if self.graph is None:
@@ -83,19 +85,6 @@ class Conversion:
         if self.graph == "none" and self.flip:
             raise OptionError("flip is set, but there is no graph; remove flip, or choose a graph")
 
-    def chosen(self, network: BaseModel, config: Config, user: UserParts) -> Conversion:
-        """Return the conversion with a graph. Without one, its packages and images may be missing."""
-        if self.graph is not None:
-            return self
-        has_images = user.predict_reader is not None or is_url(config.data.dataset_dir)
-        missing = missing_package()
-        if network.example_input is None and not missing:
-            if has_images or Path(config.data.dataset_dir).exists():
-                return replace(self, graph="onnx")
-            missing = f"the images to check it on: there is no {config.data.dataset_dir}; set_dataset_dir()"
-        logger.info(f"no ONNX graph is written: missing {missing}" if missing else "no graph: not for images")
-        return replace(self, graph="none")
-
 
 def run_conversion(
     options: Options,
@@ -108,9 +97,12 @@ def run_conversion(
     conversion = conversion or Conversion()
     if conversion.graph == "onnx" and (missing := missing_package()):
         raise OptionError(f"ONNX needs {missing}; or choose graph 'none', to write only the weights")
-    checkpoint = open_load_dir(options.resolve(), world)
-    network, config = load_for_run(options, world, user.model, checkpoint)
-    conversion = conversion.chosen(network, config, user)
+    network, config, checkpoint = open_trained(options, world, user.model)
+    if conversion.graph is None:
+        missing = missing_package() or ("" if network.example_input is None else "a network for images")
+        if missing:
+            logger.info(f"no ONNX graph is written: missing {missing}")
+        conversion = replace(conversion, graph="none" if missing else "onnx")
     if conversion.graph != "none" and network.example_input is not None:
         raise OptionError(
             f"{type(network).__name__} takes no images (it has an example_input), so it has no graph; choose "
@@ -124,12 +116,7 @@ def run_conversion(
     folder = output or Path(config.checkpoint.save_dir) / "model"
     exporter = Exporter(network, config, checkpoint, user, world, conversion)
     results = exporter.evaluate() if conversion.graph != "none" else []
-
-    def write() -> None:
-        if world.is_main:
-            exporter.write(folder, results)
-
-    on_every_rank(world, f"write {folder}", write)
+    on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results))
     world.log(f"wrote the network of {checkpoint[0]} to {folder}")
     return folder
 
@@ -157,9 +144,7 @@ class Exporter:
 
     def write(self, folder: Path, results: Results) -> None:
         """Write the folder. Raises CheckpointError if the graph differs from the network; nothing is left."""
-        samples = None
-        if self.conversion.graph != "none" or self.conversion.thumbnails:
-            samples = self._open_samples()
+        samples = self._open_samples()
         with publishing_folder(folder) as temporary:
             about = write_weights(temporary, self.network, self.config, self.checkpoint[1])
             if self.conversion.classes:
@@ -168,12 +153,16 @@ class Exporter:
                 assert samples is not None
                 about["thumbnails"] = self._write_thumbnails(temporary / THUMBNAILS_NAME, samples)
             if self.conversion.graph != "none":
-                assert samples is not None
                 self._write_graph(temporary, about, samples, results)
             write_about(temporary, about)
 
-    def _open_samples(self) -> Samples:
-        """Return the images on which the graph is checked."""
+    def _open_samples(self) -> Samples | None:
+        """Return the images for checks and thumbnails; None if there are none and none are needed."""
+        conversion, data = self.conversion, self.config.data
+        is_set = self.user.predict_reader is not None or "data.dataset_dir" in self.config.explicit
+        is_useful = conversion.graph != "none" and (is_set or Path(data.dataset_dir).exists())
+        if not (is_useful or conversion.thumbnails or conversion.precision == "int8"):
+            return None
         samples = open_samples(
             None, self.user.predict_reader, self.config, self.checkpoint, self.network.example_input
         )
@@ -184,7 +173,9 @@ class Exporter:
             )
         return samples
 
-    def _write_graph(self, folder: Path, about: dict[str, Any], samples: Samples, results: Results) -> None:
+    def _write_graph(
+        self, folder: Path, about: dict[str, Any], samples: Samples | None, results: Results
+    ) -> None:
         """Write and check the graph; add its description and the thresholds to `about`."""
         kind, precision = self.conversion.graph, self.conversion.precision
         assert kind is not None
@@ -210,8 +201,13 @@ class Exporter:
             about["thresholds"] = thresholds_of(result)
             plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
 
-    def _images(self, samples: Samples, count: int) -> np.ndarray:
-        """Return images of as many classes as possible, pre-processed, float32 [n, C, H, W]."""
+    def _images(self, samples: Samples | None, count: int) -> np.ndarray:
+        """Return images, random ones or of many classes, pre-processed, float32 [n, C, H, W]."""
+        if samples is None:
+            logger.info("no dataset is set, so the graph is compared on random images")
+            shape = (count, *self.config.model.image_shape)
+            pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+            return to_input(torch.from_numpy(pixels), "cpu").numpy()
         order = np.argsort(samples.source.labels(), kind="stable")
         numbers = order[np.linspace(0, len(order) - 1, min(count, len(order))).astype(np.int64)]
         images = [self._decode(samples, int(number)) for number in numbers]
@@ -225,14 +221,15 @@ class Exporter:
 
     def _write_classes(self, folder: Path) -> dict[str, Any]:
         """Write the L2-normalised class weights and the class names."""
-        weight = load_weights(self.checkpoint[0], "class_weights")["weight"]
+        head = choose_head(*self.checkpoint, self.conversion.head)
+        weight = load_weights(self.checkpoint[0], "class_weights", head)["weight"]
         if weight.ndim != 2:
             raise CheckpointError(
                 f"{self.checkpoint[0]} has {weight.shape[1]} weight vectors per class; reduce them to one "
                 "with plsc dominant, or export without classes"
             )
         tensors = {"weight": normalised(weight.float())[0].contiguous()}
-        names = read_class_names(*self.checkpoint)
+        names = read_class_names(*self.checkpoint, head)
         if names is not None:
             tensors["names.bytes"] = torch.from_numpy(names.text).contiguous()
             tensors["names.ends"] = torch.from_numpy(names.ends).contiguous()
@@ -271,5 +268,4 @@ class _Graph(BaseModel):
         self._embed = embed
 
     def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
-        """Return the embeddings [b, D] of the images [b, C, H, W]."""
         return torch.from_numpy(self._embed(input.numpy()))

@@ -35,12 +35,7 @@ from plsc.errors import DataError, OptionError
 from plsc.inputs import Input
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
-from plsc.train.classes import (
-    OpenedCheckpoint,
-    count_classes,
-    count_named_classes,
-    number_classes,
-)
+from plsc.train.classes import OpenedCheckpoint, count_classes, count_named_classes, number_classes
 from plsc.train.heads import TrainingSet, margin_of, options_of
 
 Loader = SourceLoader | ReaderLoader
@@ -139,11 +134,12 @@ def open_training_source(options: Config, reader: Any) -> Source:
 def align_source(source: Source, options: Config) -> Source:
     """Return a source without labels or classes, whose images are aligned if `data.landmarks` is set.
 
-    Raises OptionError if the images are not files, DataError if an image has no landmarks.
+    Raises OptionError if the images are not files, DataError if an image has no landmarks, as above.
     """
     if isinstance(source, FileSource):
         source.add_landmarks(options.data.landmarks)
-        source.check_landmarks()
+        if options.data.bad_images == "stop":
+            source.check_landmarks()
     else:
         check_no_landmarks(options, "a list of images")
     return source
@@ -428,7 +424,6 @@ def _options_of_set(options: Config, one: DataSet) -> Config:
 
 
 def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
-    """Return the number of steps per epoch."""
     steps = options.train.epoch_steps
     if steps is None:
         steps = count_steps(num_samples, global_batch, options.data.last_batch)
@@ -502,12 +497,7 @@ def make_recipe(
 
 
 def source_loader(
-    source: Source,
-    plan: BatchPlan | MixturePlan,
-    rank: int,
-    recipe: Recipe,
-    options: Config,
-    world: World,
+    source: Source, plan: BatchPlan | MixturePlan, rank: int, recipe: Recipe, options: Config, world: World
 ) -> SourceLoader:
     """Return the loader of a source, with a cache if `data.cache` is set."""
     data = options.data

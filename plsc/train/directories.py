@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
-from plsc.checkpoint.all_ranks import on_every_rank, rank_on_shared_disk
+from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, rank_on_shared_disk
 from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.checkpoint.remote import clean, fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
@@ -305,13 +305,10 @@ def open_start(options: Config, world: World) -> Start:
     checkpoint, locations, interrupted = _resolve_checkpoint(options, world, launches)
     run_id = "" if checkpoint is None else checkpoint[1].run_id
 
-    def choose() -> Start | None:
-        if not world.is_main:
-            return None
+    def choose() -> Start:
         return choose_start(options, launches, interrupted, locations, run_id)
 
-    start = on_every_rank(world, f"look into {shown(options.checkpoint.save_dir)}", choose)[0]
-    assert start is not None
+    start = on_main_rank(world, f"look into {shown(options.checkpoint.save_dir)}", choose)
     return replace(start, checkpoint=checkpoint)
 
 
@@ -337,12 +334,12 @@ def _resolve_checkpoint(
     The interrupted version is the one in which ranks of one of these `launches` were saving.
     """
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
-    (folder, found_url), interrupted = on_every_rank(
+    (folder, found_url), interrupted = on_main_rank(
         world,
         f"find the {place if place in (LAST, BEST) else LAST} checkpoint of "
         f"{shown(options.checkpoint.save_dir)}",
-        lambda: _find_checkpoint(options, launches) if world.is_main else ((None, None), None),
-    )[0]
+        lambda: _find_checkpoint(options, launches),
+    )
     locations = {str(one) for one in (folder, found_url) if one is not None}
     if locations:
         folder = _make_local(folder, found_url, world)
@@ -357,9 +354,7 @@ def _resolve_checkpoint(
             folder = Path(place)
         if url is not None:
             run = url
-            url = on_every_rank(
-                world, f"reach {shown(run)}", lambda: newest_at(run) if world.is_main else ""
-            )[0]
+            url = on_main_rank(world, f"reach {shown(run)}", lambda: newest_at(run))
         locations = {str(one) for one in (folder, url) if one is not None}
         if url is not None:
             folder = fetch(url, world, folder)

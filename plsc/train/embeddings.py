@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -24,16 +25,20 @@ from safetensors.torch import load_file
 
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import fetch
-from plsc.errors import CheckpointError, DataError
-from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, checksum_of, read_about
+from plsc.checkpoint.shard_file import checksum
+from plsc.errors import CheckpointError, DataError, kind_and_line
+from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.parallel.world import World
 from plsc.storage.publish import HIDDEN, replacing
+from plsc.storage.regular import read_json
 from plsc.storage.urls import is_url
 from plsc.train.directories import open_checkpoint
 
 INDEX_NAME = "_index.json"  # readers of Parquet folders skip names with an underscore
 FORMAT, VERSION = "plsc-embeddings", 1
 NAMES = "names"
+_DTYPES = ("float32", "int64")
+_MOST_INDEX, _MOST_FILE, _MOST_SHARD, _MOST_AXES = 2**28, 2**33, 2**31, 32  # bytes; axes of a column
 _SHARD = re.compile(r"(\d{5,})-([0-9a-f]{8})\.(npy|parquet)")
 Columns = Mapping[str, np.ndarray]
 
@@ -41,7 +46,7 @@ Columns = Mapping[str, np.ndarray]
 def open_embeddings(
     folder: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
 ) -> Embeddings:
-    """Open the folder that ``predict`` wrote.
+    """Open the folder that ``predict`` wrote; its index is checked now, each shard when it is first read.
 
     Args:
         folder: the output of ``predict``.
@@ -49,7 +54,7 @@ def open_embeddings(
             `Entry.convert_for_prediction`, with the network that computed the embeddings.
 
     Raises:
-        DataError: there is no such folder, or it is incomplete.
+        DataError: there is no such folder, or it is incomplete or damaged; also when rows are read.
         CheckpointError: the checkpoint has other weights or another image shape.
     """
     found = Embeddings(Path(folder))
@@ -70,8 +75,15 @@ class Embeddings:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index = read_index(folder)
-        if not self.index["complete"]:
+        if self.index.get("complete") is False:
             raise DataError(f"{folder} is incomplete; run the same predict again, which resumes")
+        try:
+            is_sound = _is_sound(self.index, {path.name for path in folder.iterdir()})
+        except (LookupError, TypeError, ValueError, AttributeError):
+            is_sound = False
+        if not is_sound:
+            raise DataError(f"{folder / INDEX_NAME} is damaged, or names missing shards; predict again")
+        self.intact: set[Path] = set()  # shards whose checksums were compared
 
     def __len__(self) -> int:
         return int(self.index["count"])
@@ -80,8 +92,7 @@ class Embeddings:
         """Return a column. Raises KeyError if there is none of this name."""
         if name not in self.index["columns"]:
             raise KeyError(f"{name!r}; known: {', '.join(self.index['columns'])}")
-        files = [self.folder / one["file"] for one in self.index["shards"]]
-        return Column(files, [one["rows"] for one in self.index["shards"]], name, self.index["columns"][name])
+        return Column(self, name)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the columns."""
@@ -92,13 +103,15 @@ class Embeddings:
         place = os.fspath(checkpoint)
         path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
         if (path / MODEL_NAME).is_file():
-            options, weights = read_about(path)["options"], load_file(path / WEIGHTS_NAME)
+            about = read_about(path)
+            check_file(path / WEIGHTS_NAME, about.get("weights"))
+            options, weights = about["options"], load_file(path / WEIGHTS_NAME)
         else:
             options, weights = open_checkpoint(path).options, load_weights(path)
-        model, shape = self.index["model"], self.index["input"]["shape"][1:]
+        model, shape = self.index["model"], self.index["input"].get("shape")
         for what, ours, theirs in (
             ("weights", model["weights"], checksum_of(weights)),
-            ("image shape", shape, list(options["model"]["image_shape"])),
+            ("image shape", shape, ["batch", *options["model"]["image_shape"]]),
         ):
             if ours != theirs:
                 raise CheckpointError(
@@ -114,10 +127,11 @@ class Column:
     Indices are integers, slices, arrays of integers, or bool [N].
     """
 
-    def __init__(self, files: Sequence[Path], rows: Sequence[int], name: str, about: dict[str, Any]) -> None:
-        self._files = files
-        self._starts = np.cumsum([0, *rows])
-        self._name = name
+    def __init__(self, embeddings: Embeddings, name: str) -> None:
+        about, shards = embeddings.index["columns"][name], embeddings.index["shards"]
+        self._files = [embeddings.folder / one["file"] for one in shards]
+        self._starts = np.cumsum([0, *(one["rows"] for one in shards)])
+        self._name, self._intact = name, embeddings.intact
         self.dtype = np.dtype(about["dtype"])
         self.shape = (int(self._starts[-1]), *about["shape"])
         self._part = functools.cache(self._open)
@@ -140,10 +154,11 @@ class Column:
             raise IndexError(f"{index} is outside the {len(self)} rows of {self._name}")
         numbers = numbers % max(1, len(self))
         shards = np.searchsorted(self._starts, numbers, side="right") - 1
+        parts = {shard: self._part(shard) for shard in np.unique(shards).tolist()}
         rows = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
-        for shard in np.unique(shards):
+        for shard, part in parts.items():
             chosen = shards == shard
-            rows[chosen] = self._part(int(shard))[numbers[chosen] - self._starts[shard]]
+            rows[chosen] = part[numbers[chosen] - self._starts[shard]]
         return rows if numbers.ndim else rows[()]
 
     def shards(self) -> Iterator[np.ndarray]:
@@ -151,15 +166,25 @@ class Column:
         return map(self._open, range(len(self._files)))
 
     def _open(self, shard: int) -> np.ndarray:
-        column = read_column(self._files[shard], self._name)
-        return column if self._name == NAMES else column.reshape(-1, *self.shape[1:])
+        file, shape = self._files[shard], (np.diff(self._starts)[shard], *self.shape[1:])
+        try:
+            if file not in self._intact and not is_intact(file):
+                raise ValueError("its name has another checksum")
+            self._intact.add(file)
+            column = read_column(file, self._name, shape[0])
+            column = column.reshape(shape) if file.suffix == ".parquet" else column
+            if (column.dtype, column.shape) != (self.dtype, shape):
+                raise ValueError(f"{self._name} is {column.dtype} {column.shape}, not {self.dtype} {shape}")
+        except Exception as error:  # a damaged file fails in many ways
+            raise DataError(f"{file} is damaged ({kind_and_line(error):.300}); predict again") from error
+        return column
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the contents of ``_index.json``. Raises DataError if it is missing or of another format."""
     try:
-        index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        index = read_json(folder / INDEX_NAME, _MOST_INDEX, folder)
+    except ValueError as error:
         raise DataError(
             f"{folder} has no {INDEX_NAME} of predict ({error}); choose another folder"
         ) from error
@@ -168,6 +193,34 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder / INDEX_NAME} is not an index of {FORMAT}, version {VERSION}; choose another folder"
         )
     return index
+
+
+def _is_sound(index: dict[str, Any], names: set[str]) -> bool:
+    """Return whether the parts of a complete index agree; names: of the files in the folder.
+
+    Raises LookupError, TypeError, ValueError or AttributeError if a part is missing or of another type.
+    """
+    columns, shards, model = index["columns"], index["shards"], index["model"]
+    shapes = [about["shape"] for about in columns.values()]
+    numbers = [index["count"], *(one["rows"] for one in shards), *itertools.chain(*shapes)]
+    if (
+        not all(type(one) is int and 0 <= one < 2**40 for one in numbers)
+        or max(map(len, shapes)) > _MOST_AXES
+    ):
+        return False
+    row = 8 * sum(map(math.prod, shapes))
+    order = [int(_SHARD.fullmatch(one["file"])[1]) for one in shards]  # type: ignore[index]
+    return (
+        index["complete"] is True
+        and {"checkpoint", "step", "name"} <= model.keys()
+        and isinstance(model["weights"], str)
+        and isinstance(index["input"], dict)
+        and columns[NAMES] == {"dtype": "object", "shape": []}
+        and all(name == NAMES or about["dtype"] in _DTYPES for name, about in columns.items())
+        and all(one["file"] in names and 0 < one["rows"] * row <= _MOST_SHARD for one in shards)
+        and all(first < second for first, second in itertools.pairwise(order))  # empty ones are left out
+        and sum(one["rows"] for one in shards) == index["count"]
+    )
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
@@ -192,7 +245,7 @@ def find_shards(folder: Path) -> dict[int, str]:
     for path in sorted(folder.iterdir()):
         if HIDDEN.fullmatch(path.name):
             path.unlink()
-        elif match := _SHARD.fullmatch(path.name):
+        elif path.is_file() and not path.is_symlink() and (match := _SHARD.fullmatch(path.name)):
             found[int(match[1])] = path.name
     return found
 
@@ -200,20 +253,30 @@ def find_shards(folder: Path) -> dict[int, str]:
 def is_intact(path: Path) -> bool:
     """Return whether the contents of a shard have the checksum in its name."""
     match = _SHARD.fullmatch(path.name)
-    return match is not None and f"{zlib.crc32(path.read_bytes()):08x}" == match[2]
+    if match is None or path.stat().st_size > _MOST_FILE:
+        return False
+    return checksum(path).crc32 == int(match[2], 16)
 
 
-def read_column(path: Path, name: str) -> np.ndarray:
-    """Return a column of a shard, memory-mapped if it is .npy; names as strings."""
+def read_column(path: Path, name: str, rows: int | None = None) -> np.ndarray:
+    """Return a column of a shard, memory-mapped if it is .npy; ValueError if it has not `rows` rows."""
     if path.suffix == ".parquet":
-        column = pq.read_table(path, columns=[name], memory_map=True)[name].combine_chunks()
-        if name == NAMES:
+        file = pq.ParquetFile(path, memory_map=True)
+        _check_rows(file.metadata.num_rows, rows)
+        column = file.read(columns=[name])[name].combine_chunks()
+        if name == NAMES and column.type == pa.string() and not column.null_count:
             return np.array(column.to_pylist(), dtype=object)
         return (column.flatten() if hasattr(column, "flatten") else column).to_numpy()
-    rows = np.load(path, mmap_mode="r")[name]
+    table = np.lib.format.open_memmap(path, mode="r")  # np.load would also read other formats
+    _check_rows(len(table), rows)
     if name != NAMES:
-        return rows
-    return np.array([one.decode("utf-8", "surrogateescape") for one in rows], dtype=object)
+        return table[name]
+    return np.array([one.decode("utf-8", "surrogateescape") for one in table[name]], dtype=object)
+
+
+def _check_rows(found: int, rows: int | None) -> None:
+    if rows not in (None, found):  # before a list of them fills the memory
+        raise ValueError(f"it has {found} rows; expected {rows}")
 
 
 def _as_npy(names: Sequence[str], columns: Columns) -> bytes:

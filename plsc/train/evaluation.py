@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,34 +18,30 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.remote import fetch
-from plsc.checkpoint.shard_file import checksum
 from plsc.config import Config, Options
-from plsc.config.option import name_of, shown_value
+from plsc.config.option import importable, name_of, shown_value
+from plsc.data.alignment import Face
 from plsc.data.order import spread
+from plsc.data.pair_lists import read_pair_list
 from plsc.data.pairs import read_pairs
 from plsc.errors import CheckpointError, DataError, OptionError, refusing
 from plsc.evaluate.classification import classify
-from plsc.evaluate.embed import embed_images
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.verification import VerificationResult, verify
-from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, read_about, trained_on_aligned
+from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
 from plsc.heads import Head
 from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
-from plsc.models.base_model import safe_arguments
+from plsc.models.base_model import Custom, safe_arguments
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
 from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
+from plsc.train.data import align_source
 from plsc.train.directories import open_checkpoint, open_load_dir
-from plsc.train.heads import load_head
+from plsc.train.heads import choose_head, load_head
 from plsc.train.held_out import HeldOutSet, open_held_out
-from plsc.train.network import (
-    build_network,
-    evaluated,
-    evaluation_context,
-    look_up_lists,
-    use_lists,
-)
+from plsc.train.network import build_network, evaluated, evaluation_context, look_up_lists, use_lists
 
 if TYPE_CHECKING:
     from plsc.train.build import UserParts
@@ -60,9 +56,10 @@ TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]
 
 @dataclass(frozen=True)
 class Target:
-    """A pair file: images 2p and 2p + 1 are pair p.
+    """The P pairs of a file.
 
-    images: [2P] encoded images, or arrays from a reader. is_same: bool [P].
+    images: N encoded images or faces to align, or arrays from a reader. is_same: bool [P]. pairs: the images
+    of each pair, int64 [P, 2]; None: 2p and 2p + 1. names: of the images, if they have any.
     """
 
     METRICS: ClassVar = VerificationResult.METRICS
@@ -70,12 +67,41 @@ class Target:
     name: str
     images: Sequence[Any]
     is_same: np.ndarray
+    pairs: np.ndarray | None = None
+    names: Sequence[str] | None = None
+
+    def by_pair(self, items: Sequence[Any] | None) -> Sequence[Any] | None:
+        """Return images or names in the order of the pairs: those of pair p are 2p and 2p + 1."""
+        return items if self.pairs is None or items is None else _chosen(items, self.pairs.reshape(-1))
+
+    @property
+    def pictures(self) -> Sequence[Any] | None:
+        """The images in the order of the pairs; None if they are arrays."""
+        return self.by_pair(self.images if isinstance(self.images[0], (bytes, Face)) else None)
+
+
+def _chosen(items: Sequence[Any], numbers: np.ndarray) -> Sequence[Any]:
+    if isinstance(items, ImagesOf):
+        return items[numbers]
+    return [items[number] for number in numbers.tolist()]
+
+
+def open_pairs(path: str, name: str, options: Config, folder: str | None = None) -> Target:
+    """Return the pairs of a .bin file, or of a text list, whose images are below `folder`."""
+    if path.endswith(".bin"):
+        stored = read_pairs(path)
+        return Target(name, stored.images, stored.is_same)
+    listed = read_pair_list(path, folder)
+    numbers = np.arange(len(listed.images))
+    names = [listed.images.listed(number) for number in numbers.tolist()]
+    images = ImagesOf(align_source(listed.images, options), numbers)
+    return Target(name, images, listed.is_same, listed.pairs, names)
 
 
 def load_targets(
     options: Config, test_reader: TestReader | None = None, limit: int | float = 1.0, ranks: int = 1
 ) -> list[Target]:
-    """Return the pair files that `data.val_targets` names, in order; by default lfw.bin if it exists.
+    """Return the pair files and lists that `data.val_targets` names; by default lfw.bin if it exists.
 
     limit: limit of the batches per file; at least ten pairs are left. Raises DataError for a missing or
     damaged file, or one with too few pairs for ten folds.
@@ -90,8 +116,9 @@ def load_targets(
             names = _DEFAULT_TARGET if (folder / f"{_DEFAULT_TARGET}.bin").exists() else ""
         targets = []
         for name in filter(None, (part.strip() for part in names.split(","))):
-            pairs = read_pairs(folder / f"{name}.bin")
-            targets.append(Target(name, pairs.images, pairs.is_same))
+            stored, listed = folder / f"{name}.bin", folder / name
+            is_list = listed.is_file() and not stored.is_file()
+            targets.append(open_pairs(str(listed if is_list else stored), name, options))
     for target in targets:
         same = int(target.is_same.sum())
         if len(target.is_same) < _FOLDS or same in (0, len(target.is_same)):
@@ -103,11 +130,14 @@ def load_targets(
     return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]
 
 
-def _limited(target: Target, pairs: np.ndarray) -> Target:
-    if len(pairs) == len(target.is_same):
+def _limited(target: Target, chosen: np.ndarray) -> Target:
+    if len(chosen) == len(target.is_same):
         return target
-    images = [target.images[2 * pair + side] for pair in pairs.tolist() for side in (0, 1)]
-    return Target(target.name, images, target.is_same[pairs])
+    pairs = np.arange(len(target.images)).reshape(-1, 2) if target.pairs is None else target.pairs
+    numbers, rows = np.unique(pairs[chosen], return_inverse=True)
+    names = None if target.names is None else _chosen(target.names, numbers)
+    images = _chosen(target.images, numbers)
+    return Target(target.name, images, target.is_same[chosen], rows.reshape(-1, 2), names)
 
 
 def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:
@@ -141,13 +171,12 @@ def evaluate_targets(
     network = evaluated(network, options, world)
     for target in targets:
         is_labelled = isinstance(target, HeldOutSet)
-        embeddings = _embed(
+        embeddings = embed(
             network,
             target.images,
             options,
             world,
             target.name,
-            options.data.num_workers,
             flip=options.data.flip and not is_labelled and network.example_input is None,
             gather=not is_labelled,
         )
@@ -157,23 +186,27 @@ def evaluate_targets(
                 head, embeddings, target.labels, batch_size=options.train.test_batch_size, world=world
             )
         else:
-            # Every rank has all embeddings, but only one evaluates them, so that results are identical.
-            result = verify(embeddings, target.is_same, _FOLDS) if world.is_main else None
-            results[target.name] = world.broadcast_object(result)
+            results[target.name] = verify_target(embeddings, target, world)
     return results
 
 
-def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
+def verify_target(embeddings: np.ndarray, target: Target, world: World) -> VerificationResult:
+    """Return the result of one rank on all ranks, so that it is identical; a collective."""
+    result = verify(embeddings, target.is_same, _FOLDS, target.pairs) if world.is_main else None
+    return world.broadcast_object(result)
+
+
+def run_test(options: Options, world: World, user: UserParts, head_name: str | None = None) -> dict[str, Any]:
     """Return the results of the checkpoint's network on every pair file and on `data.val_dir`, by name."""
-    checkpoint = open_load_dir(options.resolve(), world)
-    network, config = load_for_run(options, world, user.model, checkpoint)
-    limit = 1 if config.train.fast_dev_run else config.train.limit_test_batches
+    network, config, checkpoint = open_trained(options, world, user.model)
+    limit = int(config.train.fast_dev_run) or config.train.limit_test_batches
     targets: list[Target | HeldOutSet] = []
     targets += load_targets(config, user.test_reader, limit, world.size)
     head = None
     if config.data.val_dir is not None:
-        head = load_head(*checkpoint, world)
-        names, class_names = [target.name for target in targets], read_class_names(*checkpoint)
+        name = choose_head(*checkpoint, head_name)
+        head = load_head(*checkpoint, world, name)
+        names, class_names = [target.name for target in targets], read_class_names(*checkpoint, name)
         targets += open_held_out(config, head.class_num, class_names, names, limit, world.size)
     if not targets:
         raise DataError(
@@ -196,9 +229,7 @@ def log_results(world: World, results: Mapping[str, Any]) -> None:
 
 
 def load_network(
-    checkpoint: str | os.PathLike[str],
-    model: BaseModel | str | None = None,
-    device: torch.device | str = "cpu",
+    checkpoint: str | os.PathLike[str], model: Custom | str | None = None, device: torch.device | str = "cpu"
 ) -> BaseModel:
     """Return the trained network of a checkpoint, in evaluation mode.
 
@@ -208,7 +239,8 @@ def load_network(
     Args:
         checkpoint: its folder, or its URL, from which it is downloaded to the cache. Or a local folder of
             `Entry.convert_for_prediction`.
-        model: for a custom network: an instance, or the name of its class, ``package.module:Class``.
+        model: for a custom network: an instance, its class, or the name of the class,
+            ``package.module:Class``.
         device: device of the network.
 
     Raises:
@@ -221,33 +253,38 @@ def load_network(
 
 
 def load_with_config(
-    checkpoint: str | os.PathLike[str], model: BaseModel | str | None, world: World
+    checkpoint: str | os.PathLike[str], model: Custom | str | None, world: World
 ) -> tuple[BaseModel, Config]:
     """Return the network of the checkpoint at a path or URL, and its configuration.
 
     model: as in `load_network`.
     """
-    network = model if isinstance(model, BaseModel) else None
+    named: Any = type(model) if isinstance(model, BaseModel) else model
+    is_class = isinstance(named, type) and issubclass(named, BaseModel)
+    network: Any = model if is_class else None
     options = Options()
     if model is not None:
-        options.set("model.name", model if network is None else name_of(type(network)))
+        options.set("model.name", name_of(named) if is_class else named)
     place = os.fspath(checkpoint)
     folder = fetch(place, world) if is_url(place) else Path(place)
     manifest = None if (folder / MODEL_NAME).is_file() else open_checkpoint(folder)
     saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model")
     name = saved.get("name") if isinstance(saved, dict) else None
     if model is None and isinstance(name, str) and ":" in name:
+        reference, hint = importable(name)
+        named = shown_value(reference)
         raise CheckpointError(
             f"{shown(place)} was saved with the custom network {shown_value(name)}, and no code is taken "
-            f"from a checkpoint; pass an instance or its class: load_network(path, model={shown_value(name)})"
+            f"from a checkpoint; name its class: load_network(path, model={named}), or --model.name {named}"
+            f"{hint}"
         )
     if manifest is None:
         return read_model(folder, options, network, world)
-    return load_for_run(options, world, network, (folder, manifest))
+    return open_trained(options, world, network, (folder, manifest))[:2]
 
 
 def read_model(
-    folder: Path, options: Options, custom: BaseModel | None, world: World
+    folder: Path, options: Options, custom: Custom | None, world: World
 ) -> tuple[BaseModel, Config]:
     """Return the network of a folder of `Entry.convert_for_prediction`, and its configuration.
 
@@ -255,12 +292,11 @@ def read_model(
     """
     about, check = read_about(folder), Checker(str(folder / MODEL_NAME))
     config = options.resolve(about["options"], "model")
-    if custom is None and ":" in config.model.name:
+    if not isinstance(custom, BaseModel) and ":" in config.model.name:
         config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
     network = build_network(config, world, custom)
-    path, held = folder / WEIGHTS_NAME, check.mapping(about.get("weights"), "the weights")
-    if not path.is_file() or not asdict(checksum(path)).items() <= held.items():
-        raise check.wrong(f"{WEIGHTS_NAME} is missing, or its checksum differs", "choose another model")
+    path = folder / WEIGHTS_NAME
+    check_file(path, about.get("weights"))
     try:
         network.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as error:
@@ -271,15 +307,14 @@ def read_model(
     return network, config
 
 
-def load_for_run(
-    options: Options,
-    world: World,
-    custom: BaseModel | None,
-    checkpoint: OpenedCheckpoint | None = None,
-) -> tuple[BaseModel, Config]:
-    """Return the network of a checkpoint, and the configuration with the checkpoint's model options.
+def open_trained(
+    options: Options, world: World, custom: Custom | None, checkpoint: OpenedCheckpoint | None = None
+) -> tuple[BaseModel, Config, OpenedCheckpoint]:
+    """Return the network of a checkpoint, the configuration with its model options, and the checkpoint.
 
-    custom: a custom network to load the weights into. checkpoint: by default that of `checkpoint.load_dir`.
+    The network is all that has to be named: schedule and optimizer of the run are not built. `load_head`
+    returns the head. custom: a custom network to load the weights into. checkpoint: by default that of
+    `checkpoint.load_dir`.
     """
     path, manifest = checkpoint or open_load_dir(options.resolve(), world)
     config = adopt(options, path, manifest, custom, "model")
@@ -300,7 +335,7 @@ def load_for_run(
             f"{path} does not fit {type(network).__name__}: {_first_problem(error)}; use the network, "
             "embedding size and image shape that were trained"
         ) from error
-    return network, config
+    return network, config, (path, manifest)
 
 
 def _first_problem(error: RuntimeError) -> str:
@@ -310,26 +345,17 @@ def _first_problem(error: RuntimeError) -> str:
     return f"{first} (and {len(problems) - 1} more)" if len(problems) > 1 else first
 
 
-def _embed(
-    network: BaseModel,
-    images: Any,
-    options: Config,
-    world: World,
-    name: str,
-    threads: int,
-    flip: bool = False,
-    gather: bool = True,
-) -> np.ndarray:
+def embed(model: BaseModel, images: Any, options: Config, world: World, name: str, **how: Any) -> np.ndarray:
+    """Return the embeddings of images with the options of a run; how: other arguments of `embed_images`."""
     with evaluation_context(options, world.device):
         return embed_images(
-            network,
+            model,
             images,
             options.model.image_shape,
             batch_size=options.train.test_batch_size,
             device=world.device,
-            flip=flip,
             world=world,
             name=name,
-            num_threads=threads,
-            gather=gather,
+            num_threads=options.data.num_workers,
+            **how,
         )

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors
-from plsc.checkpoint.manifest import CLASS_WEIGHTS, HEADS_KEY, Role
+from plsc.checkpoint.manifest import CLASS_WEIGHTS, Checker, Role
 from plsc.config import Config, Options, find_option
-from plsc.config.data import HEAD_OPTIONS, DataSet
-from plsc.errors import CheckpointError, OptionError
+from plsc.config.data import HEAD_OPTIONS, DataSet, read_data_sets
+from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.heads import (
     MARGINS,
     ROW_OPTIMIZERS,
@@ -189,19 +189,43 @@ def _build_one(options: Config, class_num: int, world: World, seed: int) -> tupl
     return built, _row_optimizer(options, built) if isinstance(built, ShardedHead) else None
 
 
-def load_head(path: Path, manifest: Manifest, world: World) -> Head:
-    """Return the head of a checkpoint for `Head.topk`, sharded over any number of ranks; a collective.
+def choose_head(path: Path, manifest: Manifest, name: str | None) -> str:
+    """Return the name of the head to use, `name` or that of the only one; '' if the only one has no name.
 
-    It has the class weights, loss type, margin and scale of the checkpoint, but no optimizer.
-
-    Raises:
-        CheckpointError: the checkpoint has several heads or none, or it is damaged.
+    Raises CheckpointError, which lists the heads, if there is no such head or no single one.
     """
-    weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight").key)
+    roles = [info.role for info in manifest.tensors.values()]
+    known = sorted(role.of for role in roles if (role.kind, role.name) == (CLASS_WEIGHTS, "weight"))
+    if name is None and len(known) == 1:
+        return known[0]
+    if name and name in known:
+        return name
+    if not known:
+        problem = "no class weights; choose the checkpoint of a training run"
+    elif known == [""]:
+        problem = "a single head, which has no name; remove head"
+    elif name is None:
+        problem = f"several heads; set head to one of: {', '.join(known)}"
+    else:
+        problem = f"no head {name!r}; {suggest(name, known)}"
+    raise CheckpointError(f"{path} has {problem}")
+
+
+def load_head(path: Path, manifest: Manifest, world: World, name: str = "") -> Head:
+    """Return a head of a checkpoint for `Head.topk`, sharded over any number of ranks; a collective.
+
+    It has the class weights, loss type, margin and scale of the checkpoint, but no optimizer. name: from
+    `choose_head`. Raises CheckpointError if it is damaged.
+    """
+    check = Checker(str(path))
+    weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight", name).key)
     if weight is None or len(weight.shape) not in (2, 3):
-        what = "several heads" if HEADS_KEY in manifest.scalars else "no class weights"
-        raise CheckpointError(f"{path} has {what}; expected the class weights of one head")
-    options = Options().resolve(manifest.options)
+        raise check.wrong("its class weights are damaged")
+    options = Options().resolve({"head": manifest.options.get("head")})  # other options may name code
+    if name:
+        data = check.mapping(manifest.options.get("data"), "the data options")
+        saved = read_data_sets(find_option("data.datasets").saved(data.get("datasets")))
+        options = next((options_of(options, one) for one in saved if one.name == name), options)
     class_num, *centers, emb_size = weight.shape
     head = build_head(
         f"dist_{options.head.loss_type.removeprefix('dist_')}",
@@ -213,8 +237,8 @@ def load_head(path: Path, manifest: Manifest, world: World) -> Head:
         group=world.head_group,
     ).to(world.device)
     tensors = {
-        Role(CLASS_WEIGHTS, name): ShardedTensor(parameter.detach(), class_num, head.class_range[0])
-        for name, parameter in head.named_parameters()
+        Role(CLASS_WEIGHTS, part, name): ShardedTensor(parameter.detach(), class_num, head.class_range[0])
+        for part, parameter in head.named_parameters()
     }
     load_tensors(path, tensors, world)
     return head

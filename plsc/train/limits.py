@@ -1,4 +1,4 @@
-"""Limits of a run: a maximum time, and the single step of `fast_dev_run`."""
+"""Limits of a run: a maximum time, and the few steps of `fast_dev_run`."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class MaxTime(Callback):
         self._used = float(state["used"])
 
 
-def one_step(config: Config, start: Start) -> Config:
-    """Return the options of a run of one step and one batch per evaluation."""
-    step = 0 if start.checkpoint is None else start.checkpoint[1].step
-    return config.changed({"train.steps": step + 1, "train.limit_val_batches": 1})
+def few_steps(config: Config, start: Start) -> Config:
+    """Return the options of a run of the steps of `fast_dev_run`, and as many batches per evaluation."""
+    step, number = 0 if start.checkpoint is None else start.checkpoint[1].step, int(config.train.fast_dev_run)
+    return config.changed({"train.steps": step + number, "train.limit_val_batches": number})
 
 
 def in_temporary_folder(start: Start, world: World) -> Start:
     """Return the start with a temporary folder and without a store; a collective."""
     folder = world.broadcast_object(tempfile.mkdtemp(prefix="plsc-") if world.is_main else "")
-    note = "train.fast_dev_run: one batch of training and of each evaluation; nothing is saved"
+    note = "train.fast_dev_run: a few batches of training and of each evaluation; nothing is saved"
     return replace(start, local=Path(folder), url=None, note=note)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from plsc.config import Options
 from plsc.config.train import logger_names, seconds_of
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.heads import HeadOutput
+from plsc.errors import DataError, NotSavedError
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.failure import StopSignal
@@ -26,16 +26,11 @@ from plsc.train.advice import DataWait, LearningCheck
 from plsc.train.build import Run, UserParts, build_run, describe_run
 from plsc.train.callbacks import Callback, Callbacks
 from plsc.train.check_layers import LayerTable
-from plsc.train.checks import (
-    epoch_warning,
-    interrupted,
-    nothing_left,
-    stop_at_bad_weights,
-)
+from plsc.train.checks import epoch_warning, interrupted, nothing_left, stop_at_bad_weights, zero_rate
 from plsc.train.directories import Start, open_directories, open_start
 from plsc.train.ema import WeightAverage
 from plsc.train.evaluation import evaluate_targets
-from plsc.train.limits import MaxTime, in_temporary_folder, one_step, remove_temporary
+from plsc.train.limits import MaxTime, few_steps, in_temporary_folder, remove_temporary
 from plsc.train.loggers import Logger, check_packages
 from plsc.train.metrics import BadSampleReport, Mean, Meter
 from plsc.train.output import Progress
@@ -46,6 +41,8 @@ from plsc.train.snapshot import seed_generators
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart, start_from_pretrained
 
+_GAUGES = ("accuracy", "accuracy_top5", "effective_rank")  # metrics that only logged steps compute
+
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
@@ -54,7 +51,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     check_packages(logger_names(config.train.loggers))
     is_trial = config.train.fast_dev_run
     if is_trial:
-        config = one_step(config, start)
+        config = few_steps(config, start)
     run = build_run(config, world, user, start.checkpoint)
     if is_trial:
         start = in_temporary_folder(start, world)
@@ -73,9 +70,8 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             seed_generators(world, config.train.seed)
         for line in [*describe_run(run, start.checkpoint), *lines]:
             world.log(line)
-        result = Trainer(run, NoSaver() if is_trial else Saver(run, directories)).train()
-        result.warm_start = warm_start
-        return result
+        saver = NoSaver() if is_trial else Saver(run, directories)
+        return Trainer(run, saver, warm_start).train()
     finally:
         directories.release()
         if is_trial:
@@ -141,11 +137,12 @@ class TrainResult:
 class Trainer:
     """Trains a run to its last epoch or step. All methods are collectives."""
 
-    def __init__(self, run: Run, saver: Saver) -> None:
+    def __init__(self, run: Run, saver: Saver, warm_start: WarmStart | None = None) -> None:
         self._run = run
         self._saver = saver
         self._callbacks = run.callbacks
         self._is_stopped = False
+        self._unlogged: StepResult | None = None
         self._options = run.options.train
         self._position = run.position
         self._step = Step(run, run.callbacks.context.folder)
@@ -156,30 +153,39 @@ class Trainer:
         self._has_warned_of_length = False
         folder = self._callbacks.context.folder
         self._bad_samples = BadSampleReport(run.world, folder, run.options.data.bad_images)
-        self._result = TrainResult(run.position.step, run.position.epoch, metrics={})
+        self._result = TrainResult(run.position.step, run.position.epoch, metrics={}, warm_start=warm_start)
         self._callbacks.context.checkpoint = saver.last
 
     def train(self) -> TrainResult:
         """Train and return the result.
 
         Raises TrainingError for a loss that is not finite, TrainingInterrupted after SIGINT or SIGTERM,
-        once the state has been saved, and DataError or CheckpointError.
+        once the state has been saved, NotSavedError, DataError or CheckpointError.
         """
         if self._is_over():
             self._run.world.log(nothing_left(self._position.step, self._position.epoch))
+        elif line := zero_rate(self._run):
+            self._is_stopped = True
+            self._run.world.log(line, logging.WARNING)
         try:
             self._callbacks("run_start")
             self._stop_if_asked()
             with StopSignal(self._options.stop_deadline) as stop:
                 while not self._is_over():
                     self._train_epoch(stop)
-                self._result.unsent = self._saver.close()
+                missing = self._saver.close()
             self._update_result()
             self._callbacks("run_end")
         except BaseException as error:
+            if isinstance(error, Exception):  # not the second Ctrl-C
+                self._saver.wait(self._options.stop_deadline)
             self._callbacks.context.error = error
             self._callbacks("exception")
             raise
+        text = missing and f"the run has ended after step {self._position.step}, but {missing}"
+        self._run.world.log(text, logging.ERROR)
+        if text := self._run.world.broadcast_object(text):  # no rank ends before rank 0 has logged it
+            raise NotSavedError(text, self._result)
         return self._result
 
     def _train_epoch(self, stop: StopSignal) -> None:
@@ -188,26 +194,43 @@ class Trainer:
         run.network.train()
         self._callbacks("epoch_start")
         self._window = Meter()
-        has_ended = False
+        has_ended, first = False, position.step
         with closing(self._read()) as batches:
             # A run may resume at the end of an epoch: then no step is left.
             while not (has_ended or self._is_last_step_made()):
                 has_ended = not self._train_step(batches, stop)
         expected = run.data.loader.steps_per_epoch
-        if has_ended and (line := epoch_warning(position, expected)) and not self._has_warned_of_length:
+        is_new = position.step > first and not self._has_warned_of_length
+        if has_ended and is_new and (line := epoch_warning(position, expected)):
             self._has_warned_of_length = True
             run.world.log(line, logging.WARNING)
         # The last step of the run may also be the last one of the epoch.
         if has_ended or position.step_in_epoch == expected:
             position.next_epoch()
-        self._evaluate()
-        self._callbacks("epoch_end")
-        self._callbacks.context.losses.clear()
-        self._stop_if_asked()
-        every = run.options.checkpoint.every_n_epochs
-        if self._is_over() or (every and position.epoch % every == 0):
-            self._save()
+        self._end_epoch()
         self._bad_samples.log_summary()
+
+    def _end_epoch(self) -> None:
+        """Evaluate and save; an error of the evaluation or a callback is raised after the save."""
+        run, position = self._run, self._position
+        self._read_losses()
+        failure: Exception | None = None
+        try:
+            self._evaluate()
+            self._callbacks("epoch_end")
+        except Exception as error:
+            # During the evaluation, only a DataError is raised on all ranks: others may wait in a collective.
+            is_evaluated = not run.targets or self._evaluated_at == position.step
+            if not (is_evaluated or run.world.size == 1 or isinstance(error, DataError)):
+                raise
+            failure = error
+        self._callbacks.context.losses.clear()
+        has_failed = self._stop_if_asked(failure is not None)
+        every = run.options.checkpoint.every_n_epochs
+        if has_failed or self._is_over() or (every and position.epoch % every == 0):
+            self._save(wait=has_failed)
+        if failure is not None:
+            raise failure
 
     def _train_step(self, batches: Generator[Batch, None, None], stop: StopSignal) -> bool:
         """Run the next step, then log, evaluate and save if due; return False at the end of the epoch."""
@@ -232,6 +255,11 @@ class Trainer:
             self._is_stopped = True
             return not status.has_ended
         if status.has_ended or batch is None:
+            if self._unlogged is not None:
+                self._read_losses()
+                self._callbacks.context.output = self._unlogged.output
+                self._log(self._unlogged)
+                self._unlogged = self._callbacks.context.output = None
             return False
         is_logged = self._is_logged()
         self._callbacks.context.batch, self._callbacks.context.is_logged = batch, is_logged
@@ -245,8 +273,10 @@ class Trainer:
         self._callbacks("after_step")
         with span("log"):
             if is_logged:
-                self._collect_metrics(made)
-                self._callbacks("logged")
+                self._log(made)
+        # The last step of an epoch of unknown length is logged once the epoch has ended.
+        is_kept = not is_logged and run.data.loader.steps_per_epoch is None
+        self._unlogged = made if is_kept else None
         self._callbacks.end_step()
         del batch  # its memory is reused for the next one
         if self._is_due(self._options.test_period):
@@ -275,43 +305,29 @@ class Trainer:
             if math.isfinite(loss):
                 self._since_save.add(loss, images)
 
-    def _collect_metrics(self, made: StepResult) -> None:
+    def _log(self, made: StepResult) -> None:
+        """Collect the metrics of the last step, and call the callbacks that write them."""
         output, report, loss = made.output, self._window.report(), self._last_loss
+        parts = output.parts.items()
         metrics: dict[str, Any] = {
             "step": self._position.step,
             "epoch": self._position.epoch,
             "loss": _finite(loss),
             "lr": made.rate,
-            "accuracy": _finite(output.accuracy),
-            "accuracy_top5": _finite(output.accuracy_top5),
-            "effective_rank": _finite(output.effective_rank),
-            **self._metrics_of_heads(output),
-            **self._metrics_of_scaling(),
+            **{name: _finite(getattr(output, name)) for name in _GAUGES},
+            **{f"loss/{head}": _finite(part.mean_loss) for head, part in parts},
+            **{f"{name}/{head}": _finite(getattr(part, name)) for head, part in parts for name in _GAUGES},
             **report,
             "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
             "bad_samples": self._bad_samples.gather(),
         }
+        if (scaler := self._run.scaler) is not None:
+            metrics |= {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
         context = self._callbacks.context
         metrics = {**{name: _finite(value) for name, value in context.scalars.items()}, **metrics}
         context.scalars = {}
         self._result.metrics = context.metrics = metrics
-
-    def _metrics_of_scaling(self) -> dict[str, float]:
-        """Return the loss scale of the next step, and the total number of skipped steps."""
-        scaler = self._run.scaler
-        if scaler is None:
-            return {}
-        return {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
-
-    def _metrics_of_heads(self, output: HeadOutput) -> dict[str, float | None]:
-        """Return the metrics of each of several heads: ``loss/<name>`` and so on."""
-        found: dict[str, float | None] = {}
-        for name, part in output.parts.items():
-            found[f"loss/{name}"] = _finite(part.mean_loss)
-            found[f"accuracy/{name}"] = _finite(part.accuracy)
-            found[f"accuracy_top5/{name}"] = _finite(part.accuracy_top5)
-            found[f"effective_rank/{name}"] = _finite(part.effective_rank)
-        return found
+        self._callbacks("logged")
 
     def _evaluate(self) -> None:
         """Evaluate the network on pair files and held-out set, with identical batch-norm statistics."""
@@ -319,10 +335,15 @@ class Trainer:
         self._read_losses()
         if not run.targets:
             return
-        self._callbacks("evaluation_start")
-        # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
-        with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
-            results = evaluate_targets(run.network, run.targets, run.options, run.world, run.head)
+        try:
+            self._callbacks("evaluation_start")
+            # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
+            with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
+                results = evaluate_targets(run.network, run.targets, run.options, run.world, run.head)
+        except Exception:
+            for average in (one for one in self._callbacks.all if isinstance(one, WeightAverage)):
+                average.evaluated(self._callbacks.context)  # the weights of the network again
+            raise
         self._result.evaluation = self._callbacks.context.evaluation = results
         self._evaluated_at = self._position.step
         self._callbacks("evaluated")
@@ -352,16 +373,17 @@ class Trainer:
         position = self._position
         if position.step_in_epoch:  # else the end of the previous epoch has been saved
             self._save(wait=True)
-        self._saver.close(seconds=self._options.stop_deadline / 2)
+        missing = self._saver.close(seconds=self._options.stop_deadline / 2)
         self._update_result()
-        error = interrupted(signal_number, position.step, self._result.checkpoint)
+        saved = None if self._saver.failure else self._result.checkpoint
+        error = interrupted(signal_number, position.step, saved, missing)
         self._run.world.log(str(error))
         raise error
 
     def _update_result(self) -> None:
         result, position, best = self._result, self._position, self._saver.best
         result.steps, result.epochs = position.step, position.epoch
-        result.checkpoint = self._saver.last
+        result.checkpoint, result.unsent = self._saver.last, list(self._saver.unsent)
         if best is not None:
             name, result.best_model_score = best
             result.best_model_path = self._saver.directories.local / name
@@ -376,24 +398,25 @@ class Trainer:
             self._callbacks("saved")
 
     def _is_logged(self) -> bool:
-        """Return whether the next step is logged: every log_period, and the last of an epoch or the run."""
-        step = self._position.step + 1
-        is_last = self._position.step_in_epoch + 1 == self._run.data.loader.steps_per_epoch
-        return step % self._options.log_period == 0 or is_last or step == self._options.steps
+        """Return whether to log the next step; the first of the run only if its length is unknown."""
+        step, length = self._position.step + 1, self._run.data.loader.steps_per_epoch
+        is_last = step == self._options.steps or self._position.step_in_epoch + 1 == length
+        return step % self._options.log_period == 0 or is_last or (length is None and step == 1)
 
     def _is_due(self, period: int) -> bool:
-        """Return whether a periodic action is due; not at the end of an epoch, where it is done anyway."""
+        """Return whether a periodic action is due; not at the end of an epoch or of the run: it follows."""
         position = self._position
-        is_end = position.step_in_epoch == self._run.data.loader.steps_per_epoch
+        is_end = position.step_in_epoch == self._run.data.loader.steps_per_epoch or self._is_last_step_made()
         return period > 0 and position.step % period == 0 and not is_end
 
-    def _stop_if_asked(self) -> None:
-        """End the run if a callback of any rank asks for it."""
+    def _stop_if_asked(self, has_failed: bool = False) -> bool:
+        """End the run if a callback of any rank asks for it; return whether any rank has failed."""
         reason = self._callbacks.context.stop_reason
-        if self._callbacks.all and self._run.world.all_reduce_max(int(bool(reason)))[0]:
-            self._is_stopped = True
+        is_asked, failed = self._run.world.all_reduce_max(int(bool(reason)), int(has_failed))
+        self._is_stopped = self._is_stopped or bool(is_asked)
         if self._is_stopped and reason:
             self._run.world.log(f"stopped after step {self._position.step}: {reason}")
+        return bool(failed)
 
     def _is_over(self) -> bool:
         is_last_epoch = self._options.steps is None and self._position.epoch >= self._options.epochs

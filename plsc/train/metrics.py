@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plsc.data.batch import BadSample
-from plsc.data.samples import BadSampleList
+from plsc.data.samples import LIST_NAME, BadSampleList
 from plsc.parallel.world import World
 
 logger = logging.getLogger(__name__)
@@ -18,12 +18,13 @@ _SHOWN = 10  # bad samples printed per rank: all samples of a dataset may be bad
 
 
 class BadSampleReport:
-    """Collects the bad samples of all ranks; rank 0 writes them to ``bad_samples.txt``."""
+    """Collects the bad samples of all ranks; rank 0 writes them to a file in the folder, if there is one."""
 
-    def __init__(self, world: World, folder: Path, policy: str) -> None:
+    def __init__(self, world: World, folder: Path | None, policy: str, name: str = LIST_NAME) -> None:
         self._world = world
         self._done = "replaced" if policy == "replace" else "skipped"
-        self._list = BadSampleList(folder) if world.is_main else None
+        self._list = BadSampleList(folder, name) if world.is_main and folder is not None else None
+        self._others = "not logged" if folder is None else f"only listed in {name}"
         self._pending: list[BadSample] = []
         self._shown: set[str] = set()
         self._is_cut = False
@@ -38,7 +39,7 @@ class BadSampleReport:
                 logger.warning(f"{self._done}: {problem.text}")
             elif not self._is_cut:
                 self._is_cut = True
-                logger.warning("more bad samples were found; they are only listed in bad_samples.txt")
+                logger.warning(f"more bad samples were found; they are {self._others}")
         self._pending.extend(problems)
 
     def gather(self) -> int:

@@ -15,7 +15,7 @@ from plsc.config.model import read_initializations
 from plsc.errors import OptionError, kind_and_line
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.autocast import PrecisionLists, apply_lists, autocast
-from plsc.models.base_model import evaluating, unwrap, use_channels_last
+from plsc.models.base_model import Custom, evaluating, unwrap, use_channels_last
 from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
@@ -58,10 +58,7 @@ def check_network_options(options: Config, ranks: int) -> None:
             options.memory.checkpoint_stages.strip() != "none",
             "memory.checkpoint_stages: torch.compile decides itself what is recomputed",
         ),
-        (
-            options.train.deterministic,
-            "train.deterministic: torch.compile does not guarantee equal results",
-        ),
+        (options.train.deterministic, "train.deterministic: torch.compile does not guarantee equal results"),
         (
             options.train.check_shape or options.train.check_content,
             "train.check_shape or check_content: compiled code does not call the layers",
@@ -106,22 +103,23 @@ def build_trained_network(
 
 
 def build_network(
-    options: Config, world: World, custom: BaseModel | None, place: torch.device | None = None
+    options: Config, world: World, custom: Custom | None, place: torch.device | None = None
 ) -> BaseModel:
     """Return the backbone, with weights from the seed; a custom one is checked in a dry run.
 
     place: device of the parameters, by default that of the rank.
     """
     torch.manual_seed(options.train.seed)
-    if custom is not None and is_sharded(custom):
+    if isinstance(custom, BaseModel) and is_sharded(custom):
         raise OptionError(
             f"this {type(custom).__name__} was sharded over the ranks by an earlier run in this process; "
             "create a new instance for set_model"
         )
-    model = custom
-    if model is None:
+    if isinstance(custom, BaseModel):
+        model = custom
+    else:
         model = build_model(
-            options.model.name,
+            custom or options.model.name,
             options.model.emb_size,
             options.model.image_shape,
             dropout=options.model.dropout,

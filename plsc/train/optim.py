@@ -27,14 +27,7 @@ from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.optim import schedule as shapes
-from plsc.optim.optimizers import (
-    FULL_RATE,
-    LR_FACTOR,
-    Assignment,
-    Factory,
-    build_custom,
-    build_optimizer,
-)
+from plsc.optim.optimizers import FULL_RATE, LR_FACTOR, Assignment, Factory, build_custom, build_optimizer
 from plsc.optim.schedule import Schedule, Shape
 
 ScheduleFunction = Callable[..., float]
@@ -178,21 +171,22 @@ def build_schedule(
     options: Config,
     base: float,
     total_steps: int | None,
-    steps_per_epoch: int | None,
+    warmup_of_epochs: int | None,
     function: ScheduleFunction | None,
 ) -> Schedule:
     """Return the schedule of the learning rate; base: the full learning rate.
 
-    total_steps, steps_per_epoch: None if the length of a generator reader is unknown. function: replaces
-    `optim.schedule`. Raises OptionError if the schedule needs an unknown number of steps.
+    total_steps; warmup_of_epochs: steps of `optim.warmup_epochs`; None if the length of a generator reader is
+    unknown. function: replaces `optim.schedule`. Raises OptionError if the schedule needs an unknown number
+    of steps.
     """
     optim = options.optim
-    if optim.warmup_epochs and steps_per_epoch is None:
+    if optim.warmup_epochs and warmup_of_epochs is None:
         raise OptionError(
             "optim.warmup_epochs needs the length of an epoch, which is unknown for a generator reader; call "
             "set_train_image_num, or use set_warmup_steps"
         )
-    warmup = optim.warmup_steps or optim.warmup_epochs * (steps_per_epoch or 0)
+    warmup = optim.warmup_steps or warmup_of_epochs or 0
     if ":" in optim.schedule:
         return Schedule(base, _custom_shape(optim.schedule, total_steps, function), warmup)
     if optim.schedule == "constant":

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, load_weights
-from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
 from plsc.config import Config, Options
+from plsc.data.batch import SampleNames
 from plsc.errors import DataError, OptionError, suggest
-from plsc.evaluate.embed import embed_chunks
+from plsc.evaluate.embed import embed_batches
 from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
 from plsc.models import BaseModel
@@ -33,7 +34,6 @@ from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
 from plsc.parallel.world import World
 from plsc.storage.publish import HIDDEN
-from plsc.train.directories import open_load_dir
 from plsc.train.embeddings import (
     FORMAT,
     NAMES,
@@ -46,8 +46,9 @@ from plsc.train.embeddings import (
     write_index,
     write_shard,
 )
-from plsc.train.evaluation import load_for_run
-from plsc.train.heads import load_head
+from plsc.train.evaluation import open_trained
+from plsc.train.heads import choose_head, load_head
+from plsc.train.metrics import BadSampleReport
 from plsc.train.network import evaluated, evaluation_context, training_mode
 from plsc.train.output import format_duration
 from plsc.train.prediction_images import Images, Samples, StreamedSamples, open_samples
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIELDS = ("value", "id", "prob")
 EMBEDDINGS, LABELS, IDS, PROBS, JOINED = "embeddings", "labels", "ids", "probs", "layers"
+NUMBERS = "numbers"  # of the images, while shards are computed
+_BAD_NAME = "_bad_samples.txt"  # readers of Parquet folders skip names with an underscore
 MOST_ROWS, MOST_BYTES = 8192, 64 * 2**20  # of a shard
 _SECONDS_BETWEEN = 10.0  # log lines
 
@@ -82,11 +85,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Request:
-    """What to predict: names of layers, fields of FIELDS, and whether outputs of layers are joined."""
+    """What to predict: names of layers, fields of FIELDS, whether outputs of layers are joined, the head."""
 
     layers: tuple[str, ...] = ()
     fields: tuple[str, ...] = ("value",)
     flatten: bool = False
+    head: str | None = None
 
     def __post_init__(self) -> None:
         wrong = [one for one in self.fields if one not in FIELDS]
@@ -94,6 +98,8 @@ class Request:
             raise OptionError(f"field is {list(self.fields)}; expected one or more of {', '.join(FIELDS)}")
         if self.layers and "value" not in self.fields:
             raise OptionError(f"layers are given, but field is {list(self.fields)}; add 'value'")
+        if self.head is not None and not self.needs_head:
+            raise OptionError(f"head is {self.head}, but field is {list(self.fields)}; add 'id' or 'prob'")
         taken = {EMBEDDINGS, LABELS, IDS, PROBS, NAMES} & set(self.layers)
         if taken:
             raise OptionError(f"the layer {min(taken)!r} has the name of another output; rename the module")
@@ -114,13 +120,14 @@ def run_prediction(
 ) -> Prediction | Embeddings:
     """Return the outputs for the images, the dataset or the predict reader; see `Entry.predict`."""
     request = request or Request()
-    checkpoint = open_load_dir(options.resolve(), world)
-    network, config = load_for_run(options, world, user.model, checkpoint)
+    network, config, checkpoint = open_trained(options, world, user.model)
     if not request.layers:
         network = evaluated(network, config, world)
-    head = load_head(*checkpoint, world) if request.needs_head else None
-    samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input)
-    predictor = Predictor(network, head, request, config, world, samples)
+    name = choose_head(*checkpoint, request.head) if request.needs_head else ""
+    head = load_head(*checkpoint, world, name) if request.needs_head else None
+    samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input, name)
+    bad = BadSampleReport(world, output, "skip", _BAD_NAME)
+    predictor = Predictor(network, head, request, config, world, samples, bad)
     if output is None:
         return predictor.in_memory()
     about = _describe(*checkpoint, config, world, samples, predictor)
@@ -141,6 +148,7 @@ class Predictor:
     config: Config
     world: World
     samples: Samples | StreamedSamples
+    bad: BadSampleReport
 
     @property
     def batch(self) -> int:
@@ -153,19 +161,23 @@ class Predictor:
         rows = self.batch if total is None else -(-total // self.world.size)
         gathered = self.world.all_gather_object(list(self._shards(rows, frozenset())))
         found = sorted((one for part in gathered for one in part), key=lambda one: one[0])
+        if not found:
+            raise DataError(f"no image of {self.samples.name} can be used; see the warnings")
         columns = {name: np.concatenate([one[name] for _, one in found]) for name in found[0][1]}
         labels = columns.pop(LABELS)
         embeddings = columns.pop(EMBEDDINGS, np.empty((len(labels), 0), np.float32))
         ids, probs = columns.pop(IDS, None), columns.pop(PROBS, None)
-        return Prediction(embeddings, self.samples.names(0, len(labels)), labels, columns, ids, probs)
+        names = self.samples.names(columns.pop(NUMBERS).tolist())
+        if total is not None and total > len(names):
+            self.world.log(f"left out {total - len(names):,} of {total:,} images", logging.WARNING)
+        return Prediction(embeddings, names, labels, columns, ids, probs)
 
     def to_folder(self, folder: Path, about: dict[str, Any]) -> Embeddings:
         """Write all outputs as shards, except those that are there already; a collective."""
         world, samples = self.world, self.samples
         suffix = "parquet" if folder.suffix == ".parquet" else "npy"
         doing = f"write {folder}"
-        begun = on_every_rank(world, doing, lambda: _begin(folder, about) if world.is_main else ({}, 0))
-        found, rows = begun[0]
+        found, rows = on_main_rank(world, doing, lambda: _begin(folder, about))
         kept = self._check(folder, found, rows)
         if kept:
             world.log(f"{folder}: {len(kept):,} shards are complete; predicting the others")
@@ -176,10 +188,12 @@ class Predictor:
         for number, columns in self._shards(rows, frozenset(kept), advance):
             if number in kept:  # computed because another rank needed this one's class weights
                 continue
-            first, length = number * rows, len(columns[LABELS])
-            file = write_shard(folder, number, samples.names(first, first + length), columns, suffix)
-            written[number] = {"file": file, "rows": length}
+            names = samples.names(columns.pop(NUMBERS).tolist())
+            file = write_shard(folder, number, names, columns, suffix)
+            written[number] = {"file": file, "rows": len(names)}
 
+        self.bad.gather()
+        self.bad.log_summary()
         parts = world.all_gather_object(written)
         everything = {number: one for part in parts for number, one in part.items()}
         shards = [everything[number] for number in sorted(everything)]
@@ -192,7 +206,7 @@ class Predictor:
             found = {"rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
             write_index(folder, {**about, **found})
 
-        on_every_rank(world, doing, lambda: finish() if world.is_main else None)
+        on_main_rank(world, doing, finish)
         opened = Embeddings(folder)
         world.log(f"wrote {len(opened):,} rows in {len(shards):,} shards to {folder}")
         return opened
@@ -232,14 +246,15 @@ class Predictor:
     def _compute(self, start: int, rows: int, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
         """Return the columns of the rows from `start`, empty if there are none."""
         parts: list[dict[str, np.ndarray]] = []
-        embedded = embed_chunks(
+        embedded = embed_batches(
             self.network,
-            self.samples.chunks(start, start + rows, self.batch),
+            self.samples.parts(start, start + rows, self.batch),
             self.config.model.image_shape,
             batch_size=min(self.batch, rows),
             device=self.world.device,
             name=self.samples.name,
             num_threads=self.samples.threads,
+            bad_images="skip" if self.config.data.bad_images == "skip" else "stop",
         )
         with (
             evaluation_context(self.config, self.world.device),
@@ -248,11 +263,14 @@ class Predictor:
             keeping_outputs(self.network, self.request.layers) as kept,
             closing(embedded),
         ):
-            for chunk, embedding in embedded:
-                assert chunk.labels is not None
-                columns = {**self._values(embedding, kept), LABELS: chunk.labels}
-                parts.append(columns | self._classes(embedding))
-                advance(len(embedding))
+            for batch, embedding in embedded:
+                self.bad.add(batch.problems)
+                if len(batch):
+                    assert isinstance(batch.names, SampleNames)
+                    values, numbers = self._values(embedding, kept), np.array(batch.names.samples)
+                    columns = {**values, LABELS: batch.labels.numpy(), NUMBERS: numbers}
+                    parts.append(columns | self._classes(embedding))
+                    advance(len(embedding))
             if self.head is not None:  # take part in the searches of the other ranks
                 for _ in range(len(parts), -(-rows // self.batch)):
                     self._classes(np.empty((0, self.head.emb_size), np.float32))
@@ -290,8 +308,9 @@ class Predictor:
                     logger.warning(f"{path} is damaged and will be computed again")
                     path.unlink()
                     continue
-                names, first = read_column(path, NAMES).tolist(), number * rows
-                if names != self.samples.names(first, first + len(names)):
+                names, stop = read_column(path, NAMES).tolist(), (number + 1) * rows
+                stop = stop if self.samples.count is None else min(stop, self.samples.count)
+                if not set(names) <= set(self.samples.names(range(number * rows, stop))):
                     raise DataError(
                         f"{path} has other images than {self.samples.name}; choose another folder"
                     )
@@ -348,6 +367,7 @@ def _describe(
     }
     if predictor.head is not None:
         files = sorted((name, one.crc32) for name, one in manifest.files.items())
+        about["model"] |= {"head": predictor.request.head} if predictor.request.head else {}
         about["model"]["files"] = f"{zlib.crc32(repr(files).encode()):08x}"  # with the class weights
     total = samples.count
     row = 64 + sum(math.prod(one["shape"]) * 4 + 4 for one in columns.values())
@@ -384,7 +404,6 @@ class _Progress:
         self._began = self._logged = time.monotonic()
 
     def add(self, images: int) -> None:
-        """Count predicted images of this rank."""
         self._done += images * self._ranks
         now = time.monotonic()
         if now - self._logged < _SECONDS_BETWEEN:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.load import read_class_names
@@ -18,7 +16,7 @@ from plsc.data.sources.base import FileSource, IndexedSource, Source
 from plsc.data.sources.image_folders import open_images
 from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
 from plsc.errors import DataError
-from plsc.evaluate.embed import Chunk, ImagesOf
+from plsc.evaluate.embed import ImagesOf, Listed
 from plsc.inputs import Input
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_training_source
 
@@ -40,18 +38,15 @@ class Samples:
         """Return whether there is an image of this number."""
         return number < self.count
 
-    def chunks(self, start: int, stop: int, batch: int) -> Iterator[Chunk]:
+    def parts(self, start: int, stop: int, batch: int) -> Iterator[ImagesOf]:
         """Yield the images from `start` to `stop` in batches."""
         stop = min(stop, self.count)
         for first in range(start, stop, batch):
-            numbers = range(first, min(first + batch, stop))
-            yield Chunk(
-                first, ImagesOf(self.source, numbers), self.source.labels()[numbers.start : numbers.stop]
-            )
+            yield ImagesOf(self.source, range(first, min(first + batch, stop)))
 
-    def names(self, start: int, stop: int) -> list[str]:
+    def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of images."""
-        return [str(self._where(index)) for index in range(start, stop)]
+        return [str(self._where(number)) for number in numbers]
 
 
 class StreamedSamples:
@@ -73,7 +68,7 @@ class StreamedSamples:
             self._take()
         return self._next is not None
 
-    def chunks(self, start: int, stop: int, batch: int) -> Iterator[Chunk]:
+    def parts(self, start: int, stop: int, batch: int) -> Iterator[ImagesOf]:
         """Yield the images from `start` to `stop` in batches."""
         while self.has(start) and self._position < stop:
             first, images, labels = self._position, [], []
@@ -81,7 +76,8 @@ class StreamedSamples:
                 image, label = self._take()
                 images.append(image)
                 labels.append(label)
-            yield Chunk(first, images, np.array(labels, np.int64))
+            listed = Listed(images, self.name, labels, first)
+            yield ImagesOf(listed, range(first, self._position))
 
     def _take(self) -> tuple[Any, int]:
         taken = self._next
@@ -90,9 +86,9 @@ class StreamedSamples:
         self._position += 1
         return taken
 
-    def names(self, start: int, stop: int) -> list[str]:
+    def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of images."""
-        return [f"sample {index}" for index in range(start, stop)]
+        return [f"sample {number}" for number in numbers]
 
 
 def open_samples(
@@ -101,8 +97,9 @@ def open_samples(
     config: Config,
     checkpoint: tuple[Path, Manifest],
     example: Input | None = None,
+    head: str = "",
 ) -> Samples | StreamedSamples:
-    """Return the images; classes with names are numbered as in the checkpoint, new ones after them."""
+    """Return the images; classes with names are numbered as in the head, new ones after them."""
     threads = config.data.num_workers
     if images is not None:
         name = str(images) if isinstance(images, (str, os.PathLike)) else "the list"
@@ -111,7 +108,7 @@ def open_samples(
         check_no_landmarks(config, "a generator reader")
         return StreamedSamples(reader, example)
     source = open_training_source(config, reader)
-    class_names, saved = class_names_of(source), read_class_names(*checkpoint)
+    class_names, saved = class_names_of(source), read_class_names(*checkpoint, head)
     if class_names is not None and saved is not None:
         assert isinstance(source, IndexedSource)
         source.renumber(saved.numbered(class_names))

@@ -11,22 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.config import Config, Options
 from plsc.data.class_names import ClassNames, class_names_of
-from plsc.data.pair_lists import read_pair_list
-from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError, suggest
-from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.report import Section, write_report
-from plsc.evaluate.verification import VerificationResult, verify
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.storage.urls import base_name, shown
 from plsc.train.data import align_source, open_training_source
-from plsc.train.directories import open_load_dir
-from plsc.train.evaluation import Target, load_for_run, load_targets, log_results
-from plsc.train.network import evaluated, evaluation_context
+from plsc.train.evaluation import embed, load_targets, log_results, open_pairs, open_trained, verify_target
+from plsc.train.network import evaluated
 
 if TYPE_CHECKING:
     from plsc.train.build import UserParts
@@ -60,13 +56,9 @@ class ProtocolData:
                 raise OptionError(f"{name} is not for the protocol {self.protocol!r}, which takes {takes}")
         if self.protocol == "templates" and self.templates is None:
             raise OptionError("the protocol 'templates' needs templates, the folder of the meta files")
-        if self.has_pair_file and self.images is not None:
+        is_list = self.pairs is not None and not self.pairs.endswith(".bin")
+        if self.protocol == "pairs" and not is_list and self.images is not None:
             raise OptionError("images is the folder of a text list of pairs; a .bin file contains its images")
-
-    @property
-    def has_pair_file(self) -> bool:
-        """Whether the pairs are .bin files, not a text list."""
-        return self.protocol == "pairs" and (self.pairs is None or self.pairs.endswith(".bin"))
 
 
 @dataclass(frozen=True)
@@ -82,8 +74,7 @@ def run_protocol(
     options: Options, world: World, user: UserParts, data: ProtocolData, output: Path
 ) -> dict[str, Any]:
     """Return the results of the checkpoint's network by name, and write the report; a collective."""
-    checkpoint = open_load_dir(options.resolve(), world)
-    network, config = load_for_run(options, world, user.model, checkpoint)
+    network, config, (path, manifest) = open_trained(options, world, user.model)
     evaluator = Evaluator(evaluated(network, config, world), config, world)
     found = list(evaluator.run(data, user))
     results = {one.name: one.result for one in found}
@@ -91,19 +82,17 @@ def run_protocol(
     for one in found:
         if hasattr(one.result, "warning") and (warning := one.result.warning()):
             world.log(f"{one.name}: {warning}", logging.WARNING)
-    path, manifest = checkpoint
     model = [
         f"Checkpoint: {path}, step {manifest.step:,}; network {config.model.name}.",
         *evaluator.choices(data),
     ]
 
     def write() -> None:
-        if world.is_main:
-            sections = [one.section() for one in found]
-            sections = [replace(one, choices=[*model, *one.choices]) for one in sections]
-            write_report(output, f"Evaluation: {data.protocol.replace('_', ' ')}", sections)
+        sections = [one.section() for one in found]
+        sections = [replace(one, choices=[*model, *one.choices]) for one in sections]
+        write_report(output, f"Evaluation: {data.protocol.replace('_', ' ')}", sections)
 
-    on_every_rank(world, f"write {output}", write)
+    on_main_rank(world, f"write {output}", write)
     world.log(f"wrote {output / 'report.md'}")
     return results
 
@@ -135,8 +124,8 @@ class Evaluator:
         channels, height, width = self.config.model.image_shape
         flipped = "the sum of the embeddings of the image and its mirror image"
         embedding = flipped if self.config.data.flip else "that of the image, without its mirror image"
-        landmarks = None if data.has_pair_file else self.config.data.landmarks
-        fitted = "resized" if landmarks is None else f"aligned by {landmarks}"
+        landmarks = self.config.data.landmarks
+        fitted = "resized" if landmarks is None else f"aligned by {landmarks} (.bin files: resized)"
         return [
             f"Images: {fitted} to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
             f"Embedding: {embedding} (data.flip).",
@@ -150,36 +139,12 @@ class Evaluator:
                 raise DataError(
                     f"{self.config.data.dataset_dir} has no pair file; pass pairs or set_val_targets()"
                 )
-        elif data.has_pair_file:
-            pairs = read_pairs(data.pairs)
-            targets = [Target(Path(data.pairs).stem, pairs.images, pairs.is_same)]
         else:
-            yield self._pair_list(data.pairs, data.images)
-            return
+            targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, self.config, data.images)]
         for target in targets:
-            embeddings = self.embed(target.images, target.name)
-            result = self._verify(embeddings, target.is_same)
-            images = target.images if isinstance(target.images[0], bytes) else None
-            yield _Found(target.name, result, partial(result.section, target.name, images))
-
-    def _pair_list(self, path: str, folder: str | None) -> _Found:
-        found = read_pair_list(path, folder)
-        images, order, name = found.images, found.pairs.reshape(-1), Path(base_name(path)).stem
-        align_source(images, self.config)
-        embeddings = self.embed(ImagesOf(images, range(len(images))), shown(path))
-        result = self._verify(embeddings, found.is_same, found.pairs)
-
-        def section() -> Section:
-            paths = [images.listed(index) for index in range(len(images))]
-            return result.section(name, ImagesOf(images, order), [paths[index] for index in order.tolist()])
-
-        return _Found(name, result, section)
-
-    def _verify(
-        self, embeddings: np.ndarray, is_same: np.ndarray, pairs: np.ndarray | None = None
-    ) -> VerificationResult:
-        result = verify(embeddings, is_same, pairs=pairs) if self.world.is_main else None
-        return self.world.broadcast_object(result)  # from one rank, so that results are identical
+            result = verify_target(self.embed(target.images, target.name), target, self.world)
+            names = target.by_pair(target.names)
+            yield _Found(target.name, result, partial(result.section, target.name, target.pictures, names))
 
     def _all_pairs(self, data: ProtocolData) -> _Found:
         from plsc.evaluate.all_pairs import all_pairs
@@ -248,18 +213,8 @@ class Evaluator:
 
     def embed(self, images: Sequence[Any], name: str) -> np.ndarray:
         """Return the embeddings of images, float32 [N, D], on every rank."""
-        with evaluation_context(self.config, self.world.device):
-            return embed_images(
-                self.network,
-                images,
-                self.config.model.image_shape,
-                batch_size=self.config.train.test_batch_size,
-                device=self.world.device,
-                flip=self.config.data.flip and self.network.example_input is None,
-                world=self.world,
-                name=name,
-                num_threads=self.config.data.num_workers,
-            )
+        flip = self.config.data.flip and self.network.example_input is None
+        return embed(self.network, images, self.config, self.world, name, flip=flip)
 
 
 def _section(result: Any, title: str, choices: Sequence[str]) -> Section:

@@ -230,7 +230,7 @@ class Pictures(Callback):
 
     def __init__(self, targets: Sequence[Target | HeldOutSet]) -> None:
         pair_files = (target for target in targets if isinstance(target, Target))
-        self._targets = [target for target in pair_files if isinstance(target.images[0], bytes)]
+        self._targets = [(target, target.pictures) for target in pair_files if target.pictures]
 
     def batch_start(self, context: Context) -> None:
         """Draw the first images of the first batch of this rank, after augmentation."""
@@ -244,12 +244,12 @@ class Pictures(Callback):
 
     def evaluated(self, context: Context) -> None:
         """Draw the hardest pairs of each pair file."""
-        for target in self._targets if context.is_main else ():
+        for target, images in self._targets if context.is_main else ():
             from plsc.evaluate.plots import plot_hardest_pairs  # matplotlib is slow to import
 
             cosines = context.evaluation[target.name].cosines
             path = _picture_path(context, f"{_UNSAFE.sub('_', target.name)}_hardest_{context.step}.png")
-            plot_hardest_pairs(target.images, target.is_same, cosines, path)
+            plot_hardest_pairs(images, target.is_same, cosines, path)
             context.log_picture(f"hardest pairs/{target.name}", path)
 
 

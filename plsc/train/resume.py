@@ -167,10 +167,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
     expected: dict[str, Any] = {
         "embedding size": (manifest.emb_size, options.model.emb_size),
         "optimizer": (scalars.get("optimizer", optimizer), optimizer),
-        "global batch": (
-            scalars.get("global_batch"),
-            global_batch_size(options, run.world.size),
-        ),
+        "global batch": (scalars.get("global_batch"), global_batch_size(options, run.world.size)),
     }
     if not run.data.sets:
         expected = {

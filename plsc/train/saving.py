@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -13,13 +14,8 @@ from functools import partial
 from pathlib import Path
 from threading import RLock
 
-from plsc.checkpoint import (
-    Retention,
-    Snapshot,
-    read_manifest,
-    save_checkpoint,
-)
-from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
+from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
@@ -57,7 +53,14 @@ class Saver:
         last: the newest published checkpoint; before the first save, the one that the run resumes.
         best: name and metric value of the best checkpoint in the run's folder, by the metric of
             `retention`; None if no checkpoint has this metric.
+        failure: why the last save failed, '' if it succeeded.
+        unsent: after `close`, the complete checkpoints that were not uploaded, oldest first.
     """
+
+    failure = ""
+    unsent: Sequence[Path] = ()
+    _pending: _Pending | None = None
+    _uploader: Uploader | None = None
 
     def __init__(self, run: Run, directories: Directories) -> None:
         resumed = directories.start.checkpoint
@@ -69,19 +72,13 @@ class Saver:
         self._options = run.options.checkpoint
         self._world = run.world.in_background(run.world.save_group)
         self._background = BackgroundThread("plsc-save")
-        self._pending: _Pending | None = None
-        self._uploader: Uploader | None = None
         if directories.store is not None:
             self._uploader = Uploader(run, directories, directories.store, self.retention)
             # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.
             if self.last is not None and self.last.resolve().parent == directories.local.resolve():
                 self._uploader.add(directories.local / self.last.name)
         self._has_warned = False
-        self.best = on_every_rank(
-            run.world,
-            f"look into {directories.local}",
-            lambda: self._find_best() if run.world.is_main else None,
-        )[0]
+        self.best = on_main_rank(run.world, f"look into {directories.local}", self._find_best)
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
         """Save the state of the run as the checkpoint `name`, in the background unless `wait` is set.
@@ -135,7 +132,9 @@ class Saver:
             if self._options.on_error == "stop":
                 raise
             self._world.log(f"{error}; training continues without this checkpoint", logging.WARNING)
+            self.failure = str(error)
             return
+        self.failure = ""
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = pending.path, outcome.best
         speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
@@ -149,14 +148,31 @@ class Saver:
         if self._uploader is not None:
             self._uploader.add(pending.path)
 
-    def close(self, seconds: float | None = None) -> list[Path]:
-        """Wait for the running save and all uploads; return the checkpoints not uploaded, oldest first.
+    def wait(self, seconds: float) -> None:
+        """Wait for the running save, at most so long; its result is ignored."""
+        if self._pending is not None:
+            futures.wait([self._pending.future], seconds)
+
+    def close(self, seconds: float | None = None) -> str:
+        """Wait for the running save and all uploads; return what is missing and what is where, or ''.
 
         seconds: deadline for the uploads; None: wait until each has succeeded or failed.
         """
         self.finish_save()
         self._background.close()
-        return [] if self._uploader is None else self._uploader.close(seconds)
+        missing = []
+        if self.failure:
+            newest = "there is no checkpoint" if self.last is None else f"the newest one is {self.last}"
+            missing.append(f"its last state is not saved: {self.failure}; {newest}")
+        self.unsent = [] if self._uploader is None else self._uploader.close(seconds)
+        if self.unsent and self.directories.store is not None:
+            names, here = ", ".join(path.name for path in self.unsent), self.directories.local
+            there = self.directories.store.shown
+            missing.append(
+                f"not uploaded to {there}: {names} (complete in {here}); when the store is available again, "
+                f"run: plsc checkpoint push {here} {there}"
+            )
+        return "; ".join(missing)
 
     def _publish(self, path: Path, state: Snapshot) -> _Outcome:
         """Write, publish and prune, in the background thread."""
@@ -198,22 +214,11 @@ class NoSaver(Saver):
     """A Saver that saves nothing."""
 
     def __init__(self) -> None:
-        self.last = None
-        self.best = None
+        self.last = self.best = None
+        self._background = BackgroundThread("plsc-save")
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
         """Do nothing."""
-
-    def is_done(self) -> bool:
-        """Return True: no save is running."""
-        return True
-
-    def finish_save(self) -> None:
-        """Do nothing."""
-
-    def close(self, seconds: float | None = None) -> list[Path]:
-        """Return an empty list: nothing to upload."""
-        return []
 
 
 def _problem_of(action: Callable[[], object]) -> str | None:
@@ -228,7 +233,7 @@ def _problem_of(action: Callable[[], object]) -> str | None:
 def retention_of(run: Run) -> Retention:
     """Return which checkpoints to keep. Raises OptionError for a metric that this run does not measure."""
     options = run.options.checkpoint
-    known = [*(f"{target.name} {metric}" for target in run.targets for metric in target.METRICS), "loss"]
+    known = [*run.callbacks.context.evaluated, "loss"]
     metric = known[0] if options.monitor is None else options.monitor
     # A metric that comes from a checkpoint may be unknown here.
     if metric not in known and "checkpoint.monitor" in run.options.explicit:
@@ -277,13 +282,6 @@ class Uploader:
                 break
             unsent.pop(0)
         self._background.close()
-        if unsent:
-            names, here = ", ".join(path.name for path in unsent), self._directories.local
-            self._world.log(
-                f"not uploaded to {self._store.shown}: {names} (complete in {here}); when the store is "
-                f"available again, run: plsc checkpoint push {here} {self._store.shown}",
-                logging.WARNING,
-            )
         return unsent
 
     def _send(self, path: Path) -> str | None:

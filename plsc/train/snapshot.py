@@ -40,10 +40,7 @@ _PYTHON, _NUMPY = 0, 1  # parts of the hash keys
 
 
 def take_snapshot(
-    run: Run,
-    metrics: dict[str, float],
-    run_id: str = "",
-    lineage: list[dict[str, Any]] | None = None,
+    run: Run, metrics: dict[str, float], run_id: str = "", lineage: list[dict[str, Any]] | None = None
 ) -> Snapshot:
     """Return the state of the run without copying it; a collective. The run is unchanged.
 
@@ -114,6 +111,8 @@ def _scalars(run: Run) -> dict[str, Any]:
         "global_batch": global_batch_size(run.options, run.world.size),
         "num_samples": run.data.num_samples,
         "steps_per_epoch": run.data.loader.steps_per_epoch,
+        "length_step": run.length.step,
+        "length_epoch": run.length.epoch,
         "head_computed_by": None if run.data.sets else getattr(run.head, "computed_by", None),
         "optimizer": type(run.optimizer).__name__,
         "updates": run.position.updates,

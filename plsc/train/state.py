@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.checkpoint import ShardedTensor
+from plsc.checkpoint import Manifest, ShardedTensor
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     OPTIMIZER,
     STATISTICS,
+    Checker,
     Role,
     TensorInfo,
 )
@@ -57,6 +58,38 @@ class Position:
         """Finish the epoch."""
         self.epoch += 1
         self.step_in_epoch = 0
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of a run: epochs of `per_epoch` steps, None if unknown, from a step and an epoch on.
+
+    These are 0, unless a resume has changed the length of an epoch.
+    """
+
+    step: int
+    epoch: int
+    per_epoch: int | None
+
+    @staticmethod
+    def of(per_epoch: int | None, checkpoint: tuple[Path, Manifest] | None) -> Length:
+        """Return the length of a new run, or of one that resumes a checkpoint."""
+        if checkpoint is None:
+            return Length(0, 0, per_epoch)
+        manifest, check = checkpoint[1], Checker(str(checkpoint[0]))
+        if per_epoch is not None and manifest.scalars.get("steps_per_epoch") == per_epoch:
+            step, epoch = (manifest.scalars.get(f"length_{name}", 0) for name in ("step", "epoch"))
+            return Length(check.integer(step, "length_step"), check.integer(epoch, "length_epoch"), per_epoch)
+        if per_epoch is not None and manifest.step_in_epoch >= per_epoch:  # a limit is used up
+            return Length(manifest.step, manifest.epoch + 1, per_epoch)
+        return Length(manifest.step - manifest.step_in_epoch, manifest.epoch, per_epoch)
+
+    def until(self, epochs: int) -> int | None:
+        """Return the number of steps after which so many epochs are over; None if it is unknown."""
+        if self.per_epoch is None:
+            return None
+        left = epochs - self.epoch
+        return self.step + left * self.per_epoch if left >= 0 else min(self.step, epochs * self.per_epoch)
 
 
 def collect_tensors(
@@ -212,11 +245,7 @@ _SMALL = 4096  # elements that a state may have even if its parameter is smaller
 
 
 def _empty_state(
-    key: str,
-    state: str,
-    info: TensorInfo,
-    parameter: nn.Parameter,
-    optimizer: torch.optim.Optimizer,
+    key: str, state: str, info: TensorInfo, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
 ) -> Tensor:
     """Return zeros for a state: in the parameter's layout, but step counts on the device that torch uses."""
     if math.prod(info.shape) > max(parameter.numel(), _SMALL):

@@ -73,7 +73,9 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     if location is None:
         return None
 
-    path = fetch(location, run.world) if _is_remote_checkpoint(location) else None
+    # Judged by the suffix, which is equal on all ranks.
+    is_remote_checkpoint = is_url(location) and not location.endswith(_FILES)
+    path = fetch(location, run.world) if is_remote_checkpoint else None
 
     def load() -> WarmStart:
         with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
@@ -171,11 +173,6 @@ def _copy_rows(
         low, high = np.searchsorted(numbers, [row, row + len(piece)])
         values = piece[torch.from_numpy(numbers[low:high] - row)].to(here)
         here[torch.from_numpy(places[low:high]).to(here.device)] = values
-
-
-def _is_remote_checkpoint(location: str) -> bool:
-    """Return whether a URL names a checkpoint folder, judging by its suffix, which is equal on all ranks."""
-    return is_url(location) and not location.endswith(_FILES)
 
 
 @contextmanager

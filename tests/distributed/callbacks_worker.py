@@ -35,6 +35,18 @@ def main():
     (folder / f"{rank}.json").write_text(json.dumps([result.steps, str(result.checkpoint), recorder.events]))
 
 
+def fail(context):
+    if context.rank == context.world_size - 1:
+        raise ZeroDivisionError("on the last rank only")
+
+
+def failing():
+    dataset, folder = map(Path, sys.argv[1:3])
+    ins = entry(dataset, folder / "run", set_train_epochs=2, set_train_batch_size=4)
+    ins.add_callback(fail, "epoch_end")
+    ins.train()
+
+
 def average():
     """Train with a moving average: replicated, sharded, and the first resumed as the second."""
     dataset, folder = map(Path, sys.argv[1:3])
@@ -53,4 +65,4 @@ def average():
 
 
 if __name__ == "__main__":
-    average() if sys.argv[3:] else main()
+    {"average": average, "failing": failing, "": main}[sys.argv[3] if sys.argv[3:] else ""]()

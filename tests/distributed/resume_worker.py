@@ -195,6 +195,26 @@ def check_same_ranks(world: World | None, dataset: Path, folder: Path) -> None:
     dist.barrier()
 
 
+def check_limits(world: World | None, dataset: Path, folder: Path) -> None:
+    """A run resumed with a limit ends after the limited steps left; resumed again, it is bit-identical."""
+    if world is not None:
+        settings = {"train__batch_size": 3, "checkpoint__every_n_steps": 1, "checkpoint__keep_last": -1}
+
+        def start(name: str, **more) -> int:
+            result = train(options_of(dataset, folder / name, **settings, **more), world)
+            world.barrier()
+            return result.steps
+
+        assert start("whole", optim__schedule="cosine", optim__warmup_steps=2) == 10
+        before = str(saved_at(folder / "whole", 6))
+        assert start("limited", checkpoint__load_dir=before, train__limit_train_batches=3) == 8
+        middle = str(saved_at(folder / "limited", 7))
+        for name, more in (("unset", {}), ("unchanged", {"train__limit_train_batches": 3})):
+            assert start(name, checkpoint__load_dir=middle, **more) == 8
+            assert different(folder / name / "1", folder / "limited/1") == [], name
+    dist.barrier()
+
+
 def check_bound_data(worlds: dict[int, World | None], dataset: Path, folder: Path) -> None:
     """With per-rank data, the number of ranks may change only at the end of an epoch."""
 
@@ -229,6 +249,7 @@ def main() -> None:
     worlds = {ranks: smaller_world(full, ranks) for ranks in RANKS}
     check_rows(worlds, folder / "rows")
     check_same_ranks(worlds[3], dataset, folder / "same")
+    check_limits(worlds[2], dataset, folder / "limits")
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             if "sampled" in case:

@@ -11,7 +11,7 @@ import torch
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.parallel.world import World
-from plsc.train.evaluation import load_for_run
+from plsc.train.evaluation import open_trained
 from tests.distributed.launch import run_ranks, run_torchrun
 from tests.distributed.resume_worker import joined
 from tests.distributed.sharding_worker import CASES, STEPS, Uneven
@@ -72,7 +72,7 @@ def test_the_checkpoint_of_a_sharded_network_loads_in_one_process(checkpoint, tm
     manifest = read_manifest(checkpoint)
     assert manifest.tensors["backbone.fc.weight"].sharded
     options = options_of(tmp_path, tmp_path / "none", checkpoint__load_dir=str(checkpoint))
-    network, _ = load_for_run(options, World.single(), Uneven())
+    network, _, _ = open_trained(options, World.single(), Uneven())
     expected = joined(checkpoint)
     for name, tensor in network.state_dict().items():
         assert tensor.equal(expected[f"backbone.{name}"]), name

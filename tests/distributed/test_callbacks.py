@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from plsc.checkpoint import load_weights
+from plsc.checkpoint.remote import verify
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 
@@ -39,3 +40,13 @@ def test_the_moving_average_of_a_sharded_network_is_that_of_a_replicated_one(tmp
     assert not torch.equal(expected["stem.0.weight"], raw["stem.0.weight"])
     for name in ("sharded", "resumed"):
         torch.testing.assert_close(load_weights(tmp_path / name / "1"), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_epoch_is_saved_on_all_ranks_before_the_error_of_one(tmp_path):
+    dataset = write_dataset(tmp_path / "faces", classes=5, per_class=6)
+    done = run_ranks(WORKER, 2, str(dataset), str(tmp_path), "failing", check=False)
+    assert done.returncode == 1
+    assert "on the last rank only" in done.stderr
+    assert verify(tmp_path / "run/0").epoch == 1
+    assert not (tmp_path / "run/1").exists()

@@ -31,10 +31,31 @@ if what == "plsc" and rank == 1:
     from plsc.errors import OptionError, record_failure
     record_failure(OptionError("set_x(3) is wrong"))
     sys.exit(3)
+if what == "unsaved" and rank == 1:
+    sys.exit(3)
 if what == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if what != "done":
     time.sleep(100)
+"""
+
+# The launcher is stopped until both ranks have ended.
+COLLECTIVE = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def main():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+(record(main) if sys.argv[1] == "recorded" else main)()
 """
 
 
@@ -112,6 +133,22 @@ def test_the_message_of_the_failing_rank_is_printed_last_and_once(what, code, me
     assert "rank 0 of 2" in out
 
 
+@pytest.mark.parametrize("how", ["recorded", "raw"])
+def test_a_killed_rank_is_named_when_another_has_ended_with_a_collective_error_by_then(how, folder):
+    (folder / "collective.py").write_text(COLLECTIVE)
+    launcher = start("--devices", "cpu", "--nproc", "2", "collective.py", how, cwd=folder)
+    try:
+        wait_until(lambda: len(worker_pids(launcher)) == 2)
+        ranks = worker_pids(launcher)
+        wait_until(lambda: not any(map(is_running, ranks)))
+        launcher.send_signal(signal.SIGCONT)
+        _, err = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert err.endswith("plsc: error: rank 1 failed: ended by SIGKILL (out of memory?)\n")
+    assert launcher.returncode == 137
+
+
 def test_a_command_under_launch_leaves_its_message_to_the_launcher(folder):
     code, _, err = run("--nproc", "2", "-m", "plsc.cli", "config", "--train.epochs", "0", cwd=folder)
     assert code == 1
@@ -145,13 +182,32 @@ def test_two_machines_meet_at_the_endpoint(folder):
     assert sorted(text.splitlines()[0] for text in texts) == [f"rank {n} of 2: ['done']" for n in range(2)]
 
 
-def test_all_ranks_are_started_again_after_a_failure(folder):
-    code, _, err = run(
-        "--nproc", "2", "--max-restarts", "1", "--log-dir", "logs", "job.py", "fail", cwd=folder
-    )
-    assert code == 1
-    assert "boom" in (folder / "logs/rank1.1.log").read_text()
-    assert err.endswith("rank 1 failed: exit code 1, ValueError: boom; see logs/rank1.log\n")
+@pytest.mark.parametrize(
+    ("what", "code", "message"),
+    [("fail", 1, "exit code 1, ValueError: boom"), ("killed", 137, "ended by SIGKILL (out of memory?)")],
+)
+def test_a_restart_is_reported_with_rank_reason_and_attempt_on_the_console_and_in_the_log(
+    what, code, message, folder
+):
+    arguments = ("--nproc", "2", "--max-restarts", "2", "--log-dir", "logs", "job.py", what)
+    found, _, err = run(*arguments, cwd=folder)
+    restarts = [f"rank 1 failed: {message}; starting all ranks again ({n} of 2)" for n in (1, 2)]
+    last = f"rank 1 failed: {message}"
+    assert err.splitlines() == [
+        *(f"plsc: warning: {line}" for line in restarts),
+        f"plsc: error: {last}; see logs/rank1.log",
+    ]
+    assert found == code
+    for log, line in zip(("rank1.1", "rank1.2", "rank1"), (*restarts, last), strict=True):
+        assert (folder / f"logs/{log}.log").read_text().endswith(f"plsc: error: {line}\n")
+
+
+def test_ranks_are_not_started_again_after_exit_status_3(folder):
+    code, _, err = run("--nproc", "2", "--max-restarts", "2", "job.py", "unsaved", cwd=folder)
+    assert code == 3
+    assert err.endswith("plsc: error: rank 1 failed: exit code 3, its output is above\n")
+    assert "again" not in err
+    assert err.count("rank 1 has") == 1
 
 
 def test_doctor_sums_over_the_ranks(folder):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import re
+import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from plsc.checkpoint import list_checkpoints
 from plsc.checkpoint.remote import verify
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError, NotSavedError, OptionError, TrainingInterrupted
 from plsc.storage.store import Store
 from tests.distributed.job import small_entry
 from tests.distributed.launch import ROOT, Ranks, run_ranks
@@ -85,10 +88,9 @@ def test_set_hdfs_info_downloads_and_uploads_and_never_stores_the_password(
     wait_for((tmp_path / "second" / "metrics.jsonl").exists, job)
     hdfs.kill()
     output = "".join(job.communicate(timeout=200))
-    assert job.returncode == 0, output
+    assert "ended with exit code 3" in output
     assert (tmp_path / "fetched" / "manifest.json").is_file()
-    unsent = r"unsent=\[PosixPath\('\S+/second/2'\), PosixPath\('\S+/second/3'\)\]"
-    assert re.search(unsent, output), output
+    assert re.search(r"not uploaded to \S+: 2, 3 \(complete in \S+/second\)", output), output
     push = re.search(r"plsc (checkpoint push \S+ \S+)", output)
     hdfs.revive()
     store = Store(f"{hdfs.url}/runs/a")
@@ -147,6 +149,16 @@ def test_asynchronous_saving_changes_no_bit_and_keeps_the_best_checkpoint(datase
     assert len(found) <= 3
 
 
+def test_a_step_save_at_the_last_step_is_not_saved_twice(dataset, tmp_path, capsys):
+    ins = small_entry(dataset, tmp_path / "run")
+    ins.set_save_every_n_steps(5)
+    ins.set_train_steps(10)
+    result = ins.train()
+    assert result.checkpoint == tmp_path / "run/0-step10"
+    lines = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("saved ")]
+    assert lines == [f"saved {tmp_path}/run/0-step5", f"saved {tmp_path}/run/0-step10"]
+
+
 def test_offloaded_class_weights_are_not_copied_for_a_save(dataset, tmp_path, capsys):
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_head_offload(True)
@@ -180,13 +192,120 @@ def test_a_full_disk_keeps_the_older_checkpoint_and_stops_training_by_option(dat
     run = str(dataset), str(tmp_path / "run"), *resume
     done = run_ranks(script, 0, *run, "set_save_error='continue'", "--", *run, check=False)
     assert "training continues without this checkpoint" in done.stderr
-    assert done.stdout.count("result: ") == 1
+    assert re.search(r"run 1 failed: .* after step \d+, but its last state is not saved", done.stderr)
+    assert "result: " not in done.stdout
     assert done.returncode == 1
     assert "File too large" in done.stderr
     assert "earlier checkpoints are intact" in done.stderr
     assert [path.name for path, _ in list_checkpoints(tmp_path / "run")] == ["0", "1"]
     assert verify(tmp_path / "run" / "1").epoch == 2
     assert not list((tmp_path / "run").glob(".saving-*"))
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_command_exits_with_3_and_a_last_line_if_the_last_state_is_not_saved(dataset, tmp_path, ranks):
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import os, resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))\n"
+        "from plsc.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    flags = [
+        "--data.dataset_dir", dataset, "--model.name", "SmallResNet", "--model.image_shape", "[3,16,16]",
+        "--model.emb_size", "8", "--train.epochs", "1", "--checkpoint.save_dir", tmp_path / "run",
+        "--checkpoint.on_error", "continue", "--train.log_period", "1", "--data.num_workers", "0",
+    ]  # fmt: skip
+    done = run_ranks(script, ranks, "train", *map(str, flags), check=False)
+    assert done.returncode == 3 or "ended with exit code 3" in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("plsc:")]
+    assert re.fullmatch(
+        r"plsc: error: the run has ended after step 1, but its last state is not saved: .*File too large.*; "
+        r"there is no checkpoint",
+        lines[-1],
+    )
+    assert "last checkpoint" not in done.stdout
+    assert "loss_epoch" in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+class Closed:
+    """A logger."""
+
+    def __init__(self):
+        self.is_closed = False
+
+    def write(self, entry):
+        assert not self.is_closed
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_run_without_its_last_checkpoint_raises_after_its_loggers_are_closed(dataset, tmp_path):
+    logger, events = Closed(), []
+    ins = small_entry(dataset, tmp_path / "run")
+    ins.set_save_error("continue")
+    ins.set_loggers(logger)
+
+    def block(context):
+        if context.epoch == 2:
+            (tmp_path / "run/1").mkdir()
+            (tmp_path / "run/1/notes.txt").touch()
+
+    ins.add_callback(block, "epoch_end")
+    ins.add_callback(lambda context: events.append("run_end"), "run_end")
+    ins.add_callback(lambda context: events.append("exception"), "exception")
+    message = r"run/1 exists and is not a checkpoint.*newest one is .*run/0$"
+    with pytest.raises(NotSavedError, match=message) as raised:
+        ins.train()
+    assert logger.is_closed
+    assert events == ["run_end"]
+    assert raised.value.code == raised.value.exit_code == 3
+    result = raised.value.result
+    assert (result.epochs, result.checkpoint) == (2, tmp_path / "run/0")
+
+
+def test_a_signal_during_which_the_state_is_not_saved_does_not_claim_that_it_is(dataset, tmp_path):
+    ins = small_entry(dataset, tmp_path / "run")
+    ins.set_save_error("continue")
+    steps = -(-len((dataset / "label.txt").read_text().splitlines()) // 8)
+
+    def stop(context):
+        if context.step == steps + 1:
+            (tmp_path / f"run/1-step{steps + 1}").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    ins.add_callback(stop, "after_step")
+    message = r"last state is not saved: .*newest one is .*run/0$"
+    with pytest.raises(TrainingInterrupted, match=message) as raised:
+        ins.train()
+    assert raised.value.exit_code == 143
+
+
+def test_losing_a_store_raises_at_the_end_and_its_advice_works_when_it_is_back(dataset, tmp_path, capsys):
+    share = tmp_path / "share"
+    ins = small_entry(dataset, tmp_path / "run")
+    ins.set_upload_dir(f"file://{share}/store")
+    ins.set_store_timeout(1)
+
+    def lose(context):
+        if context.step == 1:
+            shutil.rmtree(share)
+            share.touch()
+
+    ins.add_callback(lose, "after_step")
+    with pytest.raises(NotSavedError, match=r"not uploaded to \S+: 0, 1 \(complete in \S+run\)") as raised:
+        ins.train()
+    assert raised.value.result.unsent == [tmp_path / "run/0", tmp_path / "run/1"]
+    push = re.search(r"plsc (checkpoint push \S+ \S+)$", str(raised.value))[1].split()
+    assert main(push) == 1
+    refused = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint push" not in refused
+    assert "can be uploaded when the store is available again" in refused
+    share.unlink()
+    assert main(push) == 0
+    assert [name for name, _ in checkpoints_in(Store(f"file://{share}/store"))] == ["0", "1"]
 
 
 def test_a_password_in_an_option_raises_without_being_shown():

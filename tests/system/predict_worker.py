@@ -43,6 +43,7 @@ if __name__ == "__main__":
     prediction.MOST_ROWS = 4
     ins = entry(folder / "faces", folder / "unused", set_checkpoint_dir=folder / "run" / "0")
     ins.set_test_batch_size(3)
+    ins.set_bad_images("skip")
     ins.predict_reader = Faces(folder / "faces", int(sys.argv[3]) if len(sys.argv) > 3 else None)
     fields = prediction.FIELDS
     if output == "memory":

@@ -49,7 +49,7 @@ class Plain(BaseModel):
 def relabelled(dataset, folder, numbers=None, keep=lambda label: True):
     """Write the dataset with the labels numbers[old], and only the samples that are kept."""
     folder.mkdir(parents=True)
-    (folder / "images").symlink_to(dataset / "images")
+    shutil.copytree(dataset / "images", folder / "images")
     lines = []
     for line in (dataset / "label.txt").read_text().splitlines():
         name, label = line.split("\t")
@@ -60,7 +60,7 @@ def relabelled(dataset, folder, numbers=None, keep=lambda label: True):
     return folder
 
 
-def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained=None):
+def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained=None, class_depth=None):
     """Return the losses of all steps and the last checkpoint; one step per epoch."""
     ins = Entry()
     ins.set_seed(3)
@@ -82,6 +82,7 @@ def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained
     ins.set_flip(False)
     ins.set_log_period(1)
     ins.set_num_workers(0)
+    ins.set_class_depth(class_depth)
     if class_num is not None:
         ins.set_class_num(class_num)
     if checkpoint is not None:
@@ -248,7 +249,7 @@ def with_label_file(folders, folder, numbers):
     folder.mkdir()
     lines = []
     for name in sorted(numbers):
-        (folder / name).symlink_to(folders / name)
+        shutil.copytree(folders / name, folder / name)
         lines += [f"{name}/{path.name}\t{numbers[name]}" for path in sorted((folders / name).iterdir())]
     (folder / "label.txt").write_text("\n".join(lines) + "\n")
     return folder
@@ -313,6 +314,30 @@ def test_class_names_follow_their_classes_through_every_change(named, trained, t
             *map(str, [tmp_path / "grown", tmp_path / "x", "--grow", 2, "--images", images]),
         ]
     )
+
+
+def test_new_classes_in_nested_folders_have_the_depth_of_the_checkpoint(trained, named, tmp_path, capsys):
+    every, _, _ = trained
+    network = ("--model", f"{__name__}:Plain")
+    two = class_folders(every, tmp_path / "two", {"x/a": 0, "y/c": 2})
+    three = class_folders(every, tmp_path / "three", {"x/a": 0, "x/b": 1, "y/c": 2})
+    new = class_folders(every, tmp_path / "new", {"x/b": 1})
+    _, nested = train(two, tmp_path / "saved", EPOCHS, class_depth=2)
+    capsys.readouterr()
+    arguments = ("checkpoint", "classes", nested, tmp_path / "inner", "--grow", 1, "--images", new / "x")
+    assert main([*map(str, arguments), *network]) == 1
+    message = capsys.readouterr().err
+    assert "new/x/b contains images, but the class folders are at depth 2 (class_depth)" in message
+    assert "set_class_depth" not in message
+    change(nested, tmp_path / "grown", "--grow", 1, "--images", new, *network)
+    assert names_in(tmp_path / "grown") == ["x/a", "y/c", "x/b"]
+    train(three, tmp_path / "again", EPOCHS + 1, tmp_path / "grown", class_depth=2)
+    # The same new classes with a label.txt, which has no depth.
+    numbered = with_label_file(new / "x", tmp_path / "numbered", {"b": 2})
+    change(nested, tmp_path / "other", "--grow", 1, "--images", numbered, *network)
+    # A checkpoint of class folders without a depth: every folder is a class.
+    change(named[0], tmp_path / "flat", "--grow", 1, "--images", new, *network)
+    assert names_in(tmp_path / "flat") == ["a", "c", "x"]
 
 
 def test_a_warm_start_matches_class_weights_by_name(named, trained, tmp_path, capsys):

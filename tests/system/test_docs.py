@@ -1,4 +1,5 @@
-"""Python blocks of README.md and docs/ run, flags of `plsc` in shell blocks exist, links lead somewhere.
+"""Python blocks of README.md and docs/ run, flags of `plsc` in shell blocks exist, links lead somewhere;
+the site has every page.
 
 The blocks of a page run in order, in one namespace, in a folder with a dataset `faces` and its checkpoint
 `saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is left
@@ -7,9 +8,12 @@ out. test_head_alone.py checks what the blocks of docs/head.md compute.
 
 from __future__ import annotations
 
+import html
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +112,27 @@ def test_links_to_files_and_headings_exist(page):
             target = page.parent / path if path else page
             assert target.exists(), link
             assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_under_its_title(tmp_path):
+    pytest.importorskip("sphinx", reason="sphinx is not installed")
+    docs = ROOT / "docs"
+    subprocess.run([sys.executable, "-m", "sphinx", "-q", "-b", "html", docs, tmp_path], check=True)
+    for page in docs.rglob("*.md"):
+        title = re.search("^# (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
+        built = (tmp_path / page.relative_to(docs)).with_suffix(".html").read_text(encoding="utf-8")
+        heading = re.search("<h1>(.*?)</h1>", built)
+        assert heading, page
+        assert html.unescape(re.sub("<[^>]*>|¶", "", heading[1])) == title.replace("`", ""), page
+
+
+def test_the_api_page_describes_every_object_without_the_site():
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    lines = re.sub("^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    documented = re.findall(r"^\.\. auto(?:class|function|method):: ([\w.]+)$", text, re.MULTILINE)
+    for members in re.findall(r"^   :members: (.+(?:\n {4,}.+)*)", text, re.MULTILINE):
+        documented += re.split(r",\s+", members)
+    assert len(documented) > 60
+    for name in documented:
+        assert re.search(rf"`[\w.]*\b{name.rpartition('.')[2]}[`(].*: [A-Z`].*\.$", lines, re.MULTILINE), name

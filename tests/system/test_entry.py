@@ -152,7 +152,7 @@ def test_load_network_embeds_as_predict_does_and_draws_nothing(dataset, tmp_path
     files = [line.split("\t")[0] for line in (dataset / "label.txt").read_text().splitlines()]
     images = torch.from_numpy(np.stack([Image.open(dataset / file) for file in files])).permute(0, 3, 1, 2)
     state = torch.get_rng_state()
-    for model in [Plain(), f"{__name__}:Plain"] if custom else [None, "SmallResNet"]:
+    for model in [Plain(), Plain, f"{__name__}:Plain"] if custom else [None, "SmallResNet"]:
         torch.set_rng_state(state)
         network = plsc.load_network(checkpoint, model)
         assert torch.equal(torch.get_rng_state(), state)

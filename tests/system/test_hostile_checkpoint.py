@@ -18,8 +18,8 @@ from plsc.checkpoint.remote import verify
 from plsc.checkpoint.shard_file import OFFSETS_KEY, PLACES_KEY, entry_of, write_shard
 from plsc.cli import main
 from plsc.config import Options, all_options
-from plsc.errors import CheckpointError
-from plsc.storage.publish import clean, lock_note
+from plsc.errors import CheckpointError, DataError
+from plsc.storage.publish import FolderLock, clean, lock_note
 from plsc.storage.store import Store
 from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
@@ -271,6 +271,8 @@ def test_a_damaged_lock_note_is_ignored(text, tmp_path):
 def test_a_lock_that_is_a_pipe_or_device_is_not_read(tmp_path):
     os.mkfifo(tmp_path / ".lock")
     assert lock_note(tmp_path) == {}
+    with pytest.raises(DataError, match=r"cannot write .*\.lock"):
+        FolderLock(tmp_path)
     (tmp_path / ".lock").unlink()
     (tmp_path / ".lock").symlink_to("/dev/zero")
     assert lock_note(tmp_path) == {}

@@ -132,8 +132,13 @@ def long_lines() -> Iterator[bytes]:
         yield b"%d" % number + b"A" * (2_000_000 + 2_500_000 * number) + b"\t1\n"
 
 
+def marked_lines() -> Iterator[bytes]:
+    yield b"\xef\xbb\xbf"  # not of base64, so that every line is checked
+    yield from long_lines()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", [short_lines, long_lines])
+@pytest.mark.parametrize("lines", [short_lines, long_lines, marked_lines])
 def test_memory_is_bounded_for_lines_of_any_length(tmp_path, interpreter_mb, lines):
     folder = tmp_path / "set"
     folder.mkdir()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +15,7 @@ import plsc
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.models.base_model import BaseModel
 from plsc.parallel.world import World
 from plsc.train import prediction
 from plsc.train.heads import load_head
@@ -174,3 +177,150 @@ def test_a_generator_is_streamed_and_another_model_or_other_images_are_refused(
     ins.set_checkpoint_dir(other)
     with pytest.raises(CheckpointError, match="different model"):
         ins.predict(output=tmp_path / "out")
+
+
+class Own(BaseModel):
+    def __init__(self, emb_size=8):
+        super().__init__()
+        self.fc = torch.nn.Linear(3 * 16 * 16, emb_size)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1))
+
+
+def halving(step):
+    return 0.5 ** (step / 10)
+
+
+def plain_sgd(groups):
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def own(trained):
+    """A checkpoint of a run with its own network, schedule and optimizer."""
+    ins = entry(trained / "faces", trained / "own", set_lr_schedule=halving, set_optimizer=plain_sgd)
+    ins.set_model(Own())
+    return ins.train().checkpoint
+
+
+def test_a_run_with_own_code_classifies_with_its_network_alone(trained, own, tmp_path):
+    ins = entry(trained / "faces", tmp_path / "unused", set_checkpoint_dir=own)
+    ins.set_model(Own())
+    value = ins.predict()
+    weight = F.normalize(load_weights(own, "class_weights")["weight"])
+    nearest = (F.normalize(torch.from_numpy(value.embeddings)) @ weight.T).argmax(dim=1).numpy()
+    assert np.array_equal(ins.predict(field=["id"]).ids, nearest)
+    both = ins.predict(field=["id", "prob"])
+    assert np.array_equal(both.ids, nearest)
+    assert ((both.probs > 0) & (both.probs <= 1)).all()
+    ins.set_val_dir(trained / "faces")
+    assert ins.test()["val"].top1 == np.mean(nearest == value.labels)
+    output = tmp_path / "out"
+    flags = ["--checkpoint.load_dir", str(own), "--data.dataset_dir", str(trained / "faces"), "--field", "id"]
+    name = f"{__name__}:Own"
+    assert main(["predict", *flags, "--model.name", name, "--output", str(output)]) == 0
+    assert np.array_equal(plsc.open_embeddings(output)["ids"][:], nearest)
+
+
+def test_predict_of_classes_alone_does_not_say_that_it_wrote_embeddings(trained, own, tmp_path, capsys):
+    command = ["predict", "--checkpoint.load_dir", str(own), "--model.name", f"{__name__}:Own"]
+    command += ["--images", str(trained / "faces/images"), "--output", str(tmp_path / "p.npz")]
+    assert main([*command, "--field", "id"]) == 0
+    assert "wrote the predictions of" in capsys.readouterr().out
+
+
+def test_the_advice_for_a_network_of_the_training_script_names_a_module_to_move_it_to(
+    trained, tmp_path, messages
+):
+    ins = entry(trained / "faces", tmp_path / "run")
+    ins.set_model(type("InScript", (Own,), {"__module__": "__main__"})())
+    path = str(ins.train().checkpoint)
+    for command in (["index", path, str(tmp_path / "gallery")], ["predict", "--checkpoint.load_dir", path]):
+        assert main(command) == 1
+        assert "'MODULE:InScript'" in messages[-1]
+        assert "move it from the training script to MODULE.py" in messages[-1]
+
+
+def test_index_and_search_take_the_name_of_the_network_of_a_checkpoint(
+    trained, own, tmp_path, capsys, messages
+):
+    pytest.importorskip("faiss", reason="plsc[search] is not installed")
+    images, gallery, name = trained / "faces/images", tmp_path / "gallery", f"{__name__}:Own"
+    made = ["index", str(own), str(gallery), "--images", str(images)]
+    assert main(made) == 1
+    assert f"or --model.name '{name}'" in messages[-1]
+    assert main([*made, "--model.name", name]) == 0
+    capsys.readouterr()
+    image = str(images / "3_1.png")
+    assert main(["search", str(own), str(gallery), image, "-k", "1", "--model.name", name]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("1.0000  3_1.png")
+
+
+@pytest.fixture
+def spoiled(trained, tmp_path):
+    """The dataset with a damaged image, 2_0.png and a missing one, 5_1.png."""
+    faces = shutil.copytree(trained / "faces", tmp_path / "faces")
+    image = faces / "images" / "2_0.png"
+    image.write_bytes(image.read_bytes()[:60])
+    (faces / "images" / "5_1.png").unlink()
+    return faces
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_bad_images_are_named_or_left_out(spoiled, trained, tmp_path, messages, monkeypatch, threads):
+    monkeypatch.setattr(prediction, "MOST_ROWS", 4)
+    ins = entry(spoiled, tmp_path / "unused", set_checkpoint_dir=trained / "run" / "0")
+    ins.set_num_workers(threads)
+    ins.set_test_batch_size(2)
+    with pytest.raises(DataError, match=r"^images/2_0\.png \(label\.txt:5\): .*damaged"):
+        ins.predict()
+    with pytest.raises(DataError, match=r"^2_0\.png: .*damaged"):
+        ins.predict(spoiled / "images")
+    ins.set_bad_images("skip")
+    found = ins.predict(field=["value", "id"])
+    ins.set_dataset_dir(trained / "faces")
+    whole = ins.predict(field=["value", "id"])
+    good = [index for index in range(COUNT) if index not in (4, 11)]
+    np.testing.assert_allclose(found.embeddings, whole.embeddings[good], **CLOSE)
+    assert found.ids.tolist() == whole.ids[good].tolist()
+    assert found.labels.tolist() == whole.labels[good].tolist()
+    assert [name.split("/")[-1] for name in found.names] == [
+        whole.names[index].split("/")[-1] for index in good
+    ]
+    assert sum(one.startswith("skipped: images/2_0.png") for one in messages) == 1
+    assert f"left out 2 of {COUNT} images" in messages
+
+    ins.set_dataset_dir(spoiled)
+    written = ins.predict(field=["value", "id"], output=tmp_path / "out")
+    np.testing.assert_array_equal(written["embeddings"][:], found.embeddings)
+    assert written["names"][:].tolist() == found.names
+    listed = (tmp_path / "out" / "_bad_samples.txt").read_text().splitlines()
+    assert [line.split("\t")[0] for line in listed] == ["undecodable", "missing"]
+    first = min((tmp_path / "out").glob("00001-*"))
+    first.unlink()
+    assert ins.predict(field=["value", "id"], output=tmp_path / "out")["names"][:].tolist() == found.names
+
+
+def test_ranks_with_bad_images_only_take_part_in_the_search_for_classes(trained, expected, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    shutil.copytree(trained / "faces", tmp_path / "faces")
+    files = sorted((tmp_path / "faces/images").iterdir(), key=lambda file: int(file.stem.partition("_")[0]))
+    bad = [1, *range(4, 12), 21]  # shards 1 and 2 as a whole
+    for index in bad:
+        files[index].write_bytes(b"no image")
+    good = [index for index in range(COUNT) if index not in bad]
+    run(tmp_path, 2, "memory")
+    run(tmp_path, 2, "written")
+    written = plsc.open_embeddings(tmp_path / "written")
+    for found in (np.load(tmp_path / "memory2-1.npz"), {name: written[name][:] for name in written}):
+        assert list(found["names"]) == [f"dataset[{index}]" for index in good]
+        assert np.array_equal(found["ids"], expected["ids"][good])
+        for name in ("embeddings", "probs", *LAYERS):
+            np.testing.assert_allclose(found[name], expected[name][good], **CLOSE)
+
+
+def test_a_prediction_of_bad_images_only_is_an_error(spoiled, trained, tmp_path):
+    ins = entry(spoiled, tmp_path / "unused", set_checkpoint_dir=trained / "run" / "0", set_bad_images="skip")
+    with pytest.raises(DataError, match="no image of the list can be used"):
+        ins.predict([spoiled / "images" / "2_0.png"] * 2)

@@ -122,6 +122,39 @@ def test_the_pairs_of_val_targets_are_the_default(faces, checkpoint, alone, tmp_
     assert found["lfw"].as_dict() == stored
 
 
+def close_to(result):
+    """The metrics of a result, but for the last bits of embeddings in batches of another size."""
+    plain = {"threshold", "threshold_cosine", "mean_norm", "threshold_at_far"}
+    return {
+        name: pytest.approx(value, abs=1e-5) if name in plain else value
+        for name, value in result.as_dict().items()
+    }
+
+
+def test_text_lists_are_val_targets_like_bin_files(faces, checkpoint, tmp_path):
+    settings = {"set_val_targets": "lfw,pairs.txt", "set_test_batch_size": 3}
+    ins = entry(faces, tmp_path / "run", set_checkpoint_dir=checkpoint, **settings)
+    found = ins.test()
+    assert found["pairs.txt"].as_dict() == close_to(found["lfw"])
+    by_protocol = ins.test("pairs", output=tmp_path / "report")
+    assert {name: one.as_dict() for name, one in by_protocol.items()} == {
+        name: close_to(one) for name, one in found.items()
+    }
+    lines = (tmp_path / "report" / "pairs.txt_scores.tsv").read_text().splitlines()
+    assert lines[1].split("\t")[2].startswith("images/")
+    ins.set_limit_test_batches(14)  # 21 pairs of 40
+    limited = ins.test()
+    assert (limited["lfw"].pairs, limited["pairs.txt"].pairs) == (21, 21)
+    assert limited["pairs.txt"].as_dict() == close_to(limited["lfw"])
+
+
+def test_a_run_evaluates_and_draws_a_text_list(faces, tmp_path):
+    settings = {"set_val_targets": "pairs.txt", "set_with_test": True, "set_log_images": True}
+    result = entry(faces, tmp_path, set_monitor="pairs.txt accuracy", **settings).train()
+    assert result.best_model_score == result.evaluation["pairs.txt"].accuracy
+    assert len(list((tmp_path / "pictures").glob("*hardest*.png"))) == 1
+
+
 def test_folders_of_classes_are_matched_by_name(faces, checkpoint, alone, tmp_path):
     for part in ("gallery", "probes"):
         for image in sorted((faces / "images").iterdir()):

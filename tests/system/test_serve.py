@@ -1,16 +1,20 @@
 """`plsc serve` as a process: answers, hostile requests, shutdown, SIGKILL, and its messages."""
 
 import base64
+import contextlib
 import io
 import json
+import resource
 import shutil
 import signal
 import socket
+import sqlite3
 import struct
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +24,11 @@ from plsc.cli import main
 from plsc.errors import DataError
 from plsc.export import open_model
 from plsc.gallery import write_gallery
+from plsc.serve.store import Store
 from tests.serving import export_model, serving
 
 pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
+from plsc.serve.app import _from_json
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +133,20 @@ def test_what_is_unknown_is_enrolled_found_and_deleted(server):
         client.delete(number)
 
 
+def test_without_thresholds_the_name_is_null_with_and_without_entries(folder, images, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    about = json.loads((tmp_path / "model/model.json").read_text())
+    del about["thresholds"], about["classes"]
+    (tmp_path / "model/model.json").write_text(json.dumps(about))
+    with serving(tmp_path / "model", tmp_path / "s.sqlite") as server:
+        client = server.client()
+        empty = client.search(images[0])
+        client.enrol("a", images[0])
+        found = client.search(images[0])
+    assert (empty["name"], empty["known"], empty["results"]) == (None, None, [])
+    assert (found["name"], found["known"], len(found["results"])) == (None, None, 1)
+
+
 def png(width, height):
     """Return a PNG file that declares a size, with little data."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -189,6 +209,35 @@ def test_every_truncation_of_an_image_gets_a_4xx(server, images):
             assert ask(server, "POST", "/embed", whole[:length])[0] == 400, length
 
 
+def test_images_of_formats_that_are_slow_to_decode_are_refused(server):
+    for kind in ("BMP", "TIFF"):
+        file = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(file, kind)
+        status, answer = ask(server, "POST", "/embed", file.getvalue())
+        assert (status, answer["detail"][:27]) == (400, "the image is a BMP or TIFF,")
+
+
+def test_an_image_with_thousands_of_wrong_tags_does_not_fill_the_log(folder, tmp_path):
+    tags = [(1000 + number, 1, 10**9, 8) for number in range(2600)]
+    entries = b"".join(struct.pack("<HHII", *one) for one in tags)
+    jpeg = io.BytesIO()
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    Image.new("RGB", (20, 20)).save(jpeg, "JPEG", exif=exif)
+    with (
+        (tmp_path / "log").open("w+") as log,
+        serving(folder / "model", tmp_path / "s.sqlite", stderr=log) as server,
+    ):
+        assert ask(server, "POST", "/embed", jpeg.getvalue())[0] == 200
+        log.seek(0)
+        assert len(log.read()) < 1000
+
+
+def test_json_of_many_values_is_refused_before_it_is_parsed():
+    body = b"{" + b",".join(b'"%d":1' % number for number in range(2000)) + b',"image": "AAAA"}'
+    with pytest.raises(DataError, match="the JSON body is not"):
+        _from_json(body, 1)
+
+
 @pytest.mark.parametrize(
     "path",
     ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/classes/..%2f..%2fmodel.json/thumbnail",
@@ -230,6 +279,96 @@ def test_bodies_without_end_and_slow_bodies_are_cut_off(server):
     assert converse(server, b"POST /embed HTTP/1.1\r\nHos", []) == b""  # closed after the timeout
     assert converse(server, b"\x00\x01\x02 nonsense\r\n\r\n", [])[9:12] == b"400"
     assert converse(server, b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 10**6, [])[9:12] == b"400"
+
+
+def test_images_of_every_size_and_format_are_limited_to_max_pixels(folder, tmp_path):
+    with serving(folder / "model", tmp_path / "s.sqlite", "--max_pixels", "255") as server:
+        for kind in ("JPEG", "PNG"):
+            for width, height in ((15, 17), (16, 16), (20, 20), (300, 400)):  # the network's input is 16 x 16
+                file = io.BytesIO()
+                Image.new("RGB", (width, height)).save(file, kind)
+                status, answer = ask(server, "POST", "/embed", file.getvalue())
+                if width * height <= 255:
+                    assert status == 200
+                else:
+                    detail = f"the image has {width}x{height} pixels, over the limit of 255; shrink it"
+                    assert (status, answer["detail"]) == (400, detail)
+
+
+@pytest.mark.parametrize("charset", ["punycode", "utf-7", "idna", "latin-1"])
+def test_forms_are_utf_8_whatever_charset_they_declare(charset, server, images):
+    headers, body = form(images[0], name="Zo\u00eb")
+    declared = {"Content_Type": f"{headers['Content_Type']}; charset={charset}"}
+    status, answer = ask(server, "POST", "/entries", body, **declared)
+    assert (status, answer["name"]) == (201, "Zo\u00eb")
+    server.client().delete(answer["id"])
+    _, body = form(name="ab" * 190_000)  # with punycode, this takes the square of its length
+    assert ask(server, "POST", "/entries", body, **declared)[0] == 400
+
+
+def open_files(server):
+    """Return the soft limit on open files of a server."""
+    return resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0]
+
+
+def test_idle_connections_do_not_keep_others_out_and_do_not_fill_the_log(folder, images, tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
+
+    store = tmp_path / "s.sqlite"
+    with (
+        (tmp_path / "log").open("w+") as log,
+        serving(folder / "model", store, "--timeout", "600", preexec_fn=limited, stderr=log) as server,
+        contextlib.ExitStack() as opened,
+    ):
+        assert open_files(server) == 256
+        kept = opened.enter_context(contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)))
+        for number in range(1000):
+            one = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            starts = (b"POST /embed HTTP/1.1\r\nHost: local", b"host\r\nContent-Length: 9\r\n\r\nabc")
+            one.sendall(b"".join(starts[: number % 3]))
+            if number % 50 == 0:  # a connection that is in use is not the one to be closed
+                kept.request("GET", "/health")
+                assert kept.getresponse().read()
+        assert len(server.client().encode(images[0])) == 8
+        assert len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) < 256
+        for _ in range(1000):
+            converse(server, b"nonsense\r\n\r\n", [])
+        log.seek(0)
+        text = log.read()
+    assert "connections are open" in text
+    assert len(text) < 20_000
+
+
+def is_open(connection):
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == b"\x01"  # ESTABLISHED
+
+
+def test_a_client_that_does_not_read_its_responses_makes_room_for_others(folder, tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
+
+    with serving(folder / "model", tmp_path / "s.sqlite", "--timeout", "600", preexec_fn=limited) as server:
+        unread = socket.create_connection(("127.0.0.1", server.port))
+        unread.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000)
+        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+        for _ in range(3_000):  # until nothing more can be sent to it, and then one more
+            if not is_open(unread):
+                break
+            others.pop(0).close()
+            others.append(socket.create_connection(("127.0.0.1", server.port)))
+        assert not is_open(unread)
+        assert ask(server, "GET", "/health")[0] == 200
+        for one in (unread, *others):
+            one.close()
+
+
+def test_the_soft_limit_on_open_files_is_raised_as_far_as_needed(folder, tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    with serving(folder / "model", tmp_path / "s.sqlite", preexec_fn=limited) as server:
+        assert 1024 < open_files(server) < 2048
 
 
 def test_the_client_says_that_an_image_is_too_large(server):
@@ -296,6 +435,39 @@ def test_sigterm_answers_started_requests_and_the_key_is_needed(folder, images, 
     assert entries[0]["id"] == number
 
 
+def is_listening(server):
+    try:
+        socket.create_connection(("127.0.0.1", server.port), timeout=60).close()
+    except ConnectionError:
+        return False
+    return True
+
+
+def test_a_forced_stop_does_not_claim_that_all_requests_were_answered(folder, tmp_path):
+    for signals, told in (
+        ([signal.SIGTERM], "stopped; requests without an answer: 0\n"),
+        ([signal.SIGINT] * 2, "stopped; requests without an answer: 1\n"),
+    ):
+        with (
+            serving(folder / "model", tmp_path / "s.sqlite") as server,
+            socket.create_connection(("127.0.0.1", server.port), timeout=60) as one,
+        ):
+            one.sendall(
+                b"POST /embed HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+                b"Content-Length: 4\r\n\r\n"
+            )
+            assert one.recv(100).startswith(b"HTTP/1.1 100")  # the request has started
+            server.process.send_signal(signals[0])
+            while is_listening(server):
+                pass
+            for again in signals[1:]:
+                server.process.send_signal(again)
+            if len(signals) == 1:
+                one.sendall(b"abcd")
+            server.process.wait(60)
+            assert server.process.stdout.read() == told
+
+
 @pytest.mark.slow
 def test_every_acknowledged_enrolment_survives_sigkill(folder, images, tmp_path):
     acknowledged = {}
@@ -341,6 +513,12 @@ def test_a_model_gallery_or_store_that_does_not_fit_is_one_message(folder, tmp_p
     assert "was made with another network" in text
     text = refusal(capsys, model, *store, "--gallery", tmp_path / "wide")
     assert "has vectors of 9 values; the model has 8" in text
+    Store(tmp_path / "nan.sqlite", (about := open_model(model)).fingerprint, 8).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "nan.sqlite")) as database:
+        values = ("a", np.full(8, np.nan, np.float32).tobytes(), b"", about.fingerprint)
+        database.execute("INSERT INTO entries (name, vector, thumbnail, model) VALUES (?, ?, ?, ?)", values)
+        database.commit()
+    assert "does not have norm 1" in refusal(capsys, model, "--store", tmp_path / "nan.sqlite")
     shutil.copytree(model, tmp_path / "flipped")
     for name in ("model.onnx", "model.safetensors"):
         data = bytearray((model / name).read_bytes())

@@ -3,31 +3,56 @@
 import inspect
 import os
 import pathlib
+import re
 import sys
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.config.text import render_options
 from plsc.entry import Entry
 from plsc.errors import OptionError
+from plsc.parallel.world import World
+from plsc.train.build import UserParts, build_run
 from tests.command_line import options_from
+from tests.images import write_dataset
 
 SPECS = list(all_options())
 
 
-def test_the_defaults_are_those_of_plsc_0_1():
-    o = Options()
-    assert (o.train.batch_size, o.optim.lr, o.optim.momentum) == (128, None, 0.9)
-    assert (o.optim.weight_decay, o.head.margin, o.head.scale) == (5e-4, 0.5, "auto")
-    assert (o.model.emb_size, o.model.image_shape) == (512, (3, 112, 112))
-    assert (o.model.name, o.head.loss_type) == ("ResNet50", "dist_arcface")
-    assert (o.train.epochs, o.train.test_batch_size) == (120, 120)
-    assert (o.optim.step_boundaries, o.optim.warmup_epochs) == ((100000, 160000, 220000), 0)
+def test_the_lines_of_the_docs_restore_the_training_of_plsc_0_1(tmp_path):
+    page = (pathlib.Path(__file__).parents[2] / "docs/from_plsc.md").read_text(encoding="utf-8")
+    lines = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    names = {}
+    exec(lines.replace("set_lr(0.1 *", "set_lr(0.4 *"), names)  # another rate than the default
+    ins = names["ins"]
+    # config.py of PLSC 0.1.
+    assert (ins.test_batch_size, ins.train_epochs, ins.with_test) == (120, 120, True)
+    assert (ins.loss_type, ins.model_name, ins.emb_size) == ("dist_arcface", "ResNet50", 512)
+    assert (ins.image_shape, ins.dataset_dir, ins.model_save_dir) == ((3, 112, 112), "./train_data", "output")
+    ins.set_dataset_dir(write_dataset(tmp_path / "set", classes=3, per_class=3))
+    run = build_run(ins.options, World.single(), UserParts())
+    margin = run.head.margin
+    assert (type(margin).__name__, margin.margin, margin.scale) == ("ArcFace", 0.5, 64)
+    # Its Entry._get_optimizer: lr * global_batch_size / 1024, piecewise_decay, Momentum, L2Decay(5e-4).
+    for step in (0, 1, 99_999, 100_000, 159_999, 160_000, 219_999, 220_000, 1_000_000):
+        expected = 0.4 * 64 / 1024 * 0.1 ** sum(step >= end for end in (100_000, 160_000, 220_000))
+        assert run.rate(step) == pytest.approx(expected), step
+    groups = [*run.optimizer.param_groups, *run.row_optimizer.param_groups]
+    for group in groups:
+        assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 5e-4, False)
+    decayed = sum(len(group["params"]) for group in run.optimizer.param_groups)
+    assert decayed == len(list(run.network.parameters()))
+    assert run.options.optim.clip_norm == 0
+    # The end of models/resnet.py.
+    norm, dropout, _, linear, last = run.network.neck
+    assert (type(norm), type(last)) == (nn.BatchNorm2d, nn.BatchNorm1d)
+    assert (dropout.p, linear.in_features, linear.out_features) == (0.4, 512 * 7 * 7, 512)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.path)
@@ -72,6 +97,11 @@ def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
         ("set_dataset_dir", None, "expected a string"),
         ("set_model_save_dir", "a\0b", "expected a string"),
         ("set_warmup_steps", 2**63, "expected an integer"),
+        ("set_model_name", "ResNet51", "did you mean 'ResNet50'"),
+        ("set_model_name", "resnets/ResNet50", "'torchvision/NAME'"),
+        ("set_lr_decay_factor", 0, "between 1e-06 and 1"),
+        ("set_fast_dev_run", -1, "at least 0"),
+        ("set_fast_dev_run", 1.5, "True or False or an integer"),
         ("set_freeze", {"stem": 1}, "list of strings"),
         ("set_step_boundaries", b"ab", "list of integers"),
         ("set_initializations", [{"pattern": "x", "rule": [1]}], "unknown rule [1]"),
@@ -220,3 +250,9 @@ def test_what_plsc_config_prints_is_read_back_as_the_same_options(tmp_path):
     config = tmp_path / "all.yaml"
     config.write_text(text)
     assert options_from("--config", str(config)).as_dict() == options.as_dict()
+
+
+@pytest.mark.parametrize("inputs", [3, "image", None, [3], [{"name": [1]}], [{"name": "image", "shape": 3}]])
+def test_other_inputs_than_an_image_and_a_label_are_refused(inputs):
+    with pytest.raises(OptionError, match=r"the inputs are .*; expected 'image' of shape \[-1"):
+        Entry().set_input_info(inputs)

@@ -1,8 +1,8 @@
 """The folder of an exported model: what it holds, how it is loaded and served, and what is refused."""
 
-import hashlib
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from plsc.data.pairs import read_pairs
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import FARS, verify
+from plsc.export.folder import describe_file
 from plsc.models.base_model import BaseModel
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
@@ -78,25 +79,42 @@ def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
 
 
 def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
+    class Local(Flat):
+        def __init__(self, emb_size, bias):
+            super().__init__(emb_size)
+            self.fc.bias = nn.Parameter(self.fc.bias) if bias else None
+
     dataset, _ = trained
     ins = entry(dataset, tmp_path / "run")
-    ins.set_model(Flat())
+    ins.set_model(Local(8, bias=False))
     checkpoint = ins.train().checkpoint
     ins = entry(dataset, tmp_path / "run", set_checkpoint_dir=checkpoint)
-    ins.set_model(Flat())
+    ins.set_model(Local(8, bias=False))
     folder = ins.convert_for_prediction(tmp_path / "model", precision="float16")
     with pytest.raises(CheckpointError, match=r"load_network\(path, model="):
         plsc.load_network(folder)
-    network = plsc.load_network(folder, model=Flat())
+    network = plsc.load_network(folder, model=Local(8, bias=False))
     assert torch.equal(network.fc.weight, load_file(folder / "model.safetensors")["fc.weight"])
+    for place in (folder, checkpoint):  # by the class, which need not be in a module; it gets its arguments
+        assert torch.equal(plsc.load_network(place, model=Local).fc.weight, network.fc.weight)
+    with pytest.raises(OptionError, match=r"model\.name is <class '.*Linear'>; expected a string"):
+        plsc.load_network(checkpoint, model=nn.Linear)
 
 
-def test_without_a_dataset_only_the_weights_are_written_by_default(trained, tmp_path, messages):
-    ins = entry(tmp_path / "missing", tmp_path / "run", set_checkpoint_dir=trained[1] / "0")
-    folder = ins.convert_for_prediction()
-    assert not (folder / "model.onnx").exists()
-    assert any("no ONNX graph is written: missing the images" in one for one in messages)
-    plsc.load_network(folder)
+def test_without_a_dataset_a_graph_is_compared_on_random_images(trained, tmp_path, messages, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = str(trained[1] / "0")
+    assert main(["export", checkpoint, "model", "--classes"]) == 0
+    assert any("no dataset is set, so the graph is compared on random images" in one for one in messages)
+    model = plsc.export.open_model("model")
+    assert model.class_weights()[0].shape == (3, 8)
+    image = model.preprocess(pictures(trained[0])[0])[None]
+    expected = F.normalize(plsc.load_network(checkpoint)(torch.from_numpy(image)))
+    assert np.abs(model.embed(image) - expected.detach().numpy()).max() < 1e-5
+    for flags in (["--thumbnails"], ["--precision", "int8"], ["--data.dataset_dir", "missing"]):
+        assert main(["export", checkpoint, "other", *flags]) == 1
+        assert "does not exist" in messages[-1]
+    assert not Path("other").exists()
 
 
 def test_a_damaged_folder_is_refused(trained, tmp_path):
@@ -107,7 +125,7 @@ def test_a_damaged_folder_is_refused(trained, tmp_path):
     good, raw = about.read_text(), bytearray(weights.read_bytes())
     raw[-5] ^= 1
     weights.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="checksum differs"):
+    with pytest.raises(CheckpointError, match="SHA-256 differs"):
         plsc.load_network(folder)
     for bad, message in (
         ("[" * 10**5, "cannot be read"),
@@ -149,6 +167,18 @@ def test_thresholds_accept_at_most_the_far_of_the_run_own_pairs(trained, exporte
     accepted = result.cosines >= model.thresholds[0.1] - 1e-6
     assert accepted[~pairs.is_same].mean() <= 0.1
     assert accepted[pairs.is_same].mean() == result.tar_at_far[FARS[0]]
+
+
+def test_thresholds_come_from_a_text_list_as_from_a_bin_file(trained, exported, tmp_path):
+    dataset, run = trained
+    names = {path.read_bytes(): f"images/{path.name}" for path in (dataset / "images").iterdir()}
+    pairs = read_pairs(dataset / "lfw.bin")
+    paths = [names[image] for image in pairs.images]
+    flags = zip(paths[::2], paths[1::2], pairs.is_same, strict=True)
+    (dataset / "mine.txt").write_text("".join(f"{a} {b} {same:d}\n" for a, b, same in flags))
+    ins = entry(dataset, run, set_checkpoint_dir=run / "0", set_val_targets="mine.txt")
+    listed = plsc.export.open_model(ins.convert_for_prediction(tmp_path / "model", flip=True))
+    assert listed.thresholds == pytest.approx(plsc.export.open_model(exported).thresholds, abs=1e-5)
 
 
 def test_class_weights_and_thumbnails(trained, exported, tmp_path):
@@ -209,7 +239,7 @@ def test_a_graph_that_differs_leaves_no_folder(trained, tmp_path):
     checkpoint = ins.train().checkpoint
     ins = entry(dataset, tmp_path / "run", set_checkpoint_dir=checkpoint)
     ins.set_model(Unstable())
-    with pytest.raises(CheckpointError, match="the float16 graph differs from the network: largest"):
+    with pytest.raises(CheckpointError, match="does not have norm 1; choose another precision"):
         ins.convert_for_prediction(tmp_path / "model", precision="float16")
     assert not [one for one in tmp_path.iterdir() if "model" in one.name]
 
@@ -241,7 +271,7 @@ def rewrite(folder, change_graph=None, **change):
     path, about = folder / "model.onnx", json.loads((folder / "model.json").read_text())
     if change_graph is not None:
         path.write_bytes(change_graph(path.read_bytes()))
-        about["graph"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        about["graph"] |= describe_file(path)
     (folder / "model.json").write_text(json.dumps({**about, **change}))
 
 
@@ -269,8 +299,57 @@ def add_loop(model):
     model.graph.node[0].attribute.add(name="body", type=onnx.AttributeProto.GRAPH).g.name = "endless"
 
 
+def stretch(model):
+    model.graph.node[-1].output[0] = "unit"
+    model.graph.node.add(op_type="Add", input=["unit", "unit"], output=["embeddings"])
+
+
+def drop(model):
+    """Return the embedding of the first image of a batch only."""
+    model.graph.node[-1].output[0] = "all"
+    for name, value in (("zero", [0]), ("one", [1])):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value), name))
+    model.graph.node.add(op_type="Slice", input=["all", "zero", "one"], output=["embeddings"])
+
+
 def rename_input(model):
     model.graph.input[0].name = model.graph.node[0].input[0] = "pictures"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.onnx", "classes.safetensors"])
+def test_files_of_a_model_are_not_read_if_they_are_too_large_pipes_or_links(exported, tmp_path, name):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    os.truncate(folder / name, 8 * 10**12)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it has 8000000000000 bytes"):
+        plsc.export.open_model(folder)
+    about = json.loads((folder / "model.json").read_text())
+    for key in ("weights", "graph", "classes"):
+        del about[key]["bytes"]  # as in earlier versions
+    (folder / "model.json").write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=f"{name} has 8000000000000 bytes, which is too large"):
+        plsc.export.open_model(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
+        plsc.export.open_model(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to(exported / name)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is a link that leaves"):
+        plsc.export.open_model(folder)
+    (folder / name).unlink()
+    shutil.copy(exported / name, folder / name)
+    plsc.export.open_model(folder)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["model.json", "model.safetensors"])
+def test_a_model_with_a_pipe_is_not_loaded(exported, tmp_path, name):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read|manifest\.json"):
+        plsc.load_network(folder)
 
 
 @pytest.mark.parametrize(
@@ -280,11 +359,13 @@ def rename_input(model):
         ({"change_graph": edited(name_foreign_operator)}, r"operators of \['', 'evil'\]"),
         ({"change_graph": edited(add_loop)}, "control flow"),
         ({"change_graph": edited(rename_input)}, "model.onnx"),
+        ({"change_graph": edited(stretch)}, "an embedding of the graph does not have norm 1"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
         ({"change_graph": lambda data: b""}, "model.onnx"),
-        ({"output": {"shape": ["batch", 9]}}, r"returns float32 \[1, 8\]"),
+        ({"output": {"shape": ["batch", 9]}}, r"returns float32 \[2, 8\]"),
+        ({"change_graph": edited(drop)}, r"returns float32 \[1, 8\] for 2 images"),
         ({"input": {"shape": ["batch", 3, 10**9, 10**9]}}, "the input has the shape"),
-        ({"input": {"shape": ["batch", 3, 32, 32]}}, "fails on 1 images"),
+        ({"input": {"shape": ["batch", 3, 32, 32]}}, "fails on 2 images"),
         ({"thresholds": {"1e-3": "high"}}, "thresholds are not numbers"),
         ({"thresholds": {"1e-3": 10**400}}, "thresholds are not numbers"),
         ({"thresholds": {"1e-3": float("nan")}}, "not a cosine"),
@@ -300,6 +381,108 @@ def test_a_hostile_folder_is_refused(exported, tmp_path, change, message):
         plsc.export.open_model(folder)
 
 
+def graph_of(*nodes, **constants):
+    """Return an ONNX file from nodes (operator, inputs, output, attributes); `x` is the mean of an image."""
+    made, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    nodes = [
+        made("ReduceMean", ["images"], ["x"], keepdims=0),
+        *(made(kind, inputs.split(), [output], **about) for kind, inputs, output, about in nodes),
+        made("Cast", [nodes[-1][2]], ["float"], to=1),
+        made("ReduceSum", ["float"], ["sum"], keepdims=0),
+        made("Flatten", ["images"], ["flat"]),
+        made("Slice", ["flat", "first", "last", "last_axis"], ["values"]),
+        made("Add", ["values", "sum"], ["added"]),
+        made("LpNormalization", ["added"], ["embeddings"]),
+    ]
+    held = {"first": [0], "last": [8], "last_axis": [1], **constants}.items()
+    graph = onnx.helper.make_graph(
+        nodes,
+        "graph",
+        [value("images", 1, ["n", 3, 16, 16])],
+        [value("embeddings", 1, ["n", 8])],
+        [onnx.numpy_helper.from_array(np.array(one), name) for name, one in held],
+    )
+    opset = onnx.helper.make_opsetid("", 20)
+    return onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9).SerializeToString()
+
+
+def chain(kind, inputs, count=1000, **about):
+    """Return nodes m1, m2 ...; each has the output of the one before as all inputs."""
+    return [(kind, " ".join([f"m{i}"] * inputs), f"m{i + 1}", about) for i in range(count)]
+
+
+FILL = ("Expand", "x size", "m0", {})  # the mean, which is known only when the graph runs, as an image
+IMAGE, PADS = [1, 1, 2048, 2048], {"pads": [1023] * 4}
+SUMS = [("ReduceSum", "m0", f"r{i}", {"keepdims": 0}) for i in range(9000)]
+LARGE = {
+    "products": graph_of(FILL, *chain("MatMul", 2), size=IMAGE),
+    "pooling": graph_of(FILL, ("MaxPool", "m0", "y", {"kernel_shape": [2047] * 2, **PADS}), size=IMAGE),
+    "kernel": graph_of(
+        FILL, ("Expand", "x side", "w", {}), ("Conv", "m0 w", "y", PADS), size=IMAGE, side=[1, 1, 2047, 2047]
+    ),
+    "sums of products": graph_of(
+        FILL, ("Einsum", "m0 m0", "y", {"equation": "ij,jk->ik"}), size=[2**14, 2**14]
+    ),
+    "reductions": graph_of(
+        FILL, *SUMS, ("Sum", " ".join(one[2] for one in SUMS), "y", {}), size=[2**14, 2**14]
+    ),
+    "constant": graph_of(("ConstantOfShape", "size", "y", {}), size=[2**16, 2**16]),
+    "range": graph_of(("Range", "zero many one", "y", {}), zero=0, many=2**40, one=1),
+    "doubling": graph_of(FILL, *chain("Concat", 2, axis=0), size=[1]),
+    "doubled shapes": graph_of(
+        ("Reshape", "images side", "s", {}),
+        ("Shape", "s", "m0", {}),
+        *chain("Concat", 2, axis=0),
+        side=[-1, 16],
+    ),
+}
+HOURS = {
+    **{name: (data, r"more than 2\.1e\+09 values or 1\.1e\+12 operations") for name, data in LARGE.items()},
+    "doubled strings": (
+        graph_of(("Constant", "", "m0", {"value_string": "a" * 8}), *chain("StringConcat", 2)),
+        "known only when the graph runs",
+    ),
+    "unknown size": (graph_of(("NonZero", "images", "y", {})), "known only when the graph runs"),
+    "nodes": (graph_of(FILL, *chain("Relu", 1, 17_000), size=[1]), "it has 17008 nodes"),
+    "operator sets": (
+        edited(lambda model: model.opset_import.add(version=9))(graph_of(FILL, size=[1])),
+        "of 2 operator sets",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOURS)
+def test_a_graph_that_would_compute_for_hours_is_refused_before_it_is_loaded(
+    exported, tmp_path, name, monkeypatch
+):
+    data, message = HOURS[name]
+    assert len(data) < 500_000
+    folder = shutil.copytree(exported, tmp_path / "model")
+    rewrite(folder, lambda _: data)
+    monkeypatch.delattr("onnxruntime.InferenceSession")
+    with pytest.raises(CheckpointError, match=message):
+        plsc.export.open_model(folder)
+
+
+def test_a_small_graph_with_computed_shapes_is_served(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    data = graph_of(
+        ("Shape", "images", "s", {}),
+        ("Gather", "s two", "side", {}),
+        ("Range", "zero side one", "r", {}),
+        ("Shape", "r", "n", {}),
+        ("Div", "n four", "q", {}),
+        ("ConstantOfShape", "q", "c", {}),
+        ("Add", "c x", "y", {}),
+        zero=0, one=1, two=2, four=[4],
+    )  # fmt: skip
+    rewrite(folder, lambda _: data)
+    image = np.random.default_rng(0).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)
+    expected = image.ravel()[:8] + 4 * image.mean()
+    found = plsc.export.open_model(folder).embed(image)
+    np.testing.assert_allclose(found[0], expected / np.linalg.norm(expected), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -311,7 +494,7 @@ def test_a_hostile_folder_is_refused(exported, tmp_path, change, message):
 def test_hostile_class_weights_are_refused(exported, tmp_path, content):
     folder = shutil.copytree(exported, tmp_path / "model")
     (folder / "classes.safetensors").write_bytes(content)
-    rewrite(folder, classes={"sha256": hashlib.sha256(content).hexdigest()})
+    rewrite(folder, classes=describe_file(folder / "classes.safetensors"))
     with pytest.raises(CheckpointError, match=r"classes.safetensors: it (cannot be read|has no)"):
         plsc.export.open_model(folder).class_weights()
 

@@ -119,6 +119,11 @@ def echo(text: str, timestamp: int = 5) -> SimpleNamespace:
         ({0: echo("rank 9 failed: a")}, "rank 9 failed: a"),
         ({0: echo("lost"), 1: failure(-9)}, "rank 1 failed: ended by SIGKILL"),
         ({0: failure(2, timestamp=7), 1: failure(3)}, "rank 1 failed: exit code 3"),
+        ({0: failure(1), 1: failure(-9, timestamp=6)}, "rank 1 failed: ended by SIGKILL"),
+        ({0: failure(1, "RuntimeError: [gloo/pair.cc] x", "", 4), 1: failure(-9)}, "rank 1 failed: ended by"),
+        ({0: failure(1, "ValueError: x", ""), 1: failure(-9)}, "rank 0 failed: ValueError: x"),
+        # Rank 1 ignored SIGTERM.
+        ({0: failure(1), 1: failure(-9, timestamp=35)}, "rank 0 failed: exit code 1"),
         ({0: failure(1, "Traceback:\n  line\nValueError: x", "ValueError")}, "rank 0 failed: ValueError: x"),
     ],
 )  # fmt: skip

@@ -15,6 +15,7 @@ from plsc.checkpoint.classes.plan import Plan
 from plsc.checkpoint.load import MAP_NAME
 from plsc.checkpoint.manifest import FileInfo, read_manifest
 from plsc.errors import CheckpointError
+from plsc.storage.regular import open_regular
 
 _LARGEST = 2**36  # bytes
 _MOST_CLASSES = 2**33
@@ -52,10 +53,10 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
     try:
         if not (isinstance(before, int) and 0 < before <= _MOST_CLASSES):
             raise ValueError
-        is_plain = file.is_file() and not file.is_symlink()
-        if not is_plain or file.stat().st_size != size or size > _LARGEST:
+        if type(size) is not int or size > _LARGEST:
             raise ValueError
-        data = file.read_bytes()
+        with open_regular(file, folder, size) as stream:
+            data = stream.read()
         pairs = np.array(data.split(), dtype=np.int64).reshape(-1, 2)
         if zlib.crc32(data) != last["map"].get("crc32") or len(pairs) > before:
             raise ValueError

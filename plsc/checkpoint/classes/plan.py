@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from plsc.errors import DataError, OptionError
+from plsc.storage.regular import open_regular
 
 ClassNumbers = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
 
@@ -130,8 +131,7 @@ def plan_merge(before: int, found: ClassList) -> Plan:
         if source == target:
             raise found.wrong(row, f"class {source} is merged into itself; remove the line")
         raise found.wrong(
-            row,
-            f"class {source} is merged into {target}, which is merged into {end}; name the final target",
+            row, f"class {source} is merged into {target}, which is merged into {end}; name the final target"
         )
     after = _check_enough(found, before - len(removed), before)
     new = joins - np.searchsorted(removed, joins)
@@ -197,7 +197,8 @@ def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) 
     else:
         name = what
         numbers = _from_python(given, what, columns)
-        sha256 = hashlib.sha256(_as_lines(numbers)).hexdigest()
+        lines = "".join(" ".join(map(str, row)) + "\n" for row in numbers.tolist())
+        sha256 = hashlib.sha256(lines.encode()).hexdigest()
     found = ClassList(name, numbers, sha256)
     if not len(numbers):
         raise DataError(f"{name} is empty; expected one class per line")
@@ -221,10 +222,8 @@ def check_distinct(found: ClassList, values: np.ndarray, what: str = "") -> None
 
 
 def _read(path: Path, columns: int) -> tuple[array[int], str]:
-    if path.exists() and not path.is_file():  # opening a pipe would block
-        raise DataError(f"the list {path} is not a plain file")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _parse(path, file, columns)
     except OSError as error:
         raise DataError(f"the list of classes {path} cannot be read: {error.strerror}") from error
@@ -266,7 +265,3 @@ def _from_python(
         expected = "a list of class numbers" if columns == 1 else "a mapping of class numbers"
         raise DataError(f"{what} is {str(given)[:60]!r}; expected a path, or {expected}") from error
     return np.asarray(numbers, np.int64).reshape(-1, columns)
-
-
-def _as_lines(numbers: np.ndarray) -> bytes:
-    return "".join(" ".join(map(str, row)) + "\n" for row in numbers.tolist()).encode()

@@ -150,7 +150,6 @@ def _paired(others: Tensor, own: Tensor) -> Tensor:
 
 
 def _mean_length(weight: StoredTensor) -> float:
-    """Return the mean norm of the old rows."""
     total = 0.0
     for first in range(0, weight.shape[0], weight.rows_per_piece):
         rows = weight.values(np.arange(first, min(weight.shape[0], first + weight.rows_per_piece)))

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from plsc import __version__
 from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
-from plsc.checkpoint.importers.insightface import (
-    iresnet_source,
-    is_insightface,
-    is_iresnet,
-    read_insightface,
-)
+from plsc.checkpoint.importers.insightface import iresnet_source, is_insightface, is_iresnet, read_insightface
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
 from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
 from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1

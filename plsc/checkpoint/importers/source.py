@@ -30,9 +30,7 @@ class Network:
     def or_else(self, other: Network) -> Network:
         """Return this network; its unknown fields are taken from `other`."""
         return Network(
-            self.name or other.name,
-            self.emb_size or other.emb_size,
-            self.image_shape or other.image_shape,
+            self.name or other.name, self.emb_size or other.emb_size, self.image_shape or other.image_shape
         )
 
 

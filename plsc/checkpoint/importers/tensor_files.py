@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 import struct
 import warnings
 import zipfile
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plsc.errors import CheckpointError
+from plsc.storage.regular import open_regular
 
 # Usual keys of the network's state dict within a larger checkpoint.
 _WRAPPERS = ("state_dict", "state_dict_backbone", "model", "backbone", "model_state_dict", "net")
@@ -86,8 +86,8 @@ def read_tensors(path: str | os.PathLike[str], follow_links: bool = False) -> An
     """Return the content of a .safetensors file, or of a torch.save file (any other name).
 
     Raises:
-        CheckpointError: the file is missing, not a regular one (with follow_links: nor a link to one),
-            damaged, or requests anything but tensors in plain containers.
+        CheckpointError: the file is missing, not a regular one, a link out of its folder (without
+            follow_links), damaged, or requests anything but tensors in plain containers.
     """
     file = check_regular(path, follow_links)
     if file.suffix == ".safetensors":
@@ -98,16 +98,15 @@ def read_tensors(path: str | os.PathLike[str], follow_links: bool = False) -> An
 
 
 def check_regular(path: str | os.PathLike[str], follow_links: bool = False) -> Path:
-    """Return the path of a regular file; CheckpointError for anything else."""
+    """Return the path of a regular file; CheckpointError for anything else.
+
+    follow_links: also those that leave the folder of the file.
+    """
     file = Path(path)
     try:
-        status = file.stat() if follow_links else file.lstat()
+        open_regular(file, None if follow_links else file.parent).close()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if stat.S_ISLNK(status.st_mode):
-        raise CheckpointError(f"{path} is a link; copy the file it points to")
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file; expected a file with weights")
     return file
 
 
@@ -153,13 +152,18 @@ def _read_torch_file(file: Path) -> Any:
 
 
 def _check_tensors(value: Any, file: Path) -> None:
-    """Refuse a tensor that is larger than its storage in the file: using it would take far more memory."""
+    """Refuse a tensor that is larger than its storage in the file: using it would take far more memory.
+
+    Of a storage that the file does not contain, torch.load leaves the memory as it was.
+    """
     left, seen = [value], set()
     while left:
         value = left.pop()
         if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.is_meta or value.is_quantized:
+                raise CheckpointError(f"{file} has a tensor of {value.dtype}, {value.layout}; {_ADVICE}")
             value.requires_grad_(False)  # set for parameters
-            there = value.untyped_storage().nbytes()
+            there = min(value.untyped_storage().nbytes(), file.stat().st_size)
             if value.nbytes > there:
                 raise CheckpointError(
                     f"{file}: a tensor of shape {str(list(value.shape))[:80]} needs more than its {there} "

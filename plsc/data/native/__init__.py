@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-_ABI = 8  # PLSC_DATA_ABI of native.h
+_ABI = 9  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 
@@ -87,20 +87,20 @@ _memory = threading.local()  # a buffer per thread: allocating a new one costs m
 
 
 def read_files(
-    folder: bytes, text: np.ndarray, ends: np.ndarray, chosen: np.ndarray
+    folder: bytes, text: np.ndarray, ends: np.ndarray, chosen: np.ndarray, may_leave: bool = False
 ) -> Iterator[bytes | None]:
     """Yield the bytes of chosen files below a folder, many files per call.
 
-    None stands for a file that cannot be read this way: missing, empty, not a plain file, larger than the
-    buffer, or the library is missing. The caller then reads it in Python, which reports the error.
+    None stands for a file that cannot be read this way: missing, empty, not a regular file, larger than the
+    buffer, a link that leaves the folder (unless `may_leave`), or the library is missing. The caller then
+    reads it in Python, which reports the error.
 
     text: uint8, all paths; ends: int64 [paths + 1], from 0, end of each path in it; chosen: int64 [n].
     """
     call = function(
-        "plsc_read_files",
-        (c_char_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, *_BUFFER),
+        "plsc_read_files", (c_char_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, *_BUFFER)
     )
-    table = (folder, len(folder), text.ctypes.data, ends.ctypes.data, len(ends) - 1)
+    table = (folder, may_leave, text.ctypes.data, ends.ctypes.data, len(ends) - 1)
     return _read(call, table, (np.ascontiguousarray(chosen, np.int64),))
 
 

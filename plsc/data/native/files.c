@@ -1,6 +1,7 @@
 /* Read many small files, or many ranges of open files, in one call: the interpreter lock is released once for
    all of them, not several times for each. Errors are not reported here: what cannot be read is marked with
    -1, and the caller reads it again in Python, which reports the error. */
+#define _GNU_SOURCE
 #include "native.h"
 
 #include <errno.h>
@@ -10,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-PLSC_API int64_t plsc_read_files(const char *folder, int64_t folder_bytes, const char *text,
+PLSC_API int64_t plsc_read_files(const char *folder, int64_t may_leave, const char *text,
                                  const int64_t *ends, int64_t paths, const int64_t *chosen,
                                  int64_t count, unsigned char *buffer, int64_t capacity,
                                  int64_t *sizes);
@@ -30,11 +31,19 @@ static int read_whole(int descriptor, unsigned char *to, int64_t length, int64_t
     return 1;
 }
 
-/* Return the size of the file, now at `to`; -1 if it cannot be read in one go; -2 if it exceeds `room`. */
-static int64_t read_file(const char *path, unsigned char *to, int64_t room) {
+/* Open a file below a folder; -1 if links lead out of it, unless they may. Without O_NONBLOCK, opening a named
+   pipe would block. Before Linux 5.6, and for absolute links, Python opens the file. */
+static int open_below(int folder, const char *name, int may_leave) {
+    struct {
+        uint64_t flags, mode, resolve;
+    } how = {O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0, 8 /* RESOLVE_BENEATH */};
+    if (may_leave) return openat(folder, name, (int)how.flags);
+    return (int)syscall(437 /* openat2 */, folder, name, &how, sizeof how);
+}
+
+/* Return the size of the open file, now at `to`; -1 if it cannot be read in one go; -2 if it exceeds `room`. */
+static int64_t read_file(int descriptor, unsigned char *to, int64_t room) {
     struct stat status;
-    /* Without O_NONBLOCK, opening a named pipe would block. */
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     int64_t result = -1;
     if (descriptor < 0) return -1;
     if (fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode) && status.st_size > 0) {
@@ -50,35 +59,31 @@ static int64_t read_file(const char *path, unsigned char *to, int64_t room) {
 /* Read the files `chosen` [count] of a table of paths below a folder: path i is text[ends[i]..ends[i + 1]).
    They are stored consecutively in the buffer. sizes [count]: their bytes, or -1. Return how many of the
    chosen files were processed, fewer than `count` if the buffer is full. */
-int64_t plsc_read_files(const char *folder, int64_t folder_bytes, const char *text,
-                        const int64_t *ends, int64_t paths, const int64_t *chosen, int64_t count,
-                        unsigned char *buffer, int64_t capacity, int64_t *sizes) {
+int64_t plsc_read_files(const char *folder, int64_t may_leave, const char *text, const int64_t *ends,
+                        int64_t paths, const int64_t *chosen, int64_t count, unsigned char *buffer,
+                        int64_t capacity, int64_t *sizes) {
     char path[PATH_MAX];
-    int64_t used = 0;
-    int fits_folder = folder_bytes > 0 && folder_bytes + 2 < (int64_t)sizeof path;
-    if (fits_folder) {
-        memcpy(path, folder, (size_t)folder_bytes);
-        path[folder_bytes] = '/';
-    }
-    for (int64_t i = 0; i < count; i++) {
+    int64_t used = 0, i;
+    int root = open(folder, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    for (i = 0; i < count; i++) {
         sizes[i] = -1;
-        if (!fits_folder || chosen[i] < 0 || chosen[i] >= paths) continue;
+        if (root < 0 || chosen[i] < 0 || chosen[i] >= paths) continue;
         const char *name = text + ends[chosen[i]];
         int64_t length = ends[chosen[i] + 1] - ends[chosen[i]];
-        if (length <= 0 || folder_bytes + 2 + length > (int64_t)sizeof path || name[0] == '/' ||
-            memchr(name, 0, (size_t)length))
+        if (length <= 0 || length >= (int64_t)sizeof path || name[0] == '/' || memchr(name, 0, (size_t)length))
             continue;
-        memcpy(path + folder_bytes + 1, name, (size_t)length);
-        path[folder_bytes + 1 + length] = 0;
-        int64_t size = read_file(path, buffer + used, capacity - used);
+        memcpy(path, name, (size_t)length);
+        path[length] = 0;
+        int64_t size = read_file(open_below(root, path, may_leave != 0), buffer + used, capacity - used);
         if (size == -2) {
-            if (used) return i;
+            if (used) break;
             continue; /* larger than the whole buffer */
         }
         sizes[i] = size;
         if (size > 0) used += size;
     }
-    return count;
+    if (root >= 0) close(root);
+    return i;
 }
 
 /* Do the same for ranges of open files: lengths[i] bytes at offsets[i] of descriptors[i]. */

@@ -1,8 +1,11 @@
-/* Parse lines of <base64>TAB<label>: their ends and labels. The Python counterparts are find_newlines and
-   read_lines of plsc/data/lines.py. */
+/* Parse lines of <base64>TAB<label>: their ends, alphabet and labels. The Python counterparts are
+   find_newlines, is_base64 and read_lines of plsc/data/lines.py. */
 #include "native.h"
 
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define MOST_DIGITS 18 /* MAX_LABEL_DIGITS of lines.py: such numbers fit int64 */
 
@@ -23,6 +26,44 @@ PLSC_API int64_t plsc_find_newlines(const uint8_t *data, int64_t begin, int64_t 
     }
     *next = at - data;
     return count;
+}
+
+/* A byte c is neither of base64 nor a tab or line end if LOW[c & 15] & HIGH[c >> 4]: HIGH has a bit per group
+   of upper halves that allow the same lower halves, and LOW the bits of the groups that do not allow it. */
+static const uint8_t LOW[16] = {43, 35, 35, 35, 35, 35, 35, 35, 35, 34, 38, 53, 55, 50, 55, 53};
+static const uint8_t HIGH[16] = {1, 32, 2, 4, 8, 16, 8, 16, 32, 32, 32, 32, 32, 32, 32, 32};
+
+#if defined(__x86_64__)
+/* Return whether `size` bytes, a multiple of 32, have none of these bytes. */
+__attribute__((target("avx2"))) static int are_base64(const uint8_t *data, int64_t size) {
+    __m256i low = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)LOW));
+    __m256i high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)HIGH));
+    __m256i half = _mm256_set1_epi8(15), others = _mm256_setzero_si256();
+    for (int64_t i = 0; i < size; i += 32) {
+        __m256i bytes = _mm256_loadu_si256((const __m256i *)(data + i));
+        __m256i lower = _mm256_shuffle_epi8(low, _mm256_and_si256(bytes, half));
+        __m256i upper = _mm256_shuffle_epi8(high, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), half));
+        others = _mm256_or_si256(others, _mm256_and_si256(lower, upper));
+    }
+    return _mm256_testz_si256(others, others);
+}
+#endif
+
+/* Return 1 if all bytes are characters of base64, tabs or line ends, otherwise 0. */
+PLSC_API int64_t plsc_is_base64(const uint8_t *data, int64_t size) {
+    int64_t done = 0;
+    int found = 1;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {
+        done = size & ~(int64_t)31;
+        found = are_base64(data, done);
+    }
+#endif
+    while (found && done < size) {
+        uint8_t byte = data[done++];
+        found = !(LOW[byte & 15] & HIGH[byte >> 4]);
+    }
+    return found;
 }
 
 /* Read the digits at the end of data[start, end) and the tab before them. Return the position of the tab, or

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import posixpath
 import zlib
 from collections import deque
@@ -18,11 +17,12 @@ import numpy as np
 from tqdm import tqdm
 
 from plsc.data.files import read_file_list
-from plsc.data.lines import Buffers, LineReader, Lines, Stream
+from plsc.data.lines import Buffers, LineReader, Lines, Stream, is_base64
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.cache import Fingerprint, fingerprint_of
+from plsc.storage.regular import open_regular
 from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, shown
 
@@ -80,7 +80,7 @@ class Input:
         if is_url(self.location):
             raw: Any = stack.enter_context(streamed(self.location))
         else:
-            raw = stack.enter_context(io.FileIO(self.location))
+            raw = stack.enter_context(open_regular(self.location, buffering=0))
         if self.compression == "gzip":
             return stack.enter_context(gzip.GzipFile(fileobj=raw))
         if self.compression == "zstd":
@@ -141,7 +141,7 @@ def list_inputs(data_dir: str, file_list: str) -> list[Input]:
 class InputCount:
     """Counts of inputs: samples, blank and skipped lines, bytes and checksum of the content.
 
-    messages: about the first bad lines that were skipped.
+    messages: about the first bad lines that were skipped. others: pieces that fail `is_base64`.
     """
 
     lines: int = 0
@@ -149,16 +149,18 @@ class InputCount:
     skipped: int = 0
     content_bytes: int = 0
     checksum: int = 0
+    others: int = 0
     messages: list[str] = field(default_factory=list)
 
-    def see(self, piece: np.ndarray | bytes, offset: int) -> None:
-        """Add a piece of the content to the byte count and the checksum."""
+    def see(self, piece: np.ndarray, offset: int) -> None:
+        """Add a piece of the content to the byte count, the checksum and `others`."""
         self.content_bytes += len(piece)
+        self.others += not is_base64(piece)
         self.checksum = (self.checksum + checksum(piece, offset)) % 2**64
 
     def add(self, more: InputCount) -> None:
         """Add the counts of another piece, or of another input."""
-        for name in ("lines", "blanks", "skipped", "content_bytes"):
+        for name in ("lines", "blanks", "skipped", "content_bytes", "others"):
             setattr(self, name, getattr(self, name) + getattr(more, name))
         self.checksum = (self.checksum + more.checksum) % 2**64
         self.messages = (self.messages + more.messages)[:MOST_MESSAGES]
@@ -186,18 +188,19 @@ def read_counted(
     on_bytes: called with the size of each piece that was read.
     """
 
-    def see(piece: np.ndarray, offset: int) -> None:
+    def see(piece: np.ndarray, offset: int) -> bool:
         count.see(piece, offset)
         if on_bytes is not None:
             on_bytes(len(piece))
+        return count.others > 0
 
-    reader = LineReader(stream, name, buffers, see, skip_bad, start)
-    for lines in reader:
+    for lines in LineReader(stream, name, buffers, see, skip_bad, start):
         count.lines += len(lines)
+        count.blanks += lines.blanks
+        count.skipped += len(lines.skipped)
+        count.messages = (count.messages + lines.skipped)[:MOST_MESSAGES]
         yield lines
         del lines  # as in LineReader, to free the memory
-    count.blanks, count.skipped = reader.blanks, len(reader.skipped)
-    count.messages = reader.skipped[:MOST_MESSAGES]
 
 
 def map_lines(

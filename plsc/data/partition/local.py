@@ -17,24 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.lines import BOM, Lines, find_newlines, read_lines
-from plsc.data.partition.inputs import (
-    MOST_MESSAGES,
-    Input,
-    InputCount,
-    map_lines,
-    pool_of,
-    read_counted,
-)
+from plsc.data.partition.inputs import MOST_MESSAGES, Input, InputCount, map_lines, pool_of, read_counted
 from plsc.data.partition.options import BYTES_PER_LINE, Budget, PartitionOptions
 from plsc.data.partition.order import line_keys
-from plsc.data.partition.parts import (
-    LinePlaces,
-    Parts,
-    Run,
-    map_file,
-    read_exactly,
-    spread_lines,
-)
+from plsc.data.partition.parts import LinePlaces, Parts, Run, map_file, read_exactly, spread_lines
 from plsc.errors import DataError
 
 OnBytes = Callable[[int], object]
@@ -157,7 +143,7 @@ def _cut(
     begin = len(BOM) if data[: len(BOM)].tobytes() == BOM else 0
     if len(data) > begin and data[-1] != ord("\n"):
         newlines = np.append(newlines, len(data))  # the last newline is missing
-    lines = read_lines(data, begin, newlines, name, 1, skip_bad)
+    lines = read_lines(data, begin, newlines, name, 1, skip_bad, count.others > 0)
     count.lines, count.blanks, count.skipped = len(lines), lines.blanks, len(lines.skipped)
     count.messages = lines.skipped[:MOST_MESSAGES]
     return lines.starts + data.ctypes.data, lines.ends - lines.starts
@@ -279,11 +265,7 @@ def bits_for(size: int, budget: Budget) -> int:
 
 
 def distribute_inputs(
-    inputs: list[Input],
-    options: PartitionOptions,
-    expected_bytes: int,
-    folder: Path,
-    on_bytes: OnBytes,
+    inputs: list[Input], options: PartitionOptions, expected_bytes: int, folder: Path, on_bytes: OnBytes
 ) -> tuple[list[Bucket], list[InputCount]]:
     """Read all inputs and distribute their lines to buckets: one thread reads, the others write."""
     budget, counts, first = options.budget, [], 0
@@ -336,11 +318,7 @@ def _split(bucket: Bucket, seed: int, budget: Budget) -> list[Bucket]:
     """Distribute a bucket over new ones, remove it, and return them in key order."""
     spread = BucketWriter(bucket.folder, seed, max(1, bits_for(bucket.memory, budget)), bucket)
     at, some = 0, max(1, budget.block // 64)
-    with (
-        bucket.path("records").open("rb") as file,
-        bucket.path("lines").open("rb") as lines,
-        spread,
-    ):
+    with bucket.path("records").open("rb") as file, bucket.path("lines").open("rb") as lines, spread:
         while len(records := np.fromfile(file, _RECORD, some)):
             numbers, sizes = (records[name].astype(np.int64) for name in ("number", "size"))
             at = _move(spread, lines.fileno(), at, numbers, sizes, budget.block)

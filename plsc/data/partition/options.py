@@ -87,8 +87,7 @@ class PartitionOptions:
         None, "number of threads; default: one per core, at most 8", check=between(1, 64)
     )
     tmp_dir: str | None = declare(
-        None,
-        "folder for temporary files; default: next to the output (for a URL, the system's)",
+        None, "folder for temporary files; default: next to the output (for a URL, the system's)"
     )
     engine: str = declare(
         "local",
@@ -96,13 +95,10 @@ class PartitionOptions:
         check=one_of("local", "spark"),
     )
     master: str | None = declare(
-        None,
-        "with engine spark: URL of the cluster, such as local[2]; default: Spark's configuration",
+        None, "with engine spark: URL of the cluster, such as local[2]; default: Spark's configuration"
     )
     bad_lines: str = declare(
-        "stop",
-        "what to do with an invalid line: stop or skip",
-        check=one_of("stop", "skip"),
+        "stop", "what to do with an invalid line: stop or skip", check=one_of("stop", "skip")
     )
     no_sync: bool = declare(
         False,

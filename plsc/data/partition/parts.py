@@ -25,6 +25,7 @@ from plsc import seeds
 from plsc.data.native import function
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
+from plsc.storage.regular import open_regular
 
 _WORDS = 2**15
 _CHUNK_BYTES = 2**18  # collected, summed and written at a time, while in the cache
@@ -95,7 +96,7 @@ def map_file(path: str | Path, size: int, *, populates: bool = False) -> np.ndar
     if size == 0:  # cannot be mapped
         return np.empty(0, dtype=np.uint8)
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         return np.frombuffer(mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ), dtype=np.uint8)
 
 

@@ -280,7 +280,6 @@ def _refuse_existing(options: PartitionOptions) -> None:
 
 
 def _open_store(url: str) -> Store:
-    """Return the store for a path or URL."""
     from plsc.storage.store import Store  # imports fsspec
 
     return Store(url, silence=_SILENCE)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.lines import Buffers, LineReader
+from plsc.data.lines import Buffers
 from plsc.data.partition.inputs import Input, InputCount, read_counted
 from plsc.data.partition.options import PartitionOptions, read_size
 from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, rank_bounds
@@ -147,8 +147,7 @@ def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
     """Yield the lines of a split, with newline and sort key; padding lines once more per position."""
     buffers = Buffers(1, _BLOCK)
     with open_split(split) as (stream, start):
-        reader = LineReader(stream, split.name, buffers, skip_bad=plan.skip_bad, start=start)
-        for lines in reader:
+        for lines in read_counted(stream, split.name, InputCount(), buffers, plan.skip_bad, start=start):
             pairs = zip(lines.starts.tolist(), lines.ends.tolist(), strict=True)
             contents = [lines.data[start:end].tobytes() for start, end in pairs]
             buffers.give_back(lines.data)

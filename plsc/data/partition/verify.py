@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.lines import Lines, Stream
-from plsc.data.partition.inputs import (
-    InputCount,
-    list_inputs,
-    map_lines,
-    pool_of,
-    progress_bar,
-    read_counted,
-)
+from plsc.data.partition.inputs import InputCount, list_inputs, map_lines, pool_of, progress_bar, read_counted
 from plsc.data.partition.options import Budget, PartitionOptions
 from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
 from plsc.data.partition.run import FORMAT, MANIFEST
@@ -36,11 +29,7 @@ class Digest:
     """
 
     def __init__(
-        self,
-        budget: Budget,
-        extra: dict[int, int],
-        skip_bad: bool,
-        on_bytes: Callable[[int], object],
+        self, budget: Budget, extra: dict[int, int], skip_bad: bool, on_bytes: Callable[[int], object]
     ) -> None:
         self.total = 0
         self._lines = 0
@@ -89,7 +78,7 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
             f"{shown(location)} does not exist; run the partition without --verify first, or pass another "
             "--output_dir"
         )
-    with streamed(location) as file:
+    with streamed(location, output) as file:
         manifest = _parsed(file.read(_MOST_MANIFEST), shown(location))
     if manifest["nranks"] != options.nranks:
         raise DataError(
@@ -111,7 +100,7 @@ def _digest_parts(options: PartitionOptions, manifest: dict[str, Any]) -> int:
         digest = Digest(options.budget, {}, False, progress.update)
         for part in manifest["parts"]:
             name = f"{shown(options.output)}/{part['name']}"
-            with streamed(join(options.output, part["name"])) as file:
+            with streamed(join(options.output, part["name"]), options.output) as file:
                 found = digest.add(file, name)
             if found.lines != manifest["lines_per_rank"]:
                 raise DataError(f"{name} has {found.lines} lines, expected {manifest['lines_per_rank']}")

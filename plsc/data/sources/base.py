@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import stat
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from plsc.data.files import Shards
 from plsc.data.native import read_files
 from plsc.data.sources.landmarks import Landmarks
 from plsc.errors import DataError
+from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_url, join, open_filesystem, shown
 
@@ -120,14 +120,18 @@ class IndexedSource:
 class FileSource(IndexedSource):
     """Base of sources of image files below one folder or URL, each with a label.
 
+    Links must not lead out of the folder, unless `may_leave`: the user has listed the files.
     With landmarks (`add_landmarks`), images are `plsc.data.alignment.Face`: they are aligned when decoded.
     """
 
     landmarks: Landmarks | None = None
 
-    def __init__(self, root: Path | str, paths: PathTable, labels: np.ndarray) -> None:
+    def __init__(
+        self, root: Path | str, paths: PathTable, labels: np.ndarray, may_leave: bool = False
+    ) -> None:
         self.root = root  # a string if it is a URL
-        self._root = os.fsencode(root)
+        self._root = os.fsencode(root if isinstance(root, str) else root.resolve())
+        self._folder = None if may_leave else self._root
         self._paths = paths
         self._labels = labels
 
@@ -165,12 +169,13 @@ class FileSource(IndexedSource):
     def _stored_at(self, index: int) -> bytes:
         if isinstance(self.root, str):
             return _read_remote_image(self.root, os.fsdecode(self._paths[index]))
-        return read_image_file(os.path.join(self._root, self._paths[index]))  # noqa: PTH118 - a hot path
+        path = os.path.join(self._root, self._paths[index])  # noqa: PTH118 - a hot path
+        return read_image_file(path, self._folder)
 
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
         if isinstance(self.root, str):
             return itertools.repeat(None)
-        return read_files(self._root, *self._paths.arrays(), indices)
+        return read_files(self._root, *self._paths.arrays(), indices, may_leave=self._folder is None)
 
     def path(self, index: int) -> Path | str:
         """Return the path or URL of the image file."""
@@ -198,26 +203,20 @@ def _read_remote_image(root: str, name: str) -> bytes:
     return found
 
 
-def read_image_file(path: bytes | str | Path) -> bytes:
-    """Return a file's bytes; DataError if it is missing, not a plain file, empty, or over 64 MiB.
+def read_image_file(path: bytes | str | Path, folder: bytes | str | None) -> bytes:
+    """Return a file's bytes; DataError if it is missing, empty, over 64 MiB, or refused by `open_regular`.
 
     The size is checked first, so that a huge (or sparse) file is never read.
     """
     try:
-        with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError("is not a plain file; expected an image file")
-            check_image_bytes(status.st_size)
-            return file.readall()
+        with open_regular(path, folder, buffering=0) as file:
+            check_image_bytes(os.fstat(file.fileno()).st_size)
+            data: bytes = file.readall()
+            return data
     except FileNotFoundError:
         raise DataError("the image file is missing; add it or remove its entry", kind="missing") from None
     except OSError as error:
-        raise DataError(f"cannot be read ({error.strerror}); check the file") from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # opening a named pipe would block
+        raise DataError(f"cannot be read: {error.strerror}") from error
 
 
 def check_labels(source: Source, class_num: int) -> None:

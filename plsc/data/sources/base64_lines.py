@@ -39,10 +39,7 @@ class Base64Source(IndexedSource):
     _most_stored = MAX_LINE_BYTES
 
     def __init__(
-        self,
-        data_dir: str | Path,
-        file_list: str = "file_list.txt",
-        files: Sequence[str] | None = None,
+        self, data_dir: str | Path, file_list: str = "file_list.txt", files: Sequence[str] | None = None
     ) -> None:
         self.locations = list(files) if files else read_file_list(data_dir, file_list)
         for location in self.locations:

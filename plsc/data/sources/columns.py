@@ -12,6 +12,7 @@ import numpy as np
 
 from plsc.data.sources.base import IndexedSource, printable
 from plsc.errors import DataError, OptionError
+from plsc.storage.regular import read_regular
 
 IMAGE_COLUMNS = (
     *("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png"),
@@ -22,6 +23,7 @@ LABEL_COLUMNS = (*("label", "labels", "class", "cls", "class_id", "identity", "i
 
 Label = bytes | str | int
 _MAX_DIGITS = 18  # such numbers fit int64
+_MOST_JSON = 2**30  # bytes of a label map; larger ones can be lines
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?")
 
 
@@ -132,8 +134,9 @@ def read_label_map(path: Path) -> dict[str, int]:
     or more.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        found = json.loads(text) if path.suffix.lower() == ".json" else _parse_lines(path, text)
+        is_json = path.suffix.lower() == ".json"
+        text = read_regular(path, _MOST_JSON if is_json else 2**34).decode("utf-8-sig")
+        found = json.loads(text) if is_json else _parse_lines(path, text)
     except OSError as error:
         raise DataError(f"the label map {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

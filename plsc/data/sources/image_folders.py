@@ -15,9 +15,11 @@ import numpy as np
 from plsc.data.lines import parse_label
 from plsc.data.sources.base import FileSource, PathTable, Source, printable
 from plsc.data.sources.columns import with_label_map
+from plsc.data.sources.rows import text_lines
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError
-from plsc.storage.blocks import streamed
+from plsc.storage.blocks import open_bytes, streamed
+from plsc.storage.regular import check_inside
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import exists, is_url, join, open_filesystem, shown
 
@@ -41,12 +43,14 @@ class LabelFileSource(FileSource):
     def __init__(self, dataset_dir: str | Path, *, landmarks: str | None = None) -> None:
         folder = str(dataset_dir)
         self._blank_lines = array("q")  # number of samples before each blank line
-        with streamed(join(folder, "label.txt")) as file:
+        with streamed(join(folder, "label.txt"), folder) as file:
             paths, labels = self._read(file)
         first = os.fsdecode(paths[0])
         is_inside = not exists(join(folder, first)) and exists(join(folder, f"images/{first}"))
         self._prefix = "images/" if is_inside else ""
         root = join(folder, "images") if is_inside else folder
+        if is_inside and not is_url(root):
+            check_inside(root, folder)
         super().__init__(root if is_url(root) else Path(root), paths, labels)
         self.add_landmarks(landmarks, folder)
 
@@ -178,19 +182,21 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:
     """
     paths = PathTable()
     root: str | Path = Path()
+    is_folder = False
     if isinstance(images, (str, os.PathLike)):
         place = os.fspath(images)
         if place.lower().endswith(IMAGE_SUFFIXES):
             paths.append(os.fsencode(place))
-        elif is_url(place) or Path(place).is_dir():
+        elif is_url(place) or os.path.isdir(place):  # noqa: PTH112 - no error for a name that is too long
+            is_folder = True
             root = place.rstrip("/") if is_url(place) else Path(place).resolve()
             for folder, names in _walk_store(str(root)) if is_url(place) else _walk(Path(root), ""):
                 for name in filter(_is_image, names):
                     paths.append(os.fsencode(posixpath.join(folder, name)))
         else:
             root = Path(place).parent
-            with streamed(place) as file:
-                for line in filter(None, map(bytes.strip, file)):
+            for _, _, line in text_lines(open_bytes(place)):
+                if line := line.strip():
                     paths.append(line)
         where = shown(place)
     else:
@@ -201,7 +207,7 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:
         where = "the list"
     if not len(paths):
         raise DataError(f"{where} contains no images; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
-    return FileSource(root, paths, np.full(len(paths), -1))
+    return FileSource(root, paths, np.full(len(paths), -1), may_leave=not is_folder)
 
 
 def holds_image(root: Path, folder: str) -> bool:
@@ -228,8 +234,8 @@ def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int
     if class_depth is not None:
         if _depth(shallowest) < class_depth:
             raise DataError(
-                f"{root}/{printable(shallowest)} contains images above the class folders, which are at depth "
-                f"{class_depth}; move them, or call set_class_depth({_depth(shallowest)})"
+                f"{root}/{printable(shallowest)} contains images, but the class folders are at depth "
+                f"{class_depth} (class_depth); move the images, or choose another folder or depth"
             )
         return class_depth
     nested = {folder.partition("/")[0] for folder in filled if "/" in folder}
@@ -246,10 +252,12 @@ def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int
 
 def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each folder's path below the root, and its file names, both sorted; `folder` first."""
-    folders, files = _entries(root, root / folder)
-    yield folder, files
-    for name in folders:
-        yield from _walk(root, f"{folder}/{name}" if folder else name)
+    left = [folder]
+    while left:
+        folder = left.pop()
+        folders, files = _entries(root, root / folder)
+        yield folder, files
+        left += [f"{folder}/{name}" if folder else name for name in reversed(folders)]
 
 
 def _walk_store(url: str) -> Iterator[tuple[str, list[str]]]:
@@ -275,10 +283,10 @@ def _walk_store(url: str) -> Iterator[tuple[str, list[str]]]:
 
 def _entries(root: Path, folder: Path) -> tuple[list[str], list[str]]:
     """Return the sorted names of the folders and files in a folder, without hidden ones."""
-    _check_link(root, folder)
     folders: list[str] = []
     files: list[str] = []
     try:
+        _check_link(root, folder)
         with os.scandir(folder) as found:
             for entry in sorted(found, key=lambda entry: entry.name):
                 if entry.name.startswith("."):
@@ -298,5 +306,4 @@ def _check_link(root: Path, path: Path) -> None:
     shown = printable(str(path))
     if path.is_dir():  # following it could loop
         raise DataError(f"{shown} is a link to a folder; replace it by the folder itself")
-    if not path.resolve().is_relative_to(root):
-        raise DataError(f"{shown} is a link that leaves the dataset folder; copy the image instead")
+    check_inside(path, root)

@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 from plsc.errors import DataError
 from plsc.storage.cache import Fingerprint, cache_folder, fingerprint_of
 from plsc.storage.publish import replacing
+from plsc.storage.regular import open_regular
 from plsc.storage.urls import base_name, is_url, shown
 
 Arrays = Mapping[str, np.ndarray]
@@ -98,22 +99,20 @@ def _names(files: Sequence[str | Path]) -> list[str]:
 
 def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
     first = str(files[0])
-    full = "\n".join(str(f) if is_url(f) else str(Path(f).absolute()) for f in files)
-    digest = hashlib.sha256(full.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    digest = _digest((str(f) if is_url(f) else str(Path(f).absolute()) for f in files), 16)
     name = f"{base_name(shown(first))[:100]}.{kind}"
     places = []
     if not is_url(files[0]):
         # Lists of several files may differ in more than the first name.
-        of_list = "" if len(files) == 1 else f".{_digest_of_names(files)}"
+        of_list = "" if len(files) == 1 else f".{_digest(_names(files), 8)}"
         places.append(Path(first).absolute().parent / f".{name}{of_list}.plsc-index")
     with contextlib.suppress(DataError):
         places.append(cache_folder("index") / f"{digest}.{name}.plsc-index")
     return places
 
 
-def _digest_of_names(files: Sequence[str | Path]) -> str:
-    text = "\n".join(_names(files))
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+def _digest(names: Iterable[str], length: int) -> str:
+    return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:length]
 
 
 def _check_unchanged(files: Sequence[str | Path], before: list[Fingerprint]) -> None:
@@ -141,7 +140,7 @@ def _save(path: Path, kind: str, identity: list[list[Any]], arrays: Arrays) -> N
 def _load(path: Path, kind: str, identity: list[list[Any]]) -> dict[str, np.ndarray] | None:
     """Return the arrays of an index file, or None if it is missing, outdated or damaged."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, path.parent) as file:
             length = os.fstat(file.fileno()).st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):  # ValueError: an empty file
@@ -196,7 +195,7 @@ def _view(mapped: mmap.mmap, length: int, offset: int, dtype: str, shape: Any) -
 
 def _map_again(path: str, offset: int, dtype: str, shape: tuple[int, ...], crc: int) -> MappedArray:
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             length = os.fstat(file.fileno()).st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if _read_header(mapped)[2] != crc:

@@ -9,6 +9,7 @@ from typing import Any
 
 from plsc.data.sources.columns import LabelReader, NamedLabelSource
 from plsc.errors import DataError
+from plsc.storage.blocks import streamed
 from plsc.storage.urls import base_name, is_url
 
 
@@ -25,6 +26,8 @@ class LmdbSource(NamedLabelSource):
         if is_url(location):
             raise DataError("an LMDB file must be on a local disk; copy it, or convert it")
         self._path = Path(location)
+        file, folder = (self._path / "data.mdb", self._path) if self._path.is_dir() else (self._path, None)
+        streamed(file, folder).close()  # LMDB would wait for a pipe, and follow links
         with self._begin() as transaction:
             text = transaction.get(b"num-samples") or b""
             entries = transaction.stat()["entries"]

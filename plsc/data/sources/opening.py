@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import CsvSource, JsonLinesSource
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError
+from plsc.storage.regular import check_inside
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, open_filesystem, shown
 
@@ -73,9 +75,10 @@ def open_source(
     options = {name: value for name, value in given.items() if value is not None}
     suffix = _suffix(str(location))
     folder = Path(location)
-    if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not folder.is_dir()):
+    is_folder = os.path.isdir(location)  # noqa: PTH112 - no error for a name that is too long
+    if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not is_folder):
         return _make(FORMATS[suffix], str(location), options)
-    if not is_url(location) and not folder.is_dir():
+    if not is_url(location) and not is_folder:
         raise DataError(f"the dataset {folder} {_describe_unknown(folder)}; {_LAYOUTS}")
     names = _names_in(str(location))
     if "label.txt" in names:
@@ -88,6 +91,9 @@ def open_source(
     is_of_folders = bool(folders) and not options.keys().isdisjoint(("class_depth", "landmarks"))
     found = None if is_of_folders else _only_dataset(str(location), names)
     if found is not None and (is_url(location) or not _is_overruled(found, folder, folders, options)):
+        for name in () if is_url(location) else names:
+            if _suffix(name) == _suffix(found):
+                check_inside(folder / name, folder)
         return _make(FORMATS[_suffix(found)], found, options)
     # A folder with only `images/` is likely the first format without its label.txt, not one class.
     if folders in ([], ["images"]):
@@ -122,7 +128,7 @@ def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[st
 
 def _describe_unknown(path: Path) -> str:
     """Return why a path that is neither a folder nor a known file is not a dataset."""
-    if not path.exists():
+    if not os.path.exists(path):  # noqa: PTH110
         return "does not exist"
     if path.name in ("label.txt", "file_list.txt"):
         return f"is a file list; give the folder that contains it, {path.parent}"

@@ -16,13 +16,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
 from plsc.data.files import Shards, shard_files
-from plsc.data.sources.columns import (
-    IMAGE_COLUMNS,
-    LABEL_COLUMNS,
-    ColumnSource,
-    LabelReader,
-    choose_column,
-)
+from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, ColumnSource, LabelReader, choose_column
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown

@@ -135,7 +135,7 @@ class RowSource(ColumnSource):
                 "expected a relative path inside it"
             )
         if not is_url(self._folder):
-            return read_image_file(Path(self._folder, path))
+            return read_image_file(Path(self._folder, path), self._folder)
         data = open_bytes(join(self._folder, normal))
         check_image_bytes(data.size)
         return data.read_at(0, data.size)

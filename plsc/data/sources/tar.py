@@ -6,7 +6,7 @@ import hashlib
 import json
 import tarfile
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from tarfile import TarInfo
 from typing import Any, NamedTuple
 
@@ -14,13 +14,7 @@ import numpy as np
 
 from plsc.data.files import Shards, shard_files
 from plsc.data.sources.base import printable
-from plsc.data.sources.columns import (
-    ColumnSource,
-    Label,
-    LabelReader,
-    pack_texts,
-    text_at,
-)
+from plsc.data.sources.columns import ColumnSource, Label, LabelReader, pack_texts, text_at
 from plsc.data.sources.image_folders import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
@@ -74,7 +68,7 @@ class TarSource(ColumnSource):
         keys: list[bytes] = []
 
         def found(shard: int, title: str) -> Iterator[Label]:
-            for sample in read_samples(self._files[shard], title):
+            for sample in read_samples(self._files[shard], title, (self._label or "cls", "json")):
                 image = self._image_of(sample)
                 places.extend((shard, image.offset_data, image.size))
                 keys.append(sample.key.encode("utf-8", "surrogateescape"))
@@ -127,7 +121,7 @@ class TarSource(ColumnSource):
 
 
 class Sample(NamedTuple):
-    """The members of one sample by suffix, and the content of small members that are not images."""
+    """The members of one sample by suffix, and the content of those with a label."""
 
     key: str
     title: str
@@ -140,8 +134,11 @@ class Sample(NamedTuple):
         return f"{self.title}:{printable(self.key)}"
 
 
-def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
-    """Yield the samples of one tar file; hidden members and those without a suffix are ignored."""
+def read_samples(data: Bytes, title: str, wanted: Sequence[str]) -> Iterator[Sample]:
+    """Yield the samples of one tar file, with the `wanted` texts.
+
+    Hidden members and those without a suffix are ignored.
+    """
     file = buffered(data)
     sample: Sample | None = None
     for member in read_members(file, title):
@@ -159,7 +156,7 @@ def read_samples(data: Bytes, title: str) -> Iterator[Sample]:
         if suffix in sample.members:
             raise DataError(f"{sample.place} has two members .{printable(suffix)}; fix the archive")
         sample.members[suffix] = member
-        if member.size <= _LABEL_BYTES and not is_image(suffix):
+        if member.size <= _LABEL_BYTES and suffix in wanted:
             sample.texts[suffix] = data.read_at(member.offset_data, member.size)
     if sample is not None:
         yield sample

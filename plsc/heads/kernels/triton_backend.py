@@ -182,13 +182,7 @@ class TritonBackend(TorchBackend):
         return self._product(g.T, factors), bias
 
     def _launch_update(
-        self,
-        rows: Rows,
-        tile: slice,
-        dw: Tensor,
-        rule: Rule,
-        states: list[Tensor],
-        steps: Tensor | None,
+        self, rows: Rows, tile: slice, dw: Tensor, rule: Rule, states: list[Tensor], steps: Tensor | None
     ) -> None:
         dimension = rows.weight.shape[1]
         state, second_state = [*states, None, None][:2]

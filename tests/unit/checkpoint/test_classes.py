@@ -289,9 +289,9 @@ def test_invalid_arguments_are_refused(small, tmp_path):
     assert "is empty" in refusal(folder, new, drop=[])
     assert "drop:2: class 10 is outside" in refusal(folder, new, drop=[1, 10])
     assert "cannot be read" in refusal(folder, new, drop=tmp_path / "none.txt")
-    assert "is not a plain file" in refusal(folder, new, drop=tmp_path)
+    assert "Is a directory" in refusal(folder, new, drop=tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "is not a plain file" in refusal(folder, new, drop=tmp_path / "pipe")
+    assert "is not a regular file" in refusal(folder, new, drop=tmp_path / "pipe")
     for taken in (folder, folder.parent):
         assert "already exists" in refusal(folder, taken, grow=1)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -355,7 +355,7 @@ def test_a_map_that_is_damaged_is_refused(small):
     sound = (new / "classes.tsv").read_bytes()
     for damaged in (sound[:-1], sound.replace(b"9", b"8", 1), b"a" * len(sound), b""):
         (new / "classes.tsv").write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match=r"is damaged|bytes; expected"):
             read_class_map(new)
     (new / "classes.tsv").unlink()
     with pytest.raises(CheckpointError, match="copy it from the checkpoint in which"):

@@ -247,10 +247,10 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path):
 @pytest.mark.parametrize("read", [read_tensors, read_paddle_file])
 def test_only_regular_files_are_read(tmp_path, read):
     assert "No such file" in refusal(read, tmp_path / "absent")
-    assert "regular file" in refusal(read, tmp_path)
+    assert "Is a directory" in refusal(read, tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "regular file" in refusal(read, tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/etc/passwd")
     assert "is a link" in refusal(read, tmp_path / "link")
 
 
@@ -296,3 +296,24 @@ def test_the_summary_of_a_match_is_bounded_and_printable():
     assert "\x1b" not in text
     assert "and 4995 more" in text
     assert printable("a\nb") == "a\\nb"
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse_csr", "meta", "quantized"])
+def test_a_tensor_without_plain_values_in_the_file_is_refused(tmp_path, kind):
+    ones = torch.ones(2, 2)
+    tensor = {
+        "sparse": ones.to_sparse,
+        "sparse_csr": ones.to_sparse_csr,
+        "meta": lambda: ones.to("meta"),
+        "quantized": lambda: torch.quantize_per_tensor(ones, 0.1, 0, torch.quint8),
+    }[kind]()
+    torch.save({"weight": tensor}, tmp_path / "a.pt")
+    assert "save_file" in refusal(read_state_dict, tmp_path / "a.pt")
+
+
+def test_a_file_of_the_old_format_without_its_values_is_refused(tmp_path):
+    torch.save({"weight": torch.ones(4096)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "a.pt").read_bytes()
+    header = content[: content.rindex(b"\x80\x02]")]  # the list of the storages that follow
+    (tmp_path / "a.pt").write_bytes(header + pickle.dumps([], 2))
+    assert "download it again" in refusal(read_state_dict, tmp_path / "a.pt")

@@ -72,7 +72,7 @@ def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
     for index in range(10):
         image, label = source[index]
         assert image.decode() == source.class_names[label]
-    with pytest.raises(DataError, match=r"latin/a contains images above .* depth 3; .*class_depth\(2\)"):
+    with pytest.raises(DataError, match=r"latin/a contains images, but .* at depth 3 \(class_depth\); move"):
         open_source(alphabets, class_depth=3)
 
 

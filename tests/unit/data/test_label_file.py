@@ -101,7 +101,7 @@ def test_an_empty_file_is_refused(tmp_path, content):
 
 def test_a_label_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "label.txt").mkdir()
-    with pytest.raises(DataError, match="is not a plain file"):
+    with pytest.raises(DataError, match="Is a directory"):
         LabelFileSource(tmp_path)
 
 

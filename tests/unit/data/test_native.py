@@ -28,11 +28,11 @@ from plsc.errors import DataError
 needs_library = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
 
 
-def read(folder: Path, *names: str) -> list[bytes | None]:
+def read(folder: Path, *names: str, may_leave: bool = False) -> list[bytes | None]:
     table = PathTable()
     for name in names:
         table.append(os.fsencode(name))
-    return list(read_files(os.fsencode(folder), *table.arrays(), np.arange(len(names))))
+    return list(read_files(os.fsencode(folder), *table.arrays(), np.arange(len(names)), may_leave))
 
 
 def jpeg_bytes(shade: int) -> bytes:
@@ -65,6 +65,23 @@ def test_files_that_are_not_plain_or_empty_are_left_to_python(tmp_path):
     ]
     assert read(tmp_path, *names, "link") == [b"first"] + [None] * 9 + [b"first"]
     assert read(Path("/" + "y" * 5000), "a") == [None]
+
+
+@needs_library
+def test_a_link_is_read_only_if_it_stays_in_the_folder(tmp_path):
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub/a").write_bytes(b"inside")
+    (tmp_path / "secret").write_bytes(b"outside")
+    (folder / "stays").symlink_to("sub/../sub/a")
+    (folder / "leaves").symlink_to("../secret")
+    (folder / "up").symlink_to("..")
+    (folder / "absolute").symlink_to(tmp_path / "secret")
+    names = ["sub/a", "stays", "sub/../sub/a", "leaves", "up/secret", "../secret", "absolute"]
+    assert read(folder, *names) == [b"inside"] * 3 + [None] * 4
+    assert read(folder, *names, may_leave=True) == [b"inside"] * 3 + [b"outside"] * 4
+    (tmp_path / "link").symlink_to("data")
+    assert read(tmp_path / "link", *names) == [b"inside"] * 3 + [None] * 4
 
 
 @needs_library

@@ -103,6 +103,14 @@ def test_line_ends_outside_the_data_are_refused(newlines):
         native_lines.read_lines(data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
 
 
+@given(st.text("ABYZabyz0189+/=\t\r\n", max_size=150).map(str.encode), st.binary(max_size=1), st.booleans())
+def test_a_byte_that_is_not_of_base64_is_found_anywhere(text, other, at_end):
+    for place in range(len(text) + 1):
+        data = text[:place] + other + text[place:]
+        expected = re.fullmatch(rb"[A-Za-z0-9+/=\t\r\n]*", data) is not None
+        assert lines_module.is_base64(FENCED.holding(data, at_end)) is expected
+
+
 @given(st.binary(max_size=300), st.one_of(st.integers(0, 50), st.integers(2**18 - 99, 2**18 + 9)))
 def test_checksums_equal_the_reference_implementation(data, offset):
     ours = checksum(FENCED.holding(data), offset)

@@ -36,9 +36,10 @@ def content(root: Path) -> dict[str, bytes | None]:
     }
 
 
-def write_archive(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
+def write_archive(path: Path, members: list[tuple[tarfile.TarInfo, bytes]], states: object = None) -> Path:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    headers = None if states is None else {"comment": f"plsc: {states} bytes"}
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, pax_headers=headers) as archive:
         for entry, data in members:
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
@@ -140,13 +141,47 @@ def test_a_wrong_checksum_is_detected(tmp_path, sums):
     assert not (tmp_path / "back").exists()
 
 
-def test_a_member_larger_than_the_disk_is_refused_before_it_is_written(tmp_path):
+def test_a_member_that_is_too_large_is_refused_before_it_is_written(tmp_path):
     header = member("huge")
     header.size = 2**60
     with pa.CompressedOutputStream(str(tmp_path / "a.tar.zst"), "zstd") as stream:
         stream.write(header.tobuf(tarfile.GNU_FORMAT))
-    with pytest.raises(DataError, match="'huge' has 1152921504606846976 bytes, but the disk"):
+    with pytest.raises(DataError, match=r"'huge' exceeds 8000 bytes; .*--max_bytes"):
         unpack(str(tmp_path / "a.tar.zst"), tmp_path / "back")
+
+
+def test_an_archive_of_over_100_times_its_size_needs_permission(tmp_path):
+    (tmp_path / "zeros").mkdir()
+    (tmp_path / "zeros/file").write_bytes(b"")
+    os.truncate(tmp_path / "zeros/file", 10**7)
+    archive = str(tmp_path / "a.tar.zst")
+    pack(tmp_path / "zeros", archive)
+    for most in (None, 10**7 - 1):
+        with pytest.raises(DataError, match=r"has 10000000 bytes, .*--max_bytes 10000000"):
+            unpack(archive, tmp_path / "back", most)
+        assert not (tmp_path / "back").exists()
+    assert unpack(archive, tmp_path / "back", 10**7).content_bytes == 10**7
+
+
+def test_more_than_an_archive_states_is_never_written(tmp_path):
+    members = [(member("a"), b"123"), (member("b"), b"4567"), (member(SUMS), b"")]
+    with pytest.raises(DataError, match="'b' exceeds 6 bytes; do not"):
+        unpack(str(write_archive(tmp_path / "a.tar.zst", members, states=6)), tmp_path / "back")
+    with pytest.raises(DataError, match="is damaged"):  # all is written, and compared with SUMS
+        unpack(str(write_archive(tmp_path / "b.tar.zst", members, states=7)), tmp_path / "back")
+    with pytest.raises(DataError, match="has 100000000000000000 bytes, but the disk"):
+        unpack(str(write_archive(tmp_path / "c.tar.zst", members, states=10**17)), tmp_path / "back", 10**18)
+    assert not (tmp_path / "back").exists()
+
+
+def test_an_archive_that_states_nothing_is_bounded_too(tmp_path):
+    flood = [(member("x/" * (n % 9) + "x", tarfile.DIRTYPE), b"") for n in range(50_000)]
+    bomb = [(member("file"), bytes(10**7))]
+    for members, message in ((flood, "over 100 times"), (bomb, "'file'")):
+        path = write_archive(tmp_path / "a.tar.zst", members)
+        with pytest.raises(DataError, match=message):
+            unpack(str(path), tmp_path / "back")
+        assert not (tmp_path / "back").exists()
 
 
 def test_a_damaged_archive_never_gives_a_different_folder(folder, tmp_path):
@@ -154,14 +189,13 @@ def test_a_damaged_archive_never_gives_a_different_folder(folder, tmp_path):
     good_path = tmp_path / "good.tar.zst"
     pack(folder, str(good_path))
     good, expected = good_path.read_bytes(), content(folder)
-    rng = np.random.default_rng(0)
     path = tmp_path / "bad.tar.zst"
     refused = 0
-    for turn in range(150):
+    for turn in range(0, 8 * len(good), 7):  # bits of every byte and position, and some truncations
         bad = bytearray(good)
-        bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
-        if turn % 3 == 0:
-            bad = bad[: rng.integers(len(bad))]
+        bad[turn // 8] ^= 1 << turn % 8
+        if turn % 99 == 0:
+            bad = bad[: turn // 8]
         path.write_bytes(bad)
         try:
             unpack(str(path), tmp_path / "back")
@@ -171,8 +205,19 @@ def test_a_damaged_archive_never_gives_a_different_folder(folder, tmp_path):
         else:  # an unused bit, in the zstd frame or a file's time
             assert content(tmp_path / "back") == expected
             shutil.rmtree(tmp_path / "back")
-    assert refused > 75
+    assert refused > 4 * len(good) / 7
     assert {p.name for p in tmp_path.iterdir()} == {"set", "good.tar.zst", "bad.tar.zst"}
+
+
+def test_a_renamed_folder_is_refused(folder, tmp_path):
+    path = tmp_path / "bad.tar.zst"
+    pack(folder, str(path))
+    with pa.CompressedInputStream(str(path), "zstd") as stream:
+        data = stream.read()
+    with pa.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write(data.replace(b"empty", b"emtpy"))  # with the same sum of bytes, which tar checks
+    with pytest.raises(DataError, match="is damaged"):
+        unpack(str(path), tmp_path / "back")
 
 
 @pytest.mark.slow

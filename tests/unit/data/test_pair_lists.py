@@ -95,7 +95,7 @@ def test_a_bad_list_is_an_error_that_names_file_and_line(folder, content, messag
 def test_a_missing_list_or_image_is_an_error(folder):
     with pytest.raises(DataError, match=r"none\.txt does not exist"):
         read_pair_list(folder / "none.txt")
-    with pytest.raises(DataError, match="is not a plain file"):
+    with pytest.raises(DataError, match="Is a directory"):
         read_pair_list(folder)
     found = read_pair_list(write(folder, b"a.png b.png 0\n"))
     (folder / "b.png").unlink()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import string
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -329,6 +330,22 @@ def test_a_bad_line_is_reported_with_its_place_and_nothing_is_left(tmp_path, way
     assert sorted(path.name for path in folder.iterdir()) == ["data0.txt", "file_list.txt"]
 
 
+def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messages):
+    good = some_lines(60)
+    others = {*range(256)} - {*(string.ascii_letters + string.digits + "+/=\t\r\n").encode()}
+    bad = [b"QUJD%cQUJD\t5" % byte for byte in sorted(others)]
+    folder = write_set(tmp_path, good[:50] + bad + good[50:], files=1)
+    with pytest.raises(DataError, match=r"data0\.txt:51: the text before the tab is not base64: 'QUJD.*fix"):
+        partition(PartitionOptions(str(folder), 2))
+    assert not (folder / "partition_2").exists()
+    options = PartitionOptions(str(folder), 2, bad_lines="skip")
+    manifest = partition(options)
+    assert manifest["skipped_lines"] == len(bad)
+    assert "data0.txt:52: the text before the tab is not base64" in messages[1]
+    assert read_parts(folder / "partition_2") == expected_parts(good, 2, 0)
+    assert verify(options) == manifest
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_warning_is_logged_if_there_are_more_repeats_than_lines(tmp_path, messages, dry_run):
     folder = write_set(tmp_path, some_lines(12))
@@ -438,13 +455,11 @@ def test_unusual_lines_are_read_the_same_in_memory_and_through_buckets(tmp_path,
     assert manifests[0]["lines"] == 400
 
 
-def test_a_byte_order_mark_within_a_file_is_a_part_of_its_line(tmp_path, monkeypatch):
+def test_a_byte_order_mark_is_left_out_only_at_the_start_of_a_file(tmp_path, way):
     lines = [b"\xef\xbb\xbf" + line for line in some_lines(60)]
     folder = write_set(tmp_path, lines, files=1)
-    choose(monkeypatch, "small pieces")
-    partition(PartitionOptions(str(folder), 2))
-    expected = expected_parts([lines[0][3:], *lines[1:]], 2, 0)
-    assert read_parts(folder / "partition_2") == expected
+    partition(PartitionOptions(str(folder), 2, bad_lines="skip"))
+    assert read_parts(folder / "partition_2") == [[lines[0][3:]], [lines[0][3:]]]
 
 
 def test_too_many_lines_for_the_memory_go_through_buckets(tmp_path, monkeypatch):

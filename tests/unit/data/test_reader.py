@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from plsc.data.order import BatchPlan
@@ -104,6 +105,18 @@ def test_an_epoch_resumes_at_any_step(last_batch, start):
 def test_a_reader_that_became_shorter_is_reported_on_resuming():
     with pytest.raises(DataError, match="ended after 2 steps, before step 5"):
         list(loader(shuffled(8)).epoch(0, start_step=5))
+
+
+@pytest.mark.parametrize("example", [None, torch.zeros(1, *SHAPE, dtype=torch.uint8)])
+@pytest.mark.filterwarnings("error")
+def test_read_only_arrays_as_of_pillow_images_give_no_warning(example, request):
+    request.addfinalizer(lambda: torch.set_warn_always(False))
+    torch.set_warn_always(True)
+    picture = np.asarray(Image.new("RGB", (2, 2), (7, 8, 9)))[:, :, :1].transpose(2, 0, 1)
+    assert not picture.flags.writeable
+    (batch,) = loader(lambda: iter([(picture, 0)] * 4), example=example).epoch(0)
+    inputs = batch.images if example is None else batch.input(torch.device("cpu"), torch.contiguous_format)
+    assert (inputs == 7).all()
 
 
 def test_a_reader_may_reuse_its_buffer():

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -265,3 +266,14 @@ def test_archives_of_the_webdataset_package_are_read(tmp_path):
         for number, image in enumerate(images):
             sink.write({"__key__": f"k{number}", "jpg": image, "json": {"label": number}})
     assert read(tmp_path) == [(image, number) for number, image in enumerate(images)]
+
+
+def test_members_that_hold_no_label_are_not_kept_in_memory(tmp_path):
+    texts = [(f"a.text{number}", bytes(2**20)) for number in range(64)]
+    path = write(tmp_path / "train.tar", *texts, ("a.jpg", b"image"), ("a.cls", b"1"))
+    tracemalloc.start()
+    try:
+        assert TarSource(path)[0] == (b"image", 1)
+        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
+    finally:
+        tracemalloc.stop()

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.workers import AHEAD_PER_THREAD, THREAD_NAME, Stopped, in_order
+from plsc.data import workers
+from plsc.data.workers import AHEAD_PER_THREAD, THREAD_NAME, Stopped, in_order, run_in_process
+from plsc.errors import DataError
 
 
 def data_threads() -> int:
@@ -117,3 +121,46 @@ def test_a_yielded_result_is_not_referenced_any_more():
     del result
     assert gone() is None
     results.close()
+
+
+def test_a_forked_process_does_not_destroy_garbage_of_its_parent():
+    runtime = pytest.importorskip("onnxruntime")
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [value], [out]), opset_imports=opsets)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+
+    def results():
+        yield gc.collect()
+
+    gc.disable()
+    try:
+        session = runtime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+        cycle = [session]
+        cycle.append(cycle)
+        del session, cycle
+        time.sleep(0.3)  # until its threads wait
+        assert len(list(run_in_process(results))) == 1
+    finally:
+        gc.enable()
+
+
+def test_a_process_that_does_not_answer_is_reported_with_its_state_and_stack(monkeypatch, capfd, caplog):
+    monkeypatch.setattr(workers, "_SECONDS_TO_POLL", 1)
+    monkeypatch.setattr(workers, "SECONDS_TO_WARNING", 2)
+    monkeypatch.setattr(workers, "SECONDS_TO_ERROR", 3)
+
+    def results():
+        yield 1
+        threading.Event().wait()
+
+    coming = run_in_process(results)
+    assert next(coming) == 1
+    with pytest.raises(DataError, match=r"no data for 3 s from data worker process \d+, state S"):
+        next(coming)
+    assert "no data for 2 s" in caplog.text
+    assert "in results" in capfd.readouterr().err  # the Python stack

@@ -7,9 +7,9 @@ import torch
 
 from plsc.errors import DataError
 from plsc.evaluate import all_pairs as module
-from plsc.evaluate.all_pairs import BINS, GRID, all_pairs
+from plsc.evaluate.all_pairs import BINS, all_pairs
 from plsc.evaluate.report import write_report
-from plsc.evaluate.verification import FARS
+from plsc.evaluate.verification import FARS, GRID
 from tests.devices import GPU
 from tests.distributed.launch import run_ranks
 

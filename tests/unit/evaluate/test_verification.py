@@ -134,7 +134,23 @@ def test_scores_are_cosines_of_pairs_across_chunks():
     embeddings, _ = some_pairs(9000, 1.0, seed=1)
     first, second = embeddings[::2].astype(float), embeddings[1::2].astype(float)
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    assert scores(embeddings) == pytest.approx((first * second).sum(axis=1) / lengths)
+    steps = scores(embeddings) * 2**20
+    assert np.array_equal(steps, np.rint(steps))
+    assert abs(steps - 2**20 * (first * second).sum(axis=1) / lengths).max() <= 0.5 + 1e-6
+
+
+def test_results_depend_only_on_the_angles():
+    # Small integers: many cosines are equal, many distances are multiples of 0.01 such as 0.5.
+    generator = np.random.default_rng(0)
+    embeddings = np.array([[3, 4, 0], [4, 3, 0], [1, 2, 2], [0, 0, 5], [0, 0, 0]])[
+        generator.integers(0, 5, 2000)
+    ]
+    is_same = generator.random(1000) < 0.4
+    expected = verify(embeddings, is_same)
+    assert len(set(expected.cosines)) == len(set(expected.cosines.round(4)))
+    scaled = embeddings[:, [2, 0, 1]] * generator.uniform(0.001, 1000, (2000, 1))
+    found = verify(scaled, is_same).as_dict()
+    assert {**found, "mean_norm": 0} == {**expected.as_dict(), "mean_norm": 0}
 
 
 def test_scores_of_a_zero_embedding_are_zero():

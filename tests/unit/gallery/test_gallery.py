@@ -127,6 +127,10 @@ def test_vectors_that_cannot_be_searched_are_refused_and_nothing_is_written(tmp_
 def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(OptionError, match="kind is 'int4'; known: float32, int8"):
         write_gallery(tmp_path / "gallery", np.ones((2, 2)), model="a", kind="int4")
+    for centers in (2, 0, -1, 10, 2.5, True):
+        with pytest.raises(OptionError, match=f"centers is {centers} for 5 vectors"):
+            write_gallery(tmp_path / "gallery", np.ones((5, 2)), model="a", centers=centers)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="1 names for 2 entries"):
         build_gallery(np.ones((2, 2)), ["one"])
     gallery = build_gallery(np.ones((2, 2)))
@@ -229,17 +233,23 @@ def test_tensors_that_do_not_match_the_description_are_refused(tmp_path, tensors
         open_gallery(folder)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
-def test_values_that_are_not_finite_are_an_error_message(tmp_path, value):
-    vectors, scale = np.ones((3, 32), np.float32), np.ones(32, np.float32)
-    vectors[1], scale[1] = value, value
-    write_gallery(tmp_path / "float32", np.ones((3, 32)), model="a")
-    rewrite(tmp_path / "float32", vectors=vectors)
-    write_gallery(tmp_path / "int8", np.ones((3, 32)), model="a", kind="int8")
-    rewrite(tmp_path / "int8", scale=scale)
-    for kind in ("float32", "int8"):
-        with pytest.raises(DataError, match="not finite"):
-            open_gallery(tmp_path / kind).search(np.ones((2, 32)), 3)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 2104, 1.002, 0.998, 1e-3])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_vectors_without_norm_1_are_refused_when_the_gallery_is_opened(tmp_path, kind, value):
+    folder, vectors = tmp_path / "gallery", np.eye(32, dtype=np.float32)[np.arange(20_000) % 32]
+    vectors[7] = 0
+    write_gallery(folder, vectors, model="a", kind=kind)  # zero is accepted
+    scale = load_file(folder / "gallery.safetensors").get("scale")
+    if kind == "float32":
+        vectors[19_999] *= np.float32(value)
+        rewrite(folder, vectors=vectors)
+    else:
+        scale[31] *= np.float32(value)
+        rewrite(folder, scale=scale)
+    # Of a scale that is not finite, 0 times it is not, either.
+    number = 19_999 if kind == "float32" else 31 if np.isfinite(value) else 0
+    with pytest.raises(DataError, match=rf"gallery\.safetensors: vector {number} does not have norm 1"):
+        open_gallery(folder)
 
 
 def test_bytes_before_the_codes_are_not_trusted(tmp_path):

@@ -8,9 +8,10 @@ import pytest
 from plsc import open_embeddings
 from plsc.checkpoint import load_weights
 from plsc.cli import main
+from plsc.export import open_model
 from plsc.gallery import open_gallery
 from plsc.train.embeddings import checksum_of
-from tests.images import write_dataset
+from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
 pytest.importorskip("faiss", reason="plsc[search] is not installed")
@@ -21,6 +22,7 @@ def trained(tmp_path_factory):
     """A checkpoint, its export, and its dataset."""
     folder = tmp_path_factory.mktemp("gallery")
     dataset = write_dataset(folder / "faces", classes=3, per_class=8)
+    write_pair_file(dataset / "lfw.bin", dataset)
     entry(dataset, folder / "run").train()
     exported = [str(folder / "run/0"), str(folder / "model"), "--classes", "--quiet"]
     assert main(["export", *exported, "--data.dataset_dir", str(dataset)]) == 0
@@ -83,3 +85,22 @@ def test_another_network_and_a_damaged_image_are_error_messages(trained, tmp_pat
     for model in ("run/0", "model"):
         assert main(["search", str(trained / model), str(tmp_path / "g"), str(tmp_path / "images")]) == 1
         assert image.name in messages[-1]
+
+
+def test_several_images_are_searched_and_unknown_below_the_threshold_of_the_model(trained, tmp_path, capsys):
+    pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+    images = trained / "faces/images"
+    files = sorted(images.iterdir())
+    plsc(capsys, "index", trained / "model", tmp_path / "g", "--images", files[0])
+    model = open_model(trained / "model")
+    embeddings = model.embed(np.stack([model.preprocess(file.read_bytes()) for file in files]))
+    is_known = embeddings @ embeddings[0] >= model.thresholds[0.1]
+    assert 0 < is_known.sum() < len(files)
+    found = plsc(capsys, "search", trained / "model", tmp_path / "g", *files[:2], images, "-k", 1)
+    names, expected = [*map(str, files[:2]), *(file.name for file in files)], []
+    for name, known in zip(names, [*is_known[:2], *is_known], strict=True):
+        unknown = f"  unknown: no entry reaches the threshold, {model.thresholds[0.1]:.4f}"
+        expected += [name, *([] if known else [unknown])]
+    assert [line for line in found if not line.endswith(f"  {files[0]}")] == expected
+    found = plsc(capsys, "search", trained / "run/0", tmp_path / "g", images, "-k", 1)  # has no threshold
+    assert len(found) == 2 * len(files)

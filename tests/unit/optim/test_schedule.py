@@ -17,7 +17,8 @@ def schedule(function=None, total=None, epoch=None, **changes):
     for name, value in changes.items():
         options.set(f"optim.{name}", value)
     base = options.optim.lr or default_rate(1024)
-    return build_schedule(options, base, total, epoch, function)
+    warmup = None if epoch is None else epoch * options.optim.warmup_epochs
+    return build_schedule(options, base, total, warmup, function)
 
 
 def halving(step, total_steps):

@@ -139,7 +139,7 @@ def test_transfers_include_the_gradients_of_all_parameters():
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"model": "ResNet19"}, "unknown model 'ResNet19'"),
+        ({"model": "ResNet19"}, "model is 'ResNet19'; expected"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of float32"),
         ({"image": 30}, "image_shape is"),
         ({"micro_batches": 0}, "micro_batches is 0; expected a number of at least 1"),

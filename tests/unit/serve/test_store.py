@@ -1,4 +1,7 @@
+import contextlib
 import sqlite3
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +61,18 @@ def test_the_index_finds_what_is_in_the_file_after_changes_and_after_opening(tmp
     opened.close()
 
 
+def test_of_equal_vectors_the_lower_ids_are_found_first(tmp_path):
+    different = np.random.default_rng(1).standard_normal((20, 512)).astype(np.float32)
+    different /= np.linalg.norm(different, axis=1, keepdims=True)
+    opened = Store(tmp_path / "s.sqlite", "m1", 512)
+    opened.write([New("a", different[i % 20], b"jpeg") for i in range(140)])
+    for k in (1, 6, 7):
+        for first, row in enumerate(opened.search(different, k), 1):
+            assert [one.id for one in row] == list(range(first, 141, 20))[:k]
+            assert len({one.similarity for one in row}) == 1
+    opened.close()
+
+
 def test_ids_are_never_used_again(store):
     first = store.write(news(2))
     store.write(first)
@@ -94,6 +109,52 @@ def test_a_store_of_another_network_or_size_is_refused(store, tmp_path):
         Store(tmp_path / "s.sqlite", "m1", 7)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 2104, 0.998, 1e-3])
+def test_a_vector_without_norm_1_is_refused_and_zero_is_not(store, tmp_path, value):
+    ids = store.write(news(3))
+    vector, zero = vectors(1)[0] * np.float32(value), np.zeros(SIZE, np.float32)
+    for new, number in ((vector, ids[1]), (zero, ids[2])):
+        change = "UPDATE entries SET vector = ? WHERE id = ?"
+        store._database.execute(change, (new.tobytes(), number))
+    store.close()
+    with pytest.raises(DataError, match=f"vector of entry {ids[1]} does not have norm 1"):
+        Store(tmp_path / "s.sqlite", "m1", SIZE)
+    database = sqlite3.connect(tmp_path / "s.sqlite")
+    database.execute("DELETE FROM entries WHERE id = ?", (ids[1],))
+    database.commit()
+    database.close()
+    opened = Store(tmp_path / "s.sqlite", "m1", SIZE)
+    assert [one.id for one in opened.search(vectors(1), 3)[0]] == [ids[0], ids[2]]
+    opened.close()
+
+
+@pytest.mark.parametrize("value", [7, 1e300, "text", b"\xff", b"text"])
+def test_columns_of_other_types_are_an_error_message_or_converted(store, tmp_path, value):
+    ids = store.write(news(3))
+    for number, column in zip(ids, ("name", "thumbnail", "enrolled"), strict=True):
+        store._database.execute(f"UPDATE entries SET {column} = ? WHERE id = ?", (value, number))
+    store.close()
+    if value == b"\xff":
+        with pytest.raises(DataError, match="UTF-8"):
+            Store(tmp_path / "s.sqlite", "m1", SIZE)
+        return
+    opened = Store(tmp_path / "s.sqlite", "m1", SIZE)
+    rows = opened.entries(0, 9)
+    assert {(type(name), type(time)) for _, name, time in rows} == {(str, str)}
+    assert {type(one.name) for row in opened.search(vectors(1), 3) for one in row} == {str}
+    assert len(opened.thumbnail(ids[1])) < 10
+    opened.close()
+
+
+@pytest.mark.parametrize("column", ["vector", "model"])
+def test_a_vector_or_model_of_another_type_is_an_error_message(store, tmp_path, column):
+    ids = store.write(news(3))
+    store._database.execute(f"UPDATE entries SET {column} = 7 WHERE id = ?", (ids[0],))
+    store.close()
+    with pytest.raises(CheckpointError):
+        Store(tmp_path / "s.sqlite", "m1", SIZE)
+
+
 def test_a_store_in_use_is_refused(store, tmp_path):
     store.write(news(1))
     with pytest.raises(DataError, match="is used by another server"):
@@ -110,3 +171,42 @@ def test_another_database_and_another_file_are_refused(tmp_path):
         with pytest.raises(DataError, match="choose another"):
             Store(tmp_path / f"{name}.sqlite", "m1", SIZE)
         assert (tmp_path / f"{name}.sqlite").read_bytes() == before
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"DROP TABLE entries; CREATE VIEW entries AS {ENDLESS} SELECT x AS id, '' AS name, x'' AS vector, "
+        "x'' AS thumbnail, 'm1' AS model, '' AS enrolled FROM n WHERE x < 0",
+        "CREATE TRIGGER endless AFTER INSERT ON entries BEGIN INSERT INTO entries "
+        f"SELECT NULL, 'a', x'', x'', 'm1', '' FROM ({ENDLESS} SELECT x FROM n); END",
+        "DROP TABLE entries; CREATE TABLE entries (id, name, vector, thumbnail, model, enrolled)",
+        "CREATE TABLE other (x)",
+    ],
+    ids=["view", "trigger", "other columns", "other table"],
+)
+def test_a_store_with_another_schema_is_refused_and_nothing_of_it_runs(tmp_path, change):
+    Store(tmp_path / "a.sqlite", "m1", SIZE).close()
+    Store(tmp_path / "a.sqlite", "m1", SIZE).close()  # its own schema is accepted
+    with contextlib.closing(sqlite3.connect(tmp_path / "a.sqlite")) as database:
+        database.executescript(change)
+    with pytest.raises(DataError, match="is not a store"):
+        Store(tmp_path / "a.sqlite", "m1", SIZE)
+
+
+def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path):
+    path, other = tmp_path / "s.sqlite", tmp_path / "other.txt"
+    Store(path, "m1", SIZE).close()
+    other.write_text("precious")
+    name, magic = str(other).encode(), bytes.fromhex("d9d505f920a163d7")
+    pages = path.stat().st_size // 4096
+    header = (magic + struct.pack(">IIIII", 0, 1, pages, 512, 4096)).ljust(512, b"\0")
+    ending = struct.pack(">I", 2**30 // 4096 + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    Path(f"{path}-journal").write_bytes(header + ending)
+    with pytest.raises(DataError, match="-journal exists"):
+        Store(path, "m1", SIZE)
+    assert other.exists()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 
 import pytest
 import torch
 
 from plsc import Callback, EarlyStopping
-from plsc.errors import OptionError
+from plsc.checkpoint.remote import verify
+from plsc.errors import DataError, OptionError
 from plsc.train.callbacks import EVENTS
 from tests.images import write_dataset, write_pair_file
+from tests.resuming import different
 from tests.system.small_entry import entry
 
 
@@ -122,6 +126,83 @@ def test_an_exception_in_a_callback_ends_the_run_and_other_callbacks_are_told(da
         ins.train()
     assert isinstance(seen[0], ZeroDivisionError)
     assert (tmp_path / "run" / "0" / "manifest.json").exists()  # the save of epoch 1 has waited for it
+
+
+def fail(context):
+    raise ZeroDivisionError("as a user's mistake")
+
+
+@pytest.mark.parametrize(
+    ("callback", "event", "error"),
+    [
+        (fail, "epoch_end", ZeroDivisionError),
+        (fail, "evaluated", ZeroDivisionError),
+        (EarlyStopping("my accuracy"), None, OptionError),
+    ],
+)
+def test_an_epoch_is_saved_before_an_error_at_its_end(dataset, tmp_path, callback, event, error):
+    ins = entry(dataset, tmp_path / "run", set_train_epochs=2, set_with_test=True, set_save_every_n_epochs=2)
+    ins.add_callback(callback, event)
+    with pytest.raises(error):
+        ins.train()
+    manifest = verify(tmp_path / "run/0")
+    assert (manifest.epoch, manifest.step_in_epoch) == (1, 0)
+    assert "lfw accuracy" in manifest.scalars["metrics"]
+
+
+def test_an_epoch_is_saved_before_an_evaluation_fails(dataset, tmp_path):
+    copy = tmp_path / "faces"
+    shutil.copytree(dataset, copy)
+    settings = {"set_ema_decay": 0.5, "set_train_epochs": 2}
+    entry(copy, tmp_path / "whole", **settings).train()
+    names, *flags = pickle.loads((copy / "lfw.bin").read_bytes())
+    names[7] = b"\xff\xd8 damaged"
+    (copy / "lfw.bin").write_bytes(pickle.dumps((names, *flags)))
+    with pytest.raises(DataError, match="image 7 of lfw"):
+        entry(copy, tmp_path / "run", set_with_test=True, **settings).train()
+    assert different(tmp_path / "run/0", tmp_path / "whole/0") == []
+    entry(copy, tmp_path / "run", set_checkpoint_dir="last", **settings).train()
+    assert different(tmp_path / "run/1", tmp_path / "whole/1") == []
+
+
+class Large(Callback):
+    """Has a state that takes a while to write, and fails in the first step after it is saved."""
+
+    def state_dict(self):
+        return {"large": torch.zeros(2**26)}
+
+    def step_start(self, context):
+        if context.step == 2 and context.epoch == 1:
+            raise ZeroDivisionError
+
+
+def test_an_error_in_the_next_epoch_waits_for_the_checkpoint_that_is_being_written(dataset, tmp_path):
+    ins = entry(dataset, tmp_path / "run", set_train_epochs=2)
+    ins.add_callback(Large())
+    seen = []
+    ins.add_callback(lambda context: seen.append((tmp_path / "run/0").exists()), "exception")
+    with pytest.raises(ZeroDivisionError):
+        ins.train()
+    assert seen == [True]
+    assert verify(tmp_path / "run/0").epoch == 1
+
+
+@pytest.mark.parametrize("metric", ["lfw acuracy", "lfw_accuracy", "LFW Accuracy"])
+def test_early_stopping_refuses_a_misspelt_evaluation_metric_at_the_start(dataset, tmp_path, metric):
+    ins = entry(dataset, tmp_path / "run", set_with_test=True)
+    ins.add_callback(EarlyStopping(metric))
+    with pytest.raises(OptionError, match=rf"no metric '{metric}'; did you mean 'lfw accuracy'\?"):
+        ins.train()
+    assert not list((tmp_path / "run").glob("0*"))
+
+
+@pytest.mark.parametrize("metric", ["mean_loss", "accuracy", "my accuracy", "lfw accuracy2"])
+def test_early_stopping_takes_other_metrics(dataset, tmp_path, metric):
+    ins = entry(dataset, tmp_path / "run", set_with_test=True, set_calc_acc=True)
+    if metric not in ("mean_loss", "accuracy"):
+        ins.add_callback(lambda context: context.log(metric, 0.5), "after_step")
+    ins.add_callback(EarlyStopping(metric))
+    assert ins.train().epochs == 1
 
 
 def test_wrong_callbacks_raise_with_the_known_names(dataset, tmp_path):

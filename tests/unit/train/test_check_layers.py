@@ -76,11 +76,12 @@ def test_shapes_of_a_known_network(dataset, tmp_path, capsys):
 def test_values_of_a_known_network(dataset, tmp_path, capsys):
     _, rows, _ = table(dataset, tmp_path / "run", capsys, train__check_content=True)
     rows = cells(rows)
-    assert rows[0] == ["layer", "kind", "parameters", "output", "mean", "std", "zeros", "nan or inf"]
-    assert ["scale", "[2]", "2", "1", "0.00%", "0.00%"] in rows
-    assert ["weight", "[8, 96]", "0", "0", "100.00%", "0.00%"] in rows
+    head = ["layer", "kind", "parameters", "output", "mean", "std", "zeros", "nan or inf", "first values"]
+    assert rows[0] == head
+    assert ["scale", "[2]", "2", "1", "0.00%", "0.00%", "1, 3"] in rows
+    assert ["weight", "[8, 96]", "0", "0", "100.00%", "0.00%", "0, 0, 0"] in rows
     fc = next(row for row in rows if row[0] == "fc")
-    assert fc[3:] == ["[6, 8]", "0.5", "0", "0.00%", "0.00%"]
+    assert fc[3:] == ["[6, 8]", "0.5", "0", "0.00%", "0.00%", "0.5, 0.5, 0.5"]
 
 
 def test_a_compiled_network_is_refused(dataset, tmp_path):

@@ -17,9 +17,11 @@ from plsc.data.order import BatchPlan, spread
 from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError
 from plsc.parallel.world import World
+from plsc.train.build import UserParts
 from plsc.train.limits import MaxTime
+from tests.command_line import options_from
 from tests.images import write_dataset, write_pair_file
-from tests.resuming import different, options_of, saved_at, train
+from tests.resuming import different, options_of, saved_at, tensors_of, train
 from tests.system.small_entry import entry
 
 WORLD = World.single()
@@ -78,6 +80,118 @@ def test_a_limited_run_resumes_to_the_same_bits_and_its_schedule_ends_with_it(da
     rates = [line["lr"] for line in lines if "lr" in line]
     assert len(rates) == 6
     assert rates[-1] < 0.1 * rates[0]
+
+
+def weights_of(checkpoint):
+    return {key: value for (_, key), value in tensors_of(checkpoint).items() if key.endswith("weight")}
+
+
+def rates_of(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").open())
+    return {line["step"]: line["lr"] for line in lines if "lr" in line}
+
+
+FALLING = {
+    "train__batch_size": 4, "train__epochs": 4, "checkpoint__keep_last": -1, "checkpoint__every_n_steps": 1,
+    "data__val_targets": "",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unlimited(dataset, tmp_path_factory):
+    """Four epochs of six steps, every step saved."""
+    folder = tmp_path_factory.mktemp("unlimited")
+    schedule = {"optim__schedule": "cosine", "optim__warmup_epochs": 1, "optim__warmup_steps": None}
+    train(options_of(dataset, folder / "whole", **FALLING, **schedule), WORLD)
+    small = {**FALLING, **schedule, "train__limit_train_batches": 2}
+    train(options_of(dataset, folder / "limited", **small), WORLD)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("of", "step", "limit", "total"),
+    [
+        ("whole", 18, 2, 20),
+        ("whole", 12, 2, 16),
+        ("whole", 13, 2, 16),  # a step of the third epoch is made, and one more
+        ("whole", 16, 2, 18),  # the limit of the third epoch is used up
+        ("limited", 4, 1.0, 16),
+        ("limited", 5, 1.0, 16),
+        ("limited", 5, 3, 10),
+        ("limited", 5, None, 8),
+        ("whole", 18, None, 24),
+        ("whole", 3, 2, 9),  # within the warm-up
+    ],
+)
+def test_a_run_resumed_with_another_limit_ends_after_the_limited_steps_left(
+    unlimited, dataset, tmp_path, capsys, of, step, limit, total
+):
+    def start(name, load, **more):
+        options = options_of(dataset, tmp_path / name, checkpoint__load_dir=str(load), **FALLING, **more)
+        return train(options, WORLD)
+
+    changed = {} if limit is None else {"train__limit_train_batches": limit}
+    before = saved_at(unlimited / of, step)
+    result = start("changed", before, **changed)
+    assert (result.steps, result.epochs) == (total, 4)
+    printed = capsys.readouterr()
+    assert f" step {total}/{total} " in printed.out
+    assert "were expected" not in printed.err
+    rates = rates_of(tmp_path / "changed")
+    assert list(rates) == list(range(step + 1, total + 1))
+    assert 0 < rates[total] == min(rates.values())
+    moved, began = (weights_of(saved_at(tmp_path / "changed", total)), weights_of(before))
+    assert not any(value.equal(began[key]) for key, value in moved.items())
+    # From then on, unset and unchanged limits continue to the same bits.
+    for name, resumed, more in (("unset", step + 1, {}), ("unchanged", total - 1, changed)):
+        assert start(name, saved_at(tmp_path / "changed", resumed), **more).steps == total
+        assert not different(tmp_path / "changed/3", tmp_path / name / "3")
+
+
+def test_a_limited_generator_resumes_where_its_limit_is_used_up(dataset, tmp_path):
+    def reader():
+        for number in range(40):
+            yield np.full((3, 16, 16), number / 40, np.float32), number % 4
+
+    def start(name, **more):
+        options = options_of(dataset, tmp_path / name, **FALLING, head__class_num=4, **more)
+        return train(options, WORLD, user=UserParts(train_reader=reader))
+
+    start("whole", train__limit_train_batches=6)
+    middle = str(saved_at(tmp_path / "whole", 16))
+    result = start("resumed", train__limit_train_batches=2, checkpoint__load_dir=middle)
+    assert (result.steps, result.epochs) == (18, 4)
+
+
+def test_several_data_sets_resume_with_a_larger_limit(dataset, tmp_path):
+    def run(**more):
+        ins = entry(dataset, tmp_path / "run", set_train_batch_size=8, **more)
+        ins.add_dataset("a", dataset)
+        ins.add_dataset("b", dataset)
+        return ins.train().steps
+
+    assert run(set_limit_train_batches=2) == 2
+    last = {"set_checkpoint_dir": "last"}
+    assert run(set_limit_train_batches=1.0, set_train_epochs=2, **last) == 2 + 6
+    assert run(set_train_epochs=3, **last) == 2 + 6 + 6
+
+
+@pytest.mark.parametrize("more", [{}, {"optim__schedule": f"{__name__}:frozen"}])
+def test_a_run_whose_remaining_steps_have_rate_zero_says_so_and_makes_none(dataset, tmp_path, capsys, more):
+    folder = tmp_path / "run"
+    schedule = {"train__batch_size": 4, "optim__schedule": "cosine", "optim__decay_steps": 6}
+    train(options_of(dataset, folder, **schedule, train__epochs=1), WORLD)
+    before = files(folder)
+    again = {**schedule, "train__epochs": 3, "checkpoint__load_dir": "last", **more}
+    result = train(options_of(dataset, folder, **again), WORLD)
+    assert result.steps == 6
+    line = "the learning rate is 0 from step 7 to the end of the run, so no step is made"
+    assert line in capsys.readouterr().err
+    assert [name for name, _ in files(folder)] == [name for name, _ in before]
+
+
+def frozen(step):
+    return 0.0
 
 
 def test_several_data_sets_resume_with_the_same_length_of_an_epoch(dataset, tmp_path):
@@ -166,6 +280,21 @@ def test_a_fast_run_makes_one_step_and_leaves_no_file(dataset, tmp_path, monkeyp
     assert resumed.steps == 3
     assert files(tmp_path / "run") == before
     assert not list((tmp_path / "temporary").glob("plsc-*"))
+
+
+def test_a_fast_run_of_several_steps_makes_these_and_as_many_batches_per_evaluation(dataset, tmp_path):
+    several = {"set_fast_dev_run": 3, "set_with_test": True, "set_test_batch_size": 10}
+    result = entry(dataset, tmp_path / "run", **several).train()
+    assert (result.steps, result.epochs, result.evaluation["lfw"].pairs) == (3, 1, 15)
+    assert not (tmp_path / "run").exists()
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_checkpoint_dir(ins.train().checkpoint)
+    for name, value in several.items():
+        getattr(ins, name)(value)
+    assert ins.train().steps == 2 + 3
+    assert ins.test()["lfw"].pairs == 15
+    assert options_from("--train.fast_dev_run", "3").train.fast_dev_run == 3
+    assert options_from("--train.fast_dev_run", "true").train.fast_dev_run is True
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,33 @@ def test_scalars_are_finite_and_named_by_step_and_target():
         {"step": 3, "loss": 1.5, "accuracy": None, "lr": math.inf, "eval": {"lfw": {"auc": 0.5, "fars": [1]}}}
     )
     assert found == {"loss_step": 1.5, "eval/lfw/auc": 0.5}
+
+
+@pytest.mark.parametrize("shards_itself", [False, True])
+def test_a_generator_of_unknown_length_logs_its_first_and_last_step_and_gets_advice_once(
+    dataset, tmp_path, messages, shards_itself
+):
+    def reader(*rank):
+        for number in range(20):
+            yield np.full((3, 16, 16), number / 20, np.float32), number % 4
+
+    def run(folder, **settings):
+        ins = entry(
+            dataset, folder, set_train_epochs=2, set_train_batch_size=4, set_log_period=200, **settings
+        )
+        ins.train_reader = reader
+        ins.set_class_num(4)
+        ins.set_reader_shards_itself(shards_itself)
+        messages.clear()
+        ins.train()
+        return {line["step"]: line for line in lines_of(folder) if "loss" in line}
+
+    found = run(tmp_path / "unknown")
+    assert list(found) == [1, 5, 10]
+    assert all(line["mean_loss"] is not None and line["lr"] for line in found.values())
+    assert sum("step 5 loss" in line for line in messages) == 1
+    assert sum("set_train_image_num" in line for line in messages) == 1
+    known = run(tmp_path / "known", set_train_image_num=20)
+    assert list(known) == [5, 10]
+    assert not any("set_train_image_num" in line for line in messages)
+    assert [found[step]["loss"] for step in known] == [line["loss"] for line in known.values()]

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,16 +27,6 @@ from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step
 from tests.images import write_dataset
-
-
-@pytest.mark.parametrize(
-    ("device", "changes", "is_late"),
-    [("cpu", {}, False), ("cuda", {}, True), ("cuda", {"speed__late_losses": False}, False)],
-)
-def test_losses_are_read_late_on_a_gpu_unless_they_are_not_to_be(device, changes, is_late, dataset, tmp_path):
-    run = build_run(options_for(dataset, tmp_path, **changes), World.single(), UserParts())
-    run = replace(run, world=SimpleNamespace(device=torch.device(device)))
-    assert Step(run).losses.is_late == is_late
 
 
 def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_path, monkeypatch):
@@ -218,7 +207,6 @@ def dataset(tmp_path_factory):
     ("changes", "expected"),
     [
         ({"model__image_shape": (3, 20, 16)}, "16"),
-        ({"model__name": "ResNet51"}, "did you mean 'ResNet50'"),
         ({"model__name": "no_such_package:Net"}, "no_such_package"),
         ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no option margin"),
         ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no option scale"),

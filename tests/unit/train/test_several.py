@@ -7,13 +7,18 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
+from safetensors.torch import load_file
 
-from plsc.checkpoint import read_manifest
+from plsc import Entry, open_embeddings
+from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.save import local_of
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.evaluate.classification import ClassificationResult
+from plsc.gallery import open_gallery
 from plsc.heads import DenseHead, ShardedHead
 from plsc.parallel.world import World
 from plsc.train.build import UserParts, build_run
@@ -366,3 +371,67 @@ def test_the_network_is_used_and_begun_with_as_that_of_a_single_head(sets, train
     for (_, key), tensor in tensors_of(trained / "1").items():
         if key in ("heads.glyphs.weight", "backbone.fc.weight"):
             torch.testing.assert_close(saved[key], tensor, rtol=0, atol=1e-6)
+
+
+def test_one_of_several_heads_classifies(sets, trained, tmp_path):
+    path, place = trained / "1", str(sets / "glyphs")
+    ins = Entry()
+    ins.options = run_options(place, tmp_path, checkpoint__load_dir=str(path))
+    ins.set_model(Drawing())
+    found = ins.predict()
+    x = F.normalize(torch.from_numpy(found.embeddings))
+    logits = {
+        name: scale * x @ F.normalize(load_weights(path, "class_weights", name)["weight"]).T
+        for name, scale in {"faces": math.sqrt(2) * math.log(6 - 1), "glyphs": 30.0}.items()
+    }
+    for name in ("faces", "glyphs"):
+        probs, ids = logits[name].softmax(dim=1).max(dim=1)
+        classified = ins.predict(field=["id", "prob"], head=name)
+        assert np.array_equal(classified.ids, ids.numpy())
+        np.testing.assert_allclose(classified.probs, probs.numpy(), rtol=1e-5)
+    ins.set_val_dir(place)
+    correct = logits["glyphs"].argmax(dim=1).numpy() == found.labels
+    assert ins.test(head="glyphs") == {"val": ClassificationResult(correct.mean(), 1.0, 8)}
+
+    for call in (lambda: ins.predict(field="id"), ins.test):
+        with pytest.raises(CheckpointError, match=r"has several heads; set head to one of: faces, glyphs$"):
+            call()
+    with pytest.raises(CheckpointError, match=r"no head 'face'; known: faces, glyphs; did you mean 'faces'"):
+        ins.predict(field="id", head="face")
+    with pytest.raises(OptionError, match=r"head is glyphs, but field is .*add 'id' or 'prob'"):
+        ins.predict(head="glyphs")
+    with pytest.raises(OptionError, match="head is for the images of set_val_dir"):
+        ins.test("pairs", head="glyphs")
+    alone = train(run_options(place, tmp_path / "alone", train__epochs=1), WORLD).checkpoint
+    ins.set_checkpoint_dir(alone)
+    with pytest.raises(CheckpointError, match="has a single head, which has no name; remove head"):
+        ins.predict(field="id", head="glyphs")
+
+
+def test_the_commands_take_the_name_of_a_head(sets, trained, tmp_path, messages):
+    used = ["--checkpoint.load_dir", str(trained / "1"), "--data.dataset_dir", str(sets / "glyphs")]
+    used += ["--model.name", "tests.resuming:Drawing", "--data.num_workers", "0"]
+    predict = ["predict", *used, "--field", "id", "--output", str(tmp_path / "out")]
+    assert main([*predict, "--head", "glyphs"]) == 0
+    assert open_embeddings(tmp_path / "out")["ids"][:].max() < 4
+    assert main([*predict, "--head", "faces"]) == 1  # the folder has classes of the other head
+    assert "different model" in messages[-1]
+    assert main(["test", *used, "--data.val_dir", str(sets / "glyphs"), "--head", "glyphs"]) == 0
+    assert "val: top-1" in messages[-1]
+
+
+def test_a_gallery_and_an_export_have_the_classes_of_one_head(trained, tmp_path, messages):
+    pytest.importorskip("faiss", reason="plsc[search] is not installed")
+    path, network = str(trained / "1"), ["--model.name", "tests.resuming:Drawing"]
+    expected = F.normalize(load_weights(path, "class_weights", "glyphs")["weight"]).numpy()
+    for made in (["index", path], ["export", path, "--graph", "none", "--classes"]):
+        command = [*made, str(tmp_path / made[0]), *network]
+        assert main(command) == 1
+        assert "has several heads; set head to one of: faces, glyphs" in messages[-1]
+        assert main([*command, "--head", "glyphs"]) == 0
+    assert main(["index", str(tmp_path / "export"), str(tmp_path / "other"), "--head", "glyphs"]) == 1
+    assert "which has the classes of one head; remove head" in messages[-1]
+    gallery = open_gallery(tmp_path / "index")
+    assert gallery.search(expected, 1)[1].ravel().tolist() == [0, 1, 2, 3]
+    weight = load_file(tmp_path / "export" / "classes.safetensors")["weight"]
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6)

@@ -1,0 +1,80 @@
+"""Open files of data and model folders, which may come from anyone, and files that users name.
+
+A named pipe would block, a device may have no end, and a link could have any file of this machine read and
+copied: only regular files are opened, and links in a folder must lead to targets inside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from typing import Any
+
+from plsc.errors import DataError
+
+AnyPath = str | bytes | os.PathLike[str]
+
+
+def open_regular(
+    path: AnyPath, folder: AnyPath | None = None, size: int | None = None, buffering: int = -1
+) -> Any:
+    """Open a regular file to be read in binary; OSError, with the reason in `strerror`, if it is refused.
+
+    folder: the folder of the file; None if the user named the file. size: the bytes that it must have.
+    """
+    try:  # Without O_NONBLOCK, opening a named pipe would block.
+        file = open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    except ValueError as error:  # a zero byte, or characters that no file name can have
+        raise OSError(errno.EINVAL, str(error), repr(path)) from error
+    status, reason = os.fstat(file.fileno()), ""
+    if not stat.S_ISREG(status.st_mode):
+        reason = "it is not a regular file"
+    elif size not in (None, status.st_size):
+        reason = f"it has {status.st_size} bytes; expected {size}"
+    elif folder is not None:
+        reason = _way_out(path, folder, "it", file.fileno())
+    if reason:
+        file.close()
+        raise OSError(errno.EINVAL, reason, os.fsdecode(path))
+    return file
+
+
+def read_regular(path: AnyPath, limit: int, folder: AnyPath | None = None) -> bytes:
+    """Return the bytes of a file as `open_regular` does; OSError if there are more than `limit`."""
+    with open_regular(path, folder) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"it has {size} bytes; expected at most {limit}", os.fsdecode(path))
+        data: bytes = file.read(size)
+        return data
+
+
+def read_json(path: AnyPath, limit: int, folder: AnyPath) -> Any:
+    """Return the content of a JSON file as `read_regular`. Raises ValueError with the reason if it cannot."""
+    try:
+        return json.loads(read_regular(path, limit, folder))
+    except (OSError, RecursionError) as error:
+        raise ValueError(getattr(error, "strerror", None) or error) from error
+
+
+def check_inside(path: AnyPath, folder: AnyPath) -> None:
+    """Raise DataError if links lead from a path out of a folder."""
+    if reason := _way_out(path, folder, os.fsdecode(path)):
+        raise DataError(reason)
+
+
+def _way_out(path: AnyPath, folder: AnyPath, name: str, descriptor: int = -1) -> str:
+    """Return a message if a path, open as `descriptor`, is outside a folder by links; '' if it is inside."""
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - faster than realpath
+    except OSError:
+        target = os.path.realpath(os.fsdecode(path))
+    root = os.fsdecode(folder)
+    inside = (os.path.join(one, "") for one in (root, os.path.realpath(root)))  # noqa: PTH118
+    if any(f"{target}/".startswith(one) for one in inside):
+        return ""
+    return (
+        f"{name} is a link that leaves {root}; replace links by what they lead to (cp -rL), or mount it there"
+    )

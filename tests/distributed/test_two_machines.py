@@ -1,0 +1,163 @@
+"""`plsc launch` on two machines: two network namespaces, joined by a cable (a veth pair)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, clean_environment, run_ranks
+from tests.distributed.test_interruption import JOB, wait_for
+from tests.images import write_dataset
+from tests.resuming import different, losses_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(not shutil.which("ip"), reason="ip is not installed (package iproute2)"),
+]
+NAMED = """
+echo "$0" > /proc/sys/kernel/hostname
+exec "$@"
+"""
+
+
+def ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+class Machine:
+    """A network namespace with a cable; its name is a loopback address on itself, as on Debian."""
+
+    def __init__(self, letter: str, number: int, folder: Path) -> None:
+        self.name, self.address = f"machine-{letter}", f"10.77.0.{number}"
+        self.space, self.cable = f"plsc-{os.getpid()}-{letter}", f"plsc{os.getpid()}{letter}"
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def exist(self, other: Machine) -> Iterator[None]:
+        hosts = Path("/etc/netns", self.space, "hosts")  # `ip netns exec` mounts it on /etc/hosts
+        ip("netns", "add", self.space)
+        try:
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n{other.address} {other.name}\n")
+            (hosts.parent / "resolv.conf").touch()  # without name servers
+            yield
+        finally:
+            for pid in ip("netns", "pids", self.space).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "del", self.space)
+            shutil.rmtree(hosts.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):  # not empty: another's
+                hosts.parent.parent.rmdir()
+
+    def connect(self) -> None:
+        ip("link", "set", self.cable, "netns", self.space)
+        ip("-n", self.space, "addr", "add", f"{self.address}/24", "dev", self.cable)
+        ip("-n", self.space, "link", "set", "lo", "up")
+        self.turn("up")
+        ip("-n", self.space, "route", "add", "default", "dev", self.cable)
+
+    def turn(self, state: str) -> None:
+        """Turn the cable up or down."""
+        ip("-n", self.space, "link", "set", self.cable, state)
+
+    def launch(self, endpoint: str, ranks: int, *words: str) -> subprocess.Popen[bytes]:
+        inside = ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", NAMED, self.name]
+        command = [sys.executable, "-m", "plsc.cli", "launch", "--nnodes", "2", "--nproc", str(ranks)]
+        with self.output.open("wb") as file:
+            return subprocess.Popen(
+                [*inside, *command, "--devices", "cpu", "--rdzv-endpoint", endpoint, *words],
+                env=clean_environment(), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def output(self) -> Path:
+        return self._folder / f"{self.name}.txt"
+
+
+@pytest.fixture
+def machines(tmp_path):
+    first, second = Machine("a", 1, tmp_path), Machine("b", 2, tmp_path)
+    probe = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"network namespaces are not allowed here: {probe.stderr.strip()}")
+    with first.exist(second), second.exist(first):
+        ip("link", "add", first.cable, "type", "veth", "peer", "name", second.cable)
+        first.connect()
+        second.connect()
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
+
+
+def start(machines, endpoint: str, *words: str):
+    return [
+        machine.launch(endpoint, ranks, *words)
+        for machine, ranks in zip(machines, (2, 1), strict=True)
+    ]  # fmt: skip
+
+
+def end(machines, launchers) -> list[str]:
+    """Wait for both and return their output."""
+    for launcher in launchers:
+        launcher.wait(150)
+    return [machine.output.read_text() for machine in machines]
+
+
+@pytest.mark.parametrize("endpoint", ["machine-a:29500", "10.77.0.1:29500"])
+def test_ranks_on_two_machines_train_to_the_bits_of_one(endpoint, machines, dataset, tmp_path):
+    launchers = start(machines, endpoint, str(JOB), str(dataset), str(tmp_path / "two"))
+    texts = end(machines, launchers)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], texts
+    run_ranks(JOB, 3, str(dataset), str(tmp_path / "one"))
+    assert losses_of(tmp_path / "two") == losses_of(tmp_path / "one")
+    assert different(tmp_path / "two/1", tmp_path / "one/1") == []
+
+
+def steps_of(save_dir: Path) -> int:
+    return len(losses_of(save_dir)) if (save_dir / "metrics.jsonl").exists() else 0
+
+
+def test_when_the_link_goes_down_both_sides_end_and_name_the_other(machines, dataset, tmp_path):
+    job = (str(JOB), str(dataset), str(tmp_path / "run"), "set_train_epochs=1000", "set_timeout=10")
+    launchers = start(machines, "10.77.0.1:29500", *job)
+    wait_for(lambda: steps_of(tmp_path / "run") > 5, launchers[0])
+    machines[0].turn("down")
+    texts = end(machines, launchers)
+    assert [launcher.returncode for launcher in launchers] == [1, 1], texts
+    for text, other in zip(texts, ("rank 2 on machine-b", "rank 0 on machine-a"), strict=True):
+        last = text.splitlines()[-1]
+        assert re.match(rf"plsc: error: rank \d failed: lost the connection to .*{other} \(", last), text
+
+
+def test_with_restarts_the_run_resumes_when_the_link_is_back(machines, dataset, tmp_path):
+    job = "set_train_epochs=30", "set_timeout=10", "set_save_every_n_steps=5"
+    words = ("--max-restarts", "1", str(JOB), str(dataset), str(tmp_path / "run"), *job)
+    launchers = start(machines, "10.77.0.1:29500", *words)
+    wait_for(lambda: steps_of(tmp_path / "run") > 8, launchers[0])
+    machines[1].turn("down")
+    for machine, launcher in zip(machines, launchers, strict=True):
+        wait_for(lambda machine=machine: "starting all ranks again" in machine.output.read_text(), launcher)
+    assert steps_of(tmp_path / "run") < 120
+    machines[1].turn("up")
+    texts = end(machines, launchers)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], texts
+    run_ranks(JOB, 3, str(dataset), str(tmp_path / "whole"), *job)
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
+    assert different(tmp_path / "run/29", tmp_path / "whole/29") == []
+    assert not list((tmp_path / "run").glob("version_*"))

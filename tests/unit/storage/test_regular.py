@@ -1,0 +1,429 @@
+"""Every reader of a data or model folder: pipes never block it, and links lead it nowhere else."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
+from plsc.checkpoint.classes.plan import read_class_list
+from plsc.checkpoint.manifest import role_of_key
+from plsc.cli import main
+from plsc.data.pair_lists import read_pair_list
+from plsc.data.pairs import read_pairs, write_pairs
+from plsc.data.sources import ImageFolderSource, open_source
+from plsc.data.sources.columns import read_label_map
+from plsc.data.sources.image_folders import open_images
+from plsc.data.template_files import read_protocol
+from plsc.data.writers import writer_of
+from plsc.errors import PlscError
+from plsc.gallery import open_gallery, write_gallery
+from plsc.parallel.world import World
+from plsc.storage.regular import open_regular, read_regular
+from plsc.train.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
+from tests.unit.data.test_opening import make_lmdb
+from tests.unit.data.test_template_files import FILES
+
+pytestmark = pytest.mark.timeout(60)
+LINES = "a.jpg 10 10 30 10 20 20 12 30 28 30\n"
+
+
+class Case(NamedTuple):
+    """A file, and a call that reads it. is_named: by the user, so it may be a link to anywhere."""
+
+    file: Path
+    read: Callable[[], object]
+    is_named: bool = False
+
+
+def images(folder: Path, names: str = "ab") -> None:
+    for name in names:
+        (folder / f"{name}.jpg").write_bytes(b"image " + name.encode())
+
+
+def every_image(folder: Path, **options: object) -> Callable[[], object]:
+    def read() -> list[object]:
+        source = open_source(folder, **options)
+        count = range(len(source))
+        found = zip(count, source.read_many(np.array(count)), strict=False)
+        return [source[index] if one is None else one for index, one in found]
+
+    return read
+
+
+def label_list(folder: Path) -> Case:
+    images(folder)
+    (folder / "label.txt").write_text("a.jpg 0\nb.jpg 1\n")
+    return Case(folder / "label.txt", every_image(folder))
+
+
+def listed_image(folder: Path) -> Case:
+    return Case(folder / "a.jpg", label_list(folder).read)
+
+
+def listed_folder(folder: Path) -> Case:
+    (folder / "images").mkdir()
+    images(folder / "images")
+    (folder / "label.txt").write_text("images/a.jpg 0\nimages/b.jpg 1\n")
+    return Case(folder / "images", every_image(folder))
+
+
+def folder_of_images(folder: Path) -> Case:
+    case = listed_folder(folder)
+    (folder / "label.txt").write_text("a.jpg 0\nb.jpg 1\n")
+    return case
+
+
+def aligned_image(folder: Path) -> Case:
+    label_list(folder)
+    (folder / "points.txt").write_text(LINES + LINES.replace("a.jpg", "b.jpg"))
+    return Case(folder / "a.jpg", every_image(folder, landmarks="points.txt"))
+
+
+def landmarks(folder: Path) -> Case:
+    return Case(folder / "points.txt", aligned_image(folder).read, is_named=True)
+
+
+def class_image(folder: Path) -> Case:
+    for label in "ab":
+        (folder / label).mkdir()
+        images(folder / label)
+    return Case(
+        folder / "a/a.jpg", lambda: [one[0] for one in map(ImageFolderSource(folder).__getitem__, range(4))]
+    )
+
+
+def label_map(folder: Path) -> Case:
+    (folder / "map.json").write_text('{"a": 1, "b": 0}')
+    return Case(folder / "map.json", lambda: read_label_map(folder / "map.json"), is_named=True)
+
+
+def csv_image(folder: Path) -> Case:
+    images(folder)
+    (folder / "train.csv").write_text("path,label\na.jpg,0\nb.jpg,1\n")
+    return Case(folder / "b.jpg", every_image(folder))
+
+
+def csv_file(folder: Path) -> Case:
+    return Case(folder / "train.csv", csv_image(folder).read)
+
+
+def file_list(folder: Path) -> Case:
+    lines = [f"{base64.b64encode(b'image').decode()}\t{label}\n" for label in range(2)]
+    (folder / "part").write_text("".join(lines))
+    (folder / "file_list.txt").write_text("part\n")
+    return Case(folder / "file_list.txt", every_image(folder))
+
+
+def listed_part(folder: Path) -> Case:
+    return Case(folder / "part", file_list(folder).read, is_named=True)  # as by its absolute path
+
+
+def found(suffix: str) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        location = str(folder / f"train{suffix}")
+        writer_of(location)(location, [(b"image", 0), (b"other", 1)])
+        return Case(Path(location), every_image(folder))
+
+    make.__name__ = f"found_{suffix[1:]}"
+    return make
+
+
+def named(suffix: str) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        case = found(suffix)(folder)
+        return Case(case.file, every_image(case.file), is_named=True)
+
+    make.__name__ = f"named_{suffix[1:]}"
+    return make
+
+
+def lmdb(folder: Path) -> Case:
+    make_lmdb(folder / "train.lmdb")
+    return Case(folder / "train.lmdb/data.mdb", every_image(folder / "train.lmdb"))
+
+
+def pair_list(folder: Path) -> Case:
+    images(folder)
+    (folder / "pairs.txt").write_text("a.jpg b.jpg 0\n")
+    return Case(
+        folder / "pairs.txt", lambda: read_pair_list(folder / "pairs.txt").pairs.tolist(), is_named=True
+    )
+
+
+def paired_image(folder: Path) -> Case:
+    case = pair_list(folder)
+    return Case(folder / "a.jpg", lambda: read_pair_list(case.file).images[0])
+
+
+def pair_file(folder: Path) -> Case:
+    write_pairs(folder / "lfw.bin", [b"1", b"2"], [True])
+    return Case(folder / "lfw.bin", lambda: read_pairs(folder / "lfw.bin").images, is_named=True)
+
+
+def template(part: str) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        for name, text in FILES.items():
+            (folder / name).write_text(text)
+        (file,) = folder.glob(f"*{part}*")
+        return Case(file, lambda: read_protocol(folder).template_ids.tolist())
+
+    make.__name__ = f"template_{part}"
+    return make
+
+
+def class_list(folder: Path) -> Case:
+    (folder / "drop").write_text("1\n2\n")
+    read = lambda: read_class_list(folder / "drop", "drop", 1, 9).numbers.tolist()  # noqa: E731
+    return Case(folder / "drop", read, is_named=True)
+
+
+def image_list(folder: Path) -> Case:
+    images(folder)
+    (folder / "list.txt").write_text("a.jpg\nb.jpg\n")
+    return Case(folder / "list.txt", lambda: open_images(folder / "list.txt")[0], is_named=True)
+
+
+def manifest(folder: Path) -> Case:
+    values = {role_of_key("backbone.a"): torch.ones(3)}
+    about = Manifest("0.1.0", 7, 1, 0, 1, 5, 3, [[0, 5]])
+    path = save_checkpoint(folder, "1", Snapshot(values, about), World.single())
+    return Case(path / "manifest.json", lambda: load_weights(path)["a"].tolist())
+
+
+def gallery(name: str) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        write_gallery(folder / "g", np.eye(3), model="0" * 64)
+        return Case(folder / "g" / name, lambda: len(open_gallery(folder / "g")))
+
+    make.__name__ = name
+    return make
+
+
+def embeddings(name: str) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        shard = write_shard(folder, 0, ["a", "b"], {"labels": np.arange(2)}, "npy")
+        columns = {"labels": {"dtype": "int64", "shape": []}, "names": {"dtype": "object", "shape": []}}
+        about = {"format": FORMAT, "version": VERSION, "columns": columns, "count": 2, "complete": True}
+        model = dict.fromkeys(("name", "checkpoint", "step", "weights"), "")
+        shards = [{"file": shard, "rows": 2}]
+        write_index(folder, {**about, "shards": shards, "model": model, "input": {}, "rows_per_shard": 2})
+        return Case(folder / (name or shard), lambda: open_embeddings(folder)["labels"][:].tolist())
+
+    make.__name__ = f"embeddings_{name or 'shard'}"
+    return make
+
+
+CASES = [
+    *(label_list, listed_image, listed_folder, folder_of_images, aligned_image, landmarks, class_image),
+    *(label_map, csv_image, csv_file, file_list, listed_part, lmdb, pair_list, paired_image, pair_file),
+    *map(found, (".rec", ".parquet", ".tar")),
+    *map(named, (".rec", ".parquet", ".tar")),
+    *map(template, ("face_tid_mid", "pair_label", "gallery_G1", "probe_mixed")),
+    *(class_list, image_list, manifest),
+    *map(gallery, ("gallery.json", "gallery.safetensors")),
+    *map(embeddings, ("_index.json", "")),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=CASES, ids=lambda make: make.__name__)
+def case(request, tmp_path):
+    (tmp_path / "data").mkdir()
+    return request.param(tmp_path / "data")
+
+
+def test_a_pipe_is_an_error_and_does_not_block(case):
+    if case.file.is_dir():
+        pytest.skip("only files can be pipes")
+    case.file.unlink()
+    os.mkfifo(case.file)
+    with pytest.raises(PlscError) as caught:
+        case.read()
+    assert re.search(rf"{case.file.name}|train\.csv:3", str(caught.value))
+
+
+def test_only_files_that_the_user_names_may_be_links_out_of_their_folder(case, tmp_path):
+    expected = case.read()
+    case.file.rename(tmp_path / "outside")
+    case.file.symlink_to(tmp_path / "outside")
+    if case.is_named:
+        assert case.read() == expected
+        return
+    with pytest.raises(PlscError, match="link") as caught:
+        case.read()
+    assert re.search(rf"{case.file.name}|train\.csv:3", str(caught.value))
+
+
+def test_a_link_to_a_target_in_the_folder_is_followed(case):
+    if case.file.name == "manifest.json":
+        pytest.skip("a checkpoint folder has only the files of its manifest")
+    expected = case.read()
+    (case.file.parent / ".inside").mkdir()
+    case.file.rename(case.file.parent / ".inside/it")
+    for target in (Path(".inside/it"), case.file.parent / ".inside/it"):
+        case.file.symlink_to(target)
+        assert case.read() == expected
+        case.file.unlink()
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path):
+    (tmp_path / "data").mkdir()
+    label_list(tmp_path / "data")
+    (tmp_path / "link").symlink_to("data")
+    assert every_image(tmp_path / "link")() == every_image(tmp_path / "data")()
+
+
+def test_a_pattern_names_files_which_may_be_links(tmp_path):
+    (tmp_path / "data").mkdir()
+    case = found(".parquet")(tmp_path / "data")
+    expected = case.read()
+    case.file.rename(tmp_path / "blob")
+    case.file.symlink_to(tmp_path / "blob")
+    assert every_image(tmp_path / "data/*.parquet")() == expected
+
+
+def test_convert_does_not_publish_a_file_outside_the_folder(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    file = listed_image(tmp_path / "data").file
+    file.unlink()
+    file.symlink_to(tmp_path / "secret")
+    assert main(["data", "convert", str(tmp_path / "data"), str(tmp_path / "copy.tar")]) == 1
+    error = capsys.readouterr().err
+    assert "a.jpg (label.txt:1)" in error
+    assert "cp -rL" in error
+    assert not (tmp_path / "copy.tar").exists()
+
+
+def test_an_index_that_is_a_pipe_is_replaced(tmp_path):
+    (tmp_path / "data").mkdir()
+    read = aligned_image(tmp_path / "data").read
+    expected = read()
+    (index,) = (tmp_path / "data").glob("*.plsc-index")
+    index.unlink()
+    os.mkfifo(index)
+    assert read() == expected
+    assert index.is_file()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data", "convert", "LONG", "out.tar"],
+        ["data", "inspect", "LONG"],
+        ["data", "pack", "LONG", "out.tar.zst"],
+        ["data", "unpack", "LONG.tar.zst", "out"],
+        ["index", "LONG", "out"],
+        ["search", "LONG", "LONG", "LONG"],
+        ["serve", "LONG"],
+        ["checkpoint", "show", "LONG"],
+        ["checkpoint", "import", "LONG", "out"],
+        ["checkpoint", "classes", "LONG", "out", "--grow", "1"],
+        ["predict", "--checkpoint.load_dir", "LONG"],
+        ["train", "--data.dataset_dir", "LONG"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_path_of_5000_bytes_is_an_error_message(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("LONG", "x" * 5000) for word in words]) == 1
+    error = capsys.readouterr().err
+    assert "plsc: error: " in error
+    assert re.search("name too long|does not exist", error)
+
+
+def test_a_list_with_a_path_of_5000_bytes_is_an_error_message(tmp_path):
+    for text in (f"{'x' * 5000} 0\n", f"{'x/' * 2500} 0\n"):
+        (tmp_path / "label.txt").write_text(text)
+        with pytest.raises(PlscError, match="name too long"):
+            open_source(tmp_path)[0]
+    (tmp_path / "pairs.txt").write_text(f"1 1\n{'x' * 5000} 1 2\n{'x' * 5000} 1 y 2\n")
+    with pytest.raises(PlscError, match=r"pairs\.txt:2"):
+        read_pair_list(tmp_path / "pairs.txt")
+
+
+def test_the_size_is_checked_before_a_sparse_file_is_hashed(tmp_path):
+    write_gallery(tmp_path / "g", np.eye(3), model="0" * 64)
+    os.truncate(tmp_path / "g/gallery.safetensors", 8 * 10**12)
+    with pytest.raises(PlscError, match="has 8000000000000 bytes; expected"):
+        open_gallery(tmp_path / "g")
+
+
+def test_what_is_read_whole_is_bounded(tmp_path):
+    (tmp_path / "map.json").write_text("{}")
+    os.truncate(tmp_path / "map.json", 2**40)
+    with pytest.raises(PlscError, match="1099511627776 bytes; expected at most 1073741824"):
+        read_label_map(tmp_path / "map.json")
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "missing", "."])
+def test_every_failure_is_an_os_error(path, tmp_path):
+    for call in (lambda: open_regular(tmp_path / path), lambda: read_regular(f"{tmp_path}/{path}", 9)):
+        with pytest.raises(OSError, match=r".") as caught:
+            call()
+        assert caught.value.strerror
+
+
+def test_a_file_is_inside_a_folder_however_that_is_written(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab/b").write_text("2")
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", tmp_path, b".", f"{tmp_path}/ab/..", "/"):
+        assert read_regular("a", 9, folder) == b"1"
+    with pytest.raises(OSError, match="leaves a"):
+        read_regular("ab/b", 9, "a")  # `a` is a prefix of its path
+
+
+@pytest.mark.parametrize("name", ["a\\u0000.jpg", "\\ud800.jpg"])
+def test_a_name_that_no_file_can_have_is_an_error_message(tmp_path, name):
+    (tmp_path / "train.jsonl").write_text(f'{{"image": "{name}", "label": 0}}\n')
+    with pytest.raises(PlscError, match=r"train\.jsonl:1"):
+        open_source(tmp_path)[0]
+    (tmp_path / "list.txt").write_bytes(b"a\0.jpg\n")
+    with pytest.raises(PlscError, match="null byte"):
+        open_images(tmp_path / "list.txt")[0]
+    with pytest.raises(PlscError, match="null byte"):
+        read_pairs("a\0.bin")
+
+
+def test_a_sparse_list_of_images_ends_in_an_error(tmp_path):
+    (tmp_path / "list.txt").touch()
+    os.truncate(tmp_path / "list.txt", 8 * 10**12)
+    with pytest.raises(PlscError, match=r"list\.txt:1 is longer than"):
+        open_images(tmp_path / "list.txt")
+
+
+def test_a_sparse_label_map_is_not_read(tmp_path):
+    (tmp_path / "map.txt").touch()
+    os.truncate(tmp_path / "map.txt", 8 * 10**12)
+    with pytest.raises(PlscError, match="expected at most"):
+        read_label_map(tmp_path / "map.txt")
+
+
+def test_folders_nested_deeper_than_python_recurses_are_read(tmp_path):
+    (tmp_path / "data/b").mkdir(parents=True)
+    deep = tmp_path.joinpath("data", *["a"] * 400)
+    deep.mkdir(parents=True)
+    images(deep)
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(350)
+    try:
+        assert len(open_images(tmp_path / "data")) == 2
+        assert len(open_source(tmp_path / "data", class_depth=1)) == 2
+    finally:
+        sys.setrecursionlimit(before)
