@@ -7,6 +7,7 @@ unpacked, not installed. They are kept in a cache folder, PLSC_HDFS_JARS or ~/.c
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -94,12 +95,13 @@ class Hdfs:
         self.wait_until_ready()
 
     def wait_until_ready(self, seconds: float = 60) -> None:
-        """Return when a DataNode is live."""
+        """Return when a DataNode is live and has reported its blocks: until then nothing can be written."""
         query = f"http://{self.web}/jmx?qry=Hadoop:service=NameNode,name=FSNamesystemState"
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with contextlib.suppress(OSError), urllib.request.urlopen(query, timeout=2) as answer:
-                if b'"NumLiveDataNodes" : 1' in answer.read():
+                state = json.load(answer)["beans"][0]
+                if state["NumLiveDataNodes"] == 1 and state["FSState"] == "Operational":
                     return
             for node, process in self.processes.items():
                 if process.poll() is not None:

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.export.served import are_normalised
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
-from plsc.parallel.machine import usable_cores
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_json
 
@@ -190,35 +188,42 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     file = path / VECTORS_NAME
     kind, count, size = KINDS[about["kind"]], about["count"], about["size"]
     try:
-        if asdict(checksum(file, about["file"]["bytes"])) != about["file"]:
-            raise _wrong(file, "its size or checksum differs from that in gallery.json")
         parts = {part.key: part for part in read_header(file)}
         dtypes = {**kind.DTYPES, **(_NAMES if "names" in parts else {})}
         shapes = kind.shapes(count, size) | {"name_ends": (count // about["centers"],)}
         opened = {name: _mapped(file, parts.get(name), dtypes[name], shapes.get(name)) for name in dtypes}
+        vectors = kind(opened)
+        _check_file(file, about["file"], vectors, parts[kind.LAST])
     except (OSError, ValueError, CheckpointError) as error:
         raise _wrong(file, getattr(error, "strerror", None) or str(error)) from error
     names = ClassNames(opened["names"], opened["name_ends"]) if "names" in opened else None
     if names is not None and not names.is_sound():
         raise _wrong(file, "its names are damaged")
-    vectors = kind(opened)
-    _check_norms(file, vectors)
     return Gallery(vectors, names, about)
 
 
-def _check_norms(file: Path, vectors: Float32 | Int8) -> None:
-    """Raise DataError unless all vectors are normalised, or zero; reads the file, just read, from memory."""
+def _check_file(file: Path, expected: Mapping[str, Any], vectors: Float32 | Int8, rows: Part) -> None:
+    """Raise ValueError unless the file has the checksum and all vectors norm 1, or 0; reads the file once.
+
+    rows: where the last values of each vector are.
+    """
+    count, size = vectors.shape
+    row_bytes = size * np.dtype(rows.dtype).itemsize
+    checked, wrong = 0, None
 
     @np.errstate(invalid="ignore", over="ignore")
-    def wrong(first: int) -> np.ndarray:
-        parts = (slice(low, low + _CHECKED) for low in range(first, first + _ROWS, _CHECKED))
-        found = [are_normalised(vectors.decode(part, np.float32)) for part in parts]
-        return first + np.flatnonzero(~np.concatenate(found))
+    def check_norms(bytes_read: int) -> None:
+        nonlocal checked, wrong
+        complete = min((bytes_read - rows.begin) // row_bytes, count)
+        while checked < complete and wrong is None:
+            low, checked = checked, min(checked + _CHECKED, complete)
+            failed = ~are_normalised(vectors.decode(slice(low, checked), np.float32))
+            wrong = low + int(np.argmax(failed)) if failed.any() else None
 
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for numbers in pool.map(wrong, range(0, vectors.shape[0], _ROWS)):
-            if len(numbers):
-                raise _wrong(file, f"vector {numbers[0]} does not have norm 1")
+    if asdict(checksum(file, expected["bytes"], check_norms)) != expected:
+        raise ValueError("its size or checksum differs from that in gallery.json")
+    if wrong is not None:
+        raise ValueError(f"vector {wrong} does not have norm 1")
 
 
 def _read_about(file: Path) -> dict[str, Any]:

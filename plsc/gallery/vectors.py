@@ -28,6 +28,7 @@ class Float32:
     """Vectors in float32; `tensors` has ``vectors``, float32 [N, D]."""
 
     DTYPES: ClassVar = {"vectors": "float32"}
+    LAST: ClassVar = "vectors"
 
     def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         self._vectors = tensors["vectors"]
@@ -65,6 +66,7 @@ class Int8:
     """
 
     DTYPES: ClassVar = {"codes": "uint8", "rest": "int8", "scale": "float32"}
+    LAST: ClassVar = "rest"  # of the tensors with a row per vector, the last one in the file
 
     def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         codes, self._rest, self._scale = (tensors[name] for name in self.DTYPES)
