@@ -64,8 +64,7 @@ def usual(ins: Entry) -> None:
 def all_loggers(ins: Entry) -> None:
     """Use all loggers that need no server, with the gradient norm and pictures."""
     ins.set_loggers("jsonl", "csv", "tensorboard", "mlflow")
-    ins.set_log_gradient_norm(True)
-    ins.set_log_images(True)
+    ins.set_callbacks("gradient_norm,images")
 
 
 def callbacks(ins: Entry) -> None:

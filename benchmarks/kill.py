@@ -118,7 +118,6 @@ def train(job: Facts) -> None:
     ins.set_max_last_checkpoint_num(2)
     ins.set_save_top_k(0)
     ins.set_upload_dir(job["remote"])
-    ins.set_store_timeout(120)
     if job["load"]:
         ins.set_checkpoint_dir(job["load"])
     ins.train()

@@ -28,10 +28,6 @@ MIB = 2**20
 WAYS: dict[str, dict[str, Any]] = {
     "plain (sgd with momentum)": {},
     "checkpoint all blocks": {"memory.checkpoint_stages": "all"},
-    "checkpoint every second block": {
-        "memory.checkpoint_stages": "all",
-        "memory.checkpoint_every": 2,
-    },
     "checkpoint the first two stages": {"memory.checkpoint_stages": "stages.0.*,stages.1.*"},
     "checkpoint whole stages": {"memory.checkpoint_stages": "stages.*"},
     "checkpoint stem and all blocks": {"memory.checkpoint_stages": "stem,stages.*.*"},
@@ -47,7 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 _PLAN_NAMES = {
     "memory.checkpoint_stages": "checkpoint",
-    "memory.checkpoint_every": "checkpoint_every",
     "train.micro_batches": "micro_batches",
     "optim.optimizer": "backbone_optimizer",
     "precision.mode": "precision",

@@ -40,5 +40,6 @@ plsc export last "$model" --checkpoint.save_dir "$run" --data.dataset_dir "$data
 plsc index "$model" "$gallery" --images "$data/unseen/images"
 echo "search with a picture of a class that the network never saw:"
 echo "  .venv/bin/plsc search $model $gallery $(find "$data/unseen/images" -name '*.png' | sort | head -n 1)"
+echo "serve the trained classes; that picture is unknown there until its class is enrolled:"
 echo "  .venv/bin/plsc serve $model"
 cat "$run/summary.txt"

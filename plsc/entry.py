@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from plsc.config import Options
 from plsc.config.model import Initialization
-from plsc.config.optim import ParameterGroup
+from plsc.config.optim import OptimOptions, ParameterGroup
 from plsc.config.option import name_of
 from plsc.config.original import OriginalSetters
-from plsc.config.runtime import AutoMixedPrecisionLists
-from plsc.config.train import logger_names
+from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
+from plsc.config.train import listed_names
 from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
+from plsc.heads.margins import MARGINS, build_margin
 from plsc.models import BaseModel
 from plsc.optim.optimizers import Factory
 from plsc.parallel.failure import FailureWatch
@@ -37,7 +38,7 @@ from plsc.train.embeddings import Embeddings
 from plsc.train.evaluation import run_test
 from plsc.train.loggers import Logger
 from plsc.train.loop import TrainResult, run_training
-from plsc.train.optim import ScheduleFunction, check_schedule_function
+from plsc.train.optim import ScheduleFunction, check_schedule_function, schedule_arguments
 from plsc.train.prediction import Prediction, Request, run_prediction
 from plsc.train.prediction_images import Images
 from plsc.train.protocols import ProtocolData, run_protocol
@@ -131,7 +132,21 @@ class Entry(OriginalSetters):
         self.options.set_together({"optim.optimizer": name, "optim.optimizer_arguments": arguments or None})
         self._optimizer = factory
 
-    def set_lr_schedule(self, schedule: str | ScheduleFunction) -> None:
+    def set_loss_type(
+        self,
+        loss_type: str,
+        margin1: float | None = None,
+        margin2: float | None = None,
+        margin3: float | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Set the loss with its arguments; see `OriginalSetters.set_loss_type`."""
+        name = str(loss_type).removeprefix("dist_")
+        if name in MARGINS:
+            build_margin(name, **arguments)  # raises OptionError
+        super().set_loss_type(loss_type, margin1, margin2, margin3, **arguments)
+
+    def set_lr_schedule(self, schedule: str | ScheduleFunction, **arguments: Any) -> None:
         """Set the learning rate schedule, by name or by a function.
 
         Args:
@@ -139,13 +154,15 @@ class Entry(OriginalSetters):
                 learning rate after `step` updates. The function must depend only on the step, so that a
                 resumed run gets the same values. If it has an argument `total_steps`, it also receives the
                 number of steps of the run, or None if that is unknown.
+            **arguments: of a named schedule, such as cycles of cosine (sets ``optim.schedule_arguments``).
         """
         if isinstance(schedule, str):
-            super().set_lr_schedule(schedule)
+            schedule_arguments(OptimOptions(schedule=schedule, schedule_arguments=arguments))
+            super().set_lr_schedule(schedule, **arguments)
             self._schedule = None
             return
         check_schedule_function(schedule)
-        super().set_lr_schedule(name_of(schedule))
+        super().set_lr_schedule(name_of(schedule), **arguments)
         self._schedule = schedule
 
     def add_parameter_group(
@@ -266,15 +283,12 @@ class Entry(OriginalSetters):
                 "custom_black_list), or None"
             )
         lists = amp_lists or AutoMixedPrecisionLists()
+        given = {name: value for name, value in locals().items() if name in ScalingArguments.__match_args__}
+        changed = {name: value for name, value in given.items() if value != getattr(ScalingArguments, name)}
         self.options.set_together(
             {
                 "precision.mode": "float16" if use_fp16 else "float32",
-                "precision.init_loss_scaling": init_loss_scaling,
-                "precision.incr_every_n_steps": incr_every_n_steps,
-                "precision.decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
-                "precision.incr_ratio": incr_ratio,
-                "precision.decr_ratio": decr_ratio,
-                "precision.use_dynamic_loss_scaling": use_dynamic_loss_scaling,
+                "precision.scaling_arguments": changed or None,
                 "precision.white_list": lists.white_list,
                 "precision.black_list": lists.black_list,
             }
@@ -317,7 +331,7 @@ class Entry(OriginalSetters):
         custom: list[Logger] = []
         for one in loggers:
             if isinstance(one, (str, list, tuple)):
-                names += logger_names(one)
+                names += listed_names(one)
             elif isinstance(one, Logger) and not isinstance(one, type):
                 custom.append(one)
             else:

@@ -29,12 +29,12 @@ from plsc.config.option import shown_value
 from plsc.errors import OptionError, TrainingError
 from plsc.parallel.world import World
 from plsc.spans import PREFIX
-from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.callbacks import Callback, Callbacks, Context
 from plsc.train.directories import open_to_resume
 from plsc.train.loop import Trainer
 from plsc.train.saving import NoSaver
+from plsc.train.settle import settle
 from plsc.train.snapshot import seed_generators
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,8 @@ def run_profile(
         )
     folder = _folder(output)
     user = replace(user, model=copy.deepcopy(user.model))  # the user's network is not trained
-    checkpoint = open_to_resume(options.resolve(), world)
-    config = resolve_run(options, checkpoint, world.size, user.model)
+    checkpoint = open_to_resume(options, world)
+    config = settle(options, checkpoint, world.size, user.model)
     # With save_dir set to this folder, building the run checks that it does not become a class folder.
     config = config.changed({"train.with_test": False, "checkpoint.save_dir": str(folder)})
     run = build_run(config, world, user, checkpoint)

@@ -23,15 +23,15 @@ CHANGES: dict[str, tuple[dict[str, Any], float]] = {
     "channels_last": ({"speed.channels_last": "on"}, 1e-5),
     "bfloat16": ({"precision.mode": "bfloat16"}, 2e-2),
     "micro_batches": ({"train.micro_batches": 2}, 0.0),
-    "clip": ({"optim.clip_norm": 20.0, "optim.clip_scope": "all"}, 0.0),
+    "clip": ({"optim.clip_norm": 20.0}, 0.0),
     "adamw": (
         {"optim.optimizer": "adamw", "head.optimizer": "adamw", "optim.lr": 0.01 * BATCH / 1024},
         0.0,
     ),
-    "fused": ({"optim.implementation": "fused"}, 1e-6),
-    "foreach": ({"optim.implementation": "foreach"}, 1e-6),
+    "fused": ({"optim.optimizer_arguments": {"fused": True}}, 1e-6),
+    "foreach": ({"optim.optimizer_arguments": {"foreach": True, "fused": False}}, 1e-6),
     "loss scaling": (
-        {"precision.loss_scaling": "always", "precision.init_loss_scaling": 1024.0},
+        {"precision.loss_scaling": "always", "precision.scaling_arguments": {"init_loss_scaling": 1024.0}},
         0.0,
     ),
     "sampled": ({"head.sample_ratio": 0.5}, 0.0),
@@ -48,7 +48,10 @@ CHANGES_OF_RANKS: dict[str, tuple[dict[str, Any], float]] = {
 """Options that mean something on several ranks alone."""
 
 CHANGES_OF_GPUS: dict[str, tuple[dict[str, Any], float]] = {
-    "float16": ({"precision.mode": "float16", "precision.init_loss_scaling": 256.0}, 2e-2),
+    "float16": (
+        {"precision.mode": "float16", "precision.scaling_arguments": {"init_loss_scaling": 256.0}},
+        2e-2,
+    ),
     "losses at once": ({"speed.late_losses": False}, 0.0),
     "plain kernels": ({"head.kernels": "torch"}, 1e-4),
     "compiled": ({"speed.compile": True}, 1e-3),

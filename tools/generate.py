@@ -79,15 +79,26 @@ def setter(spec: OptionSpec) -> str:
     if len(doc) > 110:
         body = textwrap.fill(meaning, 104, initial_indent=indent, subsequent_indent=indent)
         doc = f'{indent}"""{body.strip()}\n{indent}"""'
-    return (
-        f"\n    def {spec.setter}(self, {spec.argument}: {annotation(spec.kind)}) -> None:\n"
-        f'{doc}\n        self.options.set("{spec.path}", {spec.argument})\n'
-    )
+    first, _, mapping = spec.argument.partition("**")  # of this option, and of the mapping beside it
+    value, first = first.rstrip(", "), first and f"{first.rstrip(', ')}: {annotation(spec.kind)}, "
+    if not mapping:
+        take, call = first.rstrip(", "), f'set("{spec.path}", {value})'
+    elif value:
+        take = f"{first}**arguments: Any"
+        beside = f'"{spec.group}.{mapping}": arguments or None'
+        items = f'{{"{spec.path}": {value}, {beside}}}'
+        call = f"set_together({items})"
+        if len(call) > 89:
+            call = f"set_together(\n            {items}\n        )"
+    else:
+        take, call = "**arguments: Any", f'set("{spec.path}", arguments or None)'
+    return f"\n    def {spec.setter}(self, {take}) -> None:\n{doc}\n        self.options.{call}\n"
 
 
 def setters() -> str:
     """Return the source of plsc/config/setters.py."""
-    return SETTERS_HEAD + "".join(setter(spec) for spec in all_options())
+    by_name = {spec.setter: spec for spec in reversed(list(all_options())) if spec.setter}
+    return SETTERS_HEAD + "".join(setter(spec) for spec in reversed(by_name.values()))
 
 
 def page() -> str:

@@ -24,17 +24,16 @@ class Retention:
     """Which checkpoints to keep: the `last` newest, and the `top` best by a metric; -1 keeps all.
 
     Attributes:
-        monitor: name of the metric; checkpoints without it do not count as best. None: rank none.
-        mode: 'max' if a higher value is better, 'min' if a lower one is.
+        monitor: name of the metric; checkpoints without it do not count as best. None: rank none. The lowest
+            loss and the highest value of any other metric are the best.
 
     Raises:
-        OptionError: invalid counts or mode.
+        OptionError: invalid counts.
     """
 
     last: int = 5
     top: int = 0
     monitor: str | None = None
-    mode: str = "min"
 
     def __post_init__(self) -> None:
         if self.last < -1 or self.top < -1:
@@ -43,14 +42,12 @@ class Retention:
             raise OptionError(
                 "keep_last 0 keeps no checkpoint; set keep_last to at least 1, or save_top_k and monitor"
             )
-        if self.mode not in ("min", "max"):
-            raise OptionError(f"mode is {self.mode!r}; expected 'min' or 'max'")
 
     def ranking(self, found: Sequence[tuple[str, Manifest]]) -> list[tuple[str, float]]:
         """Return names and values of the checkpoints that have the metric, best first, then oldest first."""
         rated = [(name, metrics_of(manifest).get(self.monitor or "")) for name, manifest in found]
         known = [(name, value) for name, value in rated if value is not None]
-        return sorted(known, key=lambda entry: entry[1] if self.mode == "min" else -entry[1])
+        return sorted(known, key=lambda entry: entry[1] if self.monitor == "loss" else -entry[1])
 
     def kept(self, found: Sequence[tuple[str, Manifest]]) -> set[str]:
         """Return the names to keep. found: names and manifests, oldest first."""
@@ -59,13 +56,6 @@ class Retention:
             return set(names)
         best = [name for name, _ in self.ranking(found)[: self.top]]
         return {*names[max(0, len(names) - self.last) :], *best}
-
-
-def mode_of(mode: str, metric: str) -> str:
-    """Return 'min' or 'max'; 'auto' means 'min' for the loss and 'max' for all other metrics."""
-    if mode != "auto":
-        return mode
-    return "min" if metric == "loss" else "max"
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:

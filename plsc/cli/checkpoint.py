@@ -74,13 +74,12 @@ def run_verify(checkpoint: str) -> None:
     )
 
 
-def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str, monitor_mode: str) -> None:
+def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> None:
     """Delete old checkpoints."""
-    from plsc.checkpoint.retention import Retention, mode_of, prune_all
+    from plsc.checkpoint.retention import Retention, prune_all
     from plsc.data.sources.base import printable
 
-    retention = Retention(keep_last, save_top_k, monitor, mode_of(monitor_mode, monitor))
-    deleted = prune_all(folder, retention)
+    deleted = prune_all(folder, Retention(keep_last, save_top_k, monitor))
     print(
         f"deleted {_count(len(deleted), 'checkpoint')}{': ' * bool(deleted)}{printable(', '.join(deleted))}"
     )
@@ -194,12 +193,6 @@ GROUP = Group(
                 Argument("keep_last", int, REQUIRED, "number of newest checkpoints to keep"),
                 Argument("save_top_k", int, 0, "number of best checkpoints to keep in addition"),
                 Argument("monitor", str, "loss", "metric that decides which checkpoints are best"),
-                Argument(
-                    "monitor_mode",
-                    str,
-                    "auto",
-                    "whether a higher (max) or lower (min) value is better; auto: min for a loss",
-                ),
             ),
         ),
         "push": Command(

@@ -35,7 +35,7 @@ def run_doctor(options: Options) -> None:
     """Print the findings of rank 0, and differing or bad ones of other ranks. Exit code 1 for an error."""
     from plsc.parallel.world import World
 
-    runtime = options.resolve().runtime
+    runtime = options.runtime
     if "runtime.timeout" not in options.values:
         runtime = replace(runtime, timeout=_SECONDS)
     try:

@@ -187,7 +187,7 @@ class CommandParser(argparse.ArgumentParser):
             elif name == "config":
                 set_from_file(options, text)
             else:
-                options.set(name, from_text(text, find_option(name).kind, f"--{name}"))
+                options.set(name, from_text(text, find_option(name).kind, f"--{name}"), f"--{name}")
         return {**values, "options": options} if self._takes_options else values
 
     def _hint(self, name: str) -> str:
@@ -208,7 +208,7 @@ class CommandParser(argparse.ArgumentParser):
         """Replace setters by flags in a message: ``set_num_workers(0)`` by ``--data.num_workers 0``."""
         flags = {
             spec.setter: name
-            for spec in all_options()
+            for spec in reversed(list(all_options()))  # of two with one setter, the first
             for name in (spec.name, spec.path)
             if name in self._arguments or f"--{name}" in self._option_string_actions
         }

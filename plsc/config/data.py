@@ -10,10 +10,13 @@ from typing import Any
 
 from plsc.config.head import HeadOptions
 from plsc.config.option import (
+    arguments_of,
     at_least,
     between,
     declare,
+    described_fields,
     more_than,
+    need,
     not_empty,
     of_model,
     of_run,
@@ -86,6 +89,60 @@ def _three_shares(values: tuple[float, ...]) -> str | None:
     return None if good else "three numbers from 0 to 1: brightness, contrast, saturation"
 
 
+@dataclass(frozen=True)
+class Augmentation:
+    """Augmentation of training images, applied in the order crop, resolution, colour, erasing, flip.
+
+    The declared fields are the arguments of `data.augmentation`; flip is `data.flip`.
+    """
+
+    flip: bool = True
+    crop_padding: int = declare(
+        0, "pad each side by this many black pixels, then crop at random", check=between(0, 4096)
+    )
+    colour_jitter: tuple[float, ...] = declare(
+        (0.0, 0.0, 0.0),
+        "multiply brightness, contrast and saturation by factors in [1 - x, 1 + x]",
+        check=_three_shares,
+    )
+    low_resolution: float = declare(
+        0.0, "share of images that are downscaled to 25-100 % and upscaled again", check=between(0, 1)
+    )
+    random_erasing: float = declare(
+        0.0, "share of images with a random grey rectangle (2-20 % of the area)", check=between(0, 1)
+    )
+
+    @property
+    def needs_bytes(self) -> bool:
+        """Whether an operation requires uint8 pixels."""
+        return self.low_resolution > 0 or any(self.colour_jitter)
+
+    @property
+    def changes_pixels(self) -> bool:
+        """Whether any operation but the flip is enabled."""
+        return self.needs_bytes or self.crop_padding > 0 or self.random_erasing > 0
+
+
+@dataclass(frozen=True)
+class FormatArguments:
+    """How a dataset is read, where its format leaves it open; None: detected."""
+
+    image_column: str | None = declare(
+        None, "column (tar: file suffix) of the images; None: detected by name", check=not_empty
+    )
+    label_column: str | None = declare(
+        None, "column (tar: file suffix) of the labels; None: detected by name", check=not_empty
+    )
+    label_map: str | None = declare(
+        None,
+        "file of class names and ids: .json, or lines of name, tab, id; None: sorted names",
+        check=not_empty,
+    )
+    class_depth: int | None = declare(
+        None, "depth of the class folders in the dataset folder; None: 1", check=at_least(1)
+    )
+
+
 def _data_sets(values: tuple[dict[str, Any], ...]) -> None:
     read_data_sets(values)
 
@@ -97,8 +154,14 @@ class DataOptions:
     dataset_dir: str = declare(
         "./train_data",
         "training data: a path or fsspec URL (formats: docs/formats.md)",
-        "set_dataset_dir(directory)",
+        "set_dataset_dir(directory, **format_arguments)",
         not_empty,
+    )
+    format_arguments: dict[str, Any] | None = declare(  # noqa: RUF009
+        None,
+        f"how the dataset is read: {described_fields(FormatArguments)}",
+        "set_dataset_dir(**format_arguments)",
+        arguments_of(FormatArguments, "data.format_arguments"),
     )
     datasets: tuple[dict[str, Any], ...] = declare(
         (),
@@ -142,15 +205,18 @@ class DataOptions:
         one_of("global", "block", "sequential", "rank_files"),
     )
     block_samples: int = of_run(
-        1024, "order block: neighbouring samples per block", "set_block_samples(num)", at_least(1)
+        1024,
+        "neighbouring samples per block",
+        "set_block_samples(num)",
+        at_least(1),
+        needs=need("data.order", "block"),
     )
     pool_samples: int = of_run(
-        65536, "order block: samples that are shuffled together", "set_pool_samples(num)", at_least(1)
-    )
-    reader_shards_itself: bool = of_run(
-        False,
-        "call a generator reader as reader(rank, ranks), for the samples of this rank",
-        "set_reader_shards_itself(flag)",
+        65536,
+        "samples that are shuffled together",
+        "set_pool_samples(num)",
+        at_least(1),
+        needs=need("data.order", "block"),
     )
     cache: str = declare(
         "none",
@@ -159,18 +225,18 @@ class DataOptions:
         one_of("none", "memory", "disk"),
     )
     cache_bytes: int = declare(
-        2 * 2**30, "maximum size of the cache per rank, in bytes", "set_cache_bytes(num)", at_least(1)
-    )
-    cache_decoded: bool = declare(
-        False,
-        "cache decoded images at the network's input size: about 8 times the bytes",
-        "set_cache_decoded(flag)",
+        2 * 2**30,
+        "maximum size of the cache per rank, in bytes",
+        "set_cache_bytes(num)",
+        at_least(1),
+        needs=need("data.cache", unless="none"),
     )
     cache_dir: str | None = declare(
         None,
         "folder of the disk cache; None: the system's temporary folder",
         "set_cache_dir(directory)",
         not_empty,
+        needs=need("data.cache", "disk"),
     )
     last_batch: str = of_run(
         "pad",
@@ -184,58 +250,16 @@ class DataOptions:
         "set_bad_images(policy)",
         one_of("stop", "skip", "replace"),
     )
-    crop_padding: int = of_run(
-        0,
-        "augmentation: pad each side by this many black pixels, then crop at random",
-        "set_crop_padding(pixels)",
-        between(0, 4096),
-    )
-    colour_jitter: tuple[float, ...] = of_run(
-        (0.0, 0.0, 0.0),
-        "augmentation: multiply brightness, contrast and saturation by factors in [1 - x, 1 + x]",
-        "set_colour_jitter(strengths)",
-        _three_shares,
-    )
-    low_resolution: float = of_run(
-        0.0,
-        "augmentation: share of images that are downscaled to 25-100 % and upscaled again",
-        "set_low_resolution(share)",
-        between(0, 1),
-    )
-    random_erasing: float = of_run(
-        0.0,
-        "augmentation: share of images with a random grey rectangle (2-20 % of the area)",
-        "set_random_erasing(share)",
-        between(0, 1),
+    augmentation: dict[str, Any] | None = of_run(  # noqa: RUF009
+        None,
+        f"augmentation of training images: {described_fields(Augmentation)}",
+        "set_augmentation(**augmentation)",
+        arguments_of(Augmentation, "data.augmentation"),
     )
     flip: bool = of_model(
         True,
         "flip training images with probability 0.5; in evaluation, add the flipped image's embedding",
         "set_flip(flip)",
-    )
-    image_column: str | None = declare(
-        None,
-        "column (tar: file suffix) of the images; None: detected by name",
-        "set_image_column(name)",
-        not_empty,
-    )
-    label_column: str | None = declare(
-        None,
-        "column (tar: file suffix) of the labels; None: detected by name",
-        "set_label_column(name)",
-        not_empty,
-    )
-    label_map: str | None = declare(
-        None,
-        "file of class names and ids: .json, or lines of name, tab, id; None: sorted names",
-        "set_label_map(path)",
-        not_empty,
-    )
-    class_depth: int | None = declare(
-        None,
-        "depth of the class folders in the dataset folder; None: 1",
-        "set_class_depth(depth)",
-        at_least(1),
     )
     landmarks: str | None = declare(
         None,

@@ -19,6 +19,7 @@ from plsc.config.option import (
 )
 from plsc.config.patterns import read_pattern
 from plsc.errors import OptionError, suggest
+from plsc.names import NETWORKS
 
 RULES: dict[str, tuple[str, ...]] = {
     "xavier_uniform": ("gain",),
@@ -90,17 +91,6 @@ def _read(value: Mapping[str, Any]) -> Initialization:
 def _image_shape(shape: tuple[int, ...]) -> str | None:
     good = len(shape) == 3 and shape[0] in (1, 3) and min(shape) >= 1
     return None if good else "(channels, height, width) with 1 or 3 channels, such as (3, 112, 112)"
-
-
-NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"ResNet{depth}": ("plsc.models.resnet:ResNet", {"depth": depth}) for depth in (18, 34, 50, 101, 152)},
-    **{
-        f"IResNet{depth}": ("plsc.models.iresnet:IResNet", {"depth": depth})
-        for depth in (18, 34, 50, 100, 200)
-    },
-    "SmallResNet": ("plsc.models.resnet:SmallResNet", {}),
-}
-"""The built-in networks by name: the class, which is imported on use, and its arguments."""
 
 
 def check_network(name: str) -> str | None:

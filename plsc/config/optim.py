@@ -8,56 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plsc.config.option import (
+    Need,
+    arguments_of,
     at_least,
     between,
     declare,
+    described_fields,
     is_finite_number,
     more_than,
+    need,
     of_run,
-    one_of,
     read_fields,
     shown_value,
 )
 from plsc.config.patterns import check_pattern, read_pattern
 from plsc.errors import OptionError, suggest
-
-
-@dataclass(frozen=True)
-class OptimizerKind:
-    """One of the classes of torch.optim.
-
-    takes: options of the group ``optim`` that are passed to it. has_fused: whether torch has a fused
-    implementation. state_bytes: bytes of optimizer state per weight in float32, with default settings.
-    takes_sparse: whether it updates parameters with sparse gradients, see `plsc.optim.sparse`.
-    """
-
-    class_name: str
-    takes: tuple[str, ...]
-    has_fused: bool = False
-    state_bytes: float = 4.0
-    takes_sparse: bool = False
-
-
-_DECAY = ("weight_decay",)
-_MOMENTS = ("betas", "weight_decay")
-
-OPTIMIZERS: dict[str, OptimizerKind] = {
-    "sgd": OptimizerKind("SGD", ("momentum", "nesterov", "weight_decay"), has_fused=True, takes_sparse=True),
-    "adam": OptimizerKind("Adam", _MOMENTS, has_fused=True, state_bytes=8),
-    "adamw": OptimizerKind("AdamW", _MOMENTS, has_fused=True, state_bytes=8),
-    "rmsprop": OptimizerKind("RMSprop", _DECAY),
-    "adadelta": OptimizerKind("Adadelta", _DECAY, state_bytes=8),
-    "adagrad": OptimizerKind("Adagrad", _DECAY, has_fused=True, takes_sparse=True),
-    # SparseAdam for parameters with sparse gradients, Adam for all others.
-    "sparse_adam": OptimizerKind("Adam", _MOMENTS, state_bytes=8, takes_sparse=True),
-    "adamax": OptimizerKind("Adamax", _MOMENTS, state_bytes=8),
-    "nadam": OptimizerKind("NAdam", _MOMENTS, state_bytes=8),
-    "radam": OptimizerKind("RAdam", _MOMENTS, state_bytes=8),
-    "asgd": OptimizerKind("ASGD", _DECAY),
-    "rprop": OptimizerKind("Rprop", (), state_bytes=8),
-    # One row and one column of numbers per matrix: negligible.
-    "adafactor": OptimizerKind("Adafactor", _DECAY, state_bytes=0),
-}
+from plsc.names import OPTIMIZERS, SCHEDULES
 
 
 def check_optimizer(name: str) -> str | None:
@@ -101,8 +67,6 @@ RESERVED = {
     "lr": "use set_lr(lr), or lr_factor in a group",
     "initial_lr": "use set_lr(lr), or lr_factor in a group",
     "weight_decay": "use set_weight_decay(decay)",
-    "foreach": "use set_optimizer_implementation('foreach')",
-    "fused": "use set_optimizer_implementation('fused')",
     "maximize": "the loss is always minimised",
     "differentiable": "steps are not differentiated",
     "capturable": "steps are not captured into a CUDA graph",
@@ -122,7 +86,11 @@ class ParameterGroup:
     lr_factor: float = declare(
         1.0, "factor: learning rate of the group = this factor x learning rate of the run", check=more_than(0)
     )
-    weight_decay: float | None = declare(None, "weight decay (L2)", check=at_least(0))
+    weight_decay: float | None = declare(
+        None,
+        "weight decay (L2)",
+        check=at_least(0),
+    )
     l1_decay: float | None = declare(None, "L1 decay", check=at_least(0))
     frozen: bool = declare(False, "do not train these parameters")
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -172,17 +140,28 @@ WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100
 CLIP_NORM, CLIPPED_STEP = 20.0, 0.4
 """Default maximum of the gradient norm, and of the gradient norm times the learning rate."""
 
-SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
+
+@dataclass(frozen=True)
+class ScheduleArguments:
+    """The arguments of the schedules that fall: see `ACCEPTED` for those that each accepts."""
+
+    steps: int | None = declare(None, "last step of the fall; None: that of the run", check=at_least(1))
+    end_factor: float = declare(0.0, "final learning rate, relative to lr", check=between(0, 1))
+    cycles: int = declare(1, "number of cosine cycles (warm restarts)", check=at_least(1))
+    power: float = declare(1.0, "power of the polynomial", check=more_than(0))
+
+
+ACCEPTED = {
+    "polynomial": ("steps", "end_factor", "power"),
+    "cosine": ("steps", "end_factor", "cycles"),
+    "exponential": ("steps", "end_factor"),
+}
+"""The arguments of each schedule; the others have none."""
 
 
 def _increasing_steps(steps: tuple[int, ...]) -> str | None:
     rising = all(a < b for a, b in itertools.pairwise(steps))
     return None if rising and all(s > 0 for s in steps) else "increasing positive step numbers"
-
-
-def _two_decays(values: tuple[float, ...]) -> str | None:
-    good = len(values) == 2 and all(0 <= value < 1 for value in values)
-    return None if good else "two numbers, at least 0 and less than 1"
 
 
 def _schedule(name: str) -> str | None:
@@ -200,6 +179,24 @@ def _patterns(values: tuple[str, ...]) -> str | None:
     return next((wrong for wrong in map(check_pattern, values) if wrong), None)
 
 
+def _has_rows(config: Any) -> bool:
+    return str(config.head.loss_type).startswith("dist_")
+
+
+_SGD = Need(
+    "optim.optimizer",
+    "the optimizer of network or class weights is sgd",
+    lambda config: (
+        config.optim.optimizer.lower() == "sgd" or (_has_rows(config) and config.head.optimizer == "sgd")
+    ),
+)
+_NOT_ALL_OWN = Need(
+    "optim.optimizer",
+    "no optimizer factory decides it",
+    lambda config: ":" not in config.optim.optimizer or _has_rows(config),
+)
+
+
 @dataclass(frozen=True)
 class OptimOptions:
     """Optimizer and learning rate schedule."""
@@ -209,35 +206,34 @@ class OptimOptions:
         f"learning rate, used as it is; None: {DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",
         "set_lr(lr)",
         more_than(0),
+        needs=_NOT_ALL_OWN,
     )
     optimizer: str = of_run(
         "sgd",
-        "optimizer of the network: sgd, adam, adamw, rmsprop, adadelta, adagrad, sparse_adam, adamax, nadam, "
-        "radam, asgd, rprop, adafactor, or 'package.module:factory'",
+        f"optimizer of the network: {', '.join(OPTIMIZERS)}, or 'package.module:factory'",
         "set_optimizer(optimizer)",
         check_optimizer,
     )
     optimizer_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
-        "other arguments of the optimizer, such as {eps: 1.e-7}",
+        "other arguments of the optimizer, such as {betas: [0.9, 0.99]}; nesterov of sgd also applies to "
+        "class weights",
         "set_optimizer_arguments(arguments)",
         check_arguments,
     )
-    implementation: str = of_run(
-        "auto",
-        "implementation of the optimizer: auto, fused, foreach or for_loop",
-        "set_optimizer_implementation(name)",
-        one_of("auto", "fused", "foreach", "for_loop"),
-    )
-    momentum: float = of_run(0.9, "momentum of SGD", "set_momentum(momentum)", between(0, 0.9999))
-    nesterov: bool = of_run(
-        False, "use Nesterov momentum in SGD, for network and class weights", "set_nesterov(nesterov)"
-    )
-    betas: tuple[float, ...] = of_run(
-        (0.9, 0.999), "decay rates of the moments of Adam and its variants", "set_betas(betas)", _two_decays
+    momentum: float = of_run(
+        0.9,
+        "momentum of SGD",
+        "set_momentum(momentum)",
+        between(0, 0.9999),
+        needs=_SGD,
     )
     weight_decay: float = of_run(
-        5e-4, "weight decay (L2) of all parameters", "set_weight_decay(decay)", at_least(0)
+        5e-4,
+        "weight decay (L2) of all parameters",
+        "set_weight_decay(decay)",
+        at_least(0),
+        needs=_NOT_ALL_OWN,
     )
     l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
     decay_norm_and_bias: bool = of_run(
@@ -259,26 +255,14 @@ class OptimOptions:
         "cosine",
         "learning rate schedule: cosine, polynomial, exponential, step, multi_step, constant, or "
         "'package.module:function'",
-        "set_lr_schedule(schedule)",
+        "set_lr_schedule(schedule, **schedule_arguments)",
         _schedule,
     )
-    decay_steps: int | None = of_run(
+    schedule_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
-        "last step of a polynomial, cosine or exponential schedule; None: that of the run",
-        "set_decay_steps(num)",
-        at_least(1),
-    )
-    decay_power: float = of_run(
-        1.0, "power of the polynomial schedule", "set_decay_power(power)", more_than(0)
-    )
-    cosine_cycles: int = of_run(
-        1, "number of cosine cycles (warm restarts)", "set_cosine_cycles(num)", at_least(1)
-    )
-    end_lr_factor: float = of_run(
-        0.0,
-        "final learning rate of a polynomial, cosine or exponential schedule, relative to lr",
-        "set_end_lr_factor(factor)",
-        between(0, 1),
+        f"arguments of polynomial, cosine and exponential schedules: {described_fields(ScheduleArguments)}",
+        "set_lr_schedule(**schedule_arguments)",
+        arguments_of(ScheduleArguments, "optim.schedule_arguments"),
     )
     warmup_epochs: int = of_run(0, "epochs of linear warm-up", "set_warmup_epochs(num)", at_least(0))
     warmup_steps: int | None = of_run(
@@ -294,12 +278,14 @@ class OptimOptions:
         "steps at which a step schedule changes the learning rate",
         "set_step_boundaries(boundaries)",
         _increasing_steps,
+        needs=need("optim.schedule", "step", "multi_step"),
     )
     lr_decay_factor: float = of_run(
         0.1,
         "factor of the learning rate at each of step_boundaries",
         "set_lr_decay_factor(factor)",
         between(1e-6, 1),
+        needs=need("optim.schedule", "step", "multi_step"),
     )
     clip_norm: float | None = of_run(
         None,
@@ -307,12 +293,6 @@ class OptimOptions:
         "clipping",
         "set_clip_norm(norm)",
         at_least(0),
-    )
-    clip_scope: str = of_run(
-        "backbone",
-        "gradients to clip: backbone, or all (class weights too)",
-        "set_clip_scope(scope)",
-        one_of("backbone", "all"),
     )
     ema_decay: float = of_run(
         0.0,

@@ -13,23 +13,52 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from plsc.errors import CheckpointError, OptionError, PlscError, did_you_mean, kind_and_line
+from plsc.errors import CheckpointError, OptionError, PlscError, did_you_mean, kind_and_line, suggest
 
 Check = Callable[[Any], "str | None"]
 """Returns None for a valid value, else a description of valid ones."""
 
 
+@dataclass(frozen=True)
+class Need:
+    """A condition without which an option has no effect.
+
+    path: the option that decides, for the message. text: in words, after "only if". holds: tells for a
+    configuration. is_strict: a run in which it does not hold is refused; otherwise a note says so.
+    """
+
+    path: str
+    text: str
+    holds: Callable[[Any], bool]
+    is_strict: bool = False
+
+
+def need(path: str, *values: Any, unless: Any = None, is_strict: bool = False) -> Need:
+    """Return the need that another option has one of these values, or any but `unless`."""
+    if unless is not None:
+        return Need(path, f"{path} is not {unless}", lambda config: config.get(path) != unless, is_strict)
+    text = f"{path} is {' or '.join(map(str, values))}"
+    return Need(path, text, lambda config: config.get(path) in values, is_strict)
+
+
 def declare(
-    default: Any, meaning: str, setter: str = "", check: Check | None = None, decides: str = "never"
+    default: Any,
+    meaning: str,
+    setter: str = "",
+    check: Check | None = None,
+    decides: str = "never",
+    needs: Need | tuple[Need, ...] = (),
 ) -> Any:
     """Declare an option; `setter` is ``method(argument)`` of Entry, if there is one.
 
     decides: when the value in a checkpoint is used if the script sets none: ``never``, ``model`` (whenever
-    the checkpoint's network is used) or ``run`` (when its run is resumed). See `OptionSpec.harmless`.
+    the checkpoint's network is used) or ``run`` (when its run is resumed). See `OptionSpec.harmless`. needs:
+    conditions without which it has no effect; the description, a note and an error tell of them.
     """
-    details = {"meaning": meaning, "setter": setter, "check": check, "decides": decides}
+    needs = (needs,) if isinstance(needs, Need) else needs
+    details = {"meaning": meaning, "setter": setter, "check": check, "decides": decides, "needs": needs}
     return field(default=default, metadata=details)
 
 
@@ -82,6 +111,7 @@ class OptionSpec:
     argument: str
     check: Check | None
     decides: str = "never"
+    needs: tuple[Need, ...] = ()
 
     @property
     def path(self) -> str:
@@ -192,7 +222,7 @@ def convert(value: Any, kind: Any) -> Any:
         items = tuple(convert(item, typing.get_args(kind)[0]) for item in value)
         return WRONG if any(item is WRONG for item in items) else items
     if typing.get_origin(kind) is dict:
-        return dict(value) if isinstance(value, Mapping) else WRONG
+        return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else WRONG
     if kind is bool or kind is types.NoneType:
         return value if isinstance(value, kind) else WRONG
     if kind is int:
@@ -203,6 +233,11 @@ def convert(value: Any, kind: Any) -> Any:
     text = value.__fspath__() if hasattr(value, "__fspath__") else value
     is_valid = isinstance(text, str) and "\0" not in text  # no file or module name contains \0
     return os.path.expanduser(text) if is_valid else WRONG  # noqa: PTH111 - may be no path
+
+
+def _plain(value: Any) -> Any:
+    """Return an item of a mapping as JSON and YAML give it back: lists for tuples, strings for paths."""
+    return list(value) if isinstance(value, tuple) else getattr(value, "__fspath__", lambda: value)()
 
 
 def is_finite_number(value: Any) -> bool:
@@ -231,9 +266,12 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
         if not item.metadata:
             continue
         setter, _, argument = item.metadata["setter"].rstrip(")").partition("(")
+        needs = item.metadata.get("needs", ())
+        conditions = " and ".join(one.text for one in needs)
+        meaning = item.metadata["meaning"] + (f"; only if {conditions}" if needs else "")
         spec = OptionSpec(
-            group, item.name, kinds[item.name], item.default, item.metadata["meaning"], setter,
-            argument, item.metadata["check"], item.metadata.get("decides", "never"),
+            group, item.name, kinds[item.name], item.default, meaning, setter, argument,
+            item.metadata["check"], item.metadata.get("decides", "never"), needs,
         )  # fmt: skip
         found[spec.path] = spec
     return found
@@ -250,6 +288,34 @@ def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dic
     except OptionError as error:
         raise OptionError(f"{what}: {error}") from error
     return fields, {name: one for name, one in value.items() if name not in specs}
+
+
+T = TypeVar("T")
+
+
+def read_arguments(factory: type[T], value: Mapping[str, Any] | None, what: str) -> T:
+    """Return a dataclass of declared fields made from a mapping; OptionError for an unknown or invalid item.
+
+    what: names the mapping in errors, such as 'data.augmentation'.
+    """
+    fields, others = read_fields(factory, value or {}, what)
+    for name in others:
+        raise OptionError(f"{what} has no argument {name!r}; {suggest(str(name), fields)}")
+    return factory(**fields)
+
+
+def arguments_of(factory: type, what: str) -> Check:
+    """Accept mappings that `read_arguments` accepts; its OptionError is raised for others."""
+
+    def check(value: Mapping[str, Any]) -> None:
+        read_arguments(factory, value, what)
+
+    return check
+
+
+def described_fields(factory: type) -> str:
+    """Return the declared fields of a dataclass with their meanings, for the description of a mapping."""
+    return "; ".join(f"{name} ({one.meaning})" for name, one in specs_of("", factory).items())
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -18,19 +18,22 @@ from plsc.config.data import DataOptions, DataSet, read_data_sets
 from plsc.config.head import HeadOptions
 from plsc.config.model import ModelOptions
 from plsc.config.optim import OptimOptions
-from plsc.config.option import OptionSpec, specs_of
+from plsc.config.option import Need, OptionSpec, shown_value, specs_of
 from plsc.config.runtime import MemoryOptions, ParallelOptions, PrecisionOptions, RuntimeOptions, SpeedOptions
 from plsc.config.train import CheckpointOptions, TrainOptions
 from plsc.errors import OptionError
 
+SCRIPT, CHECKPOINT = "set by the script", "from the checkpoint"
+"""Origins of values; those of flags and of lines of files are their names."""
+
 
 @dataclass(frozen=True)
 class Config:
-    """The resolved options of a run: values that were set, values from a checkpoint, and defaults.
+    """The options of a run, frozen: values that were set, values from a checkpoint, and defaults.
 
-    explicit: paths of options that were set. adopted: paths of options that come from a checkpoint.
-    differences: one line per option that was set to a value other than the checkpoint's. arguments:
-    constructor arguments of a custom network, from a checkpoint.
+    origins: where each value that is not the default comes from, by path. differences: one line per option
+    that was set to a value other than the checkpoint's. arguments: constructor arguments of a custom
+    network, from a checkpoint.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -44,10 +47,19 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     speed: SpeedOptions = field(default_factory=SpeedOptions)
-    explicit: frozenset[str] = frozenset()
-    adopted: frozenset[str] = frozenset()
+    origins: Mapping[str, str] = field(default_factory=dict)
     differences: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """The paths of the options that were set."""
+        return frozenset(path for path, origin in self.origins.items() if origin != CHECKPOINT)
+
+    @property
+    def adopted(self) -> frozenset[str]:
+        """The paths of the options that come from a checkpoint."""
+        return frozenset(path for path, origin in self.origins.items() if origin == CHECKPOINT)
 
     def get(self, path: str) -> Any:
         """Return the value of the option at a path such as ``train.batch_size``."""
@@ -55,12 +67,12 @@ class Config:
         return getattr(getattr(self, spec.group), spec.name)
 
     def changed(self, values: Mapping[str, Any]) -> Config:
-        """Return a copy with other values, by path; `explicit` and `adopted` are unchanged."""
+        """Return a copy with other values, by path; `origins` is unchanged."""
         groups: dict[str, Any] = {}
         for path, value in values.items():
             spec = find_option(path)
             group = groups.get(spec.group, getattr(self, spec.group))
-            groups[spec.group] = replace(group, **{spec.name: spec.checked(value)})
+            groups[spec.group] = replace(group, **{spec.name: value})
         return replace(self, **groups)
 
     def data_sets(self) -> list[DataSet]:
@@ -69,25 +81,48 @@ class Config:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the options as nested plain values, by group and name, for JSON or YAML."""
-        nested: dict[str, dict[str, Any]] = {}
-        for spec in all_options():
-            value = self.get(spec.path)
-            plain = list(value) if isinstance(value, tuple) else value
-            nested.setdefault(spec.group, {})[spec.name] = plain
-        return nested
+        return {
+            group: {name: list(one) if isinstance(one, tuple) else one for name, one in vars(found).items()}
+            for group, found in vars(self).items()
+            if group in _GROUPS
+        }
+
+    def without_effect(self) -> Iterator[tuple[str, Need]]:
+        """Yield the options that were set, not to their default, and a need of each that does not hold."""
+        for path in sorted(self.explicit):
+            spec = find_option(path)
+            unmet = next((one for one in spec.needs if not one.holds(self)), None)
+            if unmet is not None and self.get(path) != spec.default:
+                yield path, unmet
+
+    def check_needs(self) -> None:
+        """Raise OptionError for an option that was set although a strict need of it does not hold."""
+        for path, unmet in self.without_effect():
+            if unmet.is_strict:
+                raise OptionError(
+                    f"{path} is {shown_value(self.get(path))}, which has an effect only if {unmet.text}, but "
+                    f"{unmet.path} is {shown_value(self.get(unmet.path))}; change that, or remove {path}"
+                )
 
 
 class Options:
-    """Mutable options: `values` holds the values that were set, by path; `resolve` returns a `Config`."""
+    """Mutable options: `values` has the values that were set, by path, `origins` where; see `resolve`."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of a `Config` with the values set so far."""
+        """Return a group with the values set so far, as ``options.train``, or an attribute of `Config`."""
+        if name in _GROUPS:
+            return _GROUPS[name](**_of_group(name, self.values))
         if name.startswith("__"):  # copy and pickle look up special methods
             raise AttributeError(name)
         return getattr(self.resolve(), name)
+
+    def get(self, path: str) -> Any:
+        """Return the value that was set, or the default."""
+        return self.values.get(path, find_option(path).default)
 
     def resolve(self, saved: Mapping[str, Any] | None = None, use: Literal["model", "run"] = "run") -> Config:
         """Return the configuration: values that were set, else those of a checkpoint, else defaults.
@@ -97,11 +132,9 @@ class Options:
         ignored. Raises CheckpointError for an invalid or unsafe value.
         """
         adopted, differences = {}, []
-        for spec in all_options():
-            group = (saved or {}).get(spec.group)
-            if spec.decides not in ("model", use) or not isinstance(group, dict):
-                continue
-            if spec.name not in group:
+        for spec in all_options() if saved else ():
+            group = saved.get(spec.group) if saved else None
+            if spec.decides not in ("model", use) or not isinstance(group, dict) or spec.name not in group:
                 continue
             value = spec.saved(group[spec.name])
             mine = self.values.get(spec.path, spec)
@@ -109,20 +142,19 @@ class Options:
                 adopted[spec.path] = spec.harmless(value)
             elif mine != value:
                 differences.append(f"{spec.path}: {mine} here, {value} in the checkpoint")
-        return replace(
-            Config().changed({**adopted, **self.values}),
-            explicit=frozenset(self.values),
-            adopted=frozenset(adopted),
-            differences=tuple(differences),
-        )
+        values = {**adopted, **self.values}
+        groups = {name: factory(**_of_group(name, values)) for name, factory in _GROUPS.items()}
+        origins = {**dict.fromkeys(adopted, CHECKPOINT), **self.origins}
+        return Config(**groups, origins=origins, differences=tuple(differences))
 
-    def set(self, path: str, value: Any) -> None:
+    def set(self, path: str, value: Any, origin: str = SCRIPT) -> None:
         """Validate and set an option. Raises OptionError for an unknown path or an invalid value."""
-        self.set_together({path: value})
+        self.set_together({path: value}, origin)
 
-    def set_together(self, values: Mapping[str, Any]) -> None:
+    def set_together(self, values: Mapping[str, Any], origin: str = SCRIPT) -> None:
         """Set several options, or none of them if one is invalid."""
         self.values |= {path: find_option(path).checked(value) for path, value in values.items()}
+        self.origins |= dict.fromkeys(values, origin)
 
     def add_data_set(self, **values: Any) -> None:
         """Add a dataset to `data.datasets`; see `Entry.add_dataset`."""
@@ -168,9 +200,15 @@ _SYNONYMS = {
 }
 
 
-_TABLE = {
-    path: spec
+_GROUPS: dict[str, Any] = {
+    group: factory
     for group, factory in typing.get_type_hints(Config).items()
     if isinstance(factory, type) and dataclasses.is_dataclass(factory)
-    for path, spec in specs_of(group, factory).items()
 }
+_TABLE = {path: spec for group, factory in _GROUPS.items() for path, spec in specs_of(group, factory).items()}
+
+
+def _of_group(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group, by name."""
+    prefix = f"{group}."
+    return {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}

@@ -44,21 +44,31 @@ class OriginalSetters(Setters):
         margin1: float | None = None,
         margin2: float | None = None,
         margin3: float | None = None,
+        **arguments: Any,
     ) -> None:
-        """Set ``head.loss_type``, and optionally its margins in cos(margin1 theta + margin2) - margin3.
+        """Set ``head.loss_type`` and its arguments, or its margins in cos(margin1 theta + margin2) - margin3.
 
-        A margin that is None has PLSC's default: 1, 0.5, 0 for arcface; 1, 0, 0.35 for cosface; 1.35, 0, 0
-        for sphereface. If a margin is given that the loss does not have, the loss becomes ``combined``.
+        Args:
+            loss_type: see `head.loss_type`.
+            margin1: None has PLSC's default: 1, 0.5, 0 for arcface; 1, 0, 0.35 for cosface; 1.35, 0, 0 for
+                sphereface. If a margin is given that the loss does not have, the loss becomes ``combined``.
+            margin2: as margin1.
+            margin3: as margin1.
+            **arguments: margin and scale set ``head.margin`` and ``head.scale``, others
+                ``head.loss_arguments``, such as h of adaface; see docs/options.md#losses.
         """
         name = str(loss_type).removeprefix("dist_")
         prefix = "dist_" if self._model_parallel or name != loss_type else ""
-        values: dict[str, Any] = {"head.loss_type": prefix + name}
+        values: dict[str, Any] = {
+            f"head.{key}": arguments.pop(key) for key in ("margin", "scale") if key in arguments
+        }
+        values |= {"head.loss_type": prefix + name, "head.loss_arguments": arguments or None}
         given = (margin1, margin2, margin3)
         if given != (None, None, None):
             if name not in PLSC_MARGINS:
                 raise OptionError(
                     f"the loss is {loss_type!r}, but margin1, margin2 and margin3 are for "
-                    f"{', '.join(PLSC_MARGINS)}; use set_margin or set_combined_margins"
+                    f"{', '.join(PLSC_MARGINS)}; pass its own arguments"
                 )
             defaults = PLSC_MARGINS[name]
             margins = tuple(one if mine is None else mine for mine, one in zip(given, defaults, strict=True))
@@ -66,7 +76,10 @@ class OriginalSetters(Setters):
             if margins[:own] + margins[own + 1 :] == NO_MARGINS[:own] + NO_MARGINS[own + 1 :]:
                 values["head.margin"] = margins[own]
             else:
-                values |= {"head.loss_type": prefix + "combined", "head.combined_margins": margins}
+                values |= {
+                    "head.loss_type": prefix + "combined",
+                    "head.loss_arguments": {"margins": margins},
+                }
         self.options.set_together(values)
 
     def set_model_parallel(self, flag: bool) -> None:
@@ -80,7 +93,8 @@ class OriginalSetters(Setters):
                 "by set_loss_type('dist_arcface')"
             )
         self._model_parallel = flag
-        self.set_loss_type(self.options.head.loss_type.removeprefix("dist_"))
+        name = self.options.get("head.loss_type").removeprefix("dist_")
+        self.options.set("head.loss_type", "dist_" * flag + name)
 
     def set_distfc_attr(self, param_attr: Any = None, bias_attr: Any = None) -> None:
         """Accept the call of PLSC without attributes; raise OptionError that names the setters otherwise."""
@@ -138,7 +152,7 @@ class OriginalSetters(Setters):
         if fs_ugi is not None:
             # A password follows the comma: do not store or print it.
             values["checkpoint.hdfs_user"] = str(fs_ugi).split(",", 1)[0].strip()
-        user = values.get("checkpoint.hdfs_user") or self.options.checkpoint.hdfs_user
+        user = values.get("checkpoint.hdfs_user") or self.options.get("checkpoint.hdfs_user")
         for option, folder in (("upload_dir", fs_dir_for_save), ("download_dir", fs_checkpoint_dir)):
             if folder is not None and "://" not in folder:
                 is_below_home = root.startswith(("hdfs://", "webhdfs://")) and not folder.startswith("/")

@@ -5,8 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from plsc.config.option import at_least, between, declare, more_than, of_model, of_run, one_of, specs_of
+from plsc.config.option import (
+    Need,
+    arguments_of,
+    at_least,
+    between,
+    declare,
+    described_fields,
+    more_than,
+    need,
+    of_model,
+    of_run,
+    one_of,
+    specs_of,
+)
 from plsc.errors import OptionError
 
 
@@ -73,11 +87,13 @@ class ParallelOptions:
         "ranks that share one copy of a sharded backbone; 0: all ranks",
         "set_backbone_shard_size(ranks)",
         at_least(0),
+        needs=need("parallel.backbone", "sharded"),
     )
     shard_units: str = declare(
         "auto",
         "FSDP units of a sharded backbone: auto, or module names such as 'stages.*.*,neck'",
         "set_backbone_shard_units(patterns)",
+        needs=need("parallel.backbone", "sharded"),
     )
 
 
@@ -98,6 +114,29 @@ def _shrinks(value: float) -> str | None:
 
 
 @dataclass(frozen=True)
+class ScalingArguments:
+    """The numbers of loss scaling, with the names of `Entry.set_mixed_precision`."""
+
+    init_loss_scaling: float = declare(1.0, "initial loss scale", check=between(1, HIGHEST_SCALE))
+    incr_every_n_steps: int = declare(
+        2000, "consecutive finite steps before the scale increases", check=at_least(1)
+    )
+    decr_every_n_nan_or_inf: int = declare(
+        2, "consecutive steps with nan or inf before the scale decreases", check=at_least(1)
+    )
+    incr_ratio: float = declare(2.0, "factor by which the scale increases, up to 2^24", check=more_than(1))
+    decr_ratio: float = declare(0.5, "factor by which the scale decreases, down to 1", check=_shrinks)
+    use_dynamic_loss_scaling: bool = declare(True, "adapt the scale; False: constant")
+
+
+_SCALED = Need(
+    "precision.mode",
+    "the loss is scaled",
+    lambda config: config.precision.mode == "float16" or config.precision.loss_scaling == "always",
+)
+
+
+@dataclass(frozen=True)
 class PrecisionOptions:
     """Mixed precision, and the loss scaling that float16 needs."""
 
@@ -108,47 +147,32 @@ class PrecisionOptions:
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
     )
-    init_loss_scaling: float = of_run(
-        1.0, "float16: initial loss scale", "set_init_loss_scaling(scale)", between(1, HIGHEST_SCALE)
-    )
-    incr_every_n_steps: int = of_run(
-        2000,
-        "consecutive finite steps before the loss scale increases",
-        "set_incr_every_n_steps(steps)",
-        at_least(1),
-    )
-    decr_every_n_nan_or_inf: int = of_run(
-        2,
-        "consecutive steps with nan or inf before the loss scale decreases",
-        "set_decr_every_n_nan_or_inf(steps)",
-        at_least(1),
-    )
-    incr_ratio: float = of_run(
-        2.0, "factor by which the loss scale increases, up to 2^24", "set_incr_ratio(ratio)", more_than(1)
-    )
-    decr_ratio: float = of_run(
-        0.5, "factor by which the loss scale decreases, down to 1", "set_decr_ratio(ratio)", _shrinks
-    )
-    use_dynamic_loss_scaling: bool = of_run(
-        True, "adapt the loss scale; False: constant", "set_dynamic_loss_scaling(flag)"
-    )
     loss_scaling: str = of_run(
         "auto",
         "when the loss is scaled: auto (in float16) or always (to test skipped steps)",
-        "set_loss_scaling(when)",
+        "set_loss_scaling(when, **scaling_arguments)",
         one_of("auto", "always"),
+    )
+    scaling_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
+        None,
+        f"how the loss is scaled: {described_fields(ScalingArguments)}",
+        "set_loss_scaling(**scaling_arguments)",
+        arguments_of(ScalingArguments, "precision.scaling_arguments"),
+        needs=_SCALED,
     )
     white_list: tuple[str, ...] = of_run(
         (),
         "operators and modules (docs/precision.md) that compute in 16 bits",
         "set_precision_white_list(names)",
         _names,
+        needs=need("precision.mode", "float16", "bfloat16"),
     )
     black_list: tuple[str, ...] = of_run(
         (),
         "operators and modules (docs/precision.md) that compute in float32",
         "set_precision_black_list(names)",
         _names,
+        needs=need("precision.mode", "float16", "bfloat16"),
     )
     evaluation: str = of_run(
         "float32",
@@ -213,12 +237,6 @@ class MemoryOptions:
         "set_checkpoint_stages(names)",
         _parts,
     )
-    checkpoint_every: int = declare(
-        1,
-        "activation checkpointing: only every n-th of the modules in checkpoint_stages",
-        "set_checkpoint_every(num)",
-        at_least(1),
-    )
 
 
 @dataclass(frozen=True)
@@ -244,5 +262,9 @@ class SpeedOptions:
         True, "GPU: read each loss one step later, without waiting", "set_late_losses(flag)"
     )
     bucket_mb: float = of_run(
-        25.0, "size of DDP's gradient buckets, in MiB", "set_bucket_mb(mebibytes)", more_than(0)
+        25.0,
+        "size of DDP's gradient buckets, in MiB",
+        "set_bucket_mb(mebibytes)",
+        more_than(0),
+        needs=need("parallel.backbone", "replicated"),
     )

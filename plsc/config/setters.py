@@ -60,25 +60,27 @@ class Setters:
         """
         self.options.set("model.initialization", rules)
 
-    def set_loss_type(self, loss_type: str) -> None:
+    def set_loss_type(self, loss_type: str, **arguments: Any) -> None:
         """Set ``head.loss_type``: loss: softmax, normface, arcface, cosface, sphereface, combined,
         adaface, magface, curricularface; with the prefix dist_, class weights are sharded, else
         replicated. Default: 'dist_arcface'.
         """
-        self.options.set("head.loss_type", loss_type)
+        self.options.set_together({"head.loss_type": loss_type, "head.loss_arguments": arguments or None})
+
+    def set_margin(self, margin: float | None) -> None:
+        """Set ``head.margin``: margin: an angle in radians; cosface: a cosine; sphereface: a factor of the
+        angle; None: the paper's value, 0.5 for arcface. Default: None.
+        """
+        self.options.set("head.margin", margin)
 
     def set_class_num(self, num: int | None) -> None:
         """Set ``head.class_num``: number of classes; None: largest label + 1. Default: None."""
         self.options.set("head.class_num", num)
 
-    def set_margin(self, margin: float) -> None:
-        """Set ``head.margin``: margin: an angle in radians; cosface: a cosine; sphereface: a factor of the
-        angle; when not set: the paper's value. Default: 0.5.
-        """
-        self.options.set("head.margin", margin)
-
     def set_margin_warmup_steps(self, num: int) -> None:
-        """Set ``head.margin_warmup_steps``: steps of linear increase of the margin. Default: 0."""
+        """Set ``head.margin_warmup_steps``: steps of linear increase of the margin; only if the loss has a
+        margin. Default: 0.
+        """
         self.options.set("head.margin_warmup_steps", num)
 
     def set_scale(self, scale: float | str) -> None:
@@ -86,50 +88,6 @@ class Setters:
         from 10,000 classes on. Default: 'auto'.
         """
         self.options.set("head.scale", scale)
-
-    def set_combined_margins(self, margins: Sequence[float]) -> None:
-        """Set ``head.combined_margins``: combined: m1, m2 and m3 in cos(m1 theta + m2) - m3. Default:
-        (1.0, 0.3, 0.2).
-        """
-        self.options.set("head.combined_margins", margins)
-
-    def set_easy_margin(self, easy: bool) -> None:
-        """Set ``head.easy_margin``: apply the margin only to angles below 90 degrees; when not set: off
-        for arcface, on for magface. Default: False.
-        """
-        self.options.set("head.easy_margin", easy)
-
-    def set_straight_through(self, flag: bool) -> None:
-        """Set ``head.straight_through``: arcface: treat the margin as a constant in the backward pass.
-        Default: False.
-        """
-        self.options.set("head.straight_through", flag)
-
-    def set_margin_momentum(self, momentum: float) -> None:
-        """Set ``head.margin_momentum``: adaface, curricularface: momentum of the running statistics.
-        Default: 0.99.
-        """
-        self.options.set("head.margin_momentum", momentum)
-
-    def set_adaface_h(self, h: float) -> None:
-        """Set ``head.adaface_h``: adaface: effect of the embedding's norm on the margin (h in the paper).
-        Default: 0.333.
-        """
-        self.options.set("head.adaface_h", h)
-
-    def set_magface_norms(self, norms: Sequence[float]) -> None:
-        """Set ``head.magface_norms``: magface: lowest and highest embedding norm. Default: (10.0, 110.0)."""
-        self.options.set("head.magface_norms", norms)
-
-    def set_magface_margins(self, margins: Sequence[float]) -> None:
-        """Set ``head.magface_margins``: magface: margins at the lowest and the highest norm. Default:
-        (0.45, 0.8).
-        """
-        self.options.set("head.magface_margins", margins)
-
-    def set_magface_lambda(self, weight: float) -> None:
-        """Set ``head.magface_lambda``: magface: weight of the norm regulariser. Default: 35.0."""
-        self.options.set("head.magface_lambda", weight)
 
     def set_initial_norm(self, norm: float | None) -> None:
         """Set ``head.initial_norm``: expected initial norm of a class weight vector; None: elements have
@@ -143,19 +101,20 @@ class Setters:
 
     def set_sample_ratio(self, sample_ratio: float) -> None:
         """Set ``head.sample_ratio``: share of each rank's classes per step, including those of the batch
-        (PartialFC). Default: 1.0.
+        (PartialFC); only if class weights are sharded (a loss dist_...). Default: 1.0.
         """
         self.options.set("head.sample_ratio", sample_ratio)
 
     def set_hard_share(self, share: float) -> None:
         """Set ``head.hard_share``: share of the sampled classes that are hard negatives (closest to the
-        batch). Default: 0.0.
+        batch); only if class weights are sharded (a loss dist_...) and head.sample_ratio is below 1.
+        Default: 0.0.
         """
         self.options.set("head.hard_share", share)
 
     def set_head_optimizer(self, name: str) -> None:
-        """Set ``head.optimizer``: optimizer of sharded class weights: sgd (with optim.momentum), adamw, or
-        adagrad (row-wise). Default: 'sgd'.
+        """Set ``head.optimizer``: optimizer of class weights: sgd (with optim.momentum), adamw, or adagrad
+        (row-wise); only if class weights are sharded (a loss dist_...). Default: 'sgd'.
         """
         self.options.set("head.optimizer", name)
 
@@ -172,52 +131,47 @@ class Setters:
         self.options.set("head.weight_decay", decay)
 
     def set_row_dtype(self, dtype: str) -> None:
-        """Set ``head.row_dtype``: dtype of sharded class weights: float32, or bfloat16 with stochastic
-        rounding. Default: 'float32'.
+        """Set ``head.row_dtype``: dtype of class weights: float32, or bfloat16 with stochastic rounding;
+        only if class weights are sharded (a loss dist_...). Default: 'float32'.
         """
         self.options.set("head.row_dtype", dtype)
 
     def set_row_state_dtype(self, dtype: str) -> None:
         """Set ``head.state_dtype``: dtype of the optimizer state of class weights: float32, bfloat16, or
-        int8 (sgd only). Default: 'float32'.
+        int8 (sgd only); only if class weights are sharded (a loss dist_...). Default: 'float32'.
         """
         self.options.set("head.state_dtype", dtype)
 
     def set_head_offload(self, offload: bool) -> None:
-        """Set ``head.offload``: keep class weights and their optimizer state in CPU memory. Default:
-        False.
+        """Set ``head.offload``: keep class weights and their optimizer state in CPU memory; only if class
+        weights are sharded (a loss dist_...). Default: False.
         """
         self.options.set("head.offload", offload)
 
     def set_head_products(self, dtype: str) -> None:
         """Set ``head.products``: dtype of the inputs of the head's matrix products: float32, bfloat16, or
-        auto (bfloat16 if precision.mode has 16 bits). Default: 'auto'.
+        auto (bfloat16 if precision.mode has 16 bits); only if class weights are sharded (a loss
+        dist_...). Default: 'auto'.
         """
         self.options.set("head.products", dtype)
 
     def set_head_keep_mb(self, mebibytes: float) -> None:
-        """Set ``head.keep_mb``: MiB per rank to cache softmax terms for the update, in 16 bits. Default:
-        0.0.
+        """Set ``head.keep_mb``: MiB per rank to cache softmax terms for the update, in 16 bits; only if
+        class weights are sharded (a loss dist_...). Default: 0.0.
         """
         self.options.set("head.keep_mb", mebibytes)
 
     def set_head_kernels(self, name: str) -> None:
         """Set ``head.kernels``: implementation of the head: auto, torch, native (C, for CPUs) or triton
-        (for GPUs). Default: 'auto'.
+        (for GPUs); only if class weights are sharded (a loss dist_...). Default: 'auto'.
         """
         self.options.set("head.kernels", name)
 
-    def set_head_tile(self, rows: int | None) -> None:
-        """Set ``head.tile``: class weight vectors computed at a time; None: depends on the batch size.
-        Default: None.
-        """
-        self.options.set("head.tile", rows)
-
-    def set_dataset_dir(self, directory: str) -> None:
+    def set_dataset_dir(self, directory: str, **arguments: Any) -> None:
         """Set ``data.dataset_dir``: training data: a path or fsspec URL (formats: docs/formats.md).
         Default: './train_data'.
         """
-        self.options.set("data.dataset_dir", directory)
+        self.options.set_together({"data.dataset_dir": directory, "data.format_arguments": arguments or None})
 
     def set_datasets(self, datasets: Sequence[dict[str, Any]]) -> None:
         """Set ``data.datasets``: several datasets with one head each, instead of dataset_dir: a list of
@@ -261,18 +215,16 @@ class Setters:
         self.options.set("data.order", order)
 
     def set_block_samples(self, num: int) -> None:
-        """Set ``data.block_samples``: order block: neighbouring samples per block. Default: 1024."""
+        """Set ``data.block_samples``: neighbouring samples per block; only if data.order is block.
+        Default: 1024.
+        """
         self.options.set("data.block_samples", num)
 
     def set_pool_samples(self, num: int) -> None:
-        """Set ``data.pool_samples``: order block: samples that are shuffled together. Default: 65536."""
-        self.options.set("data.pool_samples", num)
-
-    def set_reader_shards_itself(self, flag: bool) -> None:
-        """Set ``data.reader_shards_itself``: call a generator reader as reader(rank, ranks), for the
-        samples of this rank. Default: False.
+        """Set ``data.pool_samples``: samples that are shuffled together; only if data.order is block.
+        Default: 65536.
         """
-        self.options.set("data.reader_shards_itself", flag)
+        self.options.set("data.pool_samples", num)
 
     def set_cache(self, where: str) -> None:
         """Set ``data.cache``: where samples are kept after the first epoch: none, memory or disk. Default:
@@ -281,18 +233,14 @@ class Setters:
         self.options.set("data.cache", where)
 
     def set_cache_bytes(self, num: int) -> None:
-        """Set ``data.cache_bytes``: maximum size of the cache per rank, in bytes. Default: 2147483648."""
+        """Set ``data.cache_bytes``: maximum size of the cache per rank, in bytes; only if data.cache is
+        not none. Default: 2147483648.
+        """
         self.options.set("data.cache_bytes", num)
 
-    def set_cache_decoded(self, flag: bool) -> None:
-        """Set ``data.cache_decoded``: cache decoded images at the network's input size: about 8 times the
-        bytes. Default: False.
-        """
-        self.options.set("data.cache_decoded", flag)
-
     def set_cache_dir(self, directory: str | None) -> None:
-        """Set ``data.cache_dir``: folder of the disk cache; None: the system's temporary folder. Default:
-        None.
+        """Set ``data.cache_dir``: folder of the disk cache; None: the system's temporary folder; only if
+        data.cache is disk. Default: None.
         """
         self.options.set("data.cache_dir", directory)
 
@@ -308,59 +256,20 @@ class Setters:
         """
         self.options.set("data.bad_images", policy)
 
-    def set_crop_padding(self, pixels: int) -> None:
-        """Set ``data.crop_padding``: augmentation: pad each side by this many black pixels, then crop at
-        random. Default: 0.
+    def set_augmentation(self, **arguments: Any) -> None:
+        """Set ``data.augmentation``: augmentation of training images: crop_padding (pad each side by this
+        many black pixels, then crop at random); colour_jitter (multiply brightness, contrast and
+        saturation by factors in [1 - x, 1 + x]); low_resolution (share of images that are downscaled to
+        25-100 % and upscaled again); random_erasing (share of images with a random grey rectangle (2-20
+        % of the area)). Default: None.
         """
-        self.options.set("data.crop_padding", pixels)
-
-    def set_colour_jitter(self, strengths: Sequence[float]) -> None:
-        """Set ``data.colour_jitter``: augmentation: multiply brightness, contrast and saturation by
-        factors in [1 - x, 1 + x]. Default: (0.0, 0.0, 0.0).
-        """
-        self.options.set("data.colour_jitter", strengths)
-
-    def set_low_resolution(self, share: float) -> None:
-        """Set ``data.low_resolution``: augmentation: share of images that are downscaled to 25-100 % and
-        upscaled again. Default: 0.0.
-        """
-        self.options.set("data.low_resolution", share)
-
-    def set_random_erasing(self, share: float) -> None:
-        """Set ``data.random_erasing``: augmentation: share of images with a random grey rectangle (2-20 %
-        of the area). Default: 0.0.
-        """
-        self.options.set("data.random_erasing", share)
+        self.options.set("data.augmentation", arguments or None)
 
     def set_flip(self, flip: bool) -> None:
         """Set ``data.flip``: flip training images with probability 0.5; in evaluation, add the flipped
         image's embedding. Default: True.
         """
         self.options.set("data.flip", flip)
-
-    def set_image_column(self, name: str | None) -> None:
-        """Set ``data.image_column``: column (tar: file suffix) of the images; None: detected by name.
-        Default: None.
-        """
-        self.options.set("data.image_column", name)
-
-    def set_label_column(self, name: str | None) -> None:
-        """Set ``data.label_column``: column (tar: file suffix) of the labels; None: detected by name.
-        Default: None.
-        """
-        self.options.set("data.label_column", name)
-
-    def set_label_map(self, path: str | None) -> None:
-        """Set ``data.label_map``: file of class names and ids: .json, or lines of name, tab, id; None:
-        sorted names. Default: None.
-        """
-        self.options.set("data.label_map", path)
-
-    def set_class_depth(self, depth: int | None) -> None:
-        """Set ``data.class_depth``: depth of the class folders in the dataset folder; None: 1. Default:
-        None.
-        """
-        self.options.set("data.class_depth", depth)
 
     def set_landmarks(self, path: str | None) -> None:
         """Set ``data.landmarks``: file in the dataset folder with five landmarks per image, to align faces
@@ -369,7 +278,9 @@ class Setters:
         self.options.set("data.landmarks", path)
 
     def set_lr(self, lr: float | None) -> None:
-        """Set ``optim.lr``: learning rate, used as it is; None: 0.1 x global batch / 1024. Default: None."""
+        """Set ``optim.lr``: learning rate, used as it is; None: 0.1 x global batch / 1024; only if no
+        optimizer factory decides it. Default: None.
+        """
         self.options.set("optim.lr", lr)
 
     def set_optimizer(self, optimizer: str) -> None:
@@ -380,33 +291,21 @@ class Setters:
         self.options.set("optim.optimizer", optimizer)
 
     def set_optimizer_arguments(self, arguments: dict[str, Any] | None) -> None:
-        """Set ``optim.optimizer_arguments``: other arguments of the optimizer, such as {eps: 1.e-7}.
-        Default: None.
+        """Set ``optim.optimizer_arguments``: other arguments of the optimizer, such as {betas: [0.9,
+        0.99]}; nesterov of sgd also applies to class weights. Default: None.
         """
         self.options.set("optim.optimizer_arguments", arguments)
 
-    def set_optimizer_implementation(self, name: str) -> None:
-        """Set ``optim.implementation``: implementation of the optimizer: auto, fused, foreach or for_loop.
-        Default: 'auto'.
-        """
-        self.options.set("optim.implementation", name)
-
     def set_momentum(self, momentum: float) -> None:
-        """Set ``optim.momentum``: momentum of SGD. Default: 0.9."""
+        """Set ``optim.momentum``: momentum of SGD; only if the optimizer of network or class weights is
+        sgd. Default: 0.9.
+        """
         self.options.set("optim.momentum", momentum)
 
-    def set_nesterov(self, nesterov: bool) -> None:
-        """Set ``optim.nesterov``: use Nesterov momentum in SGD, for network and class weights. Default:
-        False.
-        """
-        self.options.set("optim.nesterov", nesterov)
-
-    def set_betas(self, betas: Sequence[float]) -> None:
-        """Set ``optim.betas``: decay rates of the moments of Adam and its variants. Default: (0.9, 0.999)."""
-        self.options.set("optim.betas", betas)
-
     def set_weight_decay(self, decay: float) -> None:
-        """Set ``optim.weight_decay``: weight decay (L2) of all parameters. Default: 0.0005."""
+        """Set ``optim.weight_decay``: weight decay (L2) of all parameters; only if no optimizer factory
+        decides it. Default: 0.0005.
+        """
         self.options.set("optim.weight_decay", decay)
 
     def set_l1_decay(self, decay: float) -> None:
@@ -430,31 +329,11 @@ class Setters:
         """Set ``optim.freeze``: patterns of parameters to freeze, such as [stem, stages.0]. Default: ()."""
         self.options.set("optim.freeze", patterns)
 
-    def set_lr_schedule(self, schedule: str) -> None:
+    def set_lr_schedule(self, schedule: str, **arguments: Any) -> None:
         """Set ``optim.schedule``: learning rate schedule: cosine, polynomial, exponential, step,
         multi_step, constant, or 'package.module:function'. Default: 'cosine'.
         """
-        self.options.set("optim.schedule", schedule)
-
-    def set_decay_steps(self, num: int | None) -> None:
-        """Set ``optim.decay_steps``: last step of a polynomial, cosine or exponential schedule; None: that
-        of the run. Default: None.
-        """
-        self.options.set("optim.decay_steps", num)
-
-    def set_decay_power(self, power: float) -> None:
-        """Set ``optim.decay_power``: power of the polynomial schedule. Default: 1.0."""
-        self.options.set("optim.decay_power", power)
-
-    def set_cosine_cycles(self, num: int) -> None:
-        """Set ``optim.cosine_cycles``: number of cosine cycles (warm restarts). Default: 1."""
-        self.options.set("optim.cosine_cycles", num)
-
-    def set_end_lr_factor(self, factor: float) -> None:
-        """Set ``optim.end_lr_factor``: final learning rate of a polynomial, cosine or exponential
-        schedule, relative to lr. Default: 0.0.
-        """
-        self.options.set("optim.end_lr_factor", factor)
+        self.options.set_together({"optim.schedule": schedule, "optim.schedule_arguments": arguments or None})
 
     def set_warmup_epochs(self, num: int) -> None:
         """Set ``optim.warmup_epochs``: epochs of linear warm-up. Default: 0."""
@@ -468,14 +347,14 @@ class Setters:
         self.options.set("optim.warmup_steps", num)
 
     def set_step_boundaries(self, boundaries: Sequence[int]) -> None:
-        """Set ``optim.step_boundaries``: steps at which a step schedule changes the learning rate.
-        Default: (100000, 160000, 220000).
+        """Set ``optim.step_boundaries``: steps at which a step schedule changes the learning rate; only if
+        optim.schedule is step or multi_step. Default: (100000, 160000, 220000).
         """
         self.options.set("optim.step_boundaries", boundaries)
 
     def set_lr_decay_factor(self, factor: float) -> None:
-        """Set ``optim.lr_decay_factor``: factor of the learning rate at each of step_boundaries. Default:
-        0.1.
+        """Set ``optim.lr_decay_factor``: factor of the learning rate at each of step_boundaries; only if
+        optim.schedule is step or multi_step. Default: 0.1.
         """
         self.options.set("optim.lr_decay_factor", factor)
 
@@ -484,12 +363,6 @@ class Setters:
         no clipping. Default: None.
         """
         self.options.set("optim.clip_norm", norm)
-
-    def set_clip_scope(self, scope: str) -> None:
-        """Set ``optim.clip_scope``: gradients to clip: backbone, or all (class weights too). Default:
-        'backbone'.
-        """
-        self.options.set("optim.clip_scope", scope)
 
     def set_ema_decay(self, decay: float) -> None:
         """Set ``optim.ema_decay``: decay per step, such as 0.999, of a moving average of the network's
@@ -503,53 +376,23 @@ class Setters:
         """
         self.options.set("precision.mode", mode)
 
-    def set_init_loss_scaling(self, scale: float) -> None:
-        """Set ``precision.init_loss_scaling``: float16: initial loss scale. Default: 1.0."""
-        self.options.set("precision.init_loss_scaling", scale)
-
-    def set_incr_every_n_steps(self, steps: int) -> None:
-        """Set ``precision.incr_every_n_steps``: consecutive finite steps before the loss scale increases.
-        Default: 2000.
-        """
-        self.options.set("precision.incr_every_n_steps", steps)
-
-    def set_decr_every_n_nan_or_inf(self, steps: int) -> None:
-        """Set ``precision.decr_every_n_nan_or_inf``: consecutive steps with nan or inf before the loss
-        scale decreases. Default: 2.
-        """
-        self.options.set("precision.decr_every_n_nan_or_inf", steps)
-
-    def set_incr_ratio(self, ratio: float) -> None:
-        """Set ``precision.incr_ratio``: factor by which the loss scale increases, up to 2^24. Default:
-        2.0.
-        """
-        self.options.set("precision.incr_ratio", ratio)
-
-    def set_decr_ratio(self, ratio: float) -> None:
-        """Set ``precision.decr_ratio``: factor by which the loss scale decreases, down to 1. Default: 0.5."""
-        self.options.set("precision.decr_ratio", ratio)
-
-    def set_dynamic_loss_scaling(self, flag: bool) -> None:
-        """Set ``precision.use_dynamic_loss_scaling``: adapt the loss scale; False: constant. Default:
-        True.
-        """
-        self.options.set("precision.use_dynamic_loss_scaling", flag)
-
-    def set_loss_scaling(self, when: str) -> None:
+    def set_loss_scaling(self, when: str, **arguments: Any) -> None:
         """Set ``precision.loss_scaling``: when the loss is scaled: auto (in float16) or always (to test
         skipped steps). Default: 'auto'.
         """
-        self.options.set("precision.loss_scaling", when)
+        self.options.set_together(
+            {"precision.loss_scaling": when, "precision.scaling_arguments": arguments or None}
+        )
 
     def set_precision_white_list(self, names: Sequence[str]) -> None:
-        """Set ``precision.white_list``: operators and modules (docs/precision.md) that compute in 16 bits.
-        Default: ().
+        """Set ``precision.white_list``: operators and modules (docs/precision.md) that compute in 16 bits;
+        only if precision.mode is float16 or bfloat16. Default: ().
         """
         self.options.set("precision.white_list", names)
 
     def set_precision_black_list(self, names: Sequence[str]) -> None:
-        """Set ``precision.black_list``: operators and modules (docs/precision.md) that compute in float32.
-        Default: ().
+        """Set ``precision.black_list``: operators and modules (docs/precision.md) that compute in float32;
+        only if precision.mode is float16 or bfloat16. Default: ().
         """
         self.options.set("precision.black_list", names)
 
@@ -586,8 +429,8 @@ class Setters:
         self.options.set("train.epochs", num)
 
     def set_epoch_steps(self, num: int | None) -> None:
-        """Set ``train.epoch_steps``: steps per epoch with several datasets; None: all their images /
-        global batch size. Default: None.
+        """Set ``train.epoch_steps``: steps per epoch; None: all their images / global batch size; only if
+        there are several datasets. Default: None.
         """
         self.options.set("train.epoch_steps", num)
 
@@ -609,24 +452,23 @@ class Setters:
         """
         self.options.set("train.loggers", loggers)
 
-    def set_log_gradient_norm(self, flag: bool) -> None:
-        """Set ``train.log_gradient_norm``: log the norm of the network's gradient before clipping.
-        Default: False.
+    def set_callbacks(self, callbacks: str | Sequence[str]) -> None:
+        """Set ``train.callbacks``: callbacks: gradient_norm (log the norm of the network's gradient),
+        images (draw the first batch of each epoch and the hardest pairs), check_shape (print the shapes
+        of parameters and outputs of each layer), check_content (also the first values, mean, standard
+        deviation, and share of zeros, nan and inf), or 'package.module:Class'; separated by commas, or
+        a list. Default: ().
         """
-        self.options.set("train.log_gradient_norm", flag)
-
-    def set_log_images(self, flag: bool) -> None:
-        """Set ``train.log_images``: draw the first batch of each epoch and the hardest pairs. Default:
-        False.
-        """
-        self.options.set("train.log_images", flag)
+        self.options.set("train.callbacks", callbacks)
 
     def set_with_test(self, with_test: bool) -> None:
         """Set ``train.with_test``: evaluate val_targets and val_dir during training. Default: True."""
         self.options.set("train.with_test", with_test)
 
     def set_test_period(self, period: int) -> None:
-        """Set ``train.test_period``: steps between additional evaluations; 0: none. Default: 0."""
+        """Set ``train.test_period``: steps between additional evaluations; 0: none; only if
+        train.with_test is True. Default: 0.
+        """
         self.options.set("train.test_period", period)
 
     def set_seed(self, seed: int) -> None:
@@ -671,18 +513,6 @@ class Setters:
         """
         self.options.set("train.max_time", duration)
 
-    def set_check_shape(self, flag: bool) -> None:
-        """Set ``train.check_shape``: print the shapes of parameters and outputs of each layer. Default:
-        False.
-        """
-        self.options.set("train.check_shape", flag)
-
-    def set_check_content(self, flag: bool) -> None:
-        """Set ``train.check_content``: also print the first values, mean, standard deviation, and share of
-        zeros, nan and inf. Default: False.
-        """
-        self.options.set("train.check_content", flag)
-
     def set_stop_deadline(self, seconds: float) -> None:
         """Set ``train.stop_deadline``: seconds to save the state after SIGINT or SIGTERM. Default: 60.0."""
         self.options.set("train.stop_deadline", seconds)
@@ -692,12 +522,6 @@ class Setters:
         of module names such as 'stages.0,stages.1.*'. Default: 'none'.
         """
         self.options.set("memory.checkpoint_stages", names)
-
-    def set_checkpoint_every(self, num: int) -> None:
-        """Set ``memory.checkpoint_every``: activation checkpointing: only every n-th of the modules in
-        checkpoint_stages. Default: 1.
-        """
-        self.options.set("memory.checkpoint_every", num)
 
     def set_model_save_dir(self, directory: str) -> None:
         """Set ``checkpoint.save_dir``: folder or fsspec URL, such as s3://bucket/run, of checkpoints,
@@ -763,12 +587,6 @@ class Setters:
         """
         self.options.set("checkpoint.monitor", metric)
 
-    def set_monitor_mode(self, mode: str) -> None:
-        """Set ``checkpoint.monitor_mode``: whether the best metric is the highest (max) or lowest (min);
-        auto: min for a loss. Default: 'auto'.
-        """
-        self.options.set("checkpoint.monitor_mode", mode)
-
     def set_async_save(self, flag: bool) -> None:
         """Set ``checkpoint.asynchronous``: write checkpoints in the background. Default: True."""
         self.options.set("checkpoint.asynchronous", flag)
@@ -779,12 +597,6 @@ class Setters:
         """
         self.options.set("checkpoint.on_error", policy)
 
-    def set_store_timeout(self, seconds: float) -> None:
-        """Set ``checkpoint.store_timeout``: seconds for which a failing transfer is retried. Default:
-        120.0.
-        """
-        self.options.set("checkpoint.store_timeout", seconds)
-
     def set_backbone_parallel(self, way: str) -> None:
         """Set ``parallel.backbone``: layout of the backbone: replicated, or sharded over the ranks
         (FSDP2). Default: 'replicated'.
@@ -792,14 +604,14 @@ class Setters:
         self.options.set("parallel.backbone", way)
 
     def set_backbone_shard_size(self, ranks: int) -> None:
-        """Set ``parallel.shard_size``: ranks that share one copy of a sharded backbone; 0: all ranks.
-        Default: 0.
+        """Set ``parallel.shard_size``: ranks that share one copy of a sharded backbone; 0: all ranks; only
+        if parallel.backbone is sharded. Default: 0.
         """
         self.options.set("parallel.shard_size", ranks)
 
     def set_backbone_shard_units(self, patterns: str) -> None:
         """Set ``parallel.shard_units``: FSDP units of a sharded backbone: auto, or module names such as
-        'stages.*.*,neck'. Default: 'auto'.
+        'stages.*.*,neck'; only if parallel.backbone is sharded. Default: 'auto'.
         """
         self.options.set("parallel.shard_units", patterns)
 
@@ -872,5 +684,7 @@ class Setters:
         self.options.set("speed.late_losses", flag)
 
     def set_bucket_mb(self, mebibytes: float) -> None:
-        """Set ``speed.bucket_mb``: size of DDP's gradient buckets, in MiB. Default: 25.0."""
+        """Set ``speed.bucket_mb``: size of DDP's gradient buckets, in MiB; only if parallel.backbone is
+        replicated. Default: 25.0.
+        """
         self.options.set("speed.bucket_mb", mebibytes)

@@ -84,7 +84,7 @@ def set_from_file(options: Options, name: str) -> None:
         try:
             if isinstance(value, str):
                 value = from_text(value, find_option(path).kind, place)
-            options.set(path, value)
+            options.set(path, value, place)
         except OptionError as error:
             raise OptionError(f"{place}: {error}") from error
 
@@ -156,7 +156,7 @@ def render_options(options: Options) -> str:
             group = spec.group
             lines.append(f"{group}:")
         lines.append(f"  # {spec.meaning} (default: {_plain(spec.default)})")
-        mark = "" if spec.path in options.explicit else "# "
+        mark = "" if spec.path in options.values else "# "
         lines.append(f"  {mark}{spec.name}: {_plain(options.get(spec.path))}")
     return "\n".join(lines)
 

@@ -6,21 +6,26 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plsc.config.option import at_least, between, declare, more_than, not_empty, of_run, one_of
+from plsc.config.option import Need, at_least, between, declare, more_than, need, not_empty, of_run, one_of
 from plsc.errors import OptionError, did_you_mean
+from plsc.names import CALLBACKS, LOGGERS
 
-LOGGER_NAMES = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
 
-
-def logger_names(value: str | Iterable[str]) -> list[str]:
-    """Return the names of `train.loggers`, without repetitions."""
+def listed_names(value: str | Iterable[str]) -> list[str]:
+    """Return the names in `train.loggers` or `train.callbacks`, without repetitions."""
     parts = value.split(",") if isinstance(value, str) else value
     return list(dict.fromkeys(filter(None, (part.strip() for part in parts))))
 
 
 def _loggers(value: str | tuple[str, ...]) -> str | None:
-    wrong = [name for name in logger_names(value) if name not in LOGGER_NAMES]
-    return f"any of {', '.join(LOGGER_NAMES)}{did_you_mean(wrong[0], LOGGER_NAMES)}" if wrong else None
+    wrong = [name for name in listed_names(value) if name not in LOGGERS]
+    return f"any of {', '.join(LOGGERS)}{did_you_mean(wrong[0], LOGGERS)}" if wrong else None
+
+
+def _callbacks(value: str | tuple[str, ...]) -> str | None:
+    wrong = [name for name in listed_names(value) if name not in CALLBACKS and ":" not in name]
+    near = did_you_mean(wrong[0], CALLBACKS) if wrong else ""
+    return f"any of {', '.join(CALLBACKS)}, 'package.module:Class'{near}" if wrong else None
 
 
 _CLOCK = re.compile(r"(\d+):(\d+):(\d+):(\d+)")  # as in Slurm and Lightning
@@ -48,6 +53,11 @@ def _limit(value: int | float) -> str | None:
     return None if is_valid else "an integer of at least 1, or a fraction greater than 0.0 and at most 1.0"
 
 
+_SEVERAL = Need(
+    "data.datasets", "there are several datasets", lambda config: bool(config.data.datasets), is_strict=True
+)
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """Training loop and evaluation."""
@@ -73,9 +83,10 @@ class TrainOptions:
     epochs: int = of_run(120, "number of epochs", "set_train_epochs(num)", at_least(1))
     epoch_steps: int | None = of_run(
         None,
-        "steps per epoch with several datasets; None: all their images / global batch size",
+        "steps per epoch; None: all their images / global batch size",
         "set_epoch_steps(num)",
         at_least(1),
+        needs=_SEVERAL,
     )
     steps: int | None = of_run(
         None, "number of steps, instead of epochs", "set_train_steps(num)", at_least(1)
@@ -88,17 +99,24 @@ class TrainOptions:
         "set_loggers(loggers)",
         _loggers,
     )
-    log_gradient_norm: bool = declare(
-        False, "log the norm of the network's gradient before clipping", "set_log_gradient_norm(flag)"
-    )
-    log_images: bool = declare(
-        False, "draw the first batch of each epoch and the hardest pairs", "set_log_images(flag)"
+    callbacks: str | tuple[str, ...] = declare(
+        (),
+        "callbacks: gradient_norm (log the norm of the network's gradient), images (draw the first batch of "
+        "each epoch and the hardest pairs), check_shape (print the shapes of parameters and outputs of each "
+        "layer), check_content (also the first values, mean, standard deviation, and share of zeros, nan and "
+        "inf), or 'package.module:Class'; separated by commas, or a list",
+        "set_callbacks(callbacks)",
+        _callbacks,
     )
     with_test: bool = of_run(
         True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"
     )
     test_period: int = of_run(
-        0, "steps between additional evaluations; 0: none", "set_test_period(period)", at_least(0)
+        0,
+        "steps between additional evaluations; 0: none",
+        "set_test_period(period)",
+        at_least(0),
+        needs=need("train.with_test", True),
     )
     seed: int = of_run(
         0, "random seed of weights, order, augmentation and dropout", "set_seed(seed)", between(0, 2**31 - 1)
@@ -136,14 +154,6 @@ class TrainOptions:
         "maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h'",
         "set_max_time(duration)",
         _duration,
-    )
-    check_shape: bool = declare(
-        False, "print the shapes of parameters and outputs of each layer", "set_check_shape(flag)"
-    )
-    check_content: bool = declare(
-        False,
-        "also print the first values, mean, standard deviation, and share of zeros, nan and inf",
-        "set_check_content(flag)",
     )
     stop_deadline: float = declare(
         60.0, "seconds to save the state after SIGINT or SIGTERM", "set_stop_deadline(seconds)", more_than(0)
@@ -240,19 +250,10 @@ class CheckpointOptions:
         "set_monitor(metric)",
         not_empty,
     )
-    monitor_mode: str = declare(
-        "auto",
-        "whether the best metric is the highest (max) or lowest (min); auto: min for a loss",
-        "set_monitor_mode(mode)",
-        one_of("auto", "min", "max"),
-    )
     asynchronous: bool = declare(True, "write checkpoints in the background", "set_async_save(flag)")
     on_error: str = declare(
         "stop",
         "if a checkpoint cannot be written: stop or continue",
         "set_save_error(policy)",
         one_of("stop", "continue"),
-    )
-    store_timeout: float = declare(
-        120.0, "seconds for which a failing transfer is retried", "set_store_timeout(seconds)", more_than(0)
     )

@@ -1,13 +1,12 @@
 """Augmentation. Random numbers depend only on (seed, epoch, sample, operation).
 
-To add an operation: give it a new number in ``Operation``, add an option to ``Augmentation``, write a
-function that changes pixels in place, and call it from ``augment``.
+To add an operation: give it a new number in ``Operation``, add a field to ``Augmentation`` in
+plsc/config/data.py, write a function that changes pixels in place, and call it from ``augment``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
@@ -15,6 +14,7 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import ImageEnhance
 
+from plsc.config.data import Augmentation
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
 from plsc.seeds import hash_key, splitmix64
@@ -37,35 +37,6 @@ class Operation(IntEnum):
     COLOUR = 5
     ERASE = 6
     REPLACE = 7
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """Augmentation of training images, applied in the order crop, resolution, colour, erasing, flip.
-
-    Attributes:
-        flip: mirror half of the images.
-        crop_padding: pad by this many black pixels, then crop randomly.
-        low_resolution: fraction of images that are shrunk to 25-100 % of their size and enlarged again.
-        colour: brightness, contrast and saturation change by factors in [1 - x, 1 + x].
-        erase: fraction of images of which a rectangle, 2-20 % of the area, becomes grey.
-    """
-
-    flip: bool = True
-    crop_padding: int = 0
-    low_resolution: float = 0.0
-    colour: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    erase: float = 0.0
-
-    @property
-    def needs_bytes(self) -> bool:
-        """Whether an operation requires uint8 pixels."""
-        return self.low_resolution > 0 or any(self.colour)
-
-    @property
-    def changes_pixels(self) -> bool:
-        """Whether any operation but the flip is enabled."""
-        return self.needs_bytes or self.crop_padding > 0 or self.erase > 0
 
 
 @lru_cache(maxsize=16)
@@ -110,7 +81,7 @@ def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> Non
         shift_randomly(pixels, augmentation.crop_padding, draws)
     if augmentation.needs_bytes:
         _change_picture(pixels, augmentation, draws)
-    if augmentation.erase and draws.uniform(Operation.ERASE) < augmentation.erase:
+    if augmentation.random_erasing and draws.uniform(Operation.ERASE) < augmentation.random_erasing:
         erase_rectangle(pixels, draws)
 
 
@@ -148,14 +119,14 @@ def erase_rectangle(pixels: np.ndarray, draws: Draws) -> None:
 def _change_picture(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:
     """Apply the operations of Pillow, with one conversion: resolution, then colours."""
     is_lowered = draws.uniform(Operation.LOW_RESOLUTION) < augmentation.low_resolution
-    if not is_lowered and not any(augmentation.colour):
+    if not is_lowered and not any(augmentation.colour_jitter):
         return
     is_gray = pixels.shape[2] == 1
     picture = PillowImage.fromarray(pixels[:, :, 0] if is_gray else pixels)
     if is_lowered:
         picture = _lower_resolution(picture, draws.uniform(Operation.LOW_RESOLUTION, 0))
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-    for number, (enhancer, strength) in enumerate(zip(enhancers, augmentation.colour, strict=True)):
+    for number, (enhancer, strength) in enumerate(zip(enhancers, augmentation.colour_jitter, strict=True)):
         if strength:
             factor = 1 + strength * (2 * draws.uniform(Operation.COLOUR, number) - 1)
             picture = enhancer(picture).enhance(max(0.0, factor))

@@ -112,20 +112,15 @@ class JointRows:
         """The parameter groups of all optimizers."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
-    def step(self, *, clip: float | Tensor = 1.0) -> None:
+    def step(self) -> None:
         """Update the class weights of all heads; see `RowOptimizer.step`."""
         for each in self.optimizers.values():
-            each.step(clip=clip)
+            each.step()
 
     def skip(self) -> None:
         """Skip the update of all heads; see `RowOptimizer.skip`."""
         for each in self.optimizers.values():
             each.skip()
-
-    def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradient of all class weights of all heads; a collective."""
-        norms = [each.gradient_norm() for each in self.optimizers.values()]
-        return torch.stack(norms).norm()
 
 
 def each_head(

@@ -31,7 +31,7 @@ class Margin(nn.Module):
     The first line of a margin's docstring, up to its reference, is its formula in docs/options.md.
 
     Attributes:
-        name: the loss type without ``dist_``. Assign it on a separate line: plsc/config/head.py parses it.
+        name: the loss type without ``dist_``, as in plsc/names.py.
         is_cosine: embeddings and class weights are normalised. False: plain softmax with a bias, scale 1.
         needs_all_cosines: `observe` and `hard` need the target cosines of the global batch on every rank.
         uses_norm: `target` or `regulariser` has a gradient with respect to the embedding's norm.

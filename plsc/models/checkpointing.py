@@ -23,7 +23,7 @@ NONE, ALL = "none", "all"
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def checkpoint_activations(network: nn.Module, names: str, every: int = 1) -> list[str]:
+def checkpoint_activations(network: nn.Module, names: str) -> list[str]:
     """Checkpoint modules of a network in place; return their names.
 
     Parameters, buffers and their names do not change. Call it once, after all changes of layers;
@@ -33,12 +33,11 @@ def checkpoint_activations(network: nn.Module, names: str, every: int = 1) -> li
         network: the network.
         names: ``none``, ``all`` (all blocks, see `find_blocks`), or comma-separated patterns of module names,
             in which ``*`` matches anything. Modules inside a matched module are skipped.
-        every: checkpoint only every nth of these modules, in network order.
 
     Raises:
         OptionError: a pattern matches no module or a module without forward, or there are no blocks.
     """
-    chosen = select_modules(network, names)[:: max(1, every)]
+    chosen = select_modules(network, names)
     for name in chosen:
         module = network.get_submodule(name)
         module.forward = _Recomputed(module)

@@ -1,4 +1,4 @@
-"""Build networks by name: built-in (`plsc.config.model.NETWORKS`), torchvision, timm, or a user's class.
+"""Build networks by name: built-in, torchvision, timm, or a user's class.
 
 Weights are never downloaded, also for names with a weights tag; `model.pretrained` loads them from a file.
 """
@@ -13,13 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.config.model import DEFAULT_NECK, NETWORKS, check_network
+from plsc.config.model import DEFAULT_NECK, check_network
 from plsc.config.option import load_function
 from plsc.errors import OptionError, did_you_mean, refusing
 from plsc.models.base_model import BaseModel, evaluating
 from plsc.models.neck import EmbeddingNeck
 
 TORCHVISION, TIMM = "torchvision/", "timm/"
+
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"ResNet{depth}": ("plsc.models.resnet:ResNet", {"depth": depth}) for depth in (18, 34, 50, 101, 152)},
+    **{
+        f"IResNet{depth}": ("plsc.models.iresnet:IResNet", {"depth": depth})
+        for depth in (18, 34, 50, 100, 200)
+    },
+    "SmallResNet": ("plsc.models.resnet:SmallResNet", {}),
+}
+"""The built-in networks by name: the class, which is imported on use, and its arguments."""
 
 _CLASSES = 1  # identifies the classifier: no other layer has one output
 

@@ -7,13 +7,14 @@ overflow; here, as in the original PLSC, after several in a row.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plsc.config.runtime import HIGHEST_SCALE, PrecisionOptions
+from plsc.config.option import read_arguments
+from plsc.config.runtime import HIGHEST_SCALE, PrecisionOptions, ScalingArguments
 
 LOWEST_SCALE = 1.0
 MOST_SKIPS = 20
@@ -49,14 +50,8 @@ class LossScaler:
     @staticmethod
     def of(options: PrecisionOptions) -> LossScaler:
         """Return a new scaler for these options."""
-        return LossScaler(
-            options.init_loss_scaling,
-            options.incr_every_n_steps,
-            options.decr_every_n_nan_or_inf,
-            options.incr_ratio,
-            options.decr_ratio,
-            options.use_dynamic_loss_scaling,
-        )
+        given = read_arguments(ScalingArguments, options.scaling_arguments, "precision.scaling_arguments")
+        return LossScaler(*astuple(given))
 
     @property
     def can_fall(self) -> bool:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.config.optim import (
-    OPTIMIZERS,
     RESERVED,
-    OptimizerKind,
     OptimOptions,
     ParameterGroup,
     check_named_arguments,
@@ -36,6 +34,43 @@ FULL_RATE = "initial_lr"
 
 LR_FACTOR, L1_DECAY = "lr_factor", "l1_decay"
 """Additional keys in an optimizer's parameter groups."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One of the classes of torch.optim.
+
+    takes: options of the group ``optim`` that are passed to it. has_fused: whether torch has a fused
+    implementation. state_bytes: bytes of optimizer state per weight in float32, with default settings.
+    takes_sparse: whether it updates parameters with sparse gradients, see `plsc.optim.sparse`.
+    """
+
+    class_name: str
+    takes: tuple[str, ...]
+    has_fused: bool = False
+    state_bytes: float = 4.0
+    takes_sparse: bool = False
+
+
+_DECAY = ("weight_decay",)
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "sgd": OptimizerKind("SGD", ("momentum", "weight_decay"), has_fused=True, takes_sparse=True),
+    "adam": OptimizerKind("Adam", _DECAY, has_fused=True, state_bytes=8),
+    "adamw": OptimizerKind("AdamW", _DECAY, has_fused=True, state_bytes=8),
+    "rmsprop": OptimizerKind("RMSprop", _DECAY),
+    "adadelta": OptimizerKind("Adadelta", _DECAY, state_bytes=8),
+    "adagrad": OptimizerKind("Adagrad", _DECAY, has_fused=True, takes_sparse=True),
+    # SparseAdam for parameters with sparse gradients, Adam for all others.
+    "sparse_adam": OptimizerKind("Adam", _DECAY, state_bytes=8, takes_sparse=True),
+    "adamax": OptimizerKind("Adamax", _DECAY, state_bytes=8),
+    "nadam": OptimizerKind("NAdam", _DECAY, state_bytes=8),
+    "radam": OptimizerKind("RAdam", _DECAY, state_bytes=8),
+    "asgd": OptimizerKind("ASGD", _DECAY),
+    "rprop": OptimizerKind("Rprop", (), state_bytes=8),
+    # One row and one column of numbers per matrix: negligible.
+    "adafactor": OptimizerKind("Adafactor", _DECAY, state_bytes=0),
+}
 
 # Optimizers whose foreach implementation does not support DTensors.
 _NO_FOREACH_WHERE_SHARDED = ("Rprop",)
@@ -179,9 +214,9 @@ def build_optimizer(
             "use another optimizer or set_backbone_parallel('replicated')"
         )
     arguments = {
+        **({} if {"fused", "foreach"} & more.keys() else implementation_flags(kind, device, is_sharded)),
         **more,
         **{name: getattr(options, name) for name in kind.takes},
-        **implementation_flags(options, kind, device, is_sharded),
         "lr": base_rate,
     }
     with refusing(f"cannot create {what}"):
@@ -233,19 +268,18 @@ def cannot_update_sharded(name: str, error: Exception) -> OptionError:
 
 
 def implementation_flags(
-    options: OptimOptions, kind: OptimizerKind, device: torch.device, is_sharded: bool = False
+    kind: OptimizerKind, device: torch.device, is_sharded: bool = False
 ) -> dict[str, bool]:
     """Return torch's arguments that select the implementation of step(): foreach, and fused if supported."""
-    wanted = options.implementation
-    if is_sharded and wanted == "auto":
+    if is_sharded:
         wanted = "for_loop" if kind.class_name in _NO_FOREACH_WHERE_SHARDED else "foreach"
-    elif wanted == "auto":
+    else:
         # Measured (docs/benchmarks/head.md): fused is the fastest. Without it, torch's own default: foreach
         # saves launches on a GPU, for_loop saves temporaries on a CPU.
         unfused = "foreach" if device.type == "cuda" else "for_loop"
         wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else unfused
     flags = {"foreach": wanted == "foreach"}
-    return {**flags, "fused": wanted == "fused"} if kind.has_fused or wanted == "fused" else flags
+    return {**flags, "fused": wanted == "fused"} if kind.has_fused else flags
 
 
 def describe_implementation(optimizer: torch.optim.Optimizer) -> str:

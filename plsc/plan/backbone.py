@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.config import Options
-from plsc.config.optim import OPTIMIZERS
 from plsc.errors import OptionError
+from plsc.names import OPTIMIZERS
 from plsc.plan.head import Transfer, all_gather, all_reduce, reduce_scatter
 from plsc.plan.options import MODES, PlanOptions
 
@@ -81,7 +81,6 @@ def plan_backbone(model: str, **others: Any) -> BackbonePlan:
         -(-images // parts),
         dtype=None if mode == "float32" else getattr(torch, mode),
         checkpoint=asked.checkpoint,
-        every=asked.checkpoint_every,
         optimizer=lambda parameters: build_optimizer(
             options.optim, [{"params": parameters}], DEFAULT_RATE, torch.device("cpu")
         ),

@@ -61,7 +61,6 @@ def measure(
     *,
     dtype: torch.dtype | None = None,
     checkpoint: str = "none",
-    every: int = 1,
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> Measured:
     """Measure a training step of the network that `build` returns, on fake images [batch, C, H, W].
@@ -71,7 +70,7 @@ def measure(
         image_shape: (C, H, W).
         batch: batch size.
         dtype: of autocast; None: no autocast.
-        checkpoint, every: see `checkpoint_activations`.
+        checkpoint: see `checkpoint_activations`.
         optimizer: builds the optimizer whose states are counted; None: no optimizer.
 
     Raises:
@@ -81,7 +80,7 @@ def measure(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         network = _build(build, fake)
         use_torch_layers(network)
-        checkpoint_activations(network, checkpoint, every)
+        checkpoint_activations(network, checkpoint)
         with fake, torch.random.fork_rng(devices=[]):
             found = _sizes(network)
             with MemoryCount(network) as count:

@@ -71,7 +71,6 @@ class PlanOptions:
     )  # fmt: skip
     precision: str = _run_option("precision.mode", check=one_of(*MODES.values(), *MODES))
     checkpoint: str = _run_option("memory.checkpoint_stages")
-    checkpoint_every: int = _run_option("memory.checkpoint_every")
     micro_batches: int = _run_option("train.micro_batches")
     backbone_optimizer: str = _run_option("optim.optimizer")
     backbone_shards: int = declare(

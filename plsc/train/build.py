@@ -28,7 +28,7 @@ from plsc.train.checks import batch_note, frozen_note, idle_note, sparse_note, t
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
 from plsc.train.evaluation import Target, TestReader, load_targets
-from plsc.train.heads import build_heads, margin_of, sampling_of
+from plsc.train.heads import build_heads, margin_of
 from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.loggers import Logger
 from plsc.train.network import (
@@ -208,14 +208,9 @@ def _build_scaler(options: Config, device: torch.device) -> LossScaler | None:
 
 def check_combinations(options: Config, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
+    options.check_needs()
     margin_of(options)
-    sampling_of(options)
     check_network_options(options, ranks)
-    if "train.epoch_steps" in options.explicit and not options.data.datasets:
-        raise OptionError(
-            "train.epoch_steps is only for several datasets (add_dataset); remove it: with one dataset, an "
-            "epoch is one pass over it"
-        )
     check_optim(options)
     _check_pretrained(options)
     if options.parallel.backbone == "sharded":

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from plsc.config import Config, find_option
+from plsc.config import Config, all_options, find_option
 from plsc.errors import TrainingError, TrainingInterrupted
 from plsc.optim.sparse import sparse_parameters
 from plsc.parallel.backbone import local_part, original_class_name
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
-from plsc.train.heads import margin_arguments
 from plsc.train.state import Position
 
 if TYPE_CHECKING:
     from plsc.train.build import Run
 
 _MOST_CALLS = 2**20  # of a schedule function, to look for a rate above 0
-_STEPS = ("step", "multi_step")
-_FALLING = ("polynomial", "cosine", "exponential")
-_SCALING = (
-    "init_loss_scaling",
-    "incr_every_n_steps",
-    "decr_every_n_nan_or_inf",
-    "incr_ratio",
-    "decr_ratio",
-    "use_dynamic_loss_scaling",
-)
 
 
 def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
@@ -41,13 +30,14 @@ def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> st
     made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
     because `set_mixed_precision` sets many.
     """
-    found = [
-        f"{path} ({reason})"
-        for paths, reason in _unused(options, made_with)
-        for path in paths
-        if path in options.explicit and options.get(path) != find_option(path).default
-    ]
-    return f"note: these options have no effect in this run: {', '.join(found)}" if found else ""
+    found = {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
+    for path in ("model.dropout", "model.neck"):
+        mine, usual = options.get(path), find_option(path).default
+        is_other = made_with is not None and mine not in (usual, made_with.get(path.removeprefix("model.")))
+        if is_other and path in options.explicit:
+            found[path] = "the custom network was constructed with another value"
+    listed = ", ".join(f"{spec.path} ({found[spec.path]})" for spec in all_options() if spec.path in found)
+    return f"note: these options have no effect in this run: {listed}" if found else ""
 
 
 def batch_note(global_batch: int, num_samples: int | None) -> str:
@@ -102,48 +92,6 @@ def threads_note(options: Config) -> str:
     )
 
 
-def _unused(options: Config, made_with: Mapping[str, Any] | None) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield groups of options that this run ignores, with the reason."""
-    optim, precision, head = options.optim, options.precision, options.head
-    if made_with is not None:
-        paths = tuple(
-            path
-            for path in ("model.dropout", "model.neck")
-            if made_with.get(path.removeprefix("model.")) != options.get(path)
-        )
-        yield paths, "the custom network was constructed with another value"
-    has_own_rows = head.loss_type.startswith("dist_")
-    schedule = f"optim.schedule is {optim.schedule}"
-    if optim.schedule not in _STEPS:
-        yield ("optim.step_boundaries", "optim.lr_decay_factor"), schedule
-    if optim.schedule not in _FALLING:
-        yield ("optim.decay_steps", "optim.end_lr_factor"), schedule
-    if optim.schedule != "cosine":
-        yield ("optim.cosine_cycles",), schedule
-    if optim.schedule != "polynomial":
-        yield ("optim.decay_power",), schedule
-    if not any("margin" in name for name in margin_arguments(head.loss_type.removeprefix("dist_"))):
-        yield ("head.margin_warmup_steps",), f"head.loss_type is {head.loss_type}"
-    if ":" in optim.optimizer and not has_own_rows:
-        yield ("optim.lr", "optim.weight_decay"), "the optimizer's factory decides"
-    if optim.optimizer.lower() != "sgd" and not (has_own_rows and head.optimizer == "sgd"):
-        yield ("optim.momentum", "optim.nesterov"), "neither optimizer is sgd"
-    if optim.clip_norm == 0:
-        yield ("optim.clip_scope",), "optim.clip_norm is 0"
-    if options.memory.checkpoint_stages.strip() == "none":
-        yield ("memory.checkpoint_every",), "memory.checkpoint_stages is none"
-    if options.parallel.backbone == "replicated":
-        units = ("parallel.shard_size", "parallel.shard_units")
-        yield units, "parallel.backbone is replicated"
-    else:
-        yield ("speed.bucket_mb",), "parallel.backbone is sharded"
-    mode = f"precision.mode is {precision.mode}"
-    if precision.mode == "float32":
-        yield ("precision.white_list", "precision.black_list"), mode
-    if precision.mode != "float16" and precision.loss_scaling == "auto":
-        yield tuple(f"precision.{name}" for name in _SCALING), mode
-
-
 def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:
     """Raise TrainingError on all ranks for trained weights that are not finite; a collective.
 
@@ -193,7 +141,7 @@ def zero_rate(run: Run) -> str:
         return ""
     return (
         f"the learning rate is 0 from step {step + 1} to the end of the run, so no step is made; increase "
-        "set_decay_steps(), or choose another schedule"
+        "the steps of the schedule, or choose another one"
     )
 
 

@@ -29,13 +29,13 @@ from plsc.models import BaseModel
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
-from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.data import NO_AUGMENTATION
 from plsc.train.directories import open_load_dir
 from plsc.train.evaluation import embed, load_with_config
 from plsc.train.heads import build_heads
 from plsc.train.resume import restore
+from plsc.train.settle import settle
 from plsc.train.snapshot import take_snapshot
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} exists already; choose a new path")
     refuse_several_heads(path, manifest)
-    plain = resolve_run(options, (path, manifest), world.size, user.model)
+    plain = settle(options, (path, manifest), world.size, user.model)
     as_predicted = plain.changed(NO_AUGMENTATION)
     plain_user = dataclasses.replace(user, train_transform=None)
     run = build_run(as_predicted, world, plain_user, (path, manifest))
@@ -127,7 +127,8 @@ def grow_from_images(
         raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
     manifest = read_manifest(source)
     data = Checker(os.fspath(source)).mapping(manifest.options.get("data", {}), "the options of the data")
-    depth = find_option("data.class_depth").saved(data.get("class_depth"))
+    saved = find_option("data.format_arguments").saved(data.get("format_arguments")) or {}
+    depth = saved.get("class_depth")
     try:
         opened = open_source(os.fspath(images), class_depth=depth or 1)
     except OptionError:  # a format without class folders

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from plsc.config import Config
-from plsc.config.data import DataSet
-from plsc.config.option import shown_value
-from plsc.data.augment import Augmentation
+from plsc.config.data import Augmentation, DataSet
+from plsc.config.option import read_arguments, shown_value
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
 from plsc.data.files import read_file_list
@@ -42,12 +41,9 @@ Loader = SourceLoader | ReaderLoader
 
 NO_AUGMENTATION = {
     "data.flip": False,
-    "data.crop_padding": 0,
-    "data.colour_jitter": (0.0, 0.0, 0.0),
-    "data.low_resolution": 0.0,
-    "data.random_erasing": 0.0,
+    "data.augmentation": None,
 }
-"""Values of the augmentation options that disable all augmentations."""
+"""Values of the options that disable all augmentations."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +116,7 @@ def open_training_source(options: Config, reader: Any) -> Source:
         return TorchDatasetSource(reader)
     source = open_source(
         data.dataset_dir,
-        image_column=data.image_column,
-        label_column=data.label_column,
-        label_map=data.label_map,
-        class_depth=data.class_depth,
+        **(data.format_arguments or {}),
         landmarks=data.landmarks,
     )
     if data.bad_images == "stop" and isinstance(source, FileSource):
@@ -258,7 +251,6 @@ def _open_generator(
         last_batch=data.last_batch,
         num_samples=num_samples,
         limit=options.train.train_limit,
-        shards_itself=data.reader_shards_itself,
         ahead=data.num_workers > 0 and can_fork and not has_workers,
         pin_memory=world.device.type == "cuda",
         example=example,
@@ -419,6 +411,7 @@ def _options_of_set(options: Config, one: DataSet) -> Config:
     """Return the options of a dataset, validated before any data is read."""
     with _naming(one.name):
         own = options_of(options, one)
+        own.check_needs()
         margin_of(own)
     return own
 
@@ -477,18 +470,11 @@ def make_recipe(
 ) -> Recipe:
     """Return how samples are decoded and augmented; see `Recipe`."""
     data = options.data
-    brightness, contrast, saturation = data.colour_jitter
-    augmentation = Augmentation(
-        flip=data.flip,
-        crop_padding=data.crop_padding,
-        low_resolution=data.low_resolution,
-        colour=(brightness, contrast, saturation),
-        erase=data.random_erasing,
-    )
+    augmentation = read_arguments(Augmentation, data.augmentation, "data.augmentation")
     return Recipe(
         options.model.image_shape,
         options.train.seed,
-        augmentation,
+        replace(augmentation, flip=data.flip),
         transform,
         data.bad_images,
         class_num,
@@ -513,7 +499,7 @@ def source_loader(
         if data.cache == "disk":
             folder = Path(data.cache_dir or tempfile.gettempdir())
             cache = DiskCache(folder, data.cache_bytes, len(source))
-        is_decoded = data.cache_decoded or data.landmarks is not None  # small, and aligned only once
+        is_decoded = data.landmarks is not None  # small, and aligned only once
         source = CachedSource(source, cache, recipe.image_shape, is_decoded)
     return SourceLoader(
         source,

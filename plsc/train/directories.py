@@ -20,7 +20,7 @@ from plsc.checkpoint.manifest import MANIFEST_NAME
 from plsc.checkpoint.remote import clean, fetch
 from plsc.checkpoint.retention import BEST_NAME, age_key, checkpoints_in
 from plsc.checkpoint.save import check_replaceable
-from plsc.config import Config
+from plsc.config import Config, Options
 from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _VERSION = re.compile(r"version_[0-9]{1,18}")
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of the checkpoint of an epoch
 _START_SECONDS = 20.0  # timeout of a store before training starts
+_RETRY_SECONDS = 120.0  # for which a failing transfer of a running run is retried
 _LARGEST_BEST = 2**16  # bytes
 
 
@@ -116,7 +117,7 @@ class Directories:
             self.lock.release()
 
 
-def list_run_folders(options: Config) -> list[RunFolder]:
+def list_run_folders(options: Options | Config) -> list[RunFolder]:
     """Return the folders in which runs may have saved: the versions of save_dir, newest first, then save_dir.
 
     Raises DataError if a store does not respond.
@@ -143,7 +144,7 @@ def find_interrupted(run_folders: list[RunFolder], launches: Collection[str]) ->
 
 
 def choose_start(
-    options: Config,
+    options: Options | Config,
     launches: Collection[str],
     interrupted: str | None,
     locations: Collection[str],
@@ -185,7 +186,7 @@ def choose_start(
     return start(_run_folder(*_roots(options), version), fresh, note=note)
 
 
-def open_directories(options: Config, world: World, start: Start) -> Directories:
+def open_directories(options: Options | Config, world: World, start: Start) -> Directories:
     """Lock the directories of a run, and clean up after a killed run; a collective.
 
     Raises CheckpointError on all ranks if another run saves there, if another file has the name of a
@@ -221,7 +222,7 @@ def open_directories(options: Config, world: World, start: Start) -> Directories
     return Directories(start, store, is_shared, is_owner, lock)
 
 
-def _roots(options: Config) -> tuple[Path, str | None]:
+def _roots(options: Options | Config) -> tuple[Path, str | None]:
     """Return the local folder of save_dir, which may be a URL, and the URL of its store, if any."""
     checkpoint = options.checkpoint
     save_dir, upload_dir = checkpoint.save_dir, checkpoint.upload_dir
@@ -251,7 +252,7 @@ def _resolved(location: str) -> str:
     return location.rstrip("/") if is_url(location) else str(Path(location).resolve())
 
 
-def _open_store(url: str, options: Config, world: World, is_own: bool) -> Store:
+def _open_store(url: str, options: Options | Config, world: World, is_own: bool) -> Store:
     """Return the store after checking that it responds; clean up after a kill if `is_own`."""
     opened: list[Store] = []
 
@@ -263,13 +264,13 @@ def _open_store(url: str, options: Config, world: World, is_own: bool) -> Store:
                 clean(store)
         else:
             store.exists()
-        opened.append(Store(url, total_seconds=options.checkpoint.store_timeout))
+        opened.append(Store(url, total_seconds=_RETRY_SECONDS))
 
     on_every_rank(world, f"connect to {shown(url)}", reach)
     return opened[0]
 
 
-def open_load_dir(options: Config, world: World) -> OpenedCheckpoint:
+def open_load_dir(options: Options | Config, world: World) -> OpenedCheckpoint:
     """Return the local folder of the checkpoint to load, downloaded if necessary, and its manifest.
 
     A collective. Raises OptionError if no checkpoint is set, CheckpointError if it does not exist.
@@ -287,7 +288,7 @@ def open_load_dir(options: Config, world: World) -> OpenedCheckpoint:
     )
 
 
-def open_to_resume(options: Config, world: World) -> OpenedCheckpoint | None:
+def open_to_resume(options: Options | Config, world: World) -> OpenedCheckpoint | None:
     """Return the checkpoint to resume and its manifest; None to start from scratch; a collective.
 
     With "last", a run starts from scratch (or from `checkpoint.download_dir`) if nothing has been saved yet,
@@ -296,7 +297,7 @@ def open_to_resume(options: Config, world: World) -> OpenedCheckpoint | None:
     return _resolve_checkpoint(options, world, ())[0]
 
 
-def open_start(options: Config, world: World) -> Start:
+def open_start(options: Options | Config, world: World) -> Start:
     """Choose the folder of the run and the checkpoint that it resumes, if any; a collective.
 
     Ranks that a launcher restarts after a failure resume the interrupted run.
@@ -327,7 +328,7 @@ def open_checkpoint(path: Path) -> Manifest:
 
 
 def _resolve_checkpoint(
-    options: Config, world: World, launches: Collection[str]
+    options: Options | Config, world: World, launches: Collection[str]
 ) -> tuple[OpenedCheckpoint | None, set[str], str | None]:
     """Return the checkpoint to load or None, all its paths and URLs, and the interrupted version or None.
 
@@ -393,7 +394,7 @@ _Found = tuple[Path | None, str | None]
 """Folder on rank 0's machine and URL of a checkpoint; at least one of them is set."""
 
 
-def _find_checkpoint(options: Config, launches: Collection[str]) -> tuple[_Found, str | None]:
+def _find_checkpoint(options: Options | Config, launches: Collection[str]) -> tuple[_Found, str | None]:
     """Return the checkpoint to load from save_dir, and the interrupted version; called by one process.
 
     Raises CheckpointError if no best checkpoint is known.

@@ -35,13 +35,13 @@ from plsc.models import BaseModel
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
-from plsc.train.adopt import adopt
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import align_source
 from plsc.train.directories import open_checkpoint, open_load_dir
 from plsc.train.heads import choose_head, load_head
 from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.network import build_network, evaluated, evaluation_context, look_up_lists, use_lists
+from plsc.train.settle import adopt
 
 if TYPE_CHECKING:
     from plsc.train.build import UserParts
@@ -316,7 +316,7 @@ def open_trained(
     returns the head. custom: a custom network to load the weights into. checkpoint: by default that of
     `checkpoint.load_dir`.
     """
-    path, manifest = checkpoint or open_load_dir(options.resolve(), world)
+    path, manifest = checkpoint or open_load_dir(options, world)
     config = adopt(options, path, manifest, custom, "model")
     if world.is_main:
         for difference in config.differences:

@@ -12,8 +12,9 @@ import torch
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Checker, Role
-from plsc.config import Config, Options, find_option
+from plsc.config import Config, Options, all_options, find_option
 from plsc.config.data import HEAD_OPTIONS, DataSet, read_data_sets
+from plsc.config.head import SHARDED
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.heads import (
     MARGINS,
@@ -30,30 +31,7 @@ from plsc.heads.joint import JointHead, JointRows
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
 
-MARGIN_OPTIONS = {
-    "head.scale": "scale",
-    "head.margin": "margin",
-    "head.combined_margins": "margins",
-    "head.easy_margin": "easy_margin",
-    "head.straight_through": "straight_through",
-    "head.margin_momentum": "momentum",
-    "head.adaface_h": "h",
-    "head.magface_norms": "norm_range",
-    "head.magface_margins": "margin_range",
-    "head.magface_lambda": "regularisation",
-}
-ONLY_SHARDED = (
-    "head.sample_ratio",
-    "head.hard_share",
-    "head.optimizer",
-    "head.row_dtype",
-    "head.state_dtype",
-    "head.offload",
-    "head.products",
-    "head.keep_mb",
-    "head.kernels",
-    "head.tile",
-)
+ONLY_SHARDED = tuple(spec.path for spec in all_options() if SHARDED in spec.needs)
 
 
 @dataclass(frozen=True)
@@ -82,25 +60,21 @@ def margin_of(options: Config) -> Margin:
     """Return the margin of the loss type. Raises OptionError for a set option that the loss does not use."""
     head = options.head
     name = head.loss_type.removeprefix("dist_")
-    if not head.loss_type.startswith("dist_"):
-        for path in ONLY_SHARDED:
-            if path in options.explicit:
-                raise OptionError(
-                    f"{path} is {options.get(path)}, but it is only for sharded class weights, and "
-                    f"{head.loss_type} is not sharded; use dist_{head.loss_type}, or remove the option"
-                )
     has = margin_arguments(name)
-    ours = options.adopted | {"head.scale"}  # its default here differs from that of the margin classes
-    given = {
-        argument: options.get(path)
-        for path, argument in MARGIN_OPTIONS.items()
-        if path in options.explicit or (path in ours and argument in has)
-    }
+    given = dict(head.loss_arguments or {})
+    if "head.scale" in options.explicit or "scale" in has:
+        given["scale"] = head.scale  # its default here differs from that of the margin classes
+    if head.margin is not None and ("head.margin" in options.explicit or "margin" in has):
+        given["margin"] = head.margin
     try:
         return build_margin(name, **given)
     except OptionError as error:
-        chosen = [f"head.loss_type {head.loss_type}", *(o for o in MARGIN_OPTIONS if o in options.explicit)]
-        raise OptionError(f"{error} (set: {', '.join(chosen)})") from error
+        chosen = [
+            path for path in ("head.loss_arguments", "head.margin", "head.scale") if path in options.explicit
+        ]
+        raise OptionError(
+            f"{error} (set: {', '.join(['head.loss_type ' + head.loss_type, *chosen])})"
+        ) from error
 
 
 def sampling_of(options: Config) -> Sampling | None:
@@ -108,24 +82,15 @@ def sampling_of(options: Config) -> Sampling | None:
     head = options.head
     if not head.loss_type.startswith("dist_"):
         return None
-    if head.hard_share and head.sample_ratio == 1:
-        raise OptionError(
-            f"head.hard_share is {head.hard_share}, but head.sample_ratio is 1, so no classes are sampled; "
-            "set head.sample_ratio below 1"
-        )
     return Sampling(head.sample_ratio, head.hard_share)
 
 
 def with_margin(options: Config) -> Config:
-    """Return the configuration with the default margin of the loss if none was set or adopted."""
-    has = margin_arguments(options.head.loss_type.removeprefix("dist_"))
-    return options.changed(
-        {
-            path: has[MARGIN_OPTIONS[path]].default
-            for path in ("head.margin", "head.easy_margin")
-            if MARGIN_OPTIONS[path] in has and path not in options.explicit | options.adopted
-        }
-    )
+    """Return the configuration with the default margin of the loss if none is set."""
+    margin = margin_arguments(options.head.loss_type.removeprefix("dist_")).get("margin")
+    if options.head.margin is not None or margin is None:
+        return options
+    return options.changed({"head.margin": margin.default})
 
 
 def options_of(options: Config, one: DataSet) -> Config:
@@ -136,10 +101,11 @@ def options_of(options: Config, one: DataSet) -> Config:
     """
     loss_type = one.loss_type or options.head.loss_type
     name = loss_type.removeprefix("dist_")
-    left_out: set[str] = set()
+    left_out = {"train.epoch_steps"}
     if name != options.head.loss_type.removeprefix("dist_"):
-        has_scale = "scale" in margin_arguments(name)
-        left_out.update(path for path in MARGIN_OPTIONS if path != "head.scale" or not has_scale)
+        left_out.update(("head.margin", "head.loss_arguments"))
+        if "scale" not in margin_arguments(name):
+            left_out.add("head.scale")
     if not loss_type.startswith("dist_"):
         left_out.update(ONLY_SHARDED)
     given = {f"head.{key}": getattr(one, key) for key in HEAD_OPTIONS}
@@ -148,8 +114,8 @@ def options_of(options: Config, one: DataSet) -> Config:
     values |= {"data.datasets": (), "data.train_image_num": None, "data.dataset_dir": one.path}
     return replace(
         options.changed({**values, "head.class_num": None, **given}),
-        explicit=options.explicit - left_out | given.keys(),
-        adopted=options.adopted - left_out,
+        origins={path: origin for path, origin in options.origins.items() if path not in left_out}
+        | dict.fromkeys(given, f"dataset {one.name}"),
     )
 
 
@@ -178,7 +144,7 @@ def _build_one(options: Config, class_num: int, world: World, seed: int) -> tupl
         margin=margin_of(options),
         centers=head.sub_centers,
         sampling=sampling_of(options),
-        execution=Execution(head_products(options), int(head.keep_mb * 2**20), head.tile, head.kernels),
+        execution=Execution(head_products(options), int(head.keep_mb * 2**20), kernels=head.kernels),
         row_dtype=dtype,
         initial_norm=head.initial_norm,
         offload=head.offload,
@@ -258,5 +224,8 @@ def _row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:
     decay = options.head.weight_decay
     settings: dict[str, Any] = {"weight_decay": optim.weight_decay if decay is None else decay}
     if options.head.optimizer == "sgd":
-        settings |= {"momentum": optim.momentum, "nesterov": optim.nesterov}
+        nesterov = optim.optimizer.lower() == "sgd" and (optim.optimizer_arguments or {}).get(
+            "nesterov", False
+        )
+        settings |= {"momentum": optim.momentum, "nesterov": nesterov}
     return ROW_OPTIMIZERS[options.head.optimizer](head, state_dtype=options.head.state_dtype, **settings)

@@ -64,7 +64,7 @@ def open_held_out(
         if class_names is None:
             raise DataError(
                 f"the labels in data.val_dir {place} are class names, such as '{own[0]}', but the classes of "
-                "the training data have no names; use class numbers, or set_label_map"
+                "the training data have no names; use class numbers, or the format argument label_map"
             )
         labels = class_names.numbers_of(own)[labels]
     unknown = np.flatnonzero((labels < 0) | (labels >= class_num))

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plsc.config import Config
 from plsc.parallel.world import World
 from plsc.train.bad_loss import BAD_BATCH_NAME
 from plsc.train.callbacks import Callback, Context
@@ -48,12 +47,6 @@ class MaxTime(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the time that was used."""
         self._used = float(state["used"])
-
-
-def few_steps(config: Config, start: Start) -> Config:
-    """Return the options of a run of the steps of `fast_dev_run`, and as many batches per evaluation."""
-    step, number = 0 if start.checkpoint is None else start.checkpoint[1].step, int(config.train.fast_dev_run)
-    return config.changed({"train.steps": step + number, "train.limit_val_batches": number})
 
 
 def in_temporary_folder(start: Start, world: World) -> Start:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from plsc.config import Options
-from plsc.config.train import logger_names, seconds_of
+from plsc.config.option import load_function
+from plsc.config.train import listed_names, seconds_of
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.errors import DataError, NotSavedError
+from plsc.errors import DataError, NotSavedError, OptionError, refusing
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.spans import span
-from plsc.train.adopt import resolve_run
 from plsc.train.advice import DataWait, LearningCheck
 from plsc.train.build import Run, UserParts, build_run, describe_run
 from plsc.train.callbacks import Callback, Callbacks
@@ -29,14 +30,16 @@ from plsc.train.check_layers import LayerTable
 from plsc.train.checks import epoch_warning, interrupted, nothing_left, stop_at_bad_weights, zero_rate
 from plsc.train.directories import Start, open_directories, open_start
 from plsc.train.ema import WeightAverage
-from plsc.train.evaluation import evaluate_targets
-from plsc.train.limits import MaxTime, few_steps, in_temporary_folder, remove_temporary
+from plsc.train.evaluation import Target, evaluate_targets
+from plsc.train.held_out import HeldOutSet
+from plsc.train.limits import MaxTime, in_temporary_folder, remove_temporary
 from plsc.train.loggers import Logger, check_packages
 from plsc.train.metrics import BadSampleReport, Mean, Meter
 from plsc.train.output import Progress
 from plsc.train.reporting import GradientNorm, Logging, Pictures
 from plsc.train.resume import restore
 from plsc.train.saving import NoSaver, Saver
+from plsc.train.settle import settle
 from plsc.train.snapshot import seed_generators
 from plsc.train.step import Step, StepResult
 from plsc.train.warm_start import WarmStart, start_from_pretrained
@@ -46,12 +49,10 @@ _GAUGES = ("accuracy", "accuracy_top5", "effective_rank")  # metrics that only l
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
     """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
-    start = open_start(options.resolve(), world)
-    config = resolve_run(options, start.checkpoint, world.size, user.model)
-    check_packages(logger_names(config.train.loggers))
+    start = open_start(options, world)
+    config = settle(options, start.checkpoint, world.size, user.model)
+    check_packages(listed_names(config.train.loggers))
     is_trial = config.train.fast_dev_run
-    if is_trial:
-        config = few_steps(config, start)
     run = build_run(config, world, user, start.checkpoint)
     if is_trial:
         start = in_temporary_folder(start, world)
@@ -92,16 +93,35 @@ def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
         DataWait.of(run.data.loader, run.world),
         LearningCheck.of(run, is_resumed=start.checkpoint is not None),
         Progress(),
-        *([GradientNorm()] if train.log_gradient_norm else []),
-        *([Pictures(run.targets)] if train.log_images else []),
+        *map(partial(named_callback, targets=run.targets), listed_names(train.callbacks)),
     ]
     if not train.fast_dev_run:
         callbacks.append(Logging(loggers, is_same_run=bool(start.resumed)))
     if (seconds := seconds_of(train.max_time)) is not None:
         callbacks.append(MaxTime(seconds))
-    if train.check_shape or train.check_content:
-        callbacks.append(LayerTable(train.check_content))
     return replace(run, callbacks=Callbacks(callbacks, context))
+
+
+def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:
+    """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
+    if ":" not in name:
+        return CALLBACKS[name](targets)
+    found = load_function(name, "train.callbacks", "add_callback")
+    with refusing(
+        f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
+    ):
+        callback = found()
+    if not isinstance(callback, Callback):
+        raise OptionError(f"train.callbacks has {name}, which makes no plsc.Callback")
+    return callback
+
+
+CALLBACKS: dict[str, Callable[[Sequence[Target | HeldOutSet]], Callback]] = {
+    "gradient_norm": lambda _: GradientNorm(),
+    "images": Pictures,
+    "check_shape": lambda _: LayerTable(with_content=False),
+    "check_content": lambda _: LayerTable(with_content=True),
+}
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import nn
 
 from plsc.config import Config
 from plsc.config.model import read_initializations
+from plsc.config.train import listed_names
 from plsc.errors import OptionError, kind_and_line
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.autocast import PrecisionLists, apply_lists, autocast
@@ -60,8 +61,8 @@ def check_network_options(options: Config, ranks: int) -> None:
         ),
         (options.train.deterministic, "train.deterministic: torch.compile does not guarantee equal results"),
         (
-            options.train.check_shape or options.train.check_content,
-            "train.check_shape or check_content: compiled code does not call the layers",
+            {"check_shape", "check_content"} & set(listed_names(options.train.callbacks)),
+            "train.callbacks check_shape or check_content: compiled code does not call the layers",
         ),
         (
             precision.white_list or precision.black_list,
@@ -98,7 +99,7 @@ def build_trained_network(
     freeze(network, assignment.frozen)
     samples = use_sample_dropout(network)
     use_lists(network, lists, options, world.device)
-    checkpoint_activations(network, options.memory.checkpoint_stages, options.memory.checkpoint_every)
+    checkpoint_activations(network, options.memory.checkpoint_stages)
     return network, assignment, samples
 
 

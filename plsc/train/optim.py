@@ -11,23 +11,33 @@ from torch import nn
 
 from plsc.config import Config, find_option
 from plsc.config.optim import (
+    ACCEPTED,
     CLIP_NORM,
     CLIPPED_STEP,
     DEFAULT_RATE,
-    OPTIMIZERS,
     REFERENCE_BATCH,
     WARMUP_SHARE,
     WARMUP_STEPS,
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+    OptimOptions,
     ParameterGroup,
+    ScheduleArguments,
     read_parameter_groups,
 )
-from plsc.config.option import load_function
-from plsc.errors import OptionError
+from plsc.config.option import load_function, read_arguments
+from plsc.errors import OptionError, suggest
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.optim import schedule as shapes
-from plsc.optim.optimizers import FULL_RATE, LR_FACTOR, Assignment, Factory, build_custom, build_optimizer
+from plsc.optim.optimizers import (
+    FULL_RATE,
+    LR_FACTOR,
+    OPTIMIZERS,
+    Assignment,
+    Factory,
+    build_custom,
+    build_optimizer,
+)
 from plsc.optim.schedule import Schedule, Shape
 
 ScheduleFunction = Callable[..., float]
@@ -42,31 +52,27 @@ def check_optim(options: Config) -> None:
             f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}; "
             "set only one of them"
         )
-    if optim.schedule == "exponential" and not optim.end_lr_factor:
+    falling = schedule_arguments(optim)
+    if optim.schedule == "exponential" and not falling.end_factor:
         raise OptionError(
-            "optim.end_lr_factor is 0, which an exponential schedule never reaches; set a positive value, "
-            "such as set_end_lr_factor(0.01)"
+            "end_factor of the exponential schedule is 0, which it never reaches; set a positive value, such "
+            "as set_lr_schedule('exponential', end_factor=0.01)"
         )
-    if optim.cosine_cycles > 1 and optim.schedule != "cosine":
-        raise OptionError(
-            f"optim.cosine_cycles is {optim.cosine_cycles}, but optim.schedule is {optim.schedule!r}; call "
-            "set_lr_schedule('cosine'), or remove the option"
-        )
-    if optim.nesterov and not optim.momentum:
-        raise OptionError("optim.nesterov needs a momentum; call set_momentum(0.9), or remove the option")
     is_custom = ":" in optim.optimizer
     takes = () if is_custom else OPTIMIZERS[optim.optimizer.lower()].takes
-    if "optim.betas" in options.explicit and "betas" not in takes:
-        raise OptionError(
-            f"optim.betas is set, but the optimizer {optim.optimizer} does not use it; remove the option"
-        )
     for group in read_parameter_groups(optim.groups):
         _check_group(group, takes)
-    if is_custom and "optim.implementation" in options.explicit:
-        raise OptionError(
-            f"optim.implementation has no effect on the optimizer factory {optim.optimizer}; remove the "
-            "option, and pass foreach or fused to the optimizer in the factory"
-        )
+
+
+def schedule_arguments(optim: OptimOptions) -> ScheduleArguments:
+    """Return the arguments of the schedule. Raises OptionError for one that it does not have."""
+    given, what = optim.schedule_arguments or {}, f"the schedule {optim.schedule}"
+    accepted = ACCEPTED.get(optim.schedule, ())
+    for name in given:
+        if name not in accepted:
+            known = suggest(name, accepted) if accepted else "it has none"
+            raise OptionError(f"{what} has no argument {name!r}; {known}")
+    return read_arguments(ScheduleArguments, given, what)
 
 
 def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:
@@ -97,11 +103,12 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
     """
     options = options.changed({"optim.schedule": _schedule(options, total_steps)})
     optim, warmup = options.optim, options.optim.warmup_steps
+    last = schedule_arguments(optim).steps
     if optim.warmup_epochs and (warmup is None or "optim.warmup_steps" not in options.explicit):
         values: dict[str, Any] = {"optim.warmup_steps": None}
     else:
         if warmup is None:
-            ends = [end for end in (total_steps, optim.decay_steps) if end is not None]
+            ends = [end for end in (total_steps, last) if end is not None]
             # A custom schedule includes its warm-up; warmup_epochs may have been set to 0.
             has_none = ":" in optim.schedule or (
                 "optim.warmup_epochs" in options.explicit and "optim.warmup_steps" not in options.explicit
@@ -121,7 +128,7 @@ def _schedule(options: Config, total_steps: int | None) -> str:
         return optim.schedule
     if explicit & {"optim.step_boundaries", "optim.lr_decay_factor"}:
         return "step"
-    return "constant" if total_steps is optim.decay_steps is None else optim.schedule
+    return "constant" if total_steps is None and not optim.schedule_arguments else optim.schedule
 
 
 def build_updates(
@@ -194,22 +201,24 @@ def build_schedule(
     if optim.schedule in ("step", "multi_step"):
         shape = shapes.steps_down(optim.step_boundaries, optim.lr_decay_factor)
         return Schedule(base, shape, warmup)
-    last = optim.decay_steps or total_steps
+    given = schedule_arguments(optim)
+    last = given.steps or total_steps
     if last is None:
         raise OptionError(
             f"optim.schedule {optim.schedule!r} needs the number of steps, which is unknown for a generator "
-            "reader; call set_decay_steps, set_train_steps or set_train_image_num"
+            f"reader; call set_lr_schedule({optim.schedule!r}, steps=...), set_train_steps or "
+            "set_train_image_num"
         )
-    if optim.decay_steps and optim.decay_steps <= warmup:
+    if given.steps and given.steps <= warmup:
         raise OptionError(
-            f"optim.decay_steps is {optim.decay_steps}, but the warm-up already takes {warmup} steps; "
+            f"the schedule ends after {given.steps} steps, but the warm-up already takes {warmup} steps; "
             f"expected more than {warmup}"
         )
-    end = optim.end_lr_factor
+    end = given.end_factor
     falling = {
-        "cosine": lambda: shapes.cosine(warmup, last, end, optim.cosine_cycles),
+        "cosine": lambda: shapes.cosine(warmup, last, end, given.cycles),
         "exponential": lambda: shapes.exponential(warmup, last, end),
-        "polynomial": lambda: shapes.polynomial(warmup, last, optim.decay_power, end),
+        "polynomial": lambda: shapes.polynomial(warmup, last, given.power, end),
     }
     return Schedule(base, falling[optim.schedule](), warmup)
 

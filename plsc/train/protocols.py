@@ -238,7 +238,7 @@ class _Dataset:
             named, numbered = (self, other) if self.class_names is not None else (other, self)
             raise DataError(
                 f"the labels of {named.place} are names and those of {numbered.place} are numbers; use the "
-                "same kind, or set_label_map"
+                "same kind, or the format argument label_map"
             )
         if self.class_names is None or other.class_names is None:
             return self.labels

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from plsc.config.option import is_finite_number
-from plsc.config.train import logger_names
+from plsc.config.train import listed_names
 from plsc.errors import TrainingError, without_secrets
 from plsc.parallel.backbone import gradient_norm
 from plsc.storage.publish import replacing
@@ -57,7 +57,7 @@ class Logging(Callback):
             return
         context.folder.mkdir(parents=True, exist_ok=True)
         options = without_secrets(context.options.as_dict())
-        for name in logger_names(context.options.train.loggers):
+        for name in listed_names(context.options.train.loggers):
             with _explaining_errors(name, context.folder):
                 run_id = self._run_ids.get(name, "")
                 self._open[name] = LOGGERS[name](context.folder, context.step, options, run_id)

@@ -29,8 +29,8 @@ from plsc.heads import ShardedHead
 from plsc.heads.joint import JointHead, each_head
 from plsc.optim.loss_scaling import COUNTS, LossScaler
 from plsc.optim.optimizers import FULL_RATE, describe_implementation
-from plsc.train.adopt import saved_heads
 from plsc.train.build import Run, global_batch_size
+from plsc.train.settle import saved_heads
 from plsc.train.snapshot import own_tensors, seed_generators, take_own
 from plsc.train.state import check_counts, collect_tensors, make_state
 
@@ -265,7 +265,7 @@ def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
     if not isinstance(run.head, JointHead):
         return HeadMatch()
     saved, here = saved_heads(path, manifest), run.head.heads
-    assert saved is not None  # see resolve_run
+    assert saved is not None  # see settle
     match = HeadMatch([n for n in saved if n not in here], [n for n in here if n not in saved])
     if len(match.added) == len(here):
         raise CheckpointError(

@@ -17,7 +17,7 @@ from threading import RLock
 from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
 from plsc.checkpoint.remote import upload
-from plsc.checkpoint.retention import best_in, manifest_in, mode_of, prune, write_best
+from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, OptionError, PlscError, suggest
 from plsc.parallel.machine import BackgroundThread, available_memory
@@ -240,8 +240,7 @@ def retention_of(run: Run) -> Retention:
         raise OptionError(
             f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
         )
-    mode = mode_of(options.monitor_mode, metric)
-    return Retention(options.keep_last, options.save_top_k, metric, mode)
+    return Retention(options.keep_last, options.save_top_k, metric)
 
 
 class Uploader:

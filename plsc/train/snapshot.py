@@ -31,8 +31,8 @@ from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.storage.urls import without_secrets
-from plsc.train.adopt import ARGUMENTS_KEY
 from plsc.train.build import Run, global_batch_size
+from plsc.train.settle import ARGUMENTS_KEY
 from plsc.train.state import collect_group_numbers, collect_numbers, collect_tensors
 
 _LARGEST_STATE = 2**20  # bytes; typical states have 30,000

@@ -224,12 +224,12 @@ class Step:
     def _update(self) -> None:
         run = self._run
         with span("clip gradients"):
-            clip = clip_gradients(run) if run.options.optim.clip_norm else 1.0
+            clip_gradients(run)
         with span("optimizer"):
             self._update_backbone()
         if run.row_optimizer is not None:
             with span("update class weights"):
-                run.row_optimizer.step(clip=clip)
+                run.row_optimizer.step()
 
     def _update_backbone(self) -> None:
         """Run the optimizer step. Raises OptionError if it fails because the backbone is sharded."""
@@ -257,32 +257,18 @@ def _of_part(sizes: list[int], part: int, parts: int) -> list[int]:
     return [size // parts + (part < size % parts) for size in sizes]
 
 
-def clip_gradients(run: Run) -> float | Tensor:
-    """Clip the gradients to `optim.clip_norm`; return the factor for the class weights; a collective.
-
-    With the scope ``backbone``, only the backbone's norm counts, and class weights are not scaled. With
-    ``all``, the norm includes the class weights of all ranks, which needs another pass over them.
-
-    On a GPU the factor is a tensor, to avoid a synchronisation.
-    """
-    limit, scope = run.options.optim.clip_norm, run.options.optim.clip_scope
-    assert limit is not None  # see with_rate
-    every = [p for group in run.optimizer.param_groups for p in group["params"]]
-    wanted = every if scope == "all" else run.network.parameters()
-    gradients = [p.grad for p in wanted if p.grad is not None]
+def clip_gradients(run: Run) -> None:
+    """Clip the gradients of the network to `optim.clip_norm`; class weights are not clipped."""
+    limit = run.options.optim.clip_norm
+    gradients = [p.grad for p in run.network.parameters() if p.grad is not None]
+    if not limit or not gradients:
+        return
     # The gradients are summed over the ranks by now; a sharded backbone's are split over them.
     norm = gradient_norm(gradients)
-    if scope == "all" and run.row_optimizer is not None:
-        norm = torch.hypot(norm, run.row_optimizer.gradient_norm().to(norm))
     # Gradients that are not finite are not scaled, so that `stop_at_bad_weights` can name the parameters.
     factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
-    if not factor.is_cuda and factor == 1:
-        return 1.0
-    if gradients:
+    if factor.is_cuda or factor != 1:  # on a GPU, asking would wait for it
         torch._foreach_mul_([gradient_values(gradient) for gradient in gradients], factor)
-    if scope == "backbone" or run.row_optimizer is None:
-        return 1.0
-    return factor if factor.is_cuda else float(factor)
 
 
 def _too_many_skips(scaler: LossScaler) -> TrainingError:

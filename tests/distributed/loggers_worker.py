@@ -42,8 +42,7 @@ def main():
     for backbone in ("replicated", "sharded"):
         settings = {"set_train_batch_size": 4, "set_log_period": 2, "set_backbone_parallel": backbone}
         ins = entry(dataset, folder / backbone, set_train_epochs=2, **settings)
-        ins.set_log_gradient_norm(True)
-        ins.set_log_images(True)
+        ins.set_callbacks(("gradient_norm", "images"))
         logger, norms = Remember(), Norms()
         ins.add_callback(norms)
         ins.set_loggers("jsonl", logger)

@@ -48,9 +48,10 @@ def rising(step):
 
 CASES = {
     "nesterov, a frozen batch norm, clipped": {
-        "optim.nesterov": True, "optim.freeze": ("type:BatchNorm2d",), "optim.l1_decay": 1e-4,
+        "optim.optimizer_arguments": {"nesterov": True}, "optim.freeze": ("type:BatchNorm2d",),
+        "optim.l1_decay": 1e-4,
         "optim.groups": ({"pattern": "fc", "lr_factor": 0.5, "weight_decay": 0.0},),
-        "optim.clip_norm": 0.5, "optim.clip_scope": "all",
+        "optim.clip_norm": 0.5,
     },
     "adamw, half decayed, in micro-batches": {
         # The statistics of batch norms would depend on micro-batches.
@@ -62,7 +63,7 @@ CASES = {
     "adafactor, dense": {
         "optim.optimizer": "adafactor", "head.loss_type": "arcface", "head.lr_factor": 0.5,
         "optim.schedule": "cosine", "optim.warmup_steps": 2, "optim.clip_norm": 0.0,
-        "optim.implementation": "for_loop",
+        "optim.optimizer_arguments": {"foreach": False},
     },
     "nadam, everything frozen but the rows": {"optim.optimizer": "nadam", "optim.freeze": ("*",)},
     "a factory": {

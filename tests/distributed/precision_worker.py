@@ -23,17 +23,17 @@ SCRIPT = [
     ("p", 1, 12, 7), ("g", 1, 13, 7),  # never below 1
 ]  # fmt: skip
 BOUNDARIES, FACTOR, RATE = (3, 5), 0.5, 8.0 * 6 / 1024
+SCALING = {"init_loss_scaling": 8.0, "incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 2}
 SETTINGS = {
     "train__global_batch_size": 6, "train__epochs": 1, "head__loss_type": "dist_adaface",
     "optim__step_boundaries": BOUNDARIES, "optim__lr_decay_factor": FACTOR, "optim__lr": RATE,
     "optim__schedule": "step",
-    "precision__loss_scaling": "always", "precision__init_loss_scaling": 8.0,
-    "precision__incr_every_n_steps": 3, "precision__decr_every_n_nan_or_inf": 2,
+    "precision__loss_scaling": "always", "precision__scaling_arguments": SCALING,
 }  # fmt: skip
-FIXED = {"precision__use_dynamic_loss_scaling": False}
+FIXED = {"precision__scaling_arguments": {**SCALING, "use_dynamic_loss_scaling": False}}
 SAMPLED = {
     "head__sample_ratio": 0.5, "train__micro_batches": 2, "optim__clip_norm": 0.5,
-    "optim__clip_scope": "all", "head__optimizer": "adamw", "model__sync_batch_norm": True,
+    "head__optimizer": "adamw", "model__sync_batch_norm": True,
     "precision__mode": "bfloat16", "precision__black_list": ("batch_norm",),
 }  # fmt: skip
 DENSE = {"head__loss_type": "curricularface", "optim__clip_norm": 0.5}

@@ -99,7 +99,7 @@ CASES = {
         "model.sync_batch_norm": False,
     },
     "curricular-dense-clipped": {
-        "head.loss_type": "curricularface", "optim.clip_norm": 0.5, "optim.clip_scope": "all",
+        "head.loss_type": "curricularface", "optim.clip_norm": 0.5,
     },
     "sampled-softmax": {"head.loss_type": "dist_softmax", "head.sample_ratio": 0.5},
     "block-order-keep": {
@@ -221,7 +221,7 @@ def check_bound_data(worlds: dict[int, World | None], dataset: Path, folder: Pat
     def start(world: World | None, name: str, **more) -> None:
         if world is not None:
             options = options_of(
-                dataset, folder / name, head__class_num=13, data__reader_shards_itself=True,
+                dataset, folder / name, head__class_num=13,
                 model__sync_batch_norm=True, **more,
             )  # fmt: skip
 
@@ -229,6 +229,7 @@ def check_bound_data(worlds: dict[int, World | None], dataset: Path, folder: Pat
                 for sample in range(rank, 24, ranks):
                     yield torch.full((3, 16, 16), sample / 24), sample % 13
 
+            reader.shards_itself = True
             train(options, world, Steady, UserParts(train_reader=reader))
 
     start(worlds[3], "three", train__global_batch_size=6, train__steps=3)

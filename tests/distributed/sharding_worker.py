@@ -20,12 +20,12 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
-from plsc.train.adopt import resolve_run
 from plsc.train.build import Run, UserParts, build_run
 from plsc.train.directories import open_checkpoint
 from plsc.train.evaluation import Target, evaluate_targets
 from plsc.train.loop import exchange_status
 from plsc.train.resume import restore
+from plsc.train.settle import settle
 from plsc.train.snapshot import take_snapshot
 from plsc.train.step import Step
 from plsc.train.warm_start import start_from_pretrained
@@ -78,15 +78,14 @@ CASES = {
     }),
     "scaled-bf16": (0.02, ("sharded",), {
         "runtime.dtype": "float32", "precision.mode": "bfloat16", "precision.loss_scaling": "always",
-        "precision.init_loss_scaling": 256.0, "optim.optimizer": "rmsprop", "optim.lr": 5e-4,
+        "precision.scaling_arguments": {"init_loss_scaling": 256.0},
+        "optim.optimizer": "rmsprop", "optim.lr": 5e-4,
     }),
     "adamw-micro-fp64": (1e-9, ("sharded", "groups"), {
         "optim.optimizer": "adamw", "optim.lr": 0.002, "train.micro_batches": 2, "optim.clip_norm": 0.5,
-        "optim.clip_scope": "all",
     }),
     "dense-fp64": (1e-9, ("groups",), {
         "head.loss_type": "arcface", "data.val_targets": "lfw", "optim.clip_norm": 0.5,
-        "optim.clip_scope": "all",
     }),
 }  # fmt: skip
 
@@ -149,7 +148,7 @@ def restored(world: World, dataset: Path, folder: Path, source: Path, way: dict)
     del options.values["train.batch_size"]
     manifest = open_checkpoint(source)
     user = UserParts(model=Uneven())
-    config = resolve_run(options, (source, manifest), world.size, user.model)
+    config = settle(options, (source, manifest), world.size, user.model)
     run = build_run(config, world, user)
     restore(run, source, manifest)
     return run

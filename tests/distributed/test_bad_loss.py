@@ -30,7 +30,7 @@ def test_the_rank_with_the_bad_image_is_named_on_all_ranks(tmp_path, setting):
 def test_the_table_of_a_sharded_network_is_printed_once_with_whole_shapes(tmp_path):
     dataset = write_dataset(tmp_path / "faces", classes=5, per_class=6)
     done = run_ranks(
-        JOB, 2, str(dataset), str(tmp_path / "run"), "set_check_content=True",
+        JOB, 2, str(dataset), str(tmp_path / "run"), "set_callbacks='check_content'",
         "set_backbone_parallel='sharded'", "set_fast_dev_run=True",
     )  # fmt: skip
     title = "layers in the first batch: 8 images of rank 0; of parameters, the part of rank 0"

@@ -20,6 +20,7 @@ from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.errors import CheckpointError, NotSavedError, OptionError, TrainingInterrupted
 from plsc.storage.store import Store
+from plsc.train import directories
 from tests.distributed.job import small_entry
 from tests.distributed.launch import ROOT, Ranks, run_ranks
 from tests.distributed.test_interruption import wait_for
@@ -82,7 +83,7 @@ def test_set_hdfs_info_downloads_and_uploads_and_never_stores_the_password(
         for name, checkpoint in (("first", None), ("second", "/runs/a/1"))
     )
     fetch = f"set_checkpoint_dir={str(tmp_path / 'fetched')!r}"
-    more = fetch, "set_train_epochs=4", "set_store_timeout=3"
+    more = fetch, "set_train_epochs=4", "retry_seconds=3"
     job = Ranks(JOB, 2, *first, "--", *second, *more)
     # The store fails during the run: checkpoints stay here and are uploaded when it is back.
     wait_for((tmp_path / "second" / "metrics.jsonl").exists, job)
@@ -283,11 +284,13 @@ def test_a_signal_during_which_the_state_is_not_saved_does_not_claim_that_it_is(
     assert raised.value.exit_code == 143
 
 
-def test_losing_a_store_raises_at_the_end_and_its_advice_works_when_it_is_back(dataset, tmp_path, capsys):
+def test_losing_a_store_raises_at_the_end_and_its_advice_works_when_it_is_back(
+    dataset, tmp_path, capsys, monkeypatch
+):
     share = tmp_path / "share"
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_upload_dir(f"file://{share}/store")
-    ins.set_store_timeout(1)
+    monkeypatch.setattr(directories, "_RETRY_SECONDS", 1.0)
 
     def lose(context):
         if context.step == 1:

@@ -79,7 +79,7 @@ CASES = {
 }
 MORE = {
     "adaface-adamw-fp64": {"head.optimizer": "adamw", "head.lr_factor": 0.05},
-    "curricular-clipped-fp64": {"optim.clip_norm": 0.5, "optim.clip_scope": "all"},
+    "curricular-clipped-fp64": {"optim.clip_norm": 0.5},
     "sub-centres-adagrad-fp64": {"head.sub_centers": 2, "head.optimizer": "adagrad"},
     "micro-batches-fp64": {"train.micro_batches": 3},
     "sampled-fp64": {"head.sample_ratio": 0.5},

@@ -30,7 +30,7 @@ def options(folder: Path, name: str, *names: str, **more) -> Options:
         "runtime__dtype": "float64", "model__sync_batch_norm": True, "train__global_batch_size": 8,
         "train__epochs": 9, "train__steps": STEPS, "train__calc_acc": True, "head__scale": 16.0,
         "head__optimizer": "adamw", "head__lr_factor": 0.05, "optim__clip_norm": 0.5,
-        "optim__clip_scope": "all", "optim__schedule": "constant", "optim__warmup_steps": 0,
+        "optim__schedule": "constant", "optim__warmup_steps": 0,
     }  # fmt: skip
     made = options_of("unused", folder / name, **{**settings, **more})
     for one in names or SETS:

@@ -1,6 +1,7 @@
 """An Entry that trains a small network for an epoch."""
 
 from plsc import Entry
+from plsc.config import Options
 
 
 def entry(dataset, save_dir, **settings):
@@ -19,5 +20,17 @@ def entry(dataset, save_dir, **settings):
     ins.set_lr_schedule("constant")
     ins.set_with_test(False)
     for name, value in settings.items():
-        getattr(ins, name)(value)
+        setter = getattr(ins, name)
+        setter(**value) if isinstance(value, dict) else setter(value)
     return ins
+
+
+def shrink_defaults(monkeypatch, values):
+    """Give options other defaults, for scripts that set no sizes."""
+    init = Options.__init__
+
+    def with_values(self):
+        init(self)
+        self.values |= values  # without an origin: nobody has set them
+
+    monkeypatch.setattr(Options, "__init__", with_values)

@@ -33,7 +33,11 @@ def weights(checkpoint):
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
-    return entry(folders[1], tmp_path_factory.mktemp("run"), set_crop_padding=2).train().checkpoint
+    return (
+        entry(folders[1], tmp_path_factory.mktemp("run"), set_augmentation={"crop_padding": 2})
+        .train()
+        .checkpoint
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,13 +53,15 @@ def trained(folders, tmp_path_factory):
 def test_training_on_photos_is_training_on_their_aligned_faces(folders, trained, tmp_path, settings):
     if "set_val_dir" in settings:
         settings = {**settings, "set_val_dir": folders[0]}
-    ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_crop_padding=2, **settings)
+    ins = entry(
+        folders[0], tmp_path, set_landmarks="landmarks.txt", set_augmentation={"crop_padding": 2}, **settings
+    )
     found, expected = weights(ins.train().checkpoint), weights(trained)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_resumed_run_is_the_same(folders, tmp_path):
-    settings = {"set_landmarks": "landmarks.txt", "set_colour_jitter": (0.2, 0.2, 0.2)}
+    settings = {"set_landmarks": "landmarks.txt", "set_augmentation": {"colour_jitter": (0.2, 0.2, 0.2)}}
     expected = entry(folders[0], tmp_path / "a", set_train_epochs=2, **settings).train().checkpoint
     first = entry(folders[0], tmp_path / "b", **settings).train().checkpoint
     settings |= {"set_train_epochs": 2, "set_checkpoint_dir": first}

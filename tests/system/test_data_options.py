@@ -63,14 +63,14 @@ def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tm
     same = [
         {"set_num_workers": 0},
         {"set_loader": "processes"},
-        {"set_cache": "memory", "set_cache_decoded": True},
+        {"set_cache": "memory"},
         {"set_cache": "disk", "set_cache_dir": tmp_path, "set_cache_bytes": 10**6},
     ]
     for number, settings in enumerate(same):
         assert losses(dataset, tmp_path / f"same{number}", **settings) == plain, settings
     other = [
         {"set_order": "block", "set_block_samples": 4, "set_pool_samples": 12},
-        {"set_random_erasing": 1.0},
+        {"set_augmentation": {"random_erasing": 1.0}},
         {"set_flip": False},
     ]
     for number, settings in enumerate(other):
@@ -182,10 +182,10 @@ def reader(rank, ranks):  # rank 0 has 20 samples, rank 1 has 12
         yield np.full((3, 16, 16), value / 20, dtype=np.float32), value % 5
 
 
+reader.shards_itself = True
 ins = entry("reader")
 ins.train_reader = reader
 ins.set_class_num(5)
-ins.set_reader_shards_itself(True)
 ins.set_last_batch("keep")
 print(f"READER {ins.train().steps}", flush=True)
 

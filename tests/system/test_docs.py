@@ -21,11 +21,10 @@ import torch
 from mdit_py_plugins.anchors.index import slugify
 from torch import nn
 
-import plsc.config.options
 from plsc.cli import COMMANDS
 from plsc.cli.parser import CommandParser, find_command
 from tests.images import write_dataset, write_pair_file
-from tests.system.small_entry import entry
+from tests.system.small_entry import entry, shrink_defaults
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -66,8 +65,7 @@ def surroundings(tmp_path_factory):
 def test_the_python_blocks_run(page, surroundings, tmp_path, monkeypatch):
     shutil.copytree(surroundings, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    config = plsc.config.options.Config
-    monkeypatch.setattr(plsc.config.options, "Config", lambda: config().changed(SMALL))
+    shrink_defaults(monkeypatch, SMALL)
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, 512))
     names = {
         "__name__": "docs",

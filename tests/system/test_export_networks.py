@@ -8,12 +8,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plsc.checkpoint import Manifest
 from plsc.config import Options
-from plsc.config.model import NETWORKS
 from plsc.export.check import compare, load_graph
 from plsc.export.folder import write_about, write_weights
 from plsc.export.graph import as_served, write_graph
 from plsc.models import BaseModel, build_model
-from plsc.models.registry import Adapter
+from plsc.models.registry import NETWORKS, Adapter
 
 pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
 pytestmark = pytest.mark.slow

@@ -80,22 +80,23 @@ def test_a_loss_that_is_read_late_stops_the_run_when_it_is_bad(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "is_late"), [("auto", True), ("foreach", True), ("foreach", False)]
+    ("arguments", "is_late"), [(None, True), ({"foreach": True}, True), ({"foreach": True}, False)]
 )
 def test_a_loss_is_read_late_unless_told_and_then_only_a_fused_optimizer_skips_its_update(
-    tmp_path, implementation, is_late
+    tmp_path, arguments, is_late
 ):
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=4)
     options = options_of(
-        dataset, tmp_path / "run", train__batch_size=6, train__log_period=100, train__check_content=True,
-        optim__implementation=implementation, speed__late_losses=is_late,
+        dataset, tmp_path / "run", train__batch_size=6, train__log_period=100,
+        train__callbacks="check_content",
+        optim__optimizer_arguments=arguments, speed__late_losses=is_late,
     )  # fmt: skip
     spoil = SpoilImage()
     with pytest.raises(TrainingError) as caught:
         train_network(options, World.single("cuda"), Spoiled, UserParts(callbacks=(spoil,)))
     text = str(caught.value)
     assert "the loss is nan at step 3 " in text
-    if implementation == "auto" or not is_late:
+    if arguments is None or not is_late:
         assert f"a nan or inf: block.1; samples: {spoil.names[4]}; the batch" in text
     else:
         assert ", after an update with this loss; set_late_losses(False) stops before it;" in text

@@ -41,9 +41,10 @@ def train_named(made, world):
 
 @pytest.mark.parametrize("mode", ["float16", "bfloat16"])
 def test_sixteen_bits_learn_what_float32_learns_at_first(mode, dataset, tmp_path, world):
+    scaling = {"init_loss_scaling": 256.0}
     train_named(options(dataset, tmp_path / "float32"), world)
     train_named(
-        options(dataset, tmp_path / mode, precision__mode=mode, precision__init_loss_scaling=256.0),
+        options(dataset, tmp_path / mode, precision__mode=mode, precision__scaling_arguments=scaling),
         world,
     )
     right, found = (logged(tmp_path / name, "loss")["loss"] for name in ("float32", mode))
@@ -53,8 +54,9 @@ def test_sixteen_bits_learn_what_float32_learns_at_first(mode, dataset, tmp_path
 
 def test_a_scale_that_overflows_float16_falls_and_training_goes_on_and_resumes(dataset, tmp_path, world):
     settings = {
-        "precision__mode": "float16", "precision__init_loss_scaling": 2.0**24,
-        "precision__decr_every_n_nan_or_inf": 1, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1,
+        "precision__mode": "float16", "checkpoint__every_n_steps": 3,
+        "precision__scaling_arguments": {"init_loss_scaling": 2.0**24, "decr_every_n_nan_or_inf": 1},
+        "checkpoint__keep_last": -1,
         "train__deterministic": False,
     }  # fmt: skip
     train_named(options(dataset, tmp_path / "whole", **settings), world)
@@ -77,7 +79,6 @@ def test_a_step_that_is_not_logged_does_not_wait_for_the_device(mode, dataset, t
         tmp_path / "run",
         precision__mode=mode,
         optim__clip_norm=1.0,
-        optim__clip_scope="all",
     )
     run = build_run(made, world, UserParts())
     run.network.train()

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-import plsc.config.options
 from plsc import Entry
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.data.sources import open_source
@@ -23,7 +22,7 @@ from plsc.models.resnet import SmallResNet
 from plsc.storage.store import Store
 from plsc.utils import base64_reader
 from tests.images import write_dataset, write_pair_file
-from tests.system.small_entry import entry
+from tests.system.small_entry import entry, shrink_defaults
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -154,8 +153,7 @@ def folder(tmp_path, monkeypatch):
     write_pair_file(tmp_path / "train_data/lfw.bin", tmp_path / "train_data")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
-    config = plsc.config.options.Config
-    monkeypatch.setattr(plsc.config.options, "Config", lambda: config().changed(SMALL))
+    shrink_defaults(monkeypatch, SMALL)
     return tmp_path
 
 
@@ -365,7 +363,8 @@ def test_the_loss_keeps_its_prefix_and_takes_margins():
     ins.set_loss_type(loss_type="cosface", margin1=1.0, margin2=0.0, margin3=0.4)
     assert (ins.loss_type, ins.margin) == ("dist_cosface", 0.4)
     ins.set_loss_type("arcface", 1.0, 0.3, 0.2)
-    assert (ins.loss_type, ins.combined_margins) == ("dist_combined", (1.0, 0.3, 0.2))
+    assert ins.loss_type == "dist_combined"
+    assert ins.options.get("head.loss_arguments") == {"margins": [1.0, 0.3, 0.2]}
     with pytest.raises(OptionError, match="margin3 are for arcface, cosface, sphereface"):
         ins.set_loss_type("softmax", margin2=0.5)
     with pytest.raises(OptionError, match="use set_head_lr_factor"):

@@ -326,6 +326,7 @@ def hostile(spec):
                   "csv", "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
+                  {"class_depth": 7}, {"crop_padding": 7}, {"steps": 7}, {"incr_ratio": 7.0},
                   "csv", "file:///tmp/a"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
@@ -340,11 +341,11 @@ NEVER = {
     "runtime.rank", "runtime.world_size",
     "runtime.cpu_threads", "model.pretrained", "model.initialization", "parallel.shard_units",
     "data.dataset_dir", "data.datasets", "data.val_targets", "data.val_dir", "data.num_workers",
-    "data.loader", "data.cache", "data.cache_bytes", "data.cache_decoded", "data.cache_dir",
-    "data.image_column", "data.label_column", "data.label_map", "data.class_depth", "data.landmarks",
+    "data.loader", "data.cache", "data.cache_bytes", "data.cache_dir",
+    "data.format_arguments", "data.landmarks",
     "speed.fold_batch_norm", "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
-    "train.loggers", "train.log_gradient_norm", "train.log_images", "train.limit_test_batches",
-    "train.fast_dev_run", "train.max_time", "train.check_shape", "train.check_content", "runtime.quiet",
+    "train.loggers", "train.callbacks", "train.limit_test_batches",
+    "train.fast_dev_run", "train.max_time", "runtime.quiet",
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",

@@ -149,7 +149,7 @@ def test_text_lists_are_val_targets_like_bin_files(faces, checkpoint, tmp_path):
 
 
 def test_a_run_evaluates_and_draws_a_text_list(faces, tmp_path):
-    settings = {"set_val_targets": "pairs.txt", "set_with_test": True, "set_log_images": True}
+    settings = {"set_val_targets": "pairs.txt", "set_with_test": True, "set_callbacks": "images"}
     result = entry(faces, tmp_path, set_monitor="pairs.txt accuracy", **settings).train()
     assert result.best_model_score == result.evaluation["pairs.txt"].accuracy
     assert len(list((tmp_path / "pictures").glob("*hardest*.png"))) == 1

@@ -55,12 +55,35 @@ def test_the_lines_of_the_docs_restore_the_training_of_plsc_0_1(tmp_path):
     assert (dropout.p, linear.in_features, linear.out_features) == (0.4, 512 * 7 * 7, 512)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.path)
+MAPPINGS = {
+    "head.loss_arguments": (("adaface",), {"h": 0.4}),
+    "data.format_arguments": (("folder",), {"class_depth": 2}),
+    "data.augmentation": ((), {"crop_padding": 2, "colour_jitter": [0.1, 0.2, 0.3]}),
+    "optim.schedule_arguments": (("cosine",), {"cycles": 2}),
+    "precision.scaling_arguments": (("always",), {"incr_ratio": 3.0}),
+}
+
+
+@pytest.mark.parametrize("spec", [one for one in SPECS if one.argument[0] == "*"], ids=lambda spec: spec.path)
+def test_every_mapping_is_set_beside_what_takes_it_and_checked_at_the_call(spec):
+    first, arguments = MAPPINGS[spec.path]
+    ins = Entry()
+    getattr(ins, spec.setter)(*first, **arguments)
+    assert ins.options.get(spec.path) == arguments
+    for wrong in ({"nosuch": 1}, {next(iter(arguments)): -3}):
+        with pytest.raises(OptionError):
+            getattr(ins, spec.setter)(*first, **wrong)
+    assert ins.options.get(spec.path) == arguments
+    getattr(ins, spec.setter)(*first)
+    assert ins.options.get(spec.path) is None
+
+
+@pytest.mark.parametrize("spec", [one for one in SPECS if one.argument[0] != "*"], ids=lambda spec: spec.path)
 def test_every_option_has_a_typed_setter_that_sets_it_and_a_meaning(spec):
     method = getattr(Entry, spec.setter)
     _, (name, parameter), *others = inspect.signature(method).parameters.items()
     assert all(one.default is None or one.kind is inspect.Parameter.VAR_KEYWORD for _, one in others)
-    assert name == spec.argument
+    assert name == spec.argument.partition(",")[0]
     assert parameter.annotation is not inspect.Parameter.empty
     assert len(spec.meaning) > 5
     ins = Entry()

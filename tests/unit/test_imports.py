@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A package may import from packages before it in this list, and from itself.
 LEVELS = [
-    {"seeds", "spans"},
+    {"seeds", "spans", "names"},
     {"errors"},
     {"config", "inputs", "terminal"},
     {"parallel", "storage"},

@@ -1,6 +1,6 @@
 """The class map of a checkpoint: ``classes.tsv``, with a line ``old<TAB>new`` per remaining class.
 
-`set_label_map` accepts the same format.
+The format argument label_map accepts the same file.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
             return lower[name]
     raise OptionError(
         f"no column has one of the usual names of {what}s; the columns are: {shown}; "
-        f"name the right one with set_{what}_column()"
+        f"name the right one with the format argument {what}_column"
     )
 
 

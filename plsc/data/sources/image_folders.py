@@ -242,10 +242,10 @@ def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int
     if nested:
         choices = range(1, min(5, _depth(shallowest)) + 1)
         classes = {n: len(_folders_at(counts, n)) for n in choices}
-        there = [f"set_class_depth({n}) gives {count} classes" for n, count in classes.items()]
+        there = [f"class_depth {n} gives {count} classes" for n, count in classes.items()]
         raise DataError(
             f"{len(nested)} of the {classes[1]} class folders of {root} contain further folders with images; "
-            f"{', '.join(there)}"
+            f"set the format argument class_depth: {', '.join(there)}"
         )
     return 1
 

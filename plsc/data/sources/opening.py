@@ -122,7 +122,7 @@ def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[st
         return True
     raise DataError(
         f"{folder} has {filled} folders of images and {base_name(found)}, a dataset of {classes} classes; "
-        "give the path of the file, or call set_class_depth(1) for the folders"
+        "give the path of the file, or set the format argument class_depth to 1 for the folders"
     )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from plsc.checkpoint import Manifest, Retention, Snapshot, list_checkpoints, save_checkpoint
 from plsc.checkpoint.manifest import role_of_key
-from plsc.checkpoint.retention import mode_of, prune
+from plsc.checkpoint.retention import prune
 from plsc.errors import OptionError
 from plsc.parallel.world import World
 from plsc.storage.store import Store
@@ -34,11 +34,10 @@ def test_the_latest_and_the_protected_checkpoints_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("retention", "kept"),
     [
-        (Retention(1, 1, "loss", "min"), ["3", "5"]),
-        (Retention(1, 2, "loss", "min"), ["1", "3", "5"]),  # among equals the oldest
-        (Retention(1, 2, "lfw accuracy", "max"), ["2", "5"]),  # only one has it
-        (Retention(0, 1, "loss", "max"), ["4"]),
-        (Retention(1, -1, "loss", "min"), ["1", "2", "3", "4", "5"]),
+        (Retention(1, 1, "loss"), ["3", "5"]),
+        (Retention(1, 2, "loss"), ["1", "3", "5"]),  # among equals the oldest
+        (Retention(1, 2, "lfw accuracy"), ["2", "5"]),  # only one has it
+        (Retention(1, -1, "loss"), ["1", "2", "3", "4", "5"]),
         (Retention(1, 3, None), ["5"]),
     ],
 )
@@ -59,14 +58,7 @@ def test_metrics_that_are_not_numbers_are_ignored(tmp_path):
     assert Retention(1, 1, "loss").ranking(found) == [("2", 5.0)]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"last": 0}, {"last": -2}, {"top": -2}, {"mode": "best"}, {"last": 0, "top": 1}]
-)
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"last": -2}, {"top": -2}, {"last": 0, "top": 1}])
 def test_settings_that_keep_nothing_or_are_invalid_are_refused(wrong):
     with pytest.raises(OptionError, match=r"keep|kept|expected"):
         Retention(**wrong)
-
-
-def test_by_default_a_low_loss_and_high_other_metrics_are_best():
-    asked = [("auto", "loss"), ("auto", "lfw accuracy"), ("max", "loss"), ("min", "lfw accuracy")]
-    assert [mode_of(*one) for one in asked] == ["min", "max", "max", "min"]

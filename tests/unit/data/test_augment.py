@@ -14,7 +14,9 @@ from plsc.seeds import hash_key, splitmix64
 
 IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PICTURE = np.array(smooth_picture(3, 40, 36))
-EVERYTHING = Augmentation(flip=True, crop_padding=3, low_resolution=0.5, colour=(0.4, 0.3, 0.5), erase=0.5)
+EVERYTHING = Augmentation(
+    flip=True, crop_padding=3, low_resolution=0.5, colour_jitter=(0.4, 0.3, 0.5), random_erasing=0.5
+)
 
 
 def augmented(image: np.ndarray, augmentation: Augmentation, sample: int, epoch: int = 0):
@@ -89,7 +91,7 @@ def test_a_crop_beyond_the_image_is_black():
 
 
 def test_erasing_makes_one_rectangle_grey_in_the_requested_fraction_of_images():
-    augmentation = Augmentation(flip=False, erase=0.3)
+    augmentation = Augmentation(flip=False, random_erasing=0.3)
     changed = 0
     for sample in range(400):
         result = augmented(PICTURE * 0 + 9, augmentation, sample)
@@ -114,10 +116,10 @@ def test_low_resolution_removes_detail_and_keeps_the_mean():
 
 def test_colours_change_within_the_given_factors():
     flat = np.full((8, 8, 3), 100, dtype=np.uint8)
-    values = [augmented(flat, Augmentation(False, colour=(0.2, 0, 0)), i)[0, 0, 0] for i in range(99)]
+    values = [augmented(flat, Augmentation(False, colour_jitter=(0.2, 0, 0)), i)[0, 0, 0] for i in range(99)]
     assert 80 <= min(values) < 90
     assert 110 < max(values) <= 120
-    grey = [augmented(PICTURE, Augmentation(False, colour=(0, 0, 1.0)), i) for i in range(50)]
+    grey = [augmented(PICTURE, Augmentation(False, colour_jitter=(0, 0, 1.0)), i) for i in range(50)]
     spread = [float(np.ptp(image.astype(int), axis=2).mean()) for image in grey]
     assert min(spread) < 0.3 * max(spread)
 
@@ -131,7 +133,7 @@ def test_gray_images_are_augmented_too():
 
 def test_floats_are_cropped_and_erased_but_not_coloured():
     floats = ((PICTURE - 127.5) / 128).astype(np.float32)
-    cut = Augmentation(True, crop_padding=3, erase=1.0)
+    cut = Augmentation(True, crop_padding=3, random_erasing=1.0)
     result = augmented(floats, cut, 1)
     expected = (augmented(PICTURE, cut, 1) - 127.5) / 128
     assert np.abs(result - expected).max() < 0.01

@@ -54,10 +54,10 @@ def test_nested_class_folders_are_refused_with_the_classes_at_each_depth(alphabe
         open_source(alphabets)
     assert str(caught.value) == (
         f"2 of the 2 class folders of {alphabets} contain further folders with images; "
-        "set_class_depth(1) gives 2 classes, set_class_depth(2) gives 5 classes"
+        "set the format argument class_depth: class_depth 1 gives 2 classes, class_depth 2 gives 5 classes"
     )
     (alphabets / "latin" / "0.png").write_bytes(b"directly in a folder: depth 2 is none")
-    with pytest.raises(DataError, match=r"set_class_depth\(1\) gives 2 classes$"):
+    with pytest.raises(DataError, match=r"class_depth 1 gives 2 classes$"):
         open_source(alphabets)
 
 

@@ -249,7 +249,9 @@ def test_a_dead_worker_gives_a_one_line_error():
     assert "\n" not in str(caught.value)
 
 
-EVERYTHING = Augmentation(crop_padding=2, low_resolution=0.5, colour=(0.3, 0.3, 0.3), erase=0.5)
+EVERYTHING = Augmentation(
+    crop_padding=2, low_resolution=0.5, colour_jitter=(0.3, 0.3, 0.3), random_erasing=0.5
+)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING[1:])

@@ -99,7 +99,7 @@ def test_class_folders_next_to_a_file_are_the_dataset_unless_the_file_is_one_too
     (folder / "notes.csv").write_text("path,label\na/1.jpg,1\nb/1.jpg,0\n")
     with pytest.raises(
         DataError,
-        match=r"2 folders of images and notes\.csv, a dataset of 2 classes; give .*set_class_depth\(1\)",
+        match=r"2 folders of images and notes\.csv, a dataset of 2 classes; give .*class_depth to 1",
     ):
         open_source(folder)
     assert open_source(folder, class_depth=1).labels().tolist() == [0, 1]

@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import plsc.heads
-from plsc.config.head import LOSS_TYPES
 from plsc.errors import OptionError
 from plsc.heads.geometry import COSINE_LIMIT
 from plsc.heads.margins import MARGINS, build_margin
@@ -403,10 +401,6 @@ def test_reference_loss_masks_classes_that_are_not_sampled_and_adds_the_regulari
         z = fewer[label]
         right += math.log(sum(map(math.exp, z))) - z[label] + 35 * (norm / 110**2 + 1 / norm)
     assert loss.item() == pytest.approx(right / 2, rel=1e-12)
-
-
-def test_names_parsed_from_the_source_equal_the_margins():
-    assert LOSS_TYPES == plsc.heads.LOSS_TYPES
 
 
 def test_the_error_for_an_unknown_margin_suggests_a_name():

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.config.model import NETWORKS
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, check_model, load_custom
 from plsc.models.iresnet import BLOCKS
 from plsc.models.neck import initialise
+from plsc.models.registry import NETWORKS
 from plsc.models.resnet import DEPTHS, ResNet
 
 ONE_OF_EACH = list({made: name for name, (made, _) in reversed(NETWORKS.items())}.values())

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.config.optim import OPTIMIZERS
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.optim.optimizers import (
+    OPTIMIZERS,
     ExpectedStates,
     build_custom,
     build_optimizer,
@@ -53,10 +53,14 @@ def steps(optimizer, parameters, count=3, factor=1.0):
         optimizer.step()
 
 
+WAYS = {"auto": None, "for_loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 MORE = {
-    "sgd": ({"momentum": 0.8, "nesterov": True}, {"momentum": 0.8, "nesterov": True}),
+    "sgd": (
+        {"momentum": 0.8, "optimizer_arguments": {"nesterov": True}},
+        {"momentum": 0.8, "nesterov": True},
+    ),
     "adam": (
-        {"betas": (0.8, 0.9), "optimizer_arguments": {"amsgrad": True}},
+        {"optimizer_arguments": {"betas": (0.8, 0.9), "amsgrad": True}},
         {"betas": (0.8, 0.9), "amsgrad": True},
     ),
     "rmsprop": (
@@ -74,7 +78,7 @@ def test_updates_equal_a_torch_optimizer_with_the_same_groups(name):
     none = {"weight_decay": 0.0} if kind.takes else {}
     mine = weights()
     groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 0.1, **none}]
-    ours = built(groups, optimizer=name.upper(), weight_decay=0.02, implementation="for_loop", **given)
+    ours = built(groups, optimizer=name.upper(), weight_decay=0.02, **given)
     theirs = weights()
     rate = 0.05 * 0.5
     hand_groups = [
@@ -98,7 +102,7 @@ def test_all_implementations_give_the_same_update_for_any_memory_layout(name, la
     results = []
     for way in ways:
         mine = weights(layout)
-        optimizer = built([{"params": list(mine)}], optimizer=name, implementation=way)
+        optimizer = built([{"params": list(mine)}], optimizer=name, optimizer_arguments=WAYS[way])
         steps(optimizer, mine)  # with contiguous gradients
         results.append(mine)
         assert way == "auto" or describe_implementation(optimizer) == f"{way} on cpu"
@@ -112,7 +116,7 @@ def test_a_parameter_may_get_its_first_gradient_late(arguments):
     results = []
     for way in ("for_loop", "fused"):
         mine = weights()
-        optimizer = built([{"params": list(mine)}], implementation=way, optimizer_arguments=arguments)
+        optimizer = built([{"params": list(mine)}], optimizer_arguments={**WAYS[way], **arguments})
         for step in range(3):
             put_gradients(mine, step)
             if step == 0:
@@ -257,15 +261,15 @@ def test_the_error_for_an_unknown_optimizer_lists_the_known_ones(name, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"betas": (0.9, 0.99)}, "optim.betas is set, but the optimizer sgd does not use it"),
-        ({"nesterov": True, "momentum": 0.0}, "needs a momentum"),
-        ({"optimizer": "a.b:c", "implementation": "fused"}, "pass foreach or fused"),
         ({"groups": ({"pattern": "fc", "momentum": -5},)}, "'fc': optim.momentum is -5; expected"),
         (
             {"groups": ({"pattern": "fc", "momentum": "x"},)},
             "'fc': optim.momentum is 'x'; expected",
         ),
-        ({"optimizer": "adam", "groups": ({"pattern": "fc", "betas": [2, 3]},)}, "less than 1"),
+        (
+            {"optimizer": "adam", "groups": ({"pattern": "fc", "weight_decay": -1},)},
+            "weight_decay is -1; expected",
+        ),
     ],
 )
 def test_unsupported_settings_raise_before_data_are_read(changes, message):
@@ -279,18 +283,18 @@ def test_unsupported_settings_raise_before_data_are_read(changes, message):
     ("changes", "message"),
     [
         (
-            {"optimizer": "radam", "implementation": "fused"},
-            "cannot create optim.optimizer radam: TypeError: RAdam.__init__() got an unexpected",
+            {"optimizer": "radam", "optimizer_arguments": {"fused": True}},
+            "has no argument 'fused'",
         ),
         (
             {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},
-            "has no argument 'epps'; known: amsgrad, decoupled_weight_decay, eps; did you mean 'eps'?",
+            "no argument 'epps'; known: amsgrad, betas, decoupled_weight_decay, eps, foreach, fused; did you",
         ),
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value: -1"),
         ({"optimizer_arguments": {"momentum": 0.5}}, "a separate option; use set_momentum(0.9)"),
         ({"optimizer_arguments": {"lr": 1}}, "arguments other than 'lr'"),
         ({"optimizer_arguments": {"weight_decay": 1}}, "arguments other than 'weight_decay'"),
-        ({"optimizer_arguments": {"fused": 1}}, "arguments other than 'fused'"),
+        ({"optimizer_arguments": {"nesterov": True}, "momentum": 0.0}, "Nesterov momentum requires"),
         ({"optimizer_arguments": {"capturable": 1}}, "arguments other than 'capturable'"),
     ],
 )

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plsc.config.optim import OPTIMIZERS, OptimOptions
+from plsc.config.optim import OptimOptions
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.dry_run import count_calls
 from plsc.models.sync_batch_norm import synchronise_batch_norm
-from plsc.optim.optimizers import build_optimizer
+from plsc.optim.optimizers import OPTIMIZERS, build_optimizer
 from plsc.parallel import backbone
 from plsc.parallel.backbone import choose_units, local_part, match_units, shard_network, sum_gradients
 from plsc.parallel.collectives import class_ranges
@@ -148,23 +148,22 @@ def sharded_groups(group) -> list[dict]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_updates_a_sharded_backbone_or_raises(group, name):
     made = []
-    for implementation in ("auto", "for_loop", "foreach", "fused"):
-        options = OptimOptions(optimizer=name, implementation=implementation)
+    flags = {"for_loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    for implementation, arguments in {"auto": None, **flags}.items():
+        options = OptimOptions(optimizer=name, optimizer_arguments=arguments)
         groups = sharded_groups(group)
         before = [p.detach().clone() for one in groups for p in one["params"]]
         try:
             optimizer = build_optimizer(options, groups, 0.1, torch.device("cpu"))
             for _ in range(2):
                 optimizer.step()
-        except (
-            OptionError,
-            NotImplementedError,
-        ):  # raised by torch in the first step; a run explains it
+        except (OptionError, NotImplementedError, RuntimeError):  # by torch's first step; a run explains it
             continue
         after = [p for one in groups for p in one["params"]]
         assert not any(local_part(a).equal(local_part(b)) for a, b in zip(after, before, strict=True))
         made.append(implementation)
-    assert made[:2] == ["auto", "for_loop"] or name == "adafactor"
+    # torch 2.14.1 has no rule for a mask of Rprop.
+    assert made[:2] == ["auto", "for_loop"] or name in ("adafactor", "rprop")
     assert ("fused" in made) == (name in ("adam", "adamw"))
 
 

@@ -40,7 +40,9 @@ def failure(dataset, folder, callback, **settings):
         {},
         {"train__micro_batches": 2},
         {"memory__checkpoint_stages": "block"},
-        {"optim__implementation": "for_loop"},  # it cannot skip an update: the loss is read before it
+        {
+            "optim__optimizer_arguments": {"foreach": False}
+        },  # it cannot skip an update: the loss is read before it
     ],
     ids=str,
 )
@@ -64,8 +66,14 @@ def test_a_late_loss_names_the_same_layer_because_a_fused_optimizer_skips_the_up
 ):
     monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
     fused, loop = (
-        failure(dataset, tmp_path / name, SpoilImage(), optim__implementation=name, train__log_period=100)
-        for name in ("fused", "for_loop")
+        failure(
+            dataset,
+            tmp_path / name,
+            SpoilImage(),
+            optim__optimizer_arguments=arguments,
+            train__log_period=100,
+        )
+        for name, arguments in (("fused", None), ("for_loop", {"foreach": False}))
     )
     assert "at step 3 " in fused
     assert "a nan or inf: block.1; samples: " in fused

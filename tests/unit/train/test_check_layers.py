@@ -59,7 +59,7 @@ def cells(rows):
 
 def test_shapes_of_a_known_network(dataset, tmp_path, capsys):
     title, rows, hooks = table(
-        dataset, tmp_path / "run", capsys, train__check_shape=True, train__micro_batches=2
+        dataset, tmp_path / "run", capsys, train__callbacks="check_shape", train__micro_batches=2
     )
     assert title == "layers in the first batch: 6 images of rank 0, micro-batch 1 of 2"
     assert cells(rows) == [
@@ -74,7 +74,7 @@ def test_shapes_of_a_known_network(dataset, tmp_path, capsys):
 
 
 def test_values_of_a_known_network(dataset, tmp_path, capsys):
-    _, rows, _ = table(dataset, tmp_path / "run", capsys, train__check_content=True)
+    _, rows, _ = table(dataset, tmp_path / "run", capsys, train__callbacks="check_content")
     rows = cells(rows)
     head = ["layer", "kind", "parameters", "output", "mean", "std", "zeros", "nan or inf", "first values"]
     assert rows[0] == head
@@ -85,6 +85,6 @@ def test_values_of_a_known_network(dataset, tmp_path, capsys):
 
 
 def test_a_compiled_network_is_refused(dataset, tmp_path):
-    options = options_of(dataset, tmp_path, train__check_shape=True, speed__compile=True)
-    with pytest.raises(OptionError, match=r"speed\.compile cannot be used with train\.check_shape"):
+    options = options_of(dataset, tmp_path, train__callbacks="check_shape", speed__compile=True)
+    with pytest.raises(OptionError, match=r"speed\.compile cannot be used with train\.callbacks check_shape"):
         train(options, WORLD, Known)

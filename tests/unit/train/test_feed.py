@@ -68,10 +68,10 @@ def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(data
 def test_the_augmentation_of_the_options_reaches_the_images(dataset):
     plain = next(feed(dataset, data__flip=False).loader.epoch(0)).images
     for setting in (
-        {"data__crop_padding": 2},
-        {"data__colour_jitter": (0.5, 0.5, 0.5)},
-        {"data__low_resolution": 1.0},
-        {"data__random_erasing": 1.0},
+        {"data__augmentation": {"crop_padding": 2}},
+        {"data__augmentation": {"colour_jitter": (0.5, 0.5, 0.5)}},
+        {"data__augmentation": {"low_resolution": 1.0}},
+        {"data__augmentation": {"random_erasing": 1.0}},
     ):
         assert not torch.equal(next(feed(dataset, data__flip=False, **setting).loader.epoch(0)).images, plain)
 
@@ -98,7 +98,6 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
         data__cache=where,
         data__cache_bytes=10**6,
         data__cache_dir=str(tmp_path),
-        data__cache_decoded=True,
     )
     list(made.loader.epoch(0))
     assert made.notes[-1].endswith(
@@ -106,7 +105,7 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
     )  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
-    assert source.cache.used >= 20 * 16 * 16 * 3
+    assert source.cache.used > 0
     plain = feed(dataset)
     for ours, theirs in zip(made.loader.epoch(1), plain.loader.epoch(1), strict=True):
         assert torch.equal(ours.final_images(), theirs.final_images())
@@ -138,8 +137,8 @@ def test_a_label_that_makes_far_more_classes_than_images_is_taken_for_a_slip(tmp
         feed(dataset)
 
 
-def reader(*shard):
-    for value in range(12)[slice(*shard, None) if not shard else slice(shard[0], None, shard[1])]:
+def reader():
+    for value in range(12):
         yield np.full((3, 16, 16), value, dtype=np.float32), value % 4
 
 
@@ -149,8 +148,6 @@ def test_a_generator_reader_runs_ahead_in_a_process(dataset):
     inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
     for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images)
-    sharded = feed(dataset, reader=reader, head__class_num=4, data__reader_shards_itself=True)
-    assert len(list(sharded.loader.epoch(0))) == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -286,13 +283,13 @@ class Nothing:
 
 def test_augmentation_switched_off_leaves_images_alone():
     options = Options()
-    for name, value in {
+    arguments = {
         "crop_padding": 4,
         "colour_jitter": (0.1, 0.2, 0.3),
         "low_resolution": 0.5,
         "random_erasing": 0.5,
-    }.items():
-        options.set(f"data.{name}", value)
+    }
+    options.set("data.augmentation", arguments)
     switched = make_recipe(options, None, 10).augmentation
     assert all(vars(switched).values())  # every kind is on, a new one must be added above
     options.set_together(NO_AUGMENTATION)

@@ -154,7 +154,7 @@ def test_a_wrong_example_is_refused(example):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__crop_padding": 2}, "data.crop_padding is only for images"),
+        ({"data__augmentation": {"crop_padding": 2}}, "data.augmentation is only for images"),
         ({"data__cache": "memory"}, "data.cache is only for images"),
     ],
 )
@@ -208,7 +208,7 @@ def test_sparse_gradients_are_unscaled_clipped_and_measured_as_dense_ones(tmp_pa
     norms = []
     for is_sparse in (True, False):
         folder = tmp_path / str(is_sparse)
-        chosen = options(folder, train__log_gradient_norm=True, **more)
+        chosen = options(folder, train__callbacks="gradient_norm", **more)
         train(chosen, WORLD, lambda is_sparse=is_sparse: Words(is_sparse), user)
         lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
         norms.append([line["gradient_norm"] for line in lines if "gradient_norm" in line])

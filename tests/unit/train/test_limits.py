@@ -176,10 +176,16 @@ def test_several_data_sets_resume_with_a_larger_limit(dataset, tmp_path):
     assert run(set_train_epochs=3, **last) == 2 + 6 + 6
 
 
-@pytest.mark.parametrize("more", [{}, {"optim__schedule": f"{__name__}:frozen"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"optim__schedule": f"{__name__}:frozen", "optim__schedule_arguments": None}]
+)
 def test_a_run_whose_remaining_steps_have_rate_zero_says_so_and_makes_none(dataset, tmp_path, capsys, more):
     folder = tmp_path / "run"
-    schedule = {"train__batch_size": 4, "optim__schedule": "cosine", "optim__decay_steps": 6}
+    schedule = {
+        "train__batch_size": 4,
+        "optim__schedule": "cosine",
+        "optim__schedule_arguments": {"steps": 6},
+    }
     train(options_of(dataset, folder, **schedule, train__epochs=1), WORLD)
     before = files(folder)
     again = {**schedule, "train__epochs": 3, "checkpoint__load_dir": "last", **more}
@@ -222,7 +228,7 @@ class Seen(Callback):
 def test_overfitting_trains_on_the_same_images_of_several_classes_in_every_epoch(dataset, tmp_path):
     ins = entry(dataset, tmp_path / "run", set_train_batch_size=4, set_train_epochs=3)
     ins.set_overfit_batches(2)
-    ins.set_crop_padding(2)
+    ins.set_augmentation(crop_padding=2)
     seen = Seen()
     ins.add_callback(seen)
     assert ins.train().steps == 6
@@ -269,7 +275,7 @@ def test_a_fast_run_makes_one_step_and_leaves_no_file(dataset, tmp_path, monkeyp
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     fast = {"set_fast_dev_run": True, "set_with_test": True, "set_test_batch_size": 20, "set_train_epochs": 5}
-    fast |= {"set_log_images": True}
+    fast |= {"set_callbacks": "images"}
     result = entry(dataset, tmp_path / "run", **fast).train()
     assert (result.steps, result.checkpoint, result.evaluation["lfw"].pairs) == (1, None, 10)
     assert not (tmp_path / "run").exists()

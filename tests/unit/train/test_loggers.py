@@ -118,7 +118,7 @@ def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(datas
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train_and_resume(dataset, tmp_path, "tensorboard", set_log_images=True, set_log_gradient_norm=True)
+    train_and_resume(dataset, tmp_path, "tensorboard", set_callbacks="images,gradient_norm")
     board = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
     for name in ("loss_step", "mean_loss", "lr", "images_per_second", "data_seconds", "gradient_norm"):
         assert [one.step for one in board.Scalars(name)] == list(range(1, 3 * STEPS + 1)), name
@@ -134,7 +134,7 @@ def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(da
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.chdir(tmp_path)
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    train_and_resume(dataset, tmp_path / "run", "mlflow", set_log_images=True)
+    train_and_resume(dataset, tmp_path / "run", "mlflow", set_callbacks="images")
     client = mlflow.MlflowClient()
     (run,) = client.search_runs(["0"])
     assert (run.info.status, run.data.params["train.batch_size"]) == ("FINISHED", "10")
@@ -154,7 +154,7 @@ def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint.upload_dir", "s3://me:geheim@host/runs"])
-    train_and_resume(dataset, tmp_path, "wandb", set_log_images=True)
+    train_and_resume(dataset, tmp_path, "wandb", set_callbacks="images")
     wandb.teardown()  # its process then has written everything
     records = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(records) == 2
@@ -170,7 +170,7 @@ def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
 
 def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
     mine = Remember()
-    train(dataset, tmp_path, "jsonl", mine, set_log_images=True)
+    train(dataset, tmp_path, "jsonl", mine, set_callbacks="images")
     assert mine.is_closed
     assert mine.entries == lines_of(tmp_path)
     only_mine = Remember()
@@ -181,7 +181,7 @@ def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
 
 def test_pictures_show_the_batch_after_augmentation(dataset, tmp_path):
     batches = []
-    ins = entry(dataset, tmp_path, set_log_images=True, set_with_test=True)
+    ins = entry(dataset, tmp_path, set_callbacks="images", set_with_test=True)
     ins.add_callback(lambda context: batches.append(context.batch.final_images()), "batch_start")
     ins.train()
     pixels = np.asarray(Image.open(tmp_path / "pictures" / "batch_0.png"))
@@ -247,9 +247,9 @@ def test_a_generator_of_unknown_length_logs_its_first_and_last_step_and_gets_adv
         ins = entry(
             dataset, folder, set_train_epochs=2, set_train_batch_size=4, set_log_period=200, **settings
         )
+        reader.shards_itself = shards_itself
         ins.train_reader = reader
         ins.set_class_num(4)
-        ins.set_reader_shards_itself(shards_itself)
         messages.clear()
         ins.train()
         return {line["step"]: line for line in lines_of(folder) if "loss" in line}

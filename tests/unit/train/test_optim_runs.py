@@ -54,7 +54,6 @@ KINDS = {
             "optim__schedule": f"{__name__}:falling",
             "optim__warmup_steps": 2,
             "head__weight_decay": 0.01,
-            "optim__nesterov": True,
             "model__initialization": ({"pattern": "conv.weight", "rule": "orthogonal"},),
         },
         None,
@@ -62,7 +61,7 @@ KINDS = {
     "dense nadam": (
         {
             "optim__optimizer": "nadam", "head__loss_type": "arcface", "head__lr_factor": 0.1,
-            "optim__schedule": "cosine", "optim__cosine_cycles": 2, "optim__clip_norm": 1.0,
+            "optim__schedule": "cosine", "optim__schedule_arguments": {"cycles": 2}, "optim__clip_norm": 1.0,
         },
         None,
     ),
@@ -165,7 +164,7 @@ def test_another_implementation_is_announced(dataset, tmp_path, capsys):
     settings = {"train__epochs": 1, "train__batch_size": 4}
     train(options_of(dataset, tmp_path / "run", **settings), WORLD)
     options = options_of(dataset, tmp_path / "next", checkpoint__load_dir=str(tmp_path / "run/0"))
-    options.set("optim.implementation", "for_loop")
+    options.set("optim.optimizer_arguments", {"foreach": False, "fused": False})
     options.set("train.epochs", 2)
     train(options, WORLD)
     said = "the optimizer step is computed by for_loop on cpu, but by fused on cpu in the checkpoint"

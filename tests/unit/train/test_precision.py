@@ -26,13 +26,20 @@ from tests.resuming import different, options_of, saved_at, tensors_of, train
 
 WORLD = World.single()
 STEPS = 10
-SCALED = {"precision__loss_scaling": "always", "precision__init_loss_scaling": 64.0}
-RISING = {**SCALED, "precision__incr_every_n_steps": 2}
+
+
+def scaled(init_loss_scaling=64.0, **more):
+    arguments = {"init_loss_scaling": init_loss_scaling, **more}
+    return {"precision__loss_scaling": "always", "precision__scaling_arguments": arguments}
+
+
+SCALED = scaled()
+RISING = scaled(incr_every_n_steps=2)
 HEADS = {
-    "dense": {"head__loss_type": "curricularface", "optim__clip_norm": 0.5, "optim__clip_scope": "all"},
+    "dense": {"head__loss_type": "curricularface", "optim__clip_norm": 0.5},
     "sampled": {
         "head__loss_type": "dist_adaface", "head__sample_ratio": 0.5, "train__micro_batches": 2,
-        "optim__clip_norm": 0.5, "optim__clip_scope": "all", "head__row_dtype": "bfloat16",
+        "optim__clip_norm": 0.5, "head__row_dtype": "bfloat16",
     },
     "several": {"head__loss_type": "dist_magface"},
 }  # fmt: skip
@@ -83,12 +90,12 @@ def test_a_scale_changes_no_bit_of_what_is_learnt_and_a_skipped_step_none_of_wha
 STOPS = {
     "a loss that is nan though nothing overflowed": (SCALED, "...l", "the loss is nan at step 3"),
     "an overflow in the forward pass with nothing left to scale down": (
-        {**SCALED, "precision__init_loss_scaling": 1.0}, "..e", "the loss is nan at step 2",
+        scaled(1.0), "..e", "the loss is nan at step 2",
     ),
     "an overflow without scaling": ({}, ".e", "the loss is nan at step 1"),
     "an overflow in bfloat16": ({"precision__mode": "bfloat16"}, ".e", "the loss is nan at step 1"),
     "overflows without end": (
-        {**SCALED, "precision__init_loss_scaling": 2.0, "train__epochs": 4}, "." + "g" * 30,
+        {**scaled(2.0), "train__epochs": 4}, "." + "g" * 30,
         f"{MOST_SKIPS} steps in a row had .* loss scale of 1, which cannot be lower than 1",
     ),
 }  # fmt: skip
@@ -298,8 +305,8 @@ def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(datase
         monkeypatch.setattr(module, "training_mode", lambda options, device: options.precision.mode)
     small = {"model__name": "SmallResNet", "model__emb_size": 32}
     settings = {
-        "precision__mode": "float16", "precision__init_loss_scaling": 2.0**18, "train__epochs": 2,
-        "precision__decr_every_n_nan_or_inf": 1,
+        "precision__mode": "float16", "train__epochs": 2,
+        "precision__scaling_arguments": {"init_loss_scaling": 2.0**18, "decr_every_n_nan_or_inf": 1},
     }  # fmt: skip
     train(options(dataset, tmp_path / "float32", **small, train__steps=1), WORLD, lambda: None)
     train(options(dataset, tmp_path / "float16", **small, **settings), WORLD, lambda: None)

@@ -24,6 +24,7 @@ def options(dataset, save_dir, **changes):
     made = options_of(dataset, save_dir, train__batch_size=6, **changes)
     for path in {"optim.lr", "optim.warmup_steps"} - {name.replace("__", ".") for name in changes}:
         made.values.pop(path, None)
+        made.origins.pop(path, None)
     return made
 
 

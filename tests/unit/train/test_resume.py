@@ -14,9 +14,9 @@ from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.train.adopt import resolve_run
 from plsc.train.build import UserParts
 from plsc.train.directories import open_load_dir, open_to_resume
+from plsc.train.settle import settle
 from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
@@ -64,10 +64,15 @@ class NoisyDataset(torch.utils.data.Dataset):
         return torch.from_numpy(image) + torch.rand(3, 1, 1), label
 
 
+def sharding_itself(reader):
+    reader.shards_itself = True
+    return reader
+
+
 def kinds_of_data(dataset):
     reader, samples = shuffling_reader(dataset), NoisyDataset(dataset)
     return {
-        "global": ({"train__test_period": 2, "data__colour_jitter": (0.3, 0.3, 0.3)}, None),
+        "global": ({"train__test_period": 2, "data__augmentation": {"colour_jitter": (0.3, 0.3, 0.3)}}, None),
         "block, threads": (
             {
                 "data__order": "block", "data__block_samples": 2, "data__pool_samples": 6,
@@ -84,13 +89,13 @@ def kinds_of_data(dataset):
             None,
         ),
         "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
-        "dataset": ({"data__crop_padding": 2}, samples),
+        "dataset": ({"data__augmentation": {"crop_padding": 2}}, samples),
         # Its steps end with an epoch, whose length only an epoch seen to its end has told.
         "generator": ({"head__class_num": 6, "train__steps": 10, "train__epochs": 9}, reader),
         "generator ahead": ({"head__class_num": 6, "data__num_workers": 1}, reader),
         "generator that shards itself": (
-            {"head__class_num": 6, "data__reader_shards_itself": True},
-            lambda rank, ranks: reader(),
+            {"head__class_num": 6},
+            sharding_itself(lambda rank, ranks: reader()),
         ),
         "micro-batches": ({"train__micro_batches": 2}, None),
     }  # fmt: skip
@@ -165,7 +170,7 @@ def kept(trained, ranks, saved_on=4, **settings):
     manifest = manifest_of(
         trained, world_size=saved_on, scalars=scalars, options={"train": {"batch_size": 8}}
     )
-    config = resolve_run(options, (trained / "1", manifest), ranks)
+    config = settle(options, (trained / "1", manifest), ranks)
     total = config.train.global_batch_size or config.train.batch_size * ranks
     return total, [line for line in config.differences if line.startswith("ranks")]
 
@@ -192,7 +197,7 @@ def test_options_that_would_change_the_global_batch_are_refused(trained):
         kept(trained, 33)
     damaged = manifest_of(trained, scalars={"global_batch": "many"}, options={})
     with pytest.raises(CheckpointError, match="global batch"):
-        resolve_run(Options(), (trained / "1", damaged), 2)
+        settle(Options(), (trained / "1", damaged), 2)
 
 
 def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(trained):

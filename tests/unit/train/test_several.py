@@ -68,7 +68,7 @@ CASES = {
     "all at once": {
         "head__sample_ratio": 0.5, "head__optimizer": "adamw", "head__lr_factor": 0.01,
         "head__sub_centers": 2, "head__margin_warmup_steps": 9,
-        "optim__clip_norm": 0.5, "optim__clip_scope": "all", "data__order": "block", "data__num_workers": 1,
+        "optim__clip_norm": 0.5, "data__order": "block", "data__num_workers": 1,
         "data__block_samples": 2, "data__pool_samples": 4, "data__cache": "memory",
     },
     "micro-batches": {"train__micro_batches": 2, "head__row_dtype": "bfloat16", "head__offload": True},
@@ -315,7 +315,7 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
     refused("'rank_files' cannot be used with several", data__order="rank_files")
     refused("last_batch 'keep'", data__last_batch="keep")
     refused("both train_reader and data.datasets", reader=lambda: iter(()))
-    refused("dataset glyphs: head.sample_ratio .* cosface is not sharded", values={
+    refused("dataset glyphs: head.sample_ratio .* only if class weights are sharded", values={
         "loss_type": "cosface", "sample_ratio": 0.5})  # fmt: skip
     refused("dataset glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})
     refused(r"dataset glyphs: label 3 .* outside 0\.\.2", DataError, values={"class_num": 3})
@@ -326,7 +326,7 @@ def test_the_length_of_an_epoch_can_be_set_over_several_data_sets_only(sets, tmp
     made = options(sets, tmp_path, train__epoch_steps=3)
     assert build_run(made, WORLD, UserParts(Drawing())).total_steps == 6
     made.set("data.datasets", [])
-    with pytest.raises(OptionError, match="epoch_steps is only for several datasets"):
+    with pytest.raises(OptionError, match=r"epoch_steps is 3, .* only if there are several datasets"):
         build_run(made, WORLD, UserParts(Drawing()))
 
 

@@ -51,21 +51,17 @@ def test_the_loss_and_all_gradients_are_the_textbooks_over_each_heads_images():
     before = [p.detach().clone() for p in joint.parameters()]
     output = joint(x, labels, with_accuracy=True, with_gauge=True)
     output.loss.backward()
-    norm = float(rows.gradient_norm())
-    rows.step(clip=0.5)
+    rows.step()
     torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=0)
     assert output.batch == 9
     for name, mean in means.items():
         torch.testing.assert_close(output.parts[name].mean_loss, mean.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(x.grad, wanted[0], rtol=1e-10, atol=1e-14)
-    sharded = 0.0
     for (key, parameter), old, gradient in zip(joint.named_parameters(), before, wanted[1:], strict=True):
         if "glyphs" in key:  # all its rows are here, for a torch optimizer
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
             continue
-        sharded += float(gradient.square().sum())
-        torch.testing.assert_close(parameter.detach(), old - LR * 0.5 * gradient)
-    assert norm == pytest.approx(sharded**0.5)
+        torch.testing.assert_close(parameter.detach(), old - LR * gradient)
     hits = sum(float(part.accuracy) * part.batch for part in output.parts.values())
     assert float(output.accuracy) == pytest.approx(hits / 9)
     faces = labels < 7

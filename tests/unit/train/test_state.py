@@ -9,10 +9,10 @@ from torch import nn
 
 from plsc.checkpoint.manifest import OPTIMIZER, TensorInfo, role_of_key
 from plsc.checkpoint.save import info_of
-from plsc.config.optim import OPTIMIZERS as BY_NAME
 from plsc.config.optim import OptimOptions
 from plsc.errors import CheckpointError
 from plsc.heads import build_head
+from plsc.optim.optimizers import OPTIMIZERS as BY_NAME
 from plsc.optim.optimizers import build_optimizer
 from plsc.train.state import collect_numbers, collect_tensors, make_state
 from tests.devices import GPU

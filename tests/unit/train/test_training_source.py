@@ -30,8 +30,9 @@ def cache(tmp_path, monkeypatch) -> None:
 def options_of(location: object, **more: str) -> Options:
     options = Options()
     options.set("data.dataset_dir", str(location))
-    for name, value in more.items():
-        options.set(f"data.{name}", value)
+    for name in more.keys() & {"bad_images"}:
+        options.set(f"data.{name}", more.pop(name))
+    options.set("data.format_arguments", more)
     return options
 
 

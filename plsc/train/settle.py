@@ -1,4 +1,4 @@
-"""Take options from a checkpoint into a configuration, and validate them before memory is allocated."""
+"""Settle the options of a run once: what was set, what its checkpoint decides, and defaults."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from plsc.checkpoint.load import check_files
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, HEADS_KEY, Checker
 from plsc.config import Config, Options, find_option
 from plsc.config.data import is_name
+from plsc.config.options import CHECKPOINT
 from plsc.data.order import is_limited
 from plsc.errors import CheckpointError, OptionError
 from plsc.models import BaseModel, build_model
@@ -28,26 +29,39 @@ _LIMITS = re.compile(r"train\.(limit_train|overfit)_batches:")
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
 
 
-def resolve_run(
+def settle(
     options: Options, checkpoint: OpenedCheckpoint | None, ranks: int, model: BaseModel | None = None
 ) -> Config:
-    """Return the configuration of a run, with the options of the checkpoint that it resumes, if any.
+    """Return the configuration of a run: what was set, what its checkpoint decides, and defaults.
 
-    model: the network that the script set, if any. Raises OptionError, and CheckpointError for a checkpoint
-    that is damaged or belongs to other datasets.
+    What depends on the data (classes, steps and learning rate) is filled in by `build_run`. model: the
+    network that the script set, if any. Raises OptionError, and CheckpointError for a checkpoint that is
+    damaged or belongs to other datasets.
     """
     if checkpoint is None:
-        return with_margin(options.resolve())
-    path, manifest = checkpoint
-    config = adopt(options, path, manifest, model, "run")
-    _check_data_sets(config, path, manifest)
+        config = options.resolve()
+    else:
+        path, manifest = checkpoint
+        config = adopt(options, path, manifest, model, "run")
+        _check_data_sets(config, path, manifest)
+        config = _keep_global_batch(_keep_epochs(config, manifest), path, manifest, ranks)
+    if number := int(config.train.fast_dev_run):
+        step = 0 if checkpoint is None else checkpoint[1].step
+        config = config.changed({"train.steps": step + number, "train.limit_val_batches": number})
+    return with_margin(config)
+
+
+def _keep_epochs(config: Config, manifest: Manifest) -> Config:
+    """Return the configuration with the checkpoint's steps per epoch, for several datasets.
+
+    Even if datasets change, the length of epochs and the schedule do not, unless options change it.
+    """
     steps = manifest.scalars.get("steps_per_epoch")
     is_free = "train.epoch_steps" not in config.explicit and not is_limited(config.train.train_limit)
     is_free = is_free and not any(_LIMITS.match(line) for line in config.differences)
-    if config.data.datasets and is_free and steps is not None:
-        # Even if datasets change, the length of epochs and the schedule do not.
-        config = config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
-    return with_margin(_keep_global_batch(config, path, manifest, ranks))
+    if not config.data.datasets or not is_free or steps is None:
+        return config
+    return config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
 
 
 def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
@@ -81,7 +95,7 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
         )
     kept = replace(
         options.changed({"train.global_batch_size": saved}),
-        adopted=options.adopted | {"train.global_batch_size"},
+        origins={**options.origins, "train.global_batch_size": CHECKPOINT},
     )
     if ranks == manifest.world_size:
         return kept

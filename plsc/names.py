@@ -1,0 +1,36 @@
+"""The names that options accept, without the modules that have what they name: those import torch.
+
+tests/unit/test_names.py compares them with the owners' tables.
+"""
+
+from __future__ import annotations
+
+NETWORKS = (
+    "ResNet18", "ResNet34", "ResNet50", "ResNet101", "ResNet152",
+    "IResNet18", "IResNet34", "IResNet50", "IResNet100", "IResNet200",
+    "SmallResNet",
+)  # fmt: skip
+"""Of plsc/models/registry.py."""
+
+MARGINS = (
+    "softmax", "normface", "arcface", "cosface", "sphereface", "combined", "adaface", "magface",
+    "curricularface",
+)  # fmt: skip
+"""Of plsc/heads/margins.py."""
+
+LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + MARGINS
+
+OPTIMIZERS = (
+    "sgd", "adam", "adamw", "rmsprop", "adadelta", "adagrad", "sparse_adam", "adamax", "nadam", "radam",
+    "asgd", "rprop", "adafactor",
+)  # fmt: skip
+"""Of plsc/optim/optimizers.py."""
+
+SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
+"""Of plsc/train/optim.py."""
+
+LOGGERS = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
+"""Of plsc/train/loggers.py."""
+
+CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content")
+"""Of plsc/train/loop.py."""
