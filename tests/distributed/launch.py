@@ -30,6 +30,14 @@ def clean_environment(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
+def run_code(code: str, *args: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python code as a script in a process of its own, and return its output. how: as of `run_ranks`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(code)
+        script.flush()
+        return run_ranks(script.name, 0, *args, **how)
+
+
 def of_torchrun(script: str | Path, ranks: int, *args: str, max_restarts: int = 0) -> list[str]:
     """Return the script and its arguments that run a script with torchrun; the script alone for 0 ranks."""
     if not ranks:
