@@ -100,9 +100,9 @@ class Hdfs:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with contextlib.suppress(OSError), urllib.request.urlopen(query, timeout=2) as answer:
-                state = json.load(answer)["beans"][0]
-                if state["NumLiveDataNodes"] == 1 and state["FSState"] == "Operational":
-                    return
+                for state in json.load(answer)["beans"]:  # none while the name node starts
+                    if state["NumLiveDataNodes"] == 1 and state["FSState"] == "Operational":
+                        return
             for node, process in self.processes.items():
                 if process.poll() is not None:
                     pytest.fail(f"the {node} ended:\n{self._log(node)}")

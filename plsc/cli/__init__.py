@@ -38,10 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # like `python script.py`: find custom modules in the working directory
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _exit)
-    with on_terminal() as terminal:
-        return _run(sys.argv[1:] if arguments is None else arguments, terminal)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _exit) if is_main else None
+    try:
+        with on_terminal() as terminal:
+            return _run(sys.argv[1:] if arguments is None else arguments, terminal)
+    finally:
+        if is_main:  # what `_exit` raises while Python ends would be printed with a traceback
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _run(words: Sequence[str], terminal: Terminal) -> int:
