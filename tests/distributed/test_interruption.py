@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -54,25 +53,15 @@ def worker_pids(process):
     return [int(pid) for pid in children]
 
 
-def is_replaced(pids, process):
-    """Return whether the launcher has all ranks again, none of them in `pids`."""
-    now = worker_pids(process)
-    return len(now) == len(pids) and not set(now) & set(pids)
-
-
-def test_killed_ranks_are_restarted_and_the_run_ends_with_the_same_bits(dataset, uninterrupted, tmp_path):
+def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_bits(dataset, uninterrupted, tmp_path):
     save_dir = tmp_path / "run"
     settings = "set_train_epochs=4", "set_checkpoint_dir='last'"
     job = start(2, str(dataset), str(save_dir), *settings, max_restarts=2)
-    killed = [0, 0]
-    for epoch, victim in enumerate((1, 0)):  # rank 0 publishes checkpoints
-        wait_for((save_dir / str(epoch)).exists, job)
-        wait_for(functools.partial(is_replaced, killed, job), job)
-        killed = worker_pids(job)
-        os.kill(killed[victim], signal.SIGKILL)
+    wait_for((save_dir / "0").exists, job)
+    os.kill(worker_pids(job)[0], signal.SIGKILL)  # rank 0 publishes checkpoints
     output = "".join(job.communicate(timeout=120))
     assert job.returncode == 0, output
-    assert output.count("at step") >= 2, output
+    assert "at step" in output, output
     assert different(save_dir / "3", uninterrupted / "3") == []
     assert losses_of(save_dir) == losses_of(uninterrupted)
     assert not list(save_dir.glob("version_*"))
