@@ -2,6 +2,8 @@
 
 import logging
 import uuid
+from collections import Counter
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -10,8 +12,29 @@ from hypothesis import settings
 from tests.hdfs_server import hdfs_server
 from tests.s3_server import s3_server, use_s3
 
+# The files that take longest, the first ones first: at the end they would leave a core idle.
+LONGEST = """
+    distributed/test_two_machines.py distributed/test_equal_ranks.py distributed/test_interruption.py
+    unit/models/test_compiled.py system/test_export_networks.py system/test_partition_spark.py
+    distributed/test_kill.py unit/heads/test_triton.py system/test_serve.py distributed/test_elastic.py
+    distributed/test_backbone_sharding.py system/test_partition.py system/test_bad_input.py
+    unit/train/test_acceleration.py contract/test_stores.py system/test_benchmarks.py unit/test_export.py
+    system/test_demo_data.py distributed/test_resume.py distributed/test_heads.py
+    distributed/test_launch.py distributed/test_saving.py system/test_classes.py system/test_docs.py
+    distributed/test_option_pairs.py distributed/test_nano.py contract/test_runs.py
+    distributed/test_words.py distributed/test_precision.py system/test_guide.py
+""".split()  # noqa: SIM905
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Start the longest files first, then those with many tests (with --no-loadscope-reorder of xdist)."""
+    places = {str(Path(__file__).parent / name): number for number, name in enumerate(LONGEST)}
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (places.get(str(item.path), len(places)), -counts[item.path], item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)

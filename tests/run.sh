@@ -21,5 +21,7 @@ if [ $# -gt 0 ]; then
 fi
 # Two files at a time, each process with one thread: tests of several ranks bring their own processes.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python -m pytest -q -n 2 --dist loadfile -m "not slow"
-python -m pytest -q -n 2 --dist loadfile -m slow --durations 25
+two=(-q -n 2 --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
+python -m pytest "${two[@]}" -m "not slow"
+mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.slow' tests)  # the others need not be collected
+python -m pytest "${two[@]}" -m slow --durations 25 "${files[@]}"

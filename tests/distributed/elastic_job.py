@@ -10,6 +10,7 @@ from torch import nn
 
 from plsc import Entry
 from plsc.models import BaseModel
+from tests.undrawn import draw_nothing
 
 DATASET, SAVE_DIR = sys.argv[1:]
 
@@ -27,6 +28,7 @@ class Net(BaseModel):
 
 
 def main() -> None:
+    draw_nothing()
     ins = Entry()
     ins.set_model(Net())
     ins.set_emb_size(16)

@@ -13,57 +13,47 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def clean_environment(**changes: str) -> dict[str, str]:
-    """Return the environment without launcher variables, with plsc importable."""
+def clean_environment(**changes: str | None) -> dict[str, str]:
+    """Return the environment without launcher variables and those that are None, with plsc importable."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     }
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+    changed = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+    return {name: value for name, value in changed.items() if value is not None}
 
 
-def command(script: str | Path, ranks: int, *args: str, max_restarts: int = 0) -> list[str]:
-    """Return the command that runs a script on a number of ranks; plain Python for 0."""
-    python = [sys.executable]
-    if ranks:
-        # --standalone picks a free port, so that tests can run in parallel.
-        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        python += [f"--max-restarts={max_restarts}"] if max_restarts else []
-    return [*python, str(script), *args]
+def run_code(code: str, *args: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python code as a script in a process of its own, and return its output. how: as of `run_ranks`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(code)
+        script.flush()
+        return run_ranks(script.name, 0, *args, **how)
 
 
-def run_torchrun(
-    script: str | Path,
-    ranks: int,
-    *args: str,
-    timeout: float = 300,
-    check: bool = True,
-    env: dict[str, str] | None = None,
-    cwd: str | Path | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run a script with torchrun (plain Python for 0 ranks) and return its output.
+def of_torchrun(script: str | Path, ranks: int, *args: str, max_restarts: int = 0) -> list[str]:
+    """Return the script and its arguments that run a script with torchrun; the script alone for 0 ranks."""
+    if not ranks:
+        return [str(script), *args]
+    # --standalone picks a free port, so that tests can run in parallel.
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    return [str(Path(__file__).with_name("torchrun.py")), *options, str(script), *args]
 
-    For tests of torchrun's features: its failure summary and restarts. With `check` a failure fails the test
-    and shows the output.
+
+def run_torchrun(script: str | Path, ranks: int, *args: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script with torchrun (plain Python for 0 ranks) and return its output. how: as of `run_ranks`.
+
+    For tests of torchrun's features: its failure summary and restarts. Only torchrun itself starts quickly.
     """
-    done = subprocess.run(
-        command(script, ranks, *args),
-        env=clean_environment(**(env or {})),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    if check:
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done
+    script, *args = of_torchrun(script, ranks, *args)
+    return run_ranks(script, 0, *args, **how)
 
 
 class Ranks:
@@ -75,7 +65,7 @@ class Ranks:
     _former: Ranks | None = None
 
     def __init__(
-        self, script: str | Path, ranks: int, *args: str, env: dict[str, str] | None = None,
+        self, script: str | Path, ranks: int, *args: str, env: dict[str, str | None] | None = None,
         cwd: str | Path | None = None,
     ) -> None:  # fmt: skip
         if Ranks._former is not None:
@@ -153,7 +143,7 @@ def run_ranks(
     *args: str,
     timeout: float = 300,
     check: bool = True,
-    env: dict[str, str] | None = None,
+    env: dict[str, str | None] | None = None,
     cwd: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on a number of ranks, or in one process for 0, and return its output.

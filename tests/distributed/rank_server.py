@@ -8,6 +8,7 @@ one that is kept open. The answers are the process group of the ranks and, at th
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -115,9 +116,15 @@ def main() -> None:
     import pytest  # noqa: F401
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
+    from PIL import Image
 
+    import plsc.cli.run
+    import plsc.entry
     import plsc.train.loop  # noqa: F401
+    import tests.undrawn  # noqa: F401 - with matplotlib, which each rank would import
 
+    Image.init()  # imports what reads each format
+    gc.freeze()  # a collection would copy the pages of all these modules in each rank
     code = run(**{name: value for name, value in serve(requests).items() if name != "ranks"})
     threading._shutdown()
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Training on 1, 2, 3 and 4 ranks with the same global batch gives the same losses and weights."""
+"""Training on 1, 3 and 4 ranks with the same global batch gives the same losses and weights."""
 
 import functools
 import json
@@ -51,11 +51,11 @@ def after(arrays, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_training_does_not_depend_on_the_number_of_ranks(outcome, case, ranks):
     one_report, one_arrays = outcome(1)
     report, arrays = outcome(ranks)
-    assert len(report[case]["losses"]) == STEPS[case]
+    assert len(report[case]["losses"]) == STEPS
     assert difference(np.array(report[case]["losses"]), np.array(one_report[case]["losses"])) < tolerance(
         case
     )
@@ -76,7 +76,7 @@ def test_training_moves_every_weight_matrix_by_at_least_one_percent(outcome, cas
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_each_rank_holds_only_the_weights_of_its_classes(outcome, ranks):
     for case, (_, loss_type, _, classes, _) in CASES.items():
         kept = outcome(ranks)[0][case]["kept"]

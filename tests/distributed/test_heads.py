@@ -5,6 +5,6 @@ import pytest
 from tests.distributed.launch import run_ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_every_head_equals_the_reference_on_uneven_shards_and_batches(ranks):
     run_ranks(Path(__file__).with_name("heads_worker.py"), ranks)

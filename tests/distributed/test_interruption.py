@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from plsc.checkpoint import list_checkpoints, read_manifest
-from tests.distributed.launch import Ranks, clean_environment, command, run_ranks
+from tests.distributed.launch import Ranks, clean_environment, of_torchrun, run_ranks
 from tests.images import write_dataset
 from tests.resuming import different, losses_of
 
@@ -28,23 +27,16 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(dataset, tmp_path_factory):
-    """Train four uninterrupted epochs on 2 and on 3 ranks; return the folders of the runs."""
-    folder = tmp_path_factory.mktemp("whole")
-    for ranks in (2, 3):
-        run_ranks(JOB, ranks, str(dataset), str(folder / f"{ranks}"), "set_train_epochs=4")
-    return {ranks: folder / f"{ranks}" for ranks in (2, 3)}
+    """Train four uninterrupted epochs on 2 ranks; return the folder of the run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(JOB, 2, str(dataset), str(folder), "set_train_epochs=4")
+    return folder
 
 
 def start(ranks, *args, max_restarts=0):
-    """Start a job in a new session, so that a signal reaches all its processes."""
-    return subprocess.Popen(
-        command(JOB, ranks, *args, max_restarts=max_restarts),
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """Start a job in a session of its own, so that a signal reaches all its processes."""
+    script, *words = of_torchrun(JOB, ranks, *args, max_restarts=max_restarts)
+    return Ranks(script, 0, *words)
 
 
 def wait_for(condition, process, seconds=120):
@@ -61,30 +53,17 @@ def worker_pids(process):
     return [int(pid) for pid in children]
 
 
-def is_replaced(pids, process):
-    """Return whether the launcher has all ranks again, none of them in `pids`."""
-    now = worker_pids(process)
-    return len(now) == len(pids) and not set(now) & set(pids)
-
-
-@pytest.mark.parametrize(("ranks", "load", "victims"), [(2, "'last'", [0]), (3, "None", [1, 0])])
-def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_bits(
-    dataset, uninterrupted, tmp_path, ranks, load, victims
-):
+def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_bits(dataset, uninterrupted, tmp_path):
     save_dir = tmp_path / "run"
-    settings = "set_train_epochs=4", f"set_checkpoint_dir={load}"
-    job = start(ranks, str(dataset), str(save_dir), *settings, max_restarts=2)
-    killed = [0] * ranks
-    for epoch, victim in enumerate(victims):  # rank 0 publishes checkpoints
-        wait_for((save_dir / str(epoch)).exists, job)
-        wait_for(functools.partial(is_replaced, killed, job), job)
-        killed = worker_pids(job)
-        os.kill(killed[victim], signal.SIGKILL)
-    output, _ = job.communicate(timeout=120)
+    settings = "set_train_epochs=4", "set_checkpoint_dir='last'"
+    job = start(2, str(dataset), str(save_dir), *settings, max_restarts=2)
+    wait_for((save_dir / "0").exists, job)
+    os.kill(worker_pids(job)[0], signal.SIGKILL)  # rank 0 publishes checkpoints
+    output = "".join(job.communicate(timeout=120))
     assert job.returncode == 0, output
-    assert output.count("at step") >= len(victims), output
-    assert different(save_dir / "3", uninterrupted[ranks] / "3") == []
-    assert losses_of(save_dir) == losses_of(uninterrupted[ranks])
+    assert "at step" in output, output
+    assert different(save_dir / "3", uninterrupted / "3") == []
+    assert losses_of(save_dir) == losses_of(uninterrupted)
     assert not list(save_dir.glob("version_*"))
 
 
@@ -94,16 +73,16 @@ def test_sigterm_saves_at_a_step_boundary_and_the_run_resumes(dataset, uninterru
     metrics = save_dir / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 6, job)
     os.kill(job.pid, signal.SIGTERM)  # torchrun forwards it to all ranks
-    output, _ = job.communicate(timeout=60)
+    output = "".join(job.communicate(timeout=60))
     assert job.returncode != 0
     assert output.count("stopped by SIGTERM after step") == 1, output
-    assert "Traceback" not in output.split("torch/distributed")[0], output
+    assert "Traceback" not in output.split("torch/distributed/elastic")[0], output
     path, manifest = list_checkpoints(save_dir)[-1]
     assert manifest.step >= 6
     settings = "set_train_epochs=4", f"set_checkpoint_dir={str(path)!r}"
     run_ranks(JOB, 2, str(dataset), str(save_dir), *settings)
-    assert losses_of(save_dir) == losses_of(uninterrupted[2])
-    assert different(save_dir / "3", uninterrupted[2] / "3") == []
+    assert losses_of(save_dir) == losses_of(uninterrupted)
+    assert different(save_dir / "3", uninterrupted / "3") == []
 
 
 def test_ctrl_c_in_one_process_saves_and_exits_with_130(dataset, tmp_path):
@@ -111,7 +90,7 @@ def test_ctrl_c_in_one_process_saves_and_exits_with_130(dataset, tmp_path):
     job = start(0, str(dataset), str(save_dir), "set_train_epochs=1000", "set_num_workers=1")
     wait_for((save_dir / "0").exists, job)
     os.killpg(job.pid, signal.SIGINT)
-    output, _ = job.communicate(timeout=60)
+    output = "".join(job.communicate(timeout=60))
     assert job.returncode == 130, output
     assert "stopped by SIGINT after step" in output.strip().splitlines()[-1]
     assert "Traceback" not in output

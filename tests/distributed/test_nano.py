@@ -15,8 +15,7 @@ from tests.distributed.launch import ROOT, run_ranks
 SCRIPT = ROOT / "demo" / "nano_plsc.py"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize(("ranks", "ratio"), [(1, 1.0), (3, 0.5)])
 def test_nano_equals_the_library_over_100_steps_and_resumes_bit_for_bit(tmp_path, ranks, ratio):
     run_ranks(Path(__file__).with_name("nano_worker.py"), ranks, str(ratio), str(tmp_path / "run"))
 

@@ -119,16 +119,6 @@ def end(machines, launchers) -> list[str]:
     return [machine.output.read_text() for machine in machines]
 
 
-@pytest.mark.parametrize("endpoint", ["machine-a:29500", "10.77.0.1:29500"])
-def test_ranks_on_two_machines_train_to_the_bits_of_one(endpoint, machines, dataset, tmp_path):
-    launchers = start(machines, endpoint, str(JOB), str(dataset), str(tmp_path / "two"))
-    texts = end(machines, launchers)
-    assert [launcher.returncode for launcher in launchers] == [0, 0], texts
-    run_ranks(JOB, 3, str(dataset), str(tmp_path / "one"))
-    assert losses_of(tmp_path / "two") == losses_of(tmp_path / "one")
-    assert different(tmp_path / "two/1", tmp_path / "one/1") == []
-
-
 def steps_of(save_dir: Path) -> int:
     return len(losses_of(save_dir)) if (save_dir / "metrics.jsonl").exists() else 0
 
@@ -145,19 +135,21 @@ def test_when_the_link_goes_down_both_sides_end_and_name_the_other(machines, dat
         assert re.match(rf"plsc: error: rank \d failed: lost the connection to .*{other} \(", last), text
 
 
-def test_with_restarts_the_run_resumes_when_the_link_is_back(machines, dataset, tmp_path):
-    job = "set_train_epochs=30", "set_timeout=10", "set_save_every_n_steps=5"
+def test_with_restarts_the_run_resumes_when_the_link_is_back_and_has_the_bits_of_one_machine(
+    machines, dataset, tmp_path
+):
+    job = "set_train_epochs=15", "set_timeout=10"
     words = ("--max-restarts", "1", str(JOB), str(dataset), str(tmp_path / "run"), *job)
-    launchers = start(machines, "10.77.0.1:29500", *words)
+    launchers = start(machines, "machine-a:29500", *words)
     wait_for(lambda: steps_of(tmp_path / "run") > 8, launchers[0])
     machines[1].turn("down")
     for machine, launcher in zip(machines, launchers, strict=True):
         wait_for(lambda machine=machine: "starting all ranks again" in machine.output.read_text(), launcher)
-    assert steps_of(tmp_path / "run") < 120
+    assert steps_of(tmp_path / "run") < 60
     machines[1].turn("up")
     texts = end(machines, launchers)
     assert [launcher.returncode for launcher in launchers] == [0, 0], texts
     run_ranks(JOB, 3, str(dataset), str(tmp_path / "whole"), *job)
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
-    assert different(tmp_path / "run/29", tmp_path / "whole/29") == []
+    assert different(tmp_path / "run/14", tmp_path / "whole/14") == []
     assert not list((tmp_path / "run").glob("version_*"))

@@ -25,7 +25,7 @@ def bad_things(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [0, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [0, 3])
 def test_every_rank_raises_the_same_clear_error(bad_things, tmp_path, ranks):
     run = tmp_path / "run"
     done = run_ranks(HERE / "bad_input_worker.py", ranks, str(bad_things), str(run), timeout=400)
@@ -57,7 +57,7 @@ def assert_exception(done: subprocess.CompletedProcess[str], ranks: int, error: 
 
 def assert_one_message(done: subprocess.CompletedProcess[str], *expected: str) -> None:
     assert done.returncode != 0
-    ours, _, summary = done.stderr.partition("torch/distributed/")  # the launcher's own report
+    ours, _, summary = done.stderr.partition("torch/distributed/elastic/")  # the launcher's own report
     lines = [line for line in ours.splitlines() if line.startswith("plsc: error:")]
     assert len(lines) == 1, done.stderr
     for text in expected:
@@ -75,7 +75,7 @@ def one_bad_image(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [0, 3])
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_image, tmp_path, ranks):
     command = (
         "train", f"--data.dataset_dir={one_bad_image}", f"--checkpoint.save_dir={tmp_path / 'run'}",
@@ -104,7 +104,7 @@ def test_a_wrong_setting_ends_a_script_with_an_exception(one_bad_image, tmp_path
 
 def test_the_command_line_shows_one_line_and_no_traceback(tmp_path, capfd):
     nowhere = ["train", "--data.dataset_dir", str(tmp_path / "nowhere")]
-    done = run_torchrun(COMMAND, 0, *nowhere, check=False)
+    done = run_ranks(COMMAND, 0, *nowhere, check=False)
     assert_one_message(done)
     for arguments in (
         ["train", "--train.batch_size", "0"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ REPO = Path(__file__).parents[2]
 BENCHMARKS = REPO / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import accuracy_peer  # noqa: E402
+import head  # noqa: E402
 from ways import BASELINE, BY_NAME, WAYS  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -24,6 +28,32 @@ def run(*arguments: object) -> list[dict]:
     options = "--device", "cpu", "--threads", "1", *map(str, arguments)
     done = run_ranks(BENCHMARKS / "head.py", 0, *options, cwd=REPO)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def run_here(monkeypatch, script, *arguments: object) -> None:
+    """Run a benchmark in this process; the processes that it starts are its own."""
+    monkeypatch.setattr(head.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
+    script.main()
+
+
+def run_in_forks(monkeypatch, script, *arguments: object) -> None:
+    """Run a benchmark in this process, and its processes as forks, which start without seconds of imports."""
+    is_running = threading.Lock()
+
+    def fork(command: list[str], ranks: int = 0) -> str:
+        with is_running:
+            return run_ranks(command[0], ranks, *command[1:], cwd=REPO).stdout
+
+    def run_child(command: list[str], timeout: float | None) -> tuple[list[dict], None]:
+        ranks = 0
+        if command[:2] == ["-m", "torch.distributed.run"]:
+            ranks, command = int(command[3].partition("=")[2]), command[4:]
+        return [json.loads(line) for line in fork(command, ranks).splitlines() if line.startswith("{")], None
+
+    monkeypatch.setattr(head, "run_child", run_child)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: fork(command[1:]))
+    run_here(monkeypatch, script, *arguments)
 
 
 def read(folder: Path, kind: str) -> list[dict]:
@@ -39,10 +69,11 @@ def test_every_way_that_can_run_here_makes_its_steps():
     assert [line["way"] for line in said if line["round"] == 1] == [*names[1:], names[0]]
 
 
-def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_plain_pytorch_does(tmp_path):
+def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_plain_pytorch_does(tmp_path, monkeypatch):
     missing = next(way.name for way in WAYS if way.needs_gpu)
     ours = ("plsc, fp32", "plsc, fp32, kept", "plsc, bf16")
-    run("--quick", "--ways", "|".join([BASELINE, missing, *ours]), tmp_path)
+    small = "--quick", "--device", "cpu", "--threads", 1
+    run_in_forks(monkeypatch, head, *small, "--ways", "|".join([BASELINE, missing, *ours]), tmp_path)
     table = (tmp_path / "head.md").read_text()
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if " | " in line]
     ways = [name for name in BY_NAME if name in (BASELINE, missing, *ours)]
@@ -59,17 +90,45 @@ def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_plain_pytorch_doe
     assert (tmp_path / "head-B32.png").stat().st_size > 0
 
 
-def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path):
+def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path, monkeypatch):
     slow, greedy = tmp_path / "slow", tmp_path / "greedy"
-    run("--quick", "--ways", BASELINE, "--rival-timeout", 0.1, slow)
+    monkeypatch.setattr(head, "compare_with_plan", lambda *_: None)  # in processes of its own, tested above
+    run_here(
+        monkeypatch,
+        head,
+        "--device",
+        "cpu",
+        "--threads",
+        1,
+        "--quick",
+        "--ways",
+        BASELINE,
+        "--rival-timeout",
+        0.1,
+        slow,
+    )
     assert [sample["outcome"] for sample in read(slow, "failed")] == ["over 0.1 s"]
-    run("--classes", 200_000, "--ways", BASELINE, "--memory-limit", 0.5, "--rival-timeout", 90, greedy)
+    limits = "--memory-limit", 0.5, "--rival-timeout", 90
+    run_here(
+        monkeypatch,
+        head,
+        "--device",
+        "cpu",
+        "--threads",
+        1,
+        "--classes",
+        200_000,
+        "--ways",
+        BASELINE,
+        *limits,
+        greedy,
+    )
     (sample,) = read(greedy, "failed")
     assert sample["outcome"] in ("out of memory", "over 90 s")  # torch may hang after a failed allocation
 
 
-def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_classes(tmp_path):
-    run("--quick", "--traffic", "--no-table", "--ranks", 2, tmp_path)
+def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_classes(tmp_path, monkeypatch):
+    run_in_forks(monkeypatch, head, "--quick", "--traffic", "--no-table", "--ranks", 2, tmp_path)
     few, many = read(tmp_path, "traffic")
     assert many["C"] == 2 * few["C"]
     assert few["given"] == many["given"] == few["expected"]
@@ -96,7 +155,7 @@ def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_
     )
 
 
-def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(tmp_path):
+def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(tmp_path, monkeypatch):
     data = REPO.parent / "shared/data/omniglot_small2.zip"
     if not data.exists():
         pytest.skip(f"{data} is not there")
@@ -106,7 +165,7 @@ def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(t
         "--batch", "256", "--seeds", "1", "--rates", "0.02", "--variant", "no clip: optim.clip_norm=0",
     ]  # fmt: skip
     for is_repeated in (False, True):
-        run_ranks(BENCHMARKS / "accuracy_peer.py", 0, *command, cwd=REPO)
+        run_in_forks(monkeypatch, accuracy_peer, *command)
         rows = (tmp_path / "results.md").read_text().splitlines()
         names = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in rows[2:]]
         assert names == [

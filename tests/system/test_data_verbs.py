@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,8 @@ from PIL import Image
 
 from plsc import cli
 from plsc.data.sources import open_source
+from tests.distributed.launch import Ranks
+from tests.distributed.test_interruption import wait_for
 from tests.images import write_dataset
 
 
@@ -83,13 +83,14 @@ def test_a_mistake_gives_a_one_line_error(dataset, tmp_path, capsys):
 
 SLOW = """
 import signal, sys, time
+from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background processes
 import plsc.data.writers as convert
 original = convert._samples
 def slowly(*arguments):
     for number, sample in enumerate(original(*arguments)):
         if number == 3:
-            print("half way", flush=True)
+            Path("half way").touch()
             time.sleep(600)
         yield sample
 convert._samples = slowly
@@ -103,19 +104,14 @@ sys.exit(main(["data", "convert", *sys.argv[1:]]))
     ("name", "signal_name"),
     [("a.rec", "SIGTERM"), ("a.parquet", "SIGINT"), ("a.tar", "SIGKILL"), ("lines", "SIGKILL")],
 )
-def test_an_interrupted_conversion_publishes_nothing(dataset, tmp_path, name, signal_name):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(dataset), str(tmp_path / name)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PLSC_CACHE_DIR": str(tmp_path / "cache")},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "half way\n"
-    process.send_signal(getattr(signal, signal_name))
-    process.communicate(timeout=60)
-    assert process.returncode != 0
+def test_an_interrupted_conversion_publishes_nothing(dataset, tmp_path, tmp_path_factory, name, signal_name):
+    here = tmp_path_factory.mktemp("here")
+    (here / "slow.py").write_text(SLOW)
+    job = Ranks(here / "slow.py", 0, str(dataset), str(tmp_path / name), cwd=here)
+    wait_for((here / "half way").exists, job)
+    os.kill(job.pid, getattr(signal, signal_name))
+    job.communicate()
+    assert job.returncode != 0
     visible = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert set(visible) <= {"set", "cache"}
     left = [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -21,7 +21,7 @@ from plsc.errors import CheckpointError, OptionError
 from plsc.evaluate import plots
 from plsc.models.base_model import BaseModel
 from plsc.utils import jpeg_reader
-from tests.distributed.launch import run_ranks, run_torchrun
+from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
 from tests.undrawn import drawing
 
@@ -350,7 +350,7 @@ def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_o
         ins.keep_dominant(tmp_path / "again")
 
 
-def test_a_network_named_by_its_class_trains_under_torchrun(dataset, tmp_path):
+def test_a_network_named_by_its_class_trains_on_two_ranks(dataset, tmp_path):
     (tmp_path / "nets.py").write_text(
         "from torch import nn\n"
         "from plsc.models.base_model import BaseModel\n"
@@ -363,7 +363,7 @@ def test_a_network_named_by_its_class_trains_under_torchrun(dataset, tmp_path):
         "        return self.fc(input.flatten(1))\n"
     )
     root = Path(__file__).resolve().parents[2]
-    done = run_torchrun(
+    done = run_ranks(
         root / "plsc" / "cli" / "__main__.py", 2, "train",
         "--model.name", "nets:Net", "--model.emb_size", "8",
         "--model.image_shape", "[3,16,16]", "--data.dataset_dir", str(dataset),

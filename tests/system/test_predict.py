@@ -73,7 +73,7 @@ def check(found, expected):
     assert list(found["labels"]) == [label for label in range(11) for _ in range(2)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_uneven_ranks_compute_in_memory_and_in_folders_what_plain_pytorch_does(trained, expected, ranks):
     run(trained, ranks, "memory")
     for rank in range(ranks):

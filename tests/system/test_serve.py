@@ -43,11 +43,17 @@ def images(folder):
     return [path.read_bytes() for path in sorted((folder / "faces/images").glob("*.png"))]
 
 
+def few_files():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 @pytest.fixture(scope="module")
 def server(folder):
-    with serving(
-        folder / "model", folder / "shared.sqlite", "--timeout", "2", "--max_bytes", "400000"
-    ) as one:
+    flags = ("--timeout", "2", "--max_bytes", "400000")
+    with (
+        (folder / "log").open("w") as log,
+        serving(folder / "model", folder / "shared.sqlite", *flags, preexec_fn=few_files, stderr=log) as one,
+    ):
         yield one
 
 
@@ -217,19 +223,15 @@ def test_images_of_formats_that_are_slow_to_decode_are_refused(server):
         assert (status, answer["detail"][:27]) == (400, "the image is a BMP or TIFF,")
 
 
-def test_an_image_with_thousands_of_wrong_tags_does_not_fill_the_log(folder, tmp_path):
+def test_an_image_with_thousands_of_wrong_tags_does_not_fill_the_log(server, folder):
     tags = [(1000 + number, 1, 10**9, 8) for number in range(2600)]
     entries = b"".join(struct.pack("<HHII", *one) for one in tags)
     jpeg = io.BytesIO()
     exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
     Image.new("RGB", (20, 20)).save(jpeg, "JPEG", exif=exif)
-    with (
-        (tmp_path / "log").open("w+") as log,
-        serving(folder / "model", tmp_path / "s.sqlite", stderr=log) as server,
-    ):
-        assert ask(server, "POST", "/embed", jpeg.getvalue())[0] == 200
-        log.seek(0)
-        assert len(log.read()) < 1000
+    before = (folder / "log").stat().st_size
+    assert ask(server, "POST", "/embed", jpeg.getvalue())[0] == 200
+    assert (folder / "log").stat().st_size < before + 1000
 
 
 def test_json_of_many_values_is_refused_before_it_is_parsed():
@@ -363,12 +365,8 @@ def test_a_client_that_does_not_read_its_responses_makes_room_for_others(folder,
             one.close()
 
 
-def test_the_soft_limit_on_open_files_is_raised_as_far_as_needed(folder, tmp_path):
-    def limited():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-    with serving(folder / "model", tmp_path / "s.sqlite", preexec_fn=limited) as server:
-        assert 1024 < open_files(server) < 2048
+def test_the_soft_limit_on_open_files_is_raised_as_far_as_needed(server):
+    assert 1024 < open_files(server) < 2048
 
 
 def test_the_client_says_that_an_image_is_too_large(server):
@@ -429,6 +427,7 @@ def test_sigterm_answers_started_requests_and_the_key_is_needed(folder, images, 
             one.close()
         assert all(answer.startswith(b"HTTP/1.1 201") for answer in answers)
         assert server.process.wait(60) == 128 + signal.SIGTERM
+        assert server.process.stdout.read() == "stopped; requests without an answer: 0\n"
     with serving(folder / "model", tmp_path / "s.sqlite") as server:
         entries = ask(server, "GET", "/entries")[1]["entries"]
     assert [one["name"] for one in entries] == ["a"] + ["b"] * 8
@@ -444,28 +443,20 @@ def is_listening(server):
 
 
 def test_a_forced_stop_does_not_claim_that_all_requests_were_answered(folder, tmp_path):
-    for signals, told in (
-        ([signal.SIGTERM], "stopped; requests without an answer: 0\n"),
-        ([signal.SIGINT] * 2, "stopped; requests without an answer: 1\n"),
+    with (
+        serving(folder / "model", tmp_path / "s.sqlite") as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as one,
     ):
-        with (
-            serving(folder / "model", tmp_path / "s.sqlite") as server,
-            socket.create_connection(("127.0.0.1", server.port), timeout=60) as one,
-        ):
-            one.sendall(
-                b"POST /embed HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
-                b"Content-Length: 4\r\n\r\n"
-            )
-            assert one.recv(100).startswith(b"HTTP/1.1 100")  # the request has started
-            server.process.send_signal(signals[0])
-            while is_listening(server):
-                pass
-            for again in signals[1:]:
-                server.process.send_signal(again)
-            if len(signals) == 1:
-                one.sendall(b"abcd")
-            server.process.wait(60)
-            assert server.process.stdout.read() == told
+        one.sendall(
+            b"POST /embed HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+        )
+        assert one.recv(100).startswith(b"HTTP/1.1 100")  # the request has started
+        server.process.send_signal(signal.SIGINT)
+        while is_listening(server):
+            pass
+        server.process.send_signal(signal.SIGINT)
+        server.process.wait(60)
+        assert server.process.stdout.read() == "stopped; requests without an answer: 1\n"
 
 
 @pytest.mark.slow

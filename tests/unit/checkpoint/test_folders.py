@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from plsc.checkpoint.remote import clean
 from plsc.checkpoint.retention import prune
 from plsc.parallel.world import World
 from plsc.storage.store import Store
+from tests.distributed.launch import run_code
 
 ROOT = Path(__file__).parents[3]
 MANIFEST = Manifest("0.1.0", 1, 1, 0, 1, 1, 1, [[0, 1]])
@@ -94,10 +94,7 @@ def in_a_process_of_its_own(test, tmp_path):
         f"from tests.unit.checkpoint import test_folders\n"
         f"test_folders.{test}(Path({str(tmp_path)!r}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(program)
 
 
 def kill_a_replacing_save(tmp_path):

@@ -3,8 +3,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -22,6 +20,8 @@ from plsc.data.samples import Recipe
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.data.workers import THREAD_NAME
 from plsc.errors import DataError, OptionError
+from tests.distributed.launch import Ranks
+from tests.distributed.test_interruption import wait_for
 
 SHAPE = (3, 24, 20)
 
@@ -195,7 +195,8 @@ def test_uint8_images_are_normalised_and_floats_are_not():
 
 
 INTERRUPTED = """
-import signal, sys
+import signal, sys, time
+from pathlib import Path
 from plsc.data.loader import SourceLoader
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
@@ -211,8 +212,9 @@ for batch in batches.epoch(0):
     if count == 0:  # the first worker is running, the second may be starting
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: signals.append(number))
-        print("ready", flush=True)
-        sys.stdin.readline()
+        Path("ready").touch()
+        while not Path("go on").exists():
+            time.sleep(0.01)
     count += 1
 print(count, len(signals))
 """
@@ -220,16 +222,15 @@ print(count, len(signals))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_workers_leave_a_signal_to_the_main_process(label_folder, number, kind):
-    command = [sys.executable, "-c", INTERRUPTED, str(label_folder(30)), kind]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout.readline() == "ready\n"
-        os.killpg(process.pid, number)  # as a terminal and torchrun do
-        output, errors = process.communicate("go on\n", timeout=60)
-    assert (process.returncode, output, errors) == (0, "30 1\n", "")
+def test_workers_leave_a_signal_to_the_main_process(label_folder, tmp_path, number, kind):
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    job = Ranks(script, 0, str(label_folder(30)), kind, cwd=tmp_path)
+    wait_for((tmp_path / "ready").exists, job)
+    os.killpg(job.pid, number)  # as a terminal and torchrun do
+    (tmp_path / "go on").touch()
+    output, errors = job.communicate()
+    assert (job.returncode, output, errors) == (0, "30 1\n", "")
 
 
 class DiesAtOne:

@@ -14,6 +14,7 @@ import pytest
 
 from plsc.data.pack import SUMS, pack, unpack
 from plsc.errors import DataError
+from tests.distributed.launch import run_code
 
 
 @pytest.fixture
@@ -231,8 +232,5 @@ def test_a_full_disk_is_reported_and_nothing_is_left(folder, tmp_path):
         "except DataError as error: print(error)\n"
     )
     arguments = [str(folder), str(tmp_path / "out.tar.zst")]
-    done = subprocess.run(
-        [os.sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    )
-    assert "cannot write" in done.stdout
+    assert "cannot write" in run_code(code, *arguments).stdout
     assert [path.name for path in tmp_path.iterdir()] == ["set"]

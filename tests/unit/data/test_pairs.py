@@ -2,8 +2,6 @@ import contextlib
 import os
 import pickle
 import struct
-import subprocess
-import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 from plsc.data.pairs import read_pairs, write_pairs
 from plsc.errors import DataError
+from tests.distributed.launch import run_code
 
 IMAGES = [b"\xff\xd8 first\n'\"\\", b"second\x00", b"\x89PNG third", bytes(range(256)) * 3]
 FLAGS = [True, False]
@@ -319,9 +318,7 @@ def test_a_decompression_bomb_is_refused_in_bounded_memory(tmp_path, bomb):
         "try: read_pairs(sys.argv[1])\n"
         "except DataError as error: print(error)\n"
     )
-    command = [sys.executable, "-c", script, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert words in result.stdout
+    assert words in run_code(script, str(path), timeout=120).stdout
 
 
 def test_a_missing_file_an_empty_file_and_a_directory_are_reported(tmp_path):

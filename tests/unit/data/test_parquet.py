@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -14,6 +12,7 @@ from plsc.data.sources import parquet
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.writers import write_parquet
 from plsc.errors import DataError, OptionError
+from tests.distributed.launch import run_code
 
 IMAGES = [b"image %d" % i * (i + 1) for i in range(10)]
 LABELS = [i % 4 for i in range(10)]
@@ -222,6 +221,4 @@ def test_damaged_files_neither_crash_nor_exhaust_memory(tmp_path, seed):
         write_parquet(str(tmp_path / "a.parquet"), iter(EXPECTED))
     else:
         write(tmp_path / "a.parquet", image=pa.array([{"bytes": i, "path": "x"} for i in IMAGES]))
-    command = [sys.executable, "-c", FUZZ, str(tmp_path / "a.parquet"), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_code(FUZZ, str(tmp_path / "a.parquet"), str(seed))

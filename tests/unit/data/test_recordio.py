@@ -26,6 +26,7 @@ from plsc.data.sources.recordio import (
 )
 from plsc.data.writers import write_recordio
 from plsc.errors import DataError
+from tests.distributed.launch import run_code
 
 ROOT = Path(__file__).resolve().parents[3]
 IMAGES = [b"first image", MAGIC_BYTES * 2 + b"x", b"a" * 4001, b"12345678" + MAGIC_BYTES]
@@ -306,9 +307,7 @@ print(status.partition("VmHWM:")[2].split()[0])
 @pytest.mark.slow
 def test_damaged_files_neither_crash_nor_exhaust_memory(rec):
     limit = 6 * 2**30  # of address space: torch alone maps some
-    command = [sys.executable, "-c", FUZZ, str(rec.parent), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_code(FUZZ, str(rec.parent), str(limit))
     assert int(done.stdout) < 2 * 2**20  # KiB
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -12,6 +10,7 @@ from plsc.data import writers as convert_module
 from plsc.data.sources import open_source
 from plsc.data.writers import convert, describe
 from plsc.errors import DataError, OptionError
+from tests.distributed.launch import run_code
 from tests.images import write_dataset
 
 
@@ -118,12 +117,7 @@ for name in sys.argv[2:]:
 @pytest.mark.slow
 def test_a_full_disk_is_reported_and_nothing_is_left(dataset, tmp_path):
     names = [str(tmp_path / name) for name in ("a.rec", "a.parquet", "a.tar", "lines")]
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(dataset), *names],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_code(CODE, str(dataset), *names)
     assert done.stdout.count("cannot write") == 4, done.stdout + done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
