@@ -12,9 +12,10 @@ import numpy as np
 from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.parallel.world import World
-from plsc.train.build import Run, UserParts, build_run
+from plsc.train.build import Run, build_run
 from plsc.train.loop import exchange_status
 from plsc.train.step import Step
+from plsc.train.user_parts import UserParts
 
 
 class TrainingRun:

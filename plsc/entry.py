@@ -29,7 +29,6 @@ from plsc.parallel.world import World
 from plsc.profiling import ProfileResult, run_profile
 from plsc.storage.urls import is_url, set_hdfs_user, shown
 from plsc.terminal import on_terminal
-from plsc.train.build import UserParts
 from plsc.train.callbacks import Callback, Context, FunctionCallback
 from plsc.train.class_tools import run_dominant
 from plsc.train.conversion import Conversion, run_conversion
@@ -42,6 +41,7 @@ from plsc.train.optim import ScheduleFunction, check_schedule_function, schedule
 from plsc.train.prediction import Prediction, Request, run_prediction
 from plsc.train.prediction_images import Images
 from plsc.train.protocols import ProtocolData, run_protocol
+from plsc.train.user_parts import UserParts
 
 T = TypeVar("T")
 

@@ -29,13 +29,14 @@ from plsc.config.option import shown_value
 from plsc.errors import OptionError, TrainingError
 from plsc.parallel.world import World
 from plsc.spans import PREFIX
-from plsc.train.build import Run, UserParts, build_run
+from plsc.train.build import Run, build_run
 from plsc.train.callbacks import Callback, Callbacks, Context
 from plsc.train.directories import open_to_resume
 from plsc.train.loop import Trainer
 from plsc.train.saving import NoSaver
 from plsc.train.settle import settle
 from plsc.train.snapshot import seed_generators
+from plsc.train.user_parts import UserParts
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.terminal import on_terminal
 from plsc.train import loop
-from plsc.train.build import UserParts
+from plsc.train.user_parts import UserParts
 
 
 class Drawing(BaseModel):

@@ -16,10 +16,10 @@ from plsc.checkpoint.save import check_replaceable, check_space, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
-from plsc.storage import publish
 from plsc.storage.cache import folder_for
 from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store, Transfer
+from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, is_url, shown
 
 _ADVICE = "the checkpoint is intact on the local disk, and can be uploaded when the store is available again"
@@ -90,7 +90,7 @@ def clean(store: Store) -> list[str]:
     Call from one process, before a run's first save, while no other run saves there. In an object store,
     a folder that has only data files of plsc and no manifest is deleted.
     """
-    restored = publish.clean(store)
+    restored = clean_store(store)
     for name in [] if store.can_rename else store.names(only_folders=True):
         inside = store.names(name)
         if inside and all(rank_of_shard(one) is not None for one in inside):

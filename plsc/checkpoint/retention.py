@@ -11,8 +11,8 @@ from pathlib import Path
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, Manifest, parse_manifest
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.storage.publish import MANIFEST_NAME, FolderLock, withdraw
-from plsc.storage.store import Store
+from plsc.storage.publish import MANIFEST_NAME, FolderLock
+from plsc.storage.store import Store, withdraw
 from plsc.storage.urls import shown
 
 METRICS_KEY = "metrics"  # in a manifest's scalars: maps names to numbers

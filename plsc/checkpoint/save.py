@@ -19,9 +19,8 @@ from plsc.checkpoint.retention import manifest_in
 from plsc.checkpoint.shard_file import DTYPES, Entry, entry_of, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError, shown
 from plsc.parallel.world import World
-from plsc.storage import publish
 from plsc.storage.publish import MANIFEST_NAME, hidden_name
-from plsc.storage.store import Store
+from plsc.storage.store import Store, publish
 
 _ADVICE = "nothing was published, and earlier checkpoints are intact"
 
@@ -193,7 +192,7 @@ def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None
     """Write the manifest of a folder that has all data files, and publish the folder under `name`."""
     store.write(f"{target}/{MANIFEST_NAME}", manifest)
     if target != name:
-        publish.publish(store, target, name)
+        publish(store, target, name)
         return
     keep = {MANIFEST_NAME, *parse_manifest(manifest, name).files}
     for old in set(store.names(name)) - keep:

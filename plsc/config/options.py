@@ -54,12 +54,12 @@ class Config:
     @property
     def explicit(self) -> frozenset[str]:
         """The paths of the options that were set."""
-        return frozenset(path for path, origin in self.origins.items() if origin != CHECKPOINT)
+        return frozenset([path for path, origin in self.origins.items() if origin != CHECKPOINT])
 
     @property
     def adopted(self) -> frozenset[str]:
         """The paths of the options that come from a checkpoint."""
-        return frozenset(path for path, origin in self.origins.items() if origin == CHECKPOINT)
+        return frozenset([path for path, origin in self.origins.items() if origin == CHECKPOINT])
 
     def get(self, path: str) -> Any:
         """Return the value of the option at a path such as ``train.batch_size``."""
@@ -89,11 +89,11 @@ class Config:
 
     def without_effect(self) -> Iterator[tuple[str, Need]]:
         """Yield the options that were set, not to their default, and a need of each that does not hold."""
-        for path in sorted(self.explicit):
-            spec = find_option(path)
-            unmet = next((one for one in spec.needs if not one.holds(self)), None)
-            if unmet is not None and self.get(path) != spec.default:
-                yield path, unmet
+        explicit = self.explicit
+        for spec in [one for path, one in _TABLE.items() if one.needs and path in explicit]:
+            unmet = [one for one in spec.needs if not one.holds(self)]
+            if unmet and self.get(spec.path) != spec.default:
+                yield spec.path, unmet[0]
 
     def check_needs(self) -> None:
         """Raise OptionError for an option that was set although a strict need of it does not hold."""

@@ -7,6 +7,7 @@ import os
 import posixpath
 import re
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -181,3 +182,34 @@ class Shards:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["locations"])  # type: ignore[misc]
+
+
+class PathTable:
+    """A list of paths as one byte array with offsets.
+
+    Ten million paths as Python strings take over a gigabyte, and reading them in forked workers copies that
+    memory, because each use writes a reference count. Here each path takes its length plus eight bytes, and
+    reading writes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._ends = array("q", [0])
+
+    def append(self, path: bytes) -> None:
+        """Append a path."""
+        self._text += path
+        self._ends.append(len(self._text))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of all paths, uint8, and where each ends in them, int64 [paths + 1], from 0.
+
+        These are views of the table's memory: do not append while they are in use.
+        """
+        return np.frombuffer(self._text, np.uint8), np.frombuffer(self._ends, np.int64)
+
+    def __getitem__(self, index: int) -> bytes:
+        return bytes(self._text[self._ends[index] : self._ends[index + 1]])

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from plsc.data.files import PathTable
 from plsc.data.lines import BOM
-from plsc.data.sources.base import FileSource, PathTable, printable
+from plsc.data.sources.base import FileSource, printable
 from plsc.data.sources.image_folders import IMAGE_SUFFIXES, relative_path
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed

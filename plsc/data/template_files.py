@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from plsc.data.files import PathTable
 from plsc.data.lines import BOM
 from plsc.data.pair_lists import ListedImages
-from plsc.data.sources.base import PathTable, printable
+from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import relative_path
 from plsc.errors import DataError
 from plsc.storage.regular import open_regular

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from plsc.data.native import function
 from plsc.errors import DataError
+from plsc.evaluate.curves import equal_error_rate
 from plsc.evaluate.report import Section, Table
-from plsc.evaluate.verification import FARS, GRID, equal_error_rate, warning_of
+from plsc.evaluate.verification import FARS, GRID, warning_of
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 

@@ -17,9 +17,10 @@ import torch
 
 from plsc.data.template_files import TemplateProtocol
 from plsc.errors import DataError
+from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.identification import FPIRS, RANKS, IdentificationResult, identify, norms_of, unit_rows
 from plsc.evaluate.report import Section, Table
-from plsc.evaluate.verification import FARS, roc_curve, wilson_interval
+from plsc.evaluate.verification import FARS, wilson_interval
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from plsc.errors import CheckpointError
-from plsc.evaluate.verification import roc_curve
+from plsc.evaluate.curves import roc_curve
 from plsc.export.folder import TORCH_NAME
 from plsc.export.graph import Served
 from plsc.export.served import open_model

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from plsc.errors import OptionError, suggest
 from plsc.heads.base import DenseHead, Head, HeadOutput
 from plsc.heads.margins import MARGINS, Margin, build_margin
-from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowSGD
+from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from plsc.heads.sampling import Sampling
 from plsc.heads.sharded import ShardedHead
 from plsc.heads.softmax import Execution
-from plsc.heads.update import RowOptimizer
 from plsc.heads.weights import ROW_DTYPES, read_dtype
 
 __all__ = [

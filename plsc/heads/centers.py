@@ -7,8 +7,8 @@ from torch import Tensor
 
 from plsc.heads.base import gather_batch
 from plsc.heads.geometry import normalised
+from plsc.heads.optimizers import RowOptimizer
 from plsc.heads.sharded import ShardedHead
-from plsc.heads.update import RowOptimizer
 
 
 def new_counts(head: ShardedHead) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError
 from plsc.heads.base import Head, HeadOutput, check_batch, mean_output
-from plsc.heads.update import RowOptimizer
+from plsc.heads.optimizers import RowOptimizer
 from plsc.parallel.collectives import sum_over_ranks
 
 

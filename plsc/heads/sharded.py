@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput
 from plsc.heads.geometry import normalised, norms
+from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import Sampling, draw_classes, nearest_classes
-from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend, choose_backend
+from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import Rows, copy_to_device

@@ -3,34 +3,29 @@
 1. The forward pass creates a `ForwardContext` (softmax.py) and passes it to `HeadLoss`.
 2. backward() through that loss returns the gradient of the embeddings and saves the context
    (`SavedContexts.save`). Without a row optimizer, it computes the gradients of all class weights instead.
-3. `RowOptimizer.step` consumes the saved contexts (`SavedContexts.consume`), one per micro-batch. It computes
-   gradients and updates one tile of class weights at a time. A skipped step discards the contexts.
+3. `RowOptimizer.step` (optimizers.py) consumes the saved contexts (`SavedContexts.consume`), one per
+   micro-batch. It computes gradients and updates one tile of class weights at a time. A skipped step discards
+   the contexts.
 
-optimizers.py has the optimizers, rules.py the update formulas.
+rules.py has the update formulas. The head is a `ShardedHead`, which imports this file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plsc.errors import CheckpointError, OptionError
 from plsc.heads.geometry import normalisation_backward
 from plsc.heads.margins import Margin
-from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.softmax import ForwardContext
-from plsc.heads.weights import Rows, States, copy_states_to_device, read_dtype, write_back
-from plsc.parallel.collectives import ScatteredSum, sum_over_ranks
-from plsc.seeds import hash_key
-
-if TYPE_CHECKING:
-    from plsc.heads.sharded import ShardedHead
+from plsc.heads.weights import Rows
+from plsc.parallel.collectives import ScatteredSum
 
 _MANY_CONTEXTS = 256  # more than any reasonable number of micro-batches
 
@@ -157,7 +152,7 @@ class HeadLoss(torch.autograd.Function):
         embeddings: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: ShardedHead,
+        head: Any,
         loss: Tensor,
         context: ForwardContext,
         gradient: EmbeddingGradient | None,
@@ -192,7 +187,7 @@ class HeadLoss(torch.autograd.Function):
         return to_embeddings, to_weight, to_bias, None, None, None, None
 
 
-def _full_gradients(head: ShardedHead, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+def _full_gradients(head: Any, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of all class weights and biases of this rank; zero for classes not sampled."""
     weight = torch.zeros_like(head.weight)
     bias = None if head.bias is None else torch.zeros_like(head.bias)
@@ -203,162 +198,3 @@ def _full_gradients(head: ShardedHead, context: ForwardContext) -> tuple[Tensor,
         if bias is not None and db is not None:
             bias[index] = db.to(bias)
     return weight, bias
-
-
-class RowOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers of class weights.
-
-    A torch optimizer over the head's parameters, so learning-rate schedules and state dicts work. But
-    `step()` consumes saved contexts instead of `.grad`: it reads and writes each class weight once, and never
-    allocates the gradient of all class weights. Several backward passes before a step accumulate.
-
-    head: its backward() no longer sets `weight.grad`. Raises OptionError for settings out of range.
-    """
-
-    kind: str
-    state_dtypes: tuple[str, ...] = ("float32", "bfloat16")
-
-    def __init__(self, head: ShardedHead, state_dtype: str | torch.dtype, **settings: Any) -> None:
-        for name, value in settings.items():
-            if min(value if isinstance(value, tuple) else (value,)) < 0:
-                raise OptionError(f"{name} is {value}; expected 0 or more")
-        if not isinstance(getattr(head, "contexts", None), SavedContexts):
-            raise OptionError(f"the head is a {type(head).__name__}; expected a ShardedHead")
-        self.head = head
-        if str(state_dtype).removeprefix("torch.") == "int8" and "int8" not in self.state_dtypes:
-            raise OptionError(
-                f"state_dtype is 'int8', which {self.kind} does not support; use float32 or bfloat16, or the "
-                "optimizer sgd"
-            )
-        self._dtype = read_dtype("state_dtype", state_dtype, self.state_dtypes)
-        if head.weight.dtype is torch.float64:
-            self._dtype = torch.float64
-        parameters = [head.weight] + ([] if head.bias is None else [head.bias])
-        super().__init__([{"params": parameters}], dict(settings))
-        head.contexts.has_consumer = True
-        for parameter in parameters:
-            self.state[parameter] = self._empty_states(parameter)
-
-    def _empty_states(self, parameter: Tensor) -> States:
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0, clip: float | Tensor = 1.0
-    ) -> Any:
-        """Update the class weights and start the next step. Not a collective.
-
-        grad_scale: factor by which the loss was multiplied before backward() (GradScaler.get_scale()); the
-        gradients are divided by it. clip: factor for the gradients, see `gradient_norm`; a scalar tensor
-        avoids a synchronisation with the GPU.
-        """
-        outcome = None
-        if closure is not None:
-            with torch.enable_grad():
-                outcome = closure()
-        head, group = self.head, self.param_groups[0]
-        names = ("lr", "momentum", "nesterov", "weight_decay", "eps")
-        settings = {name: group[name] for name in names if name in group}
-        if "betas" in group:
-            settings["beta1"], settings["beta2"] = group["betas"]
-        rule = Rule(kind=self.kind, key=hash_key(head.seed, head.step, 3), **settings)
-        contexts = head.contexts.consume()
-        for context in contexts:
-            if isinstance(clip, Tensor):
-                context.weight = context.weight * clip.to(context.weight)
-            context.factor = (1.0 if isinstance(clip, Tensor) else clip) / grad_scale
-        if len(contexts) == 1:
-            self._update(contexts[0], rule)
-        elif contexts:
-            self._accumulate(contexts, rule)
-        return outcome
-
-    def skip(self) -> None:
-        """Skip this update, for example after an overflow: drop gradients, restore running statistics."""
-        self.head.contexts.discard()
-
-    @torch.no_grad()
-    def gradient_norm(self, grad_scale: float = 1.0) -> Tensor:
-        """Return the 2-norm of the gradient of the class weights of all ranks, a scalar; a collective.
-
-        Costs one more pass over the class weights. To clip the norm over all parameters, add its square to
-        that of the backbone's norm.
-        """
-        contexts = list(self.head.contexts)
-        device = contexts[0].log_total.device if contexts else self.head.weight.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if contexts:
-            for _, dw, db in summed_gradients(contexts, rows_of(contexts)):
-                total += dw.double().square().sum()
-                if db is not None:
-                    total += db.double().square().sum()
-        return sum_over_ranks(total, self.head.group).sqrt() / grad_scale
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore settings and states from `state_dict()`, in place.
-
-        Raises CheckpointError for states of another optimizer, head or number of ranks.
-        """
-        (group, *others), saved = state_dict["param_groups"], state_dict["state"]
-        states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
-        found, expected = (
-            [{name: f"{t.dtype} {list(t.shape)}" for name, t in one.items()} for one in every]
-            for every in (saved.values(), states)
-        )
-        if others or found != expected:
-            raise CheckpointError(
-                f"the states of the row optimizer are {found}; expected {expected} on this rank: use the "
-                "optimizer settings and the number of ranks that it was saved with"
-            )
-        for state, values in zip(states, saved.values(), strict=True):
-            for name, tensor in state.items():
-                tensor.copy_(values[name])
-        self.param_groups[0].update((n, value) for n, value in group.items() if n != "params")
-
-    def _update(self, context: ForwardContext, rule: Rule) -> None:
-        """Update from one forward context."""
-        rows, stored = context.rows, context.stored
-        is_offloaded = rows is not stored
-        states = self._states(self.head.weight)
-        copies = copy_states_to_device(states, stored, rows.weight.device) if is_offloaded else states
-        biases = context.backend.update(context, rule, copies)
-        if is_offloaded:
-            write_back(rows, stored, copies, states)
-        if biases is not None:
-            self._update_biases(stored, biases, rule)
-
-    def _accumulate(self, contexts: list[ForwardContext], rule: Rule) -> None:
-        """Update from several forward contexts with the sum of their gradients."""
-        rows, states, biases = rows_of(contexts), self._states(self.head.weight), []
-        for tile, dw, db in summed_gradients(contexts, rows):
-            apply_rule(rule, rows, tile, dw, states)
-            if db is not None:
-                biases.append(db)
-        if biases:
-            self._update_biases(rows, torch.cat(biases), rule)
-
-    def _update_biases(self, rows: Rows, gradients: Tensor, rule: Rule) -> None:
-        """Update the biases of the selected rows, as rows with one column in full precision."""
-        bias = self.head.bias
-        assert bias is not None
-        as_rows = Rows(bias.detach()[:, None], selected=rows.selected, first_row=rows.first_row)
-        states = {
-            name: state[:, None] if name in ("momentum_buffer", "exp_avg", "exp_avg_sq") else state
-            for name, state in self._states(bias).items()
-        }
-        every = slice(0, len(as_rows))
-        apply_rule(rule, as_rows, every, gradients.to(bias.device)[:, None], states)
-
-    def _states(self, parameter: Tensor) -> States:
-        """Return the states of a parameter, with classes and sub-centres flattened into one dimension."""
-        states = self.state[parameter]
-        if parameter.ndim < 3:
-            return dict(states)
-        rows = parameter.shape[0] * parameter.shape[1]
-        return {name: state.view(rows, *state.shape[2:]) for name, state in states.items()}
-
-    def _zeros(self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False) -> Tensor:
-        """Return zeros of the parameter's shape, or [rows] if `per_row`; for biases in full precision."""
-        shape = parameter.shape[:-1] if per_row and parameter.ndim > 1 else parameter.shape
-        kept = parameter.dtype if parameter is self.head.bias else self._dtype
-        return parameter.new_zeros(shape, dtype=dtype or kept)

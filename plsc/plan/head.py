@@ -17,7 +17,7 @@ from plsc.plan.options import PlanOptions
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _FLOAT, _INDEX = 4, 8  # bytes of a float32 and of an int64
 
-# Must equal plsc.heads.rules.BLOCK and the tiles of plsc.heads.softmax.choose_backend; a test checks it.
+# Must equal plsc.heads.rules.BLOCK and the tiles of plsc.heads.kernels.choose_backend; a test checks it.
 _BLOCK = 256
 _TILE_ELEMENTS, _LEAST_TILE, _LARGEST_TILE = 2**20, 256, 16384
 

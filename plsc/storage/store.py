@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,16 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
-from plsc.storage.publish import hidden_name, sync
+from plsc.storage.publish import (
+    DELETING,
+    HIDDEN,
+    MANIFEST_NAME,
+    REPLACED,
+    SAVING,
+    WORKSPACE_SUFFIX,
+    hidden_name,
+    sync,
+)
 from plsc.storage.retry import TransferProgress, with_retries, with_timeout
 from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 
@@ -309,3 +318,86 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def publish(store: Store, temporary: str, name: str) -> None:
+    """Rename a complete folder to `name`; an older folder of that name is deleted.
+
+    At every moment one complete version exists: under the name, or where `clean` finds it. Raises DataError
+    if the rename fails; the older folder then has its name back.
+    """
+    old = hidden_name(name, REPLACED)
+    is_replacing = store.exists(name)
+    if is_replacing:
+        store.rename(name, old)
+    try:
+        store.rename(temporary, name)
+    except DataError:
+        if is_replacing:
+            store.rename(old, name)
+        raise
+    if is_replacing:
+        delete(store, old)
+
+
+def delete(store: Store, name: str) -> None:
+    """Delete a folder, its manifest first, so that it counts as incomplete from then on."""
+    store.delete(f"{name}/{MANIFEST_NAME}")
+    store.delete(name)
+
+
+def withdraw(store: Store, name: str) -> None:
+    """Hide a published folder, then delete it, so that no partial folder keeps the name."""
+    doomed = name
+    if store.can_rename:
+        doomed = hidden_name(name, DELETING)
+        store.rename(name, doomed)
+    delete(store, doomed)
+
+
+def clean(store: Store) -> list[str]:
+    """Remove unfinished files and folders of killed processes; return the names of restored folders.
+
+    Call from one process, while no other writes there. A hidden older version whose replacement was never
+    published gets its name back.
+    """
+    restored = []
+    names, folders = store.names(), store.names(only_folders=True)
+    for name in names:
+        match = HIDDEN.fullmatch(name)
+        if match is None or store.is_link(name):
+            continue
+        if match[1] == SAVING:
+            store.delete(name)
+        elif match[1] == REPLACED and match[2] not in names and MANIFEST_NAME in store.names(name):
+            store.rename(name, match[2])
+            restored.append(match[2])
+        elif name in folders:
+            delete(store, name)
+    return restored
+
+
+@contextlib.contextmanager
+def staged(url: str, open_store: Callable[[str], Store]) -> Iterator[str]:
+    """Yield the URL to write a folder's files to; the folder is at `url` when the block succeeds.
+
+    On an object store this is `url` itself; writing the manifest last publishes the folder. Raises DataError
+    if the store fails. When the block fails, what was written is removed.
+    """
+    url = url.rstrip("/")
+    parent, _, name = url.rpartition("/")
+    if is_object_store(url):
+        store, temporary = open_store(url), ""
+    else:
+        store, temporary = open_store(parent), f".{name}{WORKSPACE_SUFFIX}"
+    try:
+        if temporary:
+            store.delete(temporary)  # left by a killed run
+        store.make_folder(temporary)
+        yield store.child(temporary) if temporary else url
+        if temporary:
+            store.rename(temporary, name)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            store.delete(temporary)
+        raise

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from plsc.config import Config
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
-from plsc.data.transform import Transform
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.heads.joint import JointHead, JointRows, each_head
@@ -19,18 +17,16 @@ from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
 from plsc.optim.loss_scaling import LossScaler
-from plsc.optim.optimizers import Factory
 from plsc.optim.schedule import Schedule
 from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
-from plsc.train.callbacks import Callback, Callbacks, Context
+from plsc.train.callbacks import Callbacks, Context
 from plsc.train.checks import batch_note, frozen_note, idle_note, sparse_note, threads_note, warmup_note
 from plsc.train.classes import OpenedCheckpoint
 from plsc.train.data import TrainingData, open_training_data
-from plsc.train.evaluation import Target, TestReader, load_targets
+from plsc.train.evaluation import Target, load_targets
 from plsc.train.heads import build_heads, margin_of
 from plsc.train.held_out import HeldOutSet, open_held_out
-from plsc.train.loggers import Logger
 from plsc.train.network import (
     build_trained_network,
     check_network_options,
@@ -39,25 +35,11 @@ from plsc.train.network import (
     shard_size,
     training_mode,
 )
-from plsc.train.optim import ScheduleFunction, build_schedule, build_updates, check_optim, with_rate
+from plsc.train.optim import build_schedule, build_updates, check_optim, with_rate
 from plsc.train.state import Length, Position, collect_group_numbers
+from plsc.train.user_parts import UserParts
 
 MOST_ROWS = 12  # of the table of layers
-
-
-@dataclass
-class UserParts:
-    """Custom parts of a run, set by a script, that replace those named by options."""
-
-    model: BaseModel | None = None
-    train_reader: Any = None
-    test_reader: TestReader | None = None
-    predict_reader: Any = None
-    train_transform: Transform | None = None
-    optimizer: Factory | None = None
-    schedule: ScheduleFunction | None = None
-    callbacks: tuple[Callback, ...] = ()
-    loggers: tuple[Logger, ...] = ()
 
 
 @dataclass(frozen=True)

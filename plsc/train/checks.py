@@ -5,21 +5,19 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from plsc.config import Config, all_options, find_option
+from plsc.config import Config, find_option
 from plsc.errors import TrainingError, TrainingInterrupted
+from plsc.optim.schedule import Schedule
 from plsc.optim.sparse import sparse_parameters
 from plsc.parallel.backbone import local_part, original_class_name
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 from plsc.train.state import Position
-
-if TYPE_CHECKING:
-    from plsc.train.build import Run
 
 _MOST_CALLS = 2**20  # of a schedule function, to look for a rate above 0
 
@@ -30,13 +28,14 @@ def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> st
     made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
     because `set_mixed_precision` sets many.
     """
-    found = {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
+    found: dict[str, str] = {}
     for path in ("model.dropout", "model.neck"):
         mine, usual = options.get(path), find_option(path).default
         is_other = made_with is not None and mine not in (usual, made_with.get(path.removeprefix("model.")))
         if is_other and path in options.explicit:
             found[path] = "the custom network was constructed with another value"
-    listed = ", ".join(f"{spec.path} ({found[spec.path]})" for spec in all_options() if spec.path in found)
+    found |= {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
+    listed = ", ".join(f"{path} ({reason})" for path, reason in found.items())
     return f"note: these options have no effect in this run: {listed}" if found else ""
 
 
@@ -132,12 +131,12 @@ def nothing_left(step: int, epoch: int) -> str:
     )
 
 
-def zero_rate(run: Run) -> str:
+def zero_rate(rate: Schedule, position: Position, total_steps: int | None, is_custom: bool) -> str:
     """Return a warning if the learning rate is 0 in all steps that are left, else an empty string."""
-    step, first = run.position.step, run.position.updates
+    step, first = position.step, position.updates
     # A named schedule that has reached 0 stays there; a function is called for each step.
-    left = (run.total_steps or 0) - step if ":" in run.options.optim.schedule else 1
-    if not 0 < left <= _MOST_CALLS or any(run.rate.factor(update) for update in range(first, first + left)):
+    left = (total_steps or 0) - step if is_custom else 1
+    if not 0 < left <= _MOST_CALLS or any(rate.factor(update) for update in range(first, first + left)):
         return ""
     return (
         f"the learning rate is 0 from step {step + 1} to the end of the run, so no step is made; increase "

@@ -29,7 +29,7 @@ from plsc.models import BaseModel
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
-from plsc.train.build import Run, UserParts, build_run
+from plsc.train.build import Run, build_run
 from plsc.train.data import NO_AUGMENTATION
 from plsc.train.directories import open_load_dir
 from plsc.train.evaluation import embed, load_with_config
@@ -37,6 +37,7 @@ from plsc.train.heads import build_heads
 from plsc.train.resume import restore
 from plsc.train.settle import settle
 from plsc.train.snapshot import take_snapshot
+from plsc.train.user_parts import UserParts
 
 logger = logging.getLogger(__name__)
 _AT_A_TIME = 4096  # images whose embeddings are kept in memory

@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,9 +43,7 @@ from plsc.train.classes import OpenedCheckpoint
 from plsc.train.evaluation import Target, evaluate_targets, load_targets, open_trained
 from plsc.train.heads import choose_head
 from plsc.train.prediction_images import Samples, open_samples
-
-if TYPE_CHECKING:
-    from plsc.train.build import UserParts
+from plsc.train.user_parts import UserParts
 
 logger = logging.getLogger(__name__)
 _CHECKED, _CALIBRATED = 64, 256  # images

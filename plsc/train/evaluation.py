@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,15 +42,12 @@ from plsc.train.heads import choose_head, load_head
 from plsc.train.held_out import HeldOutSet, open_held_out
 from plsc.train.network import build_network, evaluated, evaluation_context, look_up_lists, use_lists
 from plsc.train.settle import adopt
-
-if TYPE_CHECKING:
-    from plsc.train.build import UserParts
+from plsc.train.user_parts import TestReader, UserParts
 
 logger = logging.getLogger(__name__)
 _DEFAULT_TARGET = "lfw"
 _FOLDS = 10
 
-TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]
 """``reader(dataset_dir, val_targets)`` returns the same as plsc.utils.jpeg_reader.test."""
 
 

@@ -24,7 +24,7 @@ from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.spans import span
 from plsc.train.advice import DataWait, LearningCheck
-from plsc.train.build import Run, UserParts, build_run, describe_run
+from plsc.train.build import Run, build_run, describe_run
 from plsc.train.callbacks import Callback, Callbacks
 from plsc.train.check_layers import LayerTable
 from plsc.train.checks import epoch_warning, interrupted, nothing_left, stop_at_bad_weights, zero_rate
@@ -42,6 +42,7 @@ from plsc.train.saving import NoSaver, Saver
 from plsc.train.settle import settle
 from plsc.train.snapshot import seed_generators
 from plsc.train.step import Step, StepResult
+from plsc.train.user_parts import UserParts
 from plsc.train.warm_start import WarmStart, start_from_pretrained
 
 _GAUGES = ("accuracy", "accuracy_top5", "effective_rank")  # metrics that only logged steps compute
@@ -182,9 +183,10 @@ class Trainer:
         Raises TrainingError for a loss that is not finite, TrainingInterrupted after SIGINT or SIGTERM,
         once the state has been saved, NotSavedError, DataError or CheckpointError.
         """
+        run = self._run
         if self._is_over():
             self._run.world.log(nothing_left(self._position.step, self._position.epoch))
-        elif line := zero_rate(self._run):
+        elif line := zero_rate(run.rate, self._position, run.total_steps, ":" in run.options.optim.schedule):
             self._is_stopped = True
             self._run.world.log(line, logging.WARNING)
         try:

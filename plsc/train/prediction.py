@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,9 +52,7 @@ from plsc.train.metrics import BadSampleReport
 from plsc.train.network import evaluated, evaluation_context, training_mode
 from plsc.train.output import format_duration
 from plsc.train.prediction_images import Images, Samples, StreamedSamples, open_samples
-
-if TYPE_CHECKING:
-    from plsc.train.build import UserParts
+from plsc.train.user_parts import UserParts
 
 logger = logging.getLogger(__name__)
 FIELDS = ("value", "id", "prob")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from plsc.storage.urls import base_name, shown
 from plsc.train.data import align_source, open_training_source
 from plsc.train.evaluation import embed, load_targets, log_results, open_pairs, open_trained, verify_target
 from plsc.train.network import evaluated
-
-if TYPE_CHECKING:
-    from plsc.train.build import UserParts
+from plsc.train.user_parts import UserParts
 
 # The protocols, with the arguments that each takes.
 PROTOCOLS = {

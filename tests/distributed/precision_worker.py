@@ -47,7 +47,7 @@ def check_table(world: World | None, dataset: Path, folder: Path) -> None:
     rates = [RATE * FACTOR ** sum(n >= b for b in BOUNDARIES) for n in updates]
     for name, more in (("dynamic", {}), ("fixed", FIXED))[: 2 if world.size == 3 else 1]:
         save_dir = folder / f"{name}{world.size}"
-        train_scripted(options_of(dataset, save_dir, **SETTINGS, **more), world, "".join(kinds))
+        train_scripted(options_of(dataset, save_dir, **{**SETTINGS, **more}), world, "".join(kinds))
         world.barrier()
         found = logged(save_dir, "loss_scale", "skipped_steps", "lr")
         assert found["loss_scale"] == ([8.0] * len(scales) if more else scales), found

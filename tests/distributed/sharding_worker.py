@@ -20,7 +20,7 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
-from plsc.train.build import Run, UserParts, build_run
+from plsc.train.build import Run, build_run
 from plsc.train.directories import open_checkpoint
 from plsc.train.evaluation import Target, evaluate_targets
 from plsc.train.loop import exchange_status
@@ -28,6 +28,7 @@ from plsc.train.resume import restore
 from plsc.train.settle import settle
 from plsc.train.snapshot import take_snapshot
 from plsc.train.step import Step
+from plsc.train.user_parts import UserParts
 from plsc.train.warm_start import start_from_pretrained
 from tests.distributed.resume_worker import joined, smaller_world
 from tests.resuming import different, losses_of, options_of, saved_at, train

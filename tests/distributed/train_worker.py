@@ -26,10 +26,11 @@ from plsc.heads import ShardedHead
 from plsc.models import BaseModel
 from plsc.parallel import backbone
 from plsc.parallel.world import World
-from plsc.train.build import UserParts, build_run
+from plsc.train.build import build_run
 from plsc.train.directories import open_directories, open_start
 from plsc.train.loop import Trainer, with_output
 from plsc.train.saving import Saver
+from plsc.train.user_parts import UserParts
 from tests.distributed.worker import run_worker, smaller_world
 
 GLOBAL_BATCH = 24

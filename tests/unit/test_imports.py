@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,20 @@ def test_packages_import_from_lower_levels_only():
             if target != package and LEVEL[target] >= LEVEL[package]:
                 offenders.append(f"{path.relative_to(ROOT)}:{line} imports plsc.{target}")
     assert not offenders, "\n".join(offenders)
+
+
+def test_no_two_files_import_each_other():
+    """Nor in a larger circle; imports within functions and for type checkers count."""
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "plsc").rglob("*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    graph = {}
+    for name, path in files.items():
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        pairs = {(node.module, f"{node.module}.{one.name}") for node in nodes for one in node.names}
+        targets = {inner if inner in files else module for module, inner in pairs}
+        graph[name] = targets & files.keys() - {"plsc", name}
+    del graph["plsc"]
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_the_head_imports_only_errors_collectives_seeds_and_spans():

@@ -29,7 +29,8 @@ from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
 from plsc.data.partition.parts import Parts, part_names
 from plsc.errors import DataError
-from plsc.storage.publish import SAVING, Workspace, refuse_existing, staged
+from plsc.storage.publish import SAVING, Workspace, refuse_existing
+from plsc.storage.store import staged
 from plsc.storage.urls import base_name, is_url, parent_of, shown
 
 if TYPE_CHECKING:

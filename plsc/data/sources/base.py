@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES, Image, check_image_bytes
-from plsc.data.files import Shards
+from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.data.sources.landmarks import Landmarks
 from plsc.errors import DataError
@@ -233,37 +232,6 @@ def check_labels(source: Source, class_num: int) -> None:
         f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} "
         f"({len(bad)} of {len(labels)} samples are); {advice}"
     )
-
-
-class PathTable:
-    """A list of paths as one byte array with offsets.
-
-    Ten million paths as Python strings take over a gigabyte, and reading them in forked workers copies that
-    memory, because each use writes a reference count. Here each path takes its length plus eight bytes, and
-    reading writes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._text = bytearray()
-        self._ends = array("q", [0])
-
-    def append(self, path: bytes) -> None:
-        """Append a path."""
-        self._text += path
-        self._ends.append(len(self._text))
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of all paths, uint8, and where each ends in them, int64 [paths + 1], from 0.
-
-        These are views of the table's memory: do not append while they are in use.
-        """
-        return np.frombuffer(self._text, np.uint8), np.frombuffer(self._ends, np.int64)
-
-    def __getitem__(self, index: int) -> bytes:
-        return bytes(self._text[self._ends[index] : self._ends[index + 1]])
 
 
 def printable(text: bytes | str) -> str:

@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from plsc.data.files import PathTable
 from plsc.data.lines import parse_label
-from plsc.data.sources.base import FileSource, PathTable, Source, printable
+from plsc.data.sources.base import FileSource, Source, printable
 from plsc.data.sources.columns import with_label_map
 from plsc.data.sources.rows import text_lines
 from plsc.data.sources.torch_dataset import TorchDatasetSource

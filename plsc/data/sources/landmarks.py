@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from plsc.data.alignment import TEMPLATE, Face
+from plsc.data.files import PathTable
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.urls import base_name, exists, shown
-
-if TYPE_CHECKING:
-    from plsc.data.sources.base import PathTable
 
 _EXPECTED = "expected '<path> x1 y1 x2 y2 x3 y3 x4 y4 x5 y5 [score]'"
 _MAX_LINE_BYTES = 8192

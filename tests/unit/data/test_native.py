@@ -16,12 +16,12 @@ from PIL import Image
 
 from plsc.data import native
 from plsc.data.augment import Augmentation
+from plsc.data.files import PathTable
 from plsc.data.loader import SourceLoader
 from plsc.data.native import crc32, read_files, read_ranges
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import open_source
-from plsc.data.sources.base import PathTable
 from plsc.data.writers import writer_of
 from plsc.errors import DataError
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from plsc.errors import OptionError
-from plsc.heads.kernels import triton_backend
-from plsc.heads.softmax import choose_backend
+from plsc.heads.kernels import choose_backend, triton_backend
 from tests.devices import GPU, VISIBLE
 from tests.distributed.launch import clean_environment
 

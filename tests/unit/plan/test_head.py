@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from plsc.cli import main
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
-from plsc.heads.softmax import choose_backend
+from plsc.heads.kernels import choose_backend
 from plsc.plan import plan, plan_head, run, tile_rows
 
 ROOT = Path(__file__).resolve().parents[3]

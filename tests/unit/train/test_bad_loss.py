@@ -12,8 +12,8 @@ from plsc import Callback
 from plsc.errors import TrainingError
 from plsc.parallel.world import World
 from plsc.train import step as step_module
-from plsc.train.build import UserParts
 from plsc.train.step import LossReader
+from plsc.train.user_parts import UserParts
 from tests.images import write_dataset
 from tests.resuming import options_of, train
 from tests.spoiled import Spoiled, SpoilImage

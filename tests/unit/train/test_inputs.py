@@ -17,12 +17,12 @@ from plsc.models import BaseModel, check_model
 from plsc.optim.optimizers import ExpectedStates, assign_parameters, build_optimizer
 from plsc.optim.sparse import SPARSE
 from plsc.parallel.world import World
-from plsc.train.build import UserParts
 from plsc.train.conversion import run_conversion
 from plsc.train.data import open_training_data
 from plsc.train.evaluation import load_network
 from plsc.train.network import build_trained_network
 from plsc.train.prediction import run_prediction
+from plsc.train.user_parts import UserParts
 from tests.resuming import different, options_of, train
 
 WORLD = World.single()

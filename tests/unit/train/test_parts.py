@@ -17,7 +17,7 @@ from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.advice import LearningCheck
-from plsc.train.build import UserParts, build_run, check_combinations
+from plsc.train.build import build_run, check_combinations
 from plsc.train.callbacks import Context
 from plsc.train.checks import batch_note, idle_note, interrupted, threads_note
 from plsc.train.loggers import JsonLines
@@ -26,6 +26,7 @@ from plsc.train.output import Progress, slow_start
 from plsc.train.saving import retention_of
 from plsc.train.state import Position
 from plsc.train.step import Step
+from plsc.train.user_parts import UserParts
 from tests.images import write_dataset
 
 

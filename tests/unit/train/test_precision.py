@@ -14,12 +14,13 @@ from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
 from plsc.train import build, network
 from plsc.train import step as step_module
-from plsc.train.build import UserParts, build_run, check_combinations
+from plsc.train.build import build_run, check_combinations
 from plsc.train.evaluation import evaluate_targets, load_targets
 from plsc.train.heads import head_products
 from plsc.train.loop import exchange_status
 from plsc.train.resume import restore, restore_scaler
 from plsc.train.step import LossReader, Step
+from plsc.train.user_parts import UserParts
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import Scripted, logged, train_scripted
 from tests.resuming import different, options_of, saved_at, tensors_of, train

@@ -21,12 +21,13 @@ from plsc.evaluate.classification import ClassificationResult
 from plsc.gallery import open_gallery
 from plsc.heads import DenseHead, ShardedHead
 from plsc.parallel.world import World
-from plsc.train.build import UserParts, build_run
+from plsc.train.build import build_run
 from plsc.train.class_tools import run_dominant
 from plsc.train.data import options_of
 from plsc.train.prediction import run_prediction
 from plsc.train.resume import restore
 from plsc.train.state import collect_tensors
+from plsc.train.user_parts import UserParts
 from tests.images import write_dataset
 from tests.resuming import (
     Drawing,

@@ -15,10 +15,10 @@ from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
 from plsc.terminal import on_terminal
-from plsc.train.build import UserParts
 from plsc.train.data import open_training_data, open_training_source
 from plsc.train.evaluation import load_targets
 from plsc.train.loop import run_training
+from plsc.train.user_parts import UserParts
 from tests.images import write_dataset, write_pair_file
 
 
