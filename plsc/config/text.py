@@ -144,7 +144,7 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
 
 
 def render_options(options: Options) -> str:
-    """Return all options as YAML for --config, each with its description.
+    """Return all options as YAML for --config, each with its description, and where a set value comes from.
 
     Options that were not set are comments, because every option in the file would count as set, and a loss
     rejects options that it does not use.
@@ -156,8 +156,9 @@ def render_options(options: Options) -> str:
             group = spec.group
             lines.append(f"{group}:")
         lines.append(f"  # {spec.meaning} (default: {_plain(spec.default)})")
-        mark = "" if spec.path in options.values else "# "
-        lines.append(f"  {mark}{spec.name}: {_plain(options.get(spec.path))}")
+        origin = options.origins.get(spec.path)
+        value = f"{spec.name}: {_plain(options.get(spec.path))}"
+        lines.append(f"  # {value}" if origin is None else f"  {value}  # {origin}")
     return "\n".join(lines)
 
 

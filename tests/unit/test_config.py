@@ -264,6 +264,9 @@ def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
     assert options.explicit == {
         "train.batch_size", "train.epochs", "model.image_shape", "optim.step_boundaries", "head.scale"
     }  # fmt: skip
+    assert options.origins["train.batch_size"] == "--train.batch_size"
+    assert options.origins["train.epochs"] == f"{config}:3"
+    assert f"  epochs: 3  # {config}:3\n" in render_options(options)
 
 
 def test_what_plsc_config_prints_is_read_back_as_the_same_options(tmp_path):
