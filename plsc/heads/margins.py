@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.errors import OptionError, did_you_mean, suggest
+from plsc.errors import OptionError, did_you_mean, refusing, suggest
 from plsc.heads.geometry import add_angle, angle_of, clamp_cosine, monotonic_cosine, sine_of
 
 _RIGHT_ANGLE = math.pi / 2
@@ -374,4 +374,5 @@ def build_margin(name: str, **options: Any) -> Margin:
             raise OptionError(
                 f"{name} has no option {option}; {has}{did_you_mean(option, known) or f'; remove {option}'}"
             )
-    return MARGINS[name](**options)
+    with refusing(f"cannot make {name} of {options}", "expected numbers as in its defaults"):
+        return MARGINS[name](**options)

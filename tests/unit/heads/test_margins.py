@@ -408,6 +408,15 @@ def test_the_error_for_an_unknown_margin_suggests_a_name():
         build_margin("arcfase")
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("combined", {"margins": (1.0, 0.3)}), ("adaface", {"h": "x"}), ("magface", {"norm_range": 3})],
+)
+def test_an_argument_of_another_kind_is_refused(name, options):
+    with pytest.raises(OptionError, match=rf"cannot make {name} of .*expected numbers"):
+        build_margin(name, **options)
+
+
 def test_build_margin_builds_every_margin_with_scale_64():
     for name in MARGINS:
         margin = build_margin(name)
