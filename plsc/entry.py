@@ -12,18 +12,17 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from plsc.config import Options
+from plsc.config import Options, find_option
 from plsc.config.model import Initialization
 from plsc.config.optim import OptimOptions, ParameterGroup
 from plsc.config.option import name_of
-from plsc.config.original import OriginalSetters
 from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
 from plsc.config.train import listed_names
 from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
-from plsc.heads.margins import MARGINS, build_margin
 from plsc.models import BaseModel
 from plsc.optim.optimizers import Factory
+from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.profiling import ProfileResult, run_profile
@@ -132,20 +131,6 @@ class Entry(OriginalSetters):
         self.options.set_together({"optim.optimizer": name, "optim.optimizer_arguments": arguments or None})
         self._optimizer = factory
 
-    def set_loss_type(
-        self,
-        loss_type: str,
-        margin1: float | None = None,
-        margin2: float | None = None,
-        margin3: float | None = None,
-        **arguments: Any,
-    ) -> None:
-        """Set the loss with its arguments; see `OriginalSetters.set_loss_type`."""
-        name = str(loss_type).removeprefix("dist_")
-        if name in MARGINS:
-            build_margin(name, **arguments)  # raises OptionError
-        super().set_loss_type(loss_type, margin1, margin2, margin3, **arguments)
-
     def set_lr_schedule(self, schedule: str | ScheduleFunction, **arguments: Any) -> None:
         """Set the learning rate schedule, by name or by a function.
 
@@ -156,14 +141,14 @@ class Entry(OriginalSetters):
                 number of steps of the run, or None if that is unknown.
             **arguments: of a named schedule, such as cycles of cosine (sets ``optim.schedule_arguments``).
         """
-        if isinstance(schedule, str):
-            schedule_arguments(OptimOptions(schedule=schedule, schedule_arguments=arguments))
-            super().set_lr_schedule(schedule, **arguments)
-            self._schedule = None
-            return
-        check_schedule_function(schedule)
-        super().set_lr_schedule(name_of(schedule), **arguments)
-        self._schedule = schedule
+        function = None if isinstance(schedule, str) else schedule
+        if function is not None:
+            check_schedule_function(function)
+        name = schedule if isinstance(schedule, str) else name_of(schedule)
+        find_option("optim.schedule").checked(name)
+        schedule_arguments(OptimOptions(schedule=name, schedule_arguments=arguments))
+        super().set_lr_schedule(name, **arguments)
+        self._schedule = function
 
     def add_parameter_group(
         self,
@@ -283,8 +268,12 @@ class Entry(OriginalSetters):
                 "custom_black_list), or None"
             )
         lists = amp_lists or AutoMixedPrecisionLists()
-        given = {name: value for name, value in locals().items() if name in ScalingArguments.__match_args__}
-        changed = {name: value for name, value in given.items() if value != getattr(ScalingArguments, name)}
+        given = ScalingArguments(
+            init_loss_scaling, incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio,
+            use_dynamic_loss_scaling,
+        )  # fmt: skip
+        defaults = vars(ScalingArguments())
+        changed = {name: value for name, value in vars(given).items() if value != defaults[name]}
         self.options.set_together(
             {
                 "precision.mode": "float16" if use_fp16 else "float32",

@@ -18,6 +18,9 @@ MARGINS = (
 )  # fmt: skip
 """Of plsc/heads/margins.py."""
 
+NO_MARGIN = ("softmax", "normface")
+"""Those without an argument named margin, margins or margin_range."""
+
 LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + MARGINS
 
 OPTIMIZERS = (

@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.config.option import Need, at_least, between, more_than, of_run, one_of
-from plsc.names import LOSS_TYPES, MARGINS
+from plsc.names import LOSS_TYPES, MARGINS, NO_MARGIN
 
 
 def _scale(value: float | str) -> str | None:
     is_number = not isinstance(value, str) and value > 0
     return None if is_number or value == "auto" else "a number greater than 0, or 'auto'"
+
+
+def _loss_arguments(values: dict[str, Any]) -> str | None:
+    own = next((name for name in ("margin", "scale") if name in values), None)
+    return f"other arguments than {own}, which is head.{own}" if own else None
 
 
 def _ratio(value: float) -> str | None:
@@ -33,7 +38,7 @@ _SAMPLED = Need(
 _WITH_MARGIN = Need(
     "head.loss_type",
     "the loss has a margin",
-    lambda config: config.head.loss_type.removeprefix("dist_") not in ("softmax", "normface"),
+    lambda config: config.head.loss_type.removeprefix("dist_") not in NO_MARGIN,
 )
 
 
@@ -51,6 +56,7 @@ class HeadOptions:
         None,
         "other arguments of the loss than margin and scale, such as {h: 0.3} of adaface; see the table below",
         "set_loss_type(**loss_arguments)",
+        _loss_arguments,
     )
     margin: float | None = of_run(
         None,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from plsc.config.head import SHARDED
 from plsc.config.option import (
     Need,
     arguments_of,
@@ -86,11 +87,7 @@ class ParameterGroup:
     lr_factor: float = declare(
         1.0, "factor: learning rate of the group = this factor x learning rate of the run", check=more_than(0)
     )
-    weight_decay: float | None = declare(
-        None,
-        "weight decay (L2)",
-        check=at_least(0),
-    )
+    weight_decay: float | None = declare(None, "weight decay (L2)", check=at_least(0))
     l1_decay: float | None = declare(None, "L1 decay", check=at_least(0))
     frozen: bool = declare(False, "do not train these parameters")
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -179,21 +176,17 @@ def _patterns(values: tuple[str, ...]) -> str | None:
     return next((wrong for wrong in map(check_pattern, values) if wrong), None)
 
 
-def _has_rows(config: Any) -> bool:
-    return str(config.head.loss_type).startswith("dist_")
-
-
 _SGD = Need(
     "optim.optimizer",
     "the optimizer of network or class weights is sgd",
     lambda config: (
-        config.optim.optimizer.lower() == "sgd" or (_has_rows(config) and config.head.optimizer == "sgd")
+        config.optim.optimizer.lower() == "sgd" or (SHARDED.holds(config) and config.head.optimizer == "sgd")
     ),
 )
 _NOT_ALL_OWN = Need(
     "optim.optimizer",
     "no optimizer factory decides it",
-    lambda config: ":" not in config.optim.optimizer or _has_rows(config),
+    lambda config: ":" not in config.optim.optimizer or SHARDED.holds(config),
 )
 
 

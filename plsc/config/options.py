@@ -132,8 +132,8 @@ class Options:
         ignored. Raises CheckpointError for an invalid or unsafe value.
         """
         adopted, differences = {}, []
-        for spec in all_options() if saved else ():
-            group = saved.get(spec.group) if saved else None
+        for spec in _TABLE.values():
+            group = (saved or {}).get(spec.group)
             if spec.decides not in ("model", use) or not isinstance(group, dict) or spec.name not in group:
                 continue
             value = spec.saved(group[spec.name])

@@ -93,36 +93,11 @@ def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_plain_pytorch_doe
 def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path, monkeypatch):
     slow, greedy = tmp_path / "slow", tmp_path / "greedy"
     monkeypatch.setattr(head, "compare_with_plan", lambda *_: None)  # in processes of its own, tested above
-    run_here(
-        monkeypatch,
-        head,
-        "--device",
-        "cpu",
-        "--threads",
-        1,
-        "--quick",
-        "--ways",
-        BASELINE,
-        "--rival-timeout",
-        0.1,
-        slow,
-    )
+    common = "--device", "cpu", "--threads", 1, "--ways", BASELINE
+    run_here(monkeypatch, head, *common, "--quick", "--rival-timeout", 0.1, slow)
     assert [sample["outcome"] for sample in read(slow, "failed")] == ["over 0.1 s"]
     limits = "--memory-limit", 0.5, "--rival-timeout", 90
-    run_here(
-        monkeypatch,
-        head,
-        "--device",
-        "cpu",
-        "--threads",
-        1,
-        "--classes",
-        200_000,
-        "--ways",
-        BASELINE,
-        *limits,
-        greedy,
-    )
+    run_here(monkeypatch, head, *common, "--classes", 200_000, *limits, greedy)
     (sample,) = read(greedy, "failed")
     assert sample["outcome"] in ("out of memory", "over 90 s")  # torch may hang after a failed allocation
 

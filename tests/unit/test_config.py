@@ -269,6 +269,17 @@ def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
     assert f"  epochs: 3  # {config}:3\n" in render_options(options)
 
 
+def test_margin_and_scale_have_one_place():
+    for name in ("margin", "scale"):
+        with pytest.raises(OptionError, match=rf"other arguments than {name}, which is head\.{name}"):
+            options_from("--head.loss_arguments", f"{{{name}: 0.4}}")
+    ins = Entry()
+    ins.set_loss_type("adaface", margin=0.3, h=0.4)
+    assert (ins.options.get("head.margin"), ins.options.get("head.loss_arguments")) == (0.3, {"h": 0.4})
+    with pytest.raises(OptionError, match="easy_margin"):
+        ins.set_loss_type("arcface", 1.0, 0.3, 0.1, easy_margin=True)
+
+
 def test_what_plsc_config_prints_is_read_back_as_the_same_options(tmp_path):
     options = options_from("--train.batch_size", "64", "--data.val_targets", "lfw,agedb")
     text = render_options(options)

@@ -19,7 +19,7 @@ LEVELS = [
     {"checkpoint", "evaluate"},
     {"export"},
     {"train", "utils", "plan"},
-    {"profiling", "gallery"},
+    {"profiling", "gallery", "original"},
     {"entry", "serve"},
     {"cli"},
 ]

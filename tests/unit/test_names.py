@@ -1,5 +1,7 @@
 """The names that options accept are those of what they name."""
 
+import inspect
+
 from plsc import names
 from plsc.heads.margins import MARGINS
 from plsc.models.registry import NETWORKS
@@ -17,3 +19,9 @@ def test_names_are_those_of_the_owners():
         (names.CALLBACKS, CALLBACKS),
     ):
         assert listed == tuple(owned)
+
+
+def test_losses_without_a_margin_have_no_argument_for_one():
+    arguments = {name: inspect.signature(margin).parameters for name, margin in MARGINS.items()}
+    without = [name for name, found in arguments.items() if not any("margin" in one for one in found)]
+    assert set(names.NO_MARGIN) == set(without)

@@ -12,6 +12,7 @@ from plsc.config.option import shown_value
 from plsc.config.options import all_options
 from plsc.config.setters import Setters
 from plsc.errors import OptionError
+from plsc.heads.margins import MARGINS, build_margin
 
 NO_MARGINS = (1.0, 0.0, 0.0)
 PLSC_MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "sphereface": (1.35, 0.0, 0.0)}
@@ -59,9 +60,8 @@ class OriginalSetters(Setters):
         """
         name = str(loss_type).removeprefix("dist_")
         prefix = "dist_" if self._model_parallel or name != loss_type else ""
-        values: dict[str, Any] = {
-            f"head.{key}": arguments.pop(key) for key in ("margin", "scale") if key in arguments
-        }
+        own_options = {key: arguments.pop(key) for key in ("margin", "scale") if key in arguments}
+        values = {f"head.{key}": value for key, value in own_options.items()}
         values |= {"head.loss_type": prefix + name, "head.loss_arguments": arguments or None}
         given = (margin1, margin2, margin3)
         if given != (None, None, None):
@@ -78,8 +78,11 @@ class OriginalSetters(Setters):
             else:
                 values |= {
                     "head.loss_type": prefix + "combined",
-                    "head.loss_arguments": {"margins": margins},
+                    "head.loss_arguments": {**arguments, "margins": margins},
                 }
+        kind = values["head.loss_type"].removeprefix("dist_")
+        if kind in MARGINS:  # an unknown one is refused below
+            build_margin(kind, **own_options, **(values["head.loss_arguments"] or {}))
         self.options.set_together(values)
 
     def set_model_parallel(self, flag: bool) -> None:
