@@ -23,8 +23,8 @@ from traffic import count_bytes
 from plsc.config import Options
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
-from plsc.train.build import Run, build_run
-from plsc.train.user_parts import UserParts
+from plsc.run.run import Run, build_run
+from plsc.run.user_parts import UserParts
 
 WAYS: dict[str, dict[str, Any]] = {
     "replicated": {},

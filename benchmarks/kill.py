@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 import plsc.checkpoint.retention
-import plsc.train.saving
+import plsc.state.saving
+import plsc.state.upload
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.remote import clean, verify
 from plsc.checkpoint.retention import checkpoints_in
@@ -104,8 +105,8 @@ def train(job: Facts) -> None:
 
         setattr(module, name, watched)
 
-    watch(plsc.train.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
-    watch(plsc.train.saving, "upload", "upload", lambda folder, *_: read_manifest(folder).step)
+    watch(plsc.state.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
+    watch(plsc.state.upload, "upload", "upload", lambda folder, *_: read_manifest(folder).step)
     watch(plsc.checkpoint.retention, "withdraw", "retention", lambda *_: 0)
     begin("start")
     ins = small_entry(job["dataset"], job["local"])

@@ -22,11 +22,11 @@ from plsc.models import build_model
 from plsc.models.autocast import autocast
 from plsc.models.layers import use_torch_layers
 from plsc.parallel.world import World
-from plsc.train.build import Run, build_run
+from plsc.run.build_network import training_mode
+from plsc.run.run import Run, build_run
+from plsc.run.user_parts import UserParts
 from plsc.train.loop import exchange_status
-from plsc.train.network import training_mode
 from plsc.train.step import Step
-from plsc.train.user_parts import UserParts
 
 BASELINE = "plain PyTorch, fp32"
 _BATCHES = 4  # different batches, used in turn

@@ -12,10 +12,10 @@ import numpy as np
 from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.parallel.world import World
-from plsc.train.build import Run, build_run
+from plsc.run.run import Run, build_run
+from plsc.run.user_parts import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.step import Step
-from plsc.train.user_parts import UserParts
 
 
 class TrainingRun:

@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from plsc.actions.embeddings import open_embeddings
     from plsc.config.runtime import AutoMixedPrecisionLists
     from plsc.entry import Entry
-    from plsc.train.callbacks import Callback, EarlyStopping
-    from plsc.train.embeddings import open_embeddings
-    from plsc.train.evaluation import load_network
+    from plsc.run.callbacks import Callback, EarlyStopping
+    from plsc.state.network import load_network
 
 __version__ = "0.1.0"
 
@@ -31,11 +31,11 @@ __all__ = [
 # Imported on first use: `import plsc` alone does not import torch.
 _MODULES = {
     "AutoMixedPrecisionLists": "plsc.config.runtime",
-    "Callback": "plsc.train.callbacks",
-    "EarlyStopping": "plsc.train.callbacks",
+    "Callback": "plsc.run.callbacks",
+    "EarlyStopping": "plsc.run.callbacks",
     "Entry": "plsc.entry",
-    "load_network": "plsc.train.evaluation",
-    "open_embeddings": "plsc.train.embeddings",
+    "load_network": "plsc.state.network",
+    "open_embeddings": "plsc.actions.embeddings",
 }
 
 

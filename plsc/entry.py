@@ -12,6 +12,15 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
+from plsc.actions.dominant import run_dominant
+from plsc.actions.embeddings import Embeddings
+from plsc.actions.export import Conversion, run_conversion
+from plsc.actions.predict import Prediction, Request, run_prediction
+from plsc.actions.predict_images import Images
+from plsc.actions.profile import ProfileResult, run_profile
+from plsc.actions.protocols import ProtocolData, run_protocol
+from plsc.actions.test import run_test
+from plsc.actions.train import run_training
 from plsc.config import Options, find_option
 from plsc.config.model import Initialization
 from plsc.config.optim import OptimOptions, ParameterGroup
@@ -25,22 +34,14 @@ from plsc.optim.optimizers import Factory
 from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
-from plsc.profiling import ProfileResult, run_profile
+from plsc.run.build_data import as_reader
+from plsc.run.build_updates import ScheduleFunction, check_schedule_function, schedule_arguments
+from plsc.run.callbacks import Callback, Context, FunctionCallback
+from plsc.run.loggers import Logger
+from plsc.run.user_parts import UserParts
 from plsc.storage.urls import is_url, set_hdfs_user, shown
 from plsc.terminal import on_terminal
-from plsc.train.callbacks import Callback, Context, FunctionCallback
-from plsc.train.class_tools import run_dominant
-from plsc.train.conversion import Conversion, run_conversion
-from plsc.train.data import as_reader
-from plsc.train.embeddings import Embeddings
-from plsc.train.evaluation import run_test
-from plsc.train.loggers import Logger
-from plsc.train.loop import TrainResult, run_training
-from plsc.train.optim import ScheduleFunction, check_schedule_function, schedule_arguments
-from plsc.train.prediction import Prediction, Request, run_prediction
-from plsc.train.prediction_images import Images
-from plsc.train.protocols import ProtocolData, run_protocol
-from plsc.train.user_parts import UserParts
+from plsc.train.loop import TrainResult
 
 T = TypeVar("T")
 

@@ -30,10 +30,10 @@ OPTIMIZERS = (
 """Of plsc/optim/optimizers.py."""
 
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
-"""Of plsc/train/optim.py."""
+"""Of plsc/run/build_updates.py."""
 
 LOGGERS = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
-"""Of plsc/train/loggers.py."""
+"""Of plsc/run/loggers.py."""
 
 CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content")
-"""Of plsc/train/loop.py."""
+"""Of plsc/actions/train.py."""

@@ -12,10 +12,10 @@ import torch
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.build import build_run
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.step import Step
-from plsc.train.user_parts import UserParts
 
 SHAPE = (3, 16, 16)
 CLASSES, BATCH = 12, 8

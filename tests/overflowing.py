@@ -18,7 +18,7 @@ from torch import nn
 from plsc.checkpoint.save import local_of
 from plsc.heads.joint import each_head
 from plsc.models import BaseModel
-from plsc.train.state import collect_tensors
+from plsc.state.tensors import collect_tensors
 from plsc.train.step import Step
 from tests.resuming import train
 

@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from plsc.actions.train import run_training
 from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.run.user_parts import UserParts
 from plsc.terminal import on_terminal
-from plsc.train import loop
-from plsc.train.user_parts import UserParts
 
 
 class Drawing(BaseModel):
@@ -75,7 +75,7 @@ def train(options: Options, world: World, network=Drawing, user=None):
     torch.manual_seed(5)
     user.model = network()
     with on_terminal():
-        return loop.run_training(options, world, user)
+        return run_training(options, world, user)
 
 
 def saved_at(save_dir: Path, step: int) -> Path:

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from plsc.actions.embeddings import NAMES, open_embeddings
+from plsc.actions.predict import EMBEDDINGS
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import CLASS_WEIGHTS
@@ -23,11 +25,10 @@ from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.gallery import Gallery, open_gallery, write_gallery
 from plsc.parallel.world import World
+from plsc.run.build_heads import choose_head
+from plsc.run.targets import embed
+from plsc.state.network import load_with_config
 from plsc.storage.urls import is_url
-from plsc.train.embeddings import NAMES, open_embeddings
-from plsc.train.evaluation import embed, load_with_config
-from plsc.train.heads import choose_head
-from plsc.train.prediction import EMBEDDINGS
 
 _BATCH = 64  # images
 StrPath: TypeAlias = str | os.PathLike[str]

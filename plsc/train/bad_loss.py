@@ -1,4 +1,4 @@
-"""Explain a loss that is not finite: name the first layer with a nan or inf, and save the batch."""
+"""Stop a run whose loss or weights are not finite: name the layer, save the batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plsc.data.batch import Batch
 from plsc.errors import TrainingError
 from plsc.inputs import Input
+from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
-from plsc.train.check_layers import tensors_of
-from plsc.train.state import Position
+from plsc.run.position import Position
+from plsc.train.watch.layers import tensors_of
 
 BAD_BATCH_NAME = "bad_batch.json"
 BAD_IMAGES_NAME = "bad_batch.safetensors"
@@ -115,4 +117,26 @@ def stop_at_bad_loss(
         f"{f' and {more} more' if more > 0 else ''}; the batch is saved to {folder / BAD_IMAGES_NAME}, its "
         f"names to {BAD_BATCH_NAME}. Lower the learning rate or use a longer warm-up, check these images, "
         "and resume from the last checkpoint"
+    )
+
+
+def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:
+    """Raise TrainingError on all ranks for trained weights that are not finite; a collective.
+
+    A gradient can be inf although the loss was finite. The next loss would show it, but a checkpoint saved
+    before that would be unusable.
+    """
+    trained = [(name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad]
+    finite = [part.isfinite().all() for _, part in trained]
+    # One synchronisation with the device, not one per parameter.
+    is_bad = bool(finite) and not bool(torch.stack(finite).all())
+    if not world.all_reduce_max(int(is_bad))[0]:
+        return
+    mine = [name for (name, _), is_good in zip(trained, finite, strict=True) if not is_good]
+    found = sorted({name for names in world.all_gather_object(mine) for name in names})
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    raise TrainingError(
+        f"{found[0]}{more} of the network have a nan or inf after step {position.step}, although the loss "
+        "was finite: a gradient overflowed, and this state is not saved. Lower the learning rate, use a "
+        "longer warm-up or check the network's backward pass, and resume from the last checkpoint"
     )

@@ -1,128 +1,36 @@
-"""A training run and its loop: next batch, forward, head, backward, update, log, evaluate, save."""
+"""The training loop: next batch, forward, head, backward, update, log, evaluate, save."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from plsc.config import Options
-from plsc.config.option import load_function
-from plsc.config.train import listed_names, seconds_of
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.errors import DataError, NotSavedError, OptionError, refusing
+from plsc.errors import DataError, NotSavedError
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
+from plsc.run.notes import epoch_warning, interrupted, nothing_left, zero_rate
+from plsc.run.run import Run
+from plsc.run.targets import evaluate_targets
 from plsc.spans import span
-from plsc.train.advice import DataWait, LearningCheck
-from plsc.train.build import Run, build_run, describe_run
-from plsc.train.callbacks import Callback, Callbacks
-from plsc.train.check_layers import LayerTable
-from plsc.train.checks import epoch_warning, interrupted, nothing_left, stop_at_bad_weights, zero_rate
-from plsc.train.directories import Start, open_directories, open_start
-from plsc.train.ema import WeightAverage
-from plsc.train.evaluation import Target, evaluate_targets
-from plsc.train.held_out import HeldOutSet
-from plsc.train.limits import MaxTime, in_temporary_folder, remove_temporary
-from plsc.train.loggers import Logger, check_packages
-from plsc.train.metrics import BadSampleReport, Mean, Meter
-from plsc.train.output import Progress
-from plsc.train.reporting import GradientNorm, Logging, Pictures
-from plsc.train.resume import restore
-from plsc.train.saving import NoSaver, Saver
-from plsc.train.settle import settle
-from plsc.train.snapshot import seed_generators
+from plsc.state.saving import Saver
+from plsc.state.warm_start import WarmStart
+from plsc.train.bad_loss import stop_at_bad_weights
+from plsc.train.losses import Mean
 from plsc.train.step import Step, StepResult
-from plsc.train.user_parts import UserParts
-from plsc.train.warm_start import WarmStart, start_from_pretrained
+from plsc.train.watch.average import WeightAverage
+from plsc.train.watch.meters import BadSampleReport, Meter
 
 _GAUGES = ("accuracy", "accuracy_top5", "effective_rank")  # metrics that only logged steps compute
-
-
-def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
-    """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
-    start = open_start(options, world)
-    config = settle(options, start.checkpoint, world.size, user.model)
-    check_packages(listed_names(config.train.loggers))
-    is_trial = config.train.fast_dev_run
-    run = build_run(config, world, user, start.checkpoint)
-    if is_trial:
-        start = in_temporary_folder(start, world)
-    directories = open_directories(config, world, start)
-    try:
-        run = with_output(run, start, user.loggers)
-        world.log(start.note)
-        lines = [f"differs from the checkpoint: {line}" for line in config.differences]
-        warm_start = None
-        if start.checkpoint:
-            more = restore(run, *start.checkpoint)
-            lines += [f"differs from the checkpoint: {line}" for line in more]
-        else:
-            warm_start = start_from_pretrained(run)
-            lines += warm_start.lines() if warm_start else []
-            seed_generators(world, config.train.seed)
-        for line in [*describe_run(run, start.checkpoint), *lines]:
-            world.log(line)
-        saver = NoSaver() if is_trial else Saver(run, directories)
-        return Trainer(run, saver, warm_start).train()
-    finally:
-        directories.release()
-        if is_trial:
-            remove_temporary(directories)
-
-
-def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
-    """Return the run with the callbacks of its options, which write its metrics and warn about problems.
-
-    loggers: the user's, in addition to those of `train.loggers`.
-    """
-    context, train = run.callbacks.context, run.options.train
-    context.folder = start.local
-    decay = run.options.optim.ema_decay
-    callbacks: list[Callback] = [
-        *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
-        *run.callbacks.all,
-        DataWait.of(run.data.loader, run.world),
-        LearningCheck.of(run, is_resumed=start.checkpoint is not None),
-        Progress(),
-        *map(partial(named_callback, targets=run.targets), listed_names(train.callbacks)),
-    ]
-    if not train.fast_dev_run:
-        callbacks.append(Logging(loggers, is_same_run=bool(start.resumed)))
-    if (seconds := seconds_of(train.max_time)) is not None:
-        callbacks.append(MaxTime(seconds))
-    return replace(run, callbacks=Callbacks(callbacks, context))
-
-
-def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:
-    """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
-    if ":" not in name:
-        return CALLBACKS[name](targets)
-    found = load_function(name, "train.callbacks", "add_callback")
-    with refusing(
-        f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
-    ):
-        callback = found()
-    if not isinstance(callback, Callback):
-        raise OptionError(f"train.callbacks has {name}, which makes no plsc.Callback")
-    return callback
-
-
-CALLBACKS: dict[str, Callable[[Sequence[Target | HeldOutSet]], Callback]] = {
-    "gradient_norm": lambda _: GradientNorm(),
-    "images": Pictures,
-    "check_shape": lambda _: LayerTable(with_content=False),
-    "check_content": lambda _: LayerTable(with_content=True),
-}
 
 
 @dataclass

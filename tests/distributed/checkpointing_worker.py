@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from plsc.checkpoint.save import local_of
 from plsc.config import Options
 from plsc.parallel.world import World
-from plsc.train.build import build_run
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
+from plsc.state.tensors import collect_tensors
 from plsc.train.loop import exchange_status
-from plsc.train.state import collect_tensors
 from plsc.train.step import Step
-from plsc.train.user_parts import UserParts
 
 CASES = {
     "batch norm": {},

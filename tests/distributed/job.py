@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from plsc import Entry
 from plsc.errors import PlscError
-from plsc.train import directories
+from plsc.state import start as directories
 from tests.undrawn import draw_nothing
 
 

@@ -16,11 +16,11 @@ from torch import nn
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.build import build_run
-from plsc.train.directories import open_directories, open_start
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
+from plsc.state.saving import Saver
+from plsc.state.start import open_directories, open_start
 from plsc.train.loop import Trainer
-from plsc.train.saving import Saver
-from plsc.train.user_parts import UserParts
 
 STEPS = 5
 

@@ -118,9 +118,6 @@ def main() -> None:
     import torch.distributed.fsdp  # noqa: F401
     from PIL import Image
 
-    import plsc.cli.run
-    import plsc.entry
-    import plsc.train.loop  # noqa: F401
     import tests.undrawn  # noqa: F401 - with matplotlib, which each rank would import
 
     Image.init()  # imports what reads each format

@@ -19,8 +19,8 @@ from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
 from plsc.parallel.world import World
-from plsc.train.state import collect_tensors
-from plsc.train.user_parts import UserParts
+from plsc.run.user_parts import UserParts
+from plsc.state.tensors import collect_tensors
 from tests.distributed.train_worker import draw_independent_of_ranks
 from tests.distributed.worker import run_worker, smaller_world
 from tests.resuming import Steady, different, losses_of, options_of, saved_at, tensors_of, train

@@ -10,8 +10,8 @@ from torch import nn
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
-from plsc.train.build import build_run
-from plsc.train.user_parts import UserParts
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
 from tests.distributed.worker import run_worker
 from tests.option_pairs import Images, options_with
 

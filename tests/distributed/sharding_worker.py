@@ -20,16 +20,16 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
-from plsc.train.build import Run, build_run
-from plsc.train.directories import open_checkpoint
-from plsc.train.evaluation import Target, evaluate_targets
+from plsc.run.options import settle
+from plsc.run.run import Run, build_run
+from plsc.run.targets import Target, evaluate_targets
+from plsc.run.user_parts import UserParts
+from plsc.state.find import open_checkpoint
+from plsc.state.restore import restore
+from plsc.state.snapshot import take_snapshot
+from plsc.state.warm_start import start_from_pretrained
 from plsc.train.loop import exchange_status
-from plsc.train.resume import restore
-from plsc.train.settle import settle
-from plsc.train.snapshot import take_snapshot
 from plsc.train.step import Step
-from plsc.train.user_parts import UserParts
-from plsc.train.warm_start import start_from_pretrained
 from tests.distributed.resume_worker import joined, smaller_world
 from tests.resuming import different, losses_of, options_of, saved_at, train
 

@@ -11,7 +11,7 @@ import torch
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.parallel.world import World
-from plsc.train.evaluation import open_trained
+from plsc.state.network import open_trained
 from tests.distributed.launch import run_ranks, run_torchrun
 from tests.distributed.resume_worker import joined
 from tests.distributed.sharding_worker import CASES, STEPS, Uneven

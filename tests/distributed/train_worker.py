@@ -21,16 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plsc.actions.train import with_output
 from plsc.config import Options
 from plsc.heads import ShardedHead
 from plsc.models import BaseModel
 from plsc.parallel import backbone
 from plsc.parallel.world import World
-from plsc.train.build import build_run
-from plsc.train.directories import open_directories, open_start
-from plsc.train.loop import Trainer, with_output
-from plsc.train.saving import Saver
-from plsc.train.user_parts import UserParts
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
+from plsc.state.saving import Saver
+from plsc.state.start import open_directories, open_start
+from plsc.train.loop import Trainer
 from tests.distributed.worker import run_worker, smaller_world
 
 GLOBAL_BATCH = 24

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from plsc.parallel.world import World
-from plsc.train.build import build_run
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.step import Step
-from plsc.train.user_parts import UserParts
 from tests.devices import NEEDS_GPU
 from tests.images import write_dataset
 from tests.overflowing import logged

@@ -19,9 +19,9 @@ from plsc.checkpoint.shard_file import OFFSETS_KEY, PLACES_KEY, entry_of, write_
 from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.errors import CheckpointError, DataError
+from plsc.state.snapshot import pack_generators, unpack_generators
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store, clean
-from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 
 SAVED = Path(__file__).parents[1] / "saved" / "format_1"

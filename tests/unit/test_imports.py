@@ -18,8 +18,11 @@ LEVELS = [
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
     {"export"},
-    {"train", "utils", "plan"},
-    {"profiling", "gallery", "original"},
+    {"run", "utils", "plan"},
+    {"state"},
+    {"train"},
+    {"actions"},
+    {"gallery", "original"},
     {"entry", "serve"},
     {"cli"},
 ]

@@ -3,11 +3,11 @@
 import inspect
 
 from plsc import names
+from plsc.actions.train import CALLBACKS
 from plsc.heads.margins import MARGINS
 from plsc.models.registry import NETWORKS
 from plsc.optim.optimizers import OPTIMIZERS
-from plsc.train.loggers import LOGGERS
-from plsc.train.loop import CALLBACKS
+from plsc.run.loggers import LOGGERS
 
 
 def test_names_are_those_of_the_owners():

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plsc.profiling import phases_of
+from plsc.actions.profile import phases_of
 from plsc.spans import PREFIX, span
 
 

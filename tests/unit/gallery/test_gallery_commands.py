@@ -9,8 +9,8 @@ from plsc import open_embeddings
 from plsc.checkpoint import load_weights
 from plsc.cli import main
 from plsc.export import open_model
+from plsc.export.folder import checksum_of
 from plsc.gallery import open_gallery
-from plsc.train.embeddings import checksum_of
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 

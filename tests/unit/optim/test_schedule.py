@@ -9,7 +9,7 @@ import torch
 from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.train.optim import build_schedule, check_optim, default_rate, with_rate
+from plsc.run.build_updates import build_schedule, check_optim, default_rate, with_rate
 
 
 def schedule(function=None, total=None, epoch=None, **changes):

@@ -27,7 +27,7 @@ from plsc.parallel import backbone
 from plsc.parallel.backbone import choose_units, local_part, match_units, shard_network, sum_gradients
 from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
-from plsc.train.network import build_trained_network
+from plsc.run.build_network import build_trained_network
 from tests.devices import GPU, group_of_one
 from tests.option_pairs import options_with
 

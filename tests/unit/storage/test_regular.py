@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from plsc.actions.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
 from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
 from plsc.checkpoint.classes.plan import read_class_list
 from plsc.checkpoint.manifest import role_of_key
@@ -29,7 +30,6 @@ from plsc.errors import PlscError
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular, read_regular
-from plsc.train.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
 from tests.unit.data.test_opening import make_lmdb
 from tests.unit.data.test_template_files import FILES
 

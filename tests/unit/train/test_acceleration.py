@@ -12,9 +12,9 @@ from plsc.models import BaseModel, build_model
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.folding import FoldedNetwork
 from plsc.parallel.world import World
-from plsc.train.build import build_run
-from plsc.train.network import batch_sizes, check_network_options, evaluated, set_memory_format
-from plsc.train.user_parts import UserParts
+from plsc.run.build_network import batch_sizes, check_network_options, evaluated, set_memory_format
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
 from tests.images import write_dataset
 from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, options_with, pairs
 from tests.resuming import different, losses_of, options_of, saved_at, train

@@ -4,8 +4,8 @@ import pytest
 
 from plsc.parallel import machine
 from plsc.parallel.world import World
-from plsc.train import advice
-from plsc.train.advice import DataWait
+from plsc.train.watch import advice
+from plsc.train.watch.advice import DataWait
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 from plsc import Callback, EarlyStopping
 from plsc.checkpoint.remote import verify
 from plsc.errors import DataError, OptionError
-from plsc.train.callbacks import EVENTS
+from plsc.run.callbacks import EVENTS
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different
 from tests.system.small_entry import entry

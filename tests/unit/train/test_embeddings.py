@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import plsc
+from plsc.actions.embeddings import FORMAT, VERSION, write_index, write_shard
 from plsc.errors import DataError
-from plsc.train.embeddings import FORMAT, VERSION, write_index, write_shard
 
 COUNT, ROWS, SIZE = 7, 3, 4
 VALUES = np.arange(COUNT * SIZE, dtype=np.float32).reshape(COUNT, SIZE)

@@ -18,7 +18,7 @@ from plsc.data.cache import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
-from plsc.train.data import NO_AUGMENTATION, make_recipe, open_rank_source, open_training_data
+from plsc.run.build_data import NO_AUGMENTATION, make_recipe, open_rank_source, open_training_data
 from plsc.utils import base64_reader
 from tests.images import write_dataset
 

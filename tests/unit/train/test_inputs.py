@@ -11,18 +11,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import plsc
+from plsc.actions.export import run_conversion
+from plsc.actions.predict import run_prediction
 from plsc.config import Options
 from plsc.errors import DataError, OptionError, TrainingError
 from plsc.models import BaseModel, check_model
 from plsc.optim.optimizers import ExpectedStates, assign_parameters, build_optimizer
 from plsc.optim.sparse import SPARSE
 from plsc.parallel.world import World
-from plsc.train.conversion import run_conversion
-from plsc.train.data import open_training_data
-from plsc.train.evaluation import load_network
-from plsc.train.network import build_trained_network
-from plsc.train.prediction import run_prediction
-from plsc.train.user_parts import UserParts
+from plsc.run.build_data import open_training_data
+from plsc.run.build_network import build_trained_network
+from plsc.run.user_parts import UserParts
+from plsc.state.network import load_network
 from tests.resuming import different, options_of, train
 
 WORLD = World.single()

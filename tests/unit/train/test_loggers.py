@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from plsc.errors import OptionError, TrainingError
-from plsc.train.loggers import Csv, scalars
+from plsc.run.loggers import Csv, scalars
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 

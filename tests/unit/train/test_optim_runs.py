@@ -9,10 +9,10 @@ from plsc.checkpoint.manifest import role_of_key
 from plsc.config.text import render_options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.train import directories
-from plsc.train.build import build_run
-from plsc.train.state import check_counts
-from plsc.train.user_parts import UserParts
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
+from plsc.state import start as directories
+from plsc.state.tensors import check_counts
 from tests.command_line import options_from
 from tests.images import write_dataset
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train

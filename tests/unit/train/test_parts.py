@@ -11,22 +11,23 @@ import pytest
 import torch
 from torch import nn
 
+from plsc.actions.train import run_training
 from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.train.advice import LearningCheck
-from plsc.train.build import build_run, check_combinations
-from plsc.train.callbacks import Context
-from plsc.train.checks import batch_note, idle_note, interrupted, threads_note
-from plsc.train.loggers import JsonLines
-from plsc.train.loop import exchange_status, run_training
-from plsc.train.output import Progress, slow_start
-from plsc.train.saving import retention_of
-from plsc.train.state import Position
+from plsc.run.callbacks import Context
+from plsc.run.loggers import JsonLines
+from plsc.run.notes import batch_note, idle_note, interrupted, threads_note
+from plsc.run.position import Position
+from plsc.run.run import build_run, check_combinations
+from plsc.run.user_parts import UserParts
+from plsc.state.saving import retention_of
+from plsc.train.loop import exchange_status
 from plsc.train.step import Step
-from plsc.train.user_parts import UserParts
+from plsc.train.watch.advice import LearningCheck
+from plsc.train.watch.progress import Progress, slow_start
 from tests.images import write_dataset
 
 

@@ -12,15 +12,17 @@ from plsc.checkpoint.manifest import Checker
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
-from plsc.train import build, network
+from plsc.run import build_network as network
+from plsc.run import run as build
+from plsc.run.build_heads import head_products
+from plsc.run.run import build_run, check_combinations
+from plsc.run.targets import evaluate_targets, load_targets
+from plsc.run.user_parts import UserParts
+from plsc.state.restore import restore, restore_scaler
 from plsc.train import step as step_module
-from plsc.train.build import build_run, check_combinations
-from plsc.train.evaluation import evaluate_targets, load_targets
-from plsc.train.heads import head_products
 from plsc.train.loop import exchange_status
-from plsc.train.resume import restore, restore_scaler
-from plsc.train.step import LossReader, Step
-from plsc.train.user_parts import UserParts
+from plsc.train.losses import LossReader
+from plsc.train.step import Step
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import Scripted, logged, train_scripted
 from tests.resuming import different, options_of, saved_at, tensors_of, train

@@ -14,10 +14,10 @@ from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.train.directories import open_load_dir, open_to_resume
-from plsc.train.settle import settle
-from plsc.train.snapshot import pack_generators, unpack_generators
-from plsc.train.user_parts import UserParts
+from plsc.run.options import settle
+from plsc.run.user_parts import UserParts
+from plsc.state.find import open_load_dir, open_to_resume
+from plsc.state.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
 

@@ -12,6 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from plsc import Entry, open_embeddings
+from plsc.actions.dominant import run_dominant
+from plsc.actions.predict import run_prediction
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.save import local_of
@@ -21,13 +23,11 @@ from plsc.evaluate.classification import ClassificationResult
 from plsc.gallery import open_gallery
 from plsc.heads import DenseHead, ShardedHead
 from plsc.parallel.world import World
-from plsc.train.build import build_run
-from plsc.train.class_tools import run_dominant
-from plsc.train.data import options_of
-from plsc.train.prediction import run_prediction
-from plsc.train.resume import restore
-from plsc.train.state import collect_tensors
-from plsc.train.user_parts import UserParts
+from plsc.run.build_heads import options_of
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
+from plsc.state.restore import restore
+from plsc.state.tensors import collect_tensors
 from tests.images import write_dataset
 from tests.resuming import (
     Drawing,

@@ -14,7 +14,7 @@ from plsc.errors import CheckpointError
 from plsc.heads import build_head
 from plsc.optim.optimizers import OPTIMIZERS as BY_NAME
 from plsc.optim.optimizers import build_optimizer
-from plsc.train.state import collect_numbers, collect_tensors, make_state
+from plsc.state.tensors import collect_numbers, collect_tensors, make_state
 from tests.devices import GPU
 
 

@@ -8,17 +8,17 @@ import fsspec
 import pytest
 from torch.utils.data import TensorDataset
 
+from plsc.actions.train import run_training
 from plsc.config import Options
 from plsc.data.reader import ReaderLoader
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
+from plsc.run.build_data import open_training_data, open_training_source
+from plsc.run.targets import load_targets
+from plsc.run.user_parts import UserParts
 from plsc.terminal import on_terminal
-from plsc.train.data import open_training_data, open_training_source
-from plsc.train.evaluation import load_targets
-from plsc.train.loop import run_training
-from plsc.train.user_parts import UserParts
 from tests.images import write_dataset, write_pair_file
 
 

@@ -1,0 +1,270 @@
+"""Export a checkpoint: its network as a checked graph, with thresholds, class weights and thumbnails."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from plsc.actions.predict_images import Samples, open_samples
+from plsc.checkpoint import load_weights
+from plsc.checkpoint.all_ranks import on_main_rank
+from plsc.checkpoint.load import read_class_names
+from plsc.config import Config, Options
+from plsc.data.batch import to_input
+from plsc.data.decode import decode_image
+from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.evaluate.plots import plot_roc
+from plsc.evaluate.verification import VerificationResult
+from plsc.export.check import Embed, check_accuracy, compare, load_graph
+from plsc.export.folder import (
+    CLASSES_NAME,
+    ROC_NAME,
+    THUMBNAILS_NAME,
+    describe_file,
+    write_about,
+    write_tensors,
+    write_weights,
+)
+from plsc.export.graph import PRECISIONS, as_served, missing_package, write_graph
+from plsc.heads.geometry import normalised
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.run.build_heads import choose_head
+from plsc.run.classes import OpenedCheckpoint
+from plsc.run.targets import Target, evaluate_targets, load_targets
+from plsc.run.user_parts import UserParts
+from plsc.state.network import open_trained
+from plsc.storage.publish import publishing_folder
+from plsc.storage.urls import is_url, shown
+
+logger = logging.getLogger(__name__)
+_CHECKED, _CALIBRATED = 64, 256  # images
+_THUMBNAIL_QUALITY = 85
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to export.
+
+    Attributes:
+        graph: ``onnx``, ``torch`` or ``none``; None: ``onnx`` if its packages are there, and for images.
+        precision: float32, float16, int8 (ONNX only) or bfloat16 (torch only).
+        flip: add the embedding of the mirrored image, inside the graph.
+        classes: also write the class weights.
+        thumbnails: also write one image per class.
+        head: of several heads, the one whose class weights are written.
+    """
+
+    graph: str | None = None
+    precision: str = "float32"
+    flip: bool = False
+    classes: bool = False
+    thumbnails: bool = False
+    head: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.graph is None:
+            return
+        if self.graph not in PRECISIONS:
+            raise OptionError(f"graph is {self.graph!r}; {suggest(str(self.graph), PRECISIONS)}")
+        known = PRECISIONS[self.graph]
+        if self.precision not in known:
+            raise OptionError(
+                f"precision is {self.precision!r}; a graph {self.graph!r} can have {', '.join(known)}"
+            )
+        if self.graph == "none" and self.flip:
+            raise OptionError("flip is set, but there is no graph; remove flip, or choose a graph")
+
+
+def run_conversion(
+    options: Options,
+    world: World,
+    user: UserParts,
+    output: Path | None = None,
+    conversion: Conversion | None = None,
+) -> Path:
+    """Write the checkpoint's network as a folder for prediction; see `Entry.convert_for_prediction`."""
+    conversion = conversion or Conversion()
+    if conversion.graph == "onnx" and (missing := missing_package()):
+        raise OptionError(f"ONNX needs {missing}; or choose graph 'none', to write only the weights")
+    network, config, checkpoint = open_trained(options, world, user.model)
+    if conversion.graph is None:
+        missing = missing_package() or ("" if network.example_input is None else "a network for images")
+        if missing:
+            logger.info(f"no ONNX graph is written: missing {missing}")
+        conversion = replace(conversion, graph="none" if missing else "onnx")
+    if conversion.graph != "none" and network.example_input is not None:
+        raise OptionError(
+            f"{type(network).__name__} takes no images (it has an example_input), so it has no graph; choose "
+            "graph 'none', which writes the weights"
+        )
+    if output is None and is_url(config.checkpoint.save_dir):
+        raise OptionError(
+            f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
+            "convert_for_prediction(output)"
+        )
+    folder = output or Path(config.checkpoint.save_dir) / "model"
+    exporter = Exporter(network, config, checkpoint, user, world, conversion)
+    results = exporter.evaluate() if conversion.graph != "none" else []
+    on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results))
+    world.log(f"wrote the network of {checkpoint[0]} to {folder}")
+    return folder
+
+
+Results = list[tuple[Target, VerificationResult]]
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Write the folder of a model."""
+
+    network: BaseModel
+    config: Config
+    checkpoint: OpenedCheckpoint
+    user: UserParts
+    world: World
+    conversion: Conversion
+
+    def evaluate(self) -> Results:
+        """Return the results of the network on the first pair file, if there is one; a collective."""
+        options = self.config.changed({"data.flip": self.conversion.flip})
+        targets = load_targets(options, self.user.test_reader, ranks=self.world.size)[:1]
+        results = evaluate_targets(self.network, targets, options, self.world)
+        return [(target, results[target.name]) for target in targets]
+
+    def write(self, folder: Path, results: Results) -> None:
+        """Write the folder. Raises CheckpointError if the graph differs from the network; nothing is left."""
+        samples = self._open_samples()
+        with publishing_folder(folder) as temporary:
+            about = write_weights(temporary, self.network, self.config, self.checkpoint[1])
+            if self.conversion.classes:
+                about["classes"] = self._write_classes(temporary)
+            if self.conversion.thumbnails:
+                assert samples is not None
+                about["thumbnails"] = self._write_thumbnails(temporary / THUMBNAILS_NAME, samples)
+            if self.conversion.graph != "none":
+                self._write_graph(temporary, about, samples, results)
+            write_about(temporary, about)
+
+    def _open_samples(self) -> Samples | None:
+        """Return the images for checks and thumbnails; None if there are none and none are needed."""
+        conversion, data = self.conversion, self.config.data
+        is_set = self.user.predict_reader is not None or "data.dataset_dir" in self.config.explicit
+        is_useful = conversion.graph != "none" and (is_set or Path(data.dataset_dir).exists())
+        if not (is_useful or conversion.thumbnails or conversion.precision == "int8"):
+            return None
+        samples = open_samples(
+            None, self.user.predict_reader, self.config, self.checkpoint, self.network.example_input
+        )
+        if not isinstance(samples, Samples):
+            raise OptionError(
+                "predict_reader is a generator, but an export reads images by number; remove the reader and "
+                "call set_dataset_dir"
+            )
+        return samples
+
+    def _write_graph(
+        self, folder: Path, about: dict[str, Any], samples: Samples | None, results: Results
+    ) -> None:
+        """Write and check the graph; add its description and the thresholds to `about`."""
+        kind, precision = self.conversion.graph, self.conversion.precision
+        assert kind is not None
+        served = as_served(self.network, self.conversion.flip)
+        images = self._images(samples, _CALIBRATED if precision == "int8" else _CHECKED)
+        started = time.monotonic()
+        shape = self.config.model.image_shape
+        about["graph"] = write_graph(folder, served, kind, precision, shape, images)
+        write_about(folder, about)
+        embed = load_graph(folder, kind)
+        difference = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
+        about["graph"]["difference"] = {"largest": difference.largest, "cosine": difference.lowest_cosine}
+        logger.info(
+            f"{kind} {precision}: {difference.summary()}, compared with the network in batches of 1, 3 and "
+            f"64 images ({time.monotonic() - started:.1f} s)"
+        )
+        for target, result in results:
+            if precision == "int8":
+                eager, options = result.cosines, self.config.changed({"data.flip": False})
+                result = evaluate_targets(_Graph(embed), [target], options, World.single())[target.name]
+                logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
+            about["accuracy"] = result.accuracy
+            about["thresholds"] = thresholds_of(result)
+            plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
+
+    def _images(self, samples: Samples | None, count: int) -> np.ndarray:
+        """Return images, random ones or of many classes, pre-processed, float32 [n, C, H, W]."""
+        if samples is None:
+            logger.info("no dataset is set, so the graph is compared on random images")
+            shape = (count, *self.config.model.image_shape)
+            pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+            return to_input(torch.from_numpy(pixels), "cpu").numpy()
+        order = np.argsort(samples.source.labels(), kind="stable")
+        numbers = order[np.linspace(0, len(order) - 1, min(count, len(order))).astype(np.int64)]
+        images = [self._decode(samples, int(number)) for number in numbers]
+        return np.concatenate([to_input(image[None], "cpu").numpy() for image in images])
+
+    def _decode(self, samples: Samples, number: int) -> Tensor:
+        try:
+            return decode_image(samples.source[number][0], self.config.model.image_shape)
+        except DataError as error:
+            raise error.at(samples.source.name(number)) from error
+
+    def _write_classes(self, folder: Path) -> dict[str, Any]:
+        """Write the L2-normalised class weights and the class names."""
+        head = choose_head(*self.checkpoint, self.conversion.head)
+        weight = load_weights(self.checkpoint[0], "class_weights", head)["weight"]
+        if weight.ndim != 2:
+            raise CheckpointError(
+                f"{self.checkpoint[0]} has {weight.shape[1]} weight vectors per class; reduce them to one "
+                "with plsc dominant, or export without classes"
+            )
+        tensors = {"weight": normalised(weight.float())[0].contiguous()}
+        names = read_class_names(*self.checkpoint, head)
+        if names is not None:
+            tensors["names.bytes"] = torch.from_numpy(names.text).contiguous()
+            tensors["names.ends"] = torch.from_numpy(names.ends).contiguous()
+        write_tensors(folder / CLASSES_NAME, tensors)
+        return {"count": len(weight), "names": names is not None, **describe_file(folder / CLASSES_NAME)}
+
+    def _write_thumbnails(self, folder: Path, samples: Samples) -> dict[str, Any]:
+        """Write the first image of each class, in the size of the network's input."""
+        folder.mkdir()
+        labels = samples.source.labels()
+        numbers, firsts = np.unique(labels, return_index=True)
+        for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
+            image = self._decode(samples, first)
+            if image.dtype != torch.uint8:
+                raise DataError("thumbnails need encoded images or uint8 arrays; export without thumbnails")
+            pixels = image.permute(1, 2, 0).numpy()
+            picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+            picture.save(folder / f"{number}.jpg", quality=_THUMBNAIL_QUALITY)
+        return {"count": len(numbers), "folder": THUMBNAILS_NAME}
+
+
+def thresholds_of(result: VerificationResult) -> dict[str, float]:
+    """Return the lowest accepted cosine by FAR, such as ``"1e-3"``, for FARs that the pairs can resolve."""
+    return {
+        f"1e{math.log10(far):.0f}": threshold
+        for far, threshold in result.threshold_at_far.items()
+        if threshold is not None and far not in result.unresolved_fars
+    }
+
+
+class _Graph(BaseModel):
+    """A loaded graph, called like a network."""
+
+    def __init__(self, embed: Embed) -> None:
+        super().__init__()
+        self._embed = embed
+
+    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
+        return torch.from_numpy(self._embed(input.numpy()))

@@ -1,0 +1,124 @@
+"""Add classes to a checkpoint, with class weights from their images."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from plsc.checkpoint import Manifest, read_manifest
+from plsc.checkpoint.classes import change_classes
+from plsc.checkpoint.classes.change import refuse_several_heads
+from plsc.checkpoint.manifest import Checker
+from plsc.config import Config, find_option
+from plsc.data.class_names import class_names_of
+from plsc.data.sources import Source, open_source
+from plsc.errors import DataError, OptionError
+from plsc.evaluate.embed import ImagesOf
+from plsc.heads.geometry import normalised
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.run.targets import embed
+from plsc.state.network import load_with_config
+
+logger = logging.getLogger(__name__)
+_AT_A_TIME = 4096  # images whose embeddings are kept in memory
+
+
+def grow_from_images(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    count: int,
+    images: str | os.PathLike[str],
+    model: BaseModel | str | None = None,
+) -> Manifest:
+    """Add `count` classes to the checkpoint `source`, initialised from images; write it to `destination`.
+
+    Args:
+        source: the checkpoint, which is unchanged.
+        destination: the checkpoint to write.
+        count: number of new classes.
+        images: a dataset in any format (docs/formats.md) with at least one image per new class. Its labels
+            are the new class numbers, or count the new classes from 0. Class folders are as deep as before.
+        model: the network or the name of its class, if it is a custom one.
+
+    Raises OptionError, DataError or CheckpointError, and writes nothing then. See
+    `plsc.checkpoint.classes.change_classes`.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
+    manifest = read_manifest(source)
+    data = Checker(os.fspath(source)).mapping(manifest.options.get("data", {}), "the options of the data")
+    saved = find_option("data.format_arguments").saved(data.get("format_arguments")) or {}
+    depth = saved.get("class_depth")
+    try:
+        opened = open_source(os.fspath(images), class_depth=depth or 1)
+    except OptionError:  # a format without class folders
+        opened = open_source(os.fspath(images))
+    refuse_several_heads(Path(source), manifest)
+    first = manifest.class_num
+    labels = _new_labels(opened, first, count, os.fspath(images))
+    world = World.single("cuda" if torch.cuda.is_available() else "cpu")
+    network, config = load_with_config(source, model, world)
+    with tempfile.TemporaryFile() as file:
+        sums = _sum_directions(network, opened, labels, count, config, world, file, os.fspath(images))
+        names = class_names_of(opened)
+        return change_classes(
+            source,
+            destination,
+            grow=count,
+            directions=sums,
+            names=None if names is None else names.resized(count),
+        )
+
+
+def _sum_directions(
+    network: BaseModel,
+    source: Source,
+    labels: np.ndarray,
+    count: int,
+    options: Config,
+    world: World,
+    file: IO[bytes],
+    name: str,
+) -> np.ndarray:
+    """Return the sum of the unit embeddings of each class, float32 [count, D], memory-mapped in `file`.
+
+    labels: int64 [N], labels of the images in 0..count - 1. name: name of the source, for messages.
+    """
+    sums = np.memmap(file, np.float32, "w+", shape=(count, options.model.emb_size))
+    for start in range(0, len(source), _AT_A_TIME):
+        some: Any = ImagesOf(source, range(start, min(len(source), start + _AT_A_TIME)))
+        where = f"{name}, counted from sample {start}" if start else name
+        embeddings = embed(network, some, options, world, where, flip=options.data.flip)
+        unit, _ = normalised(torch.from_numpy(embeddings))
+        np.add.at(sums, labels[start : start + len(some)], unit.numpy())
+    return sums
+
+
+def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray:
+    """Return the new class of each image, in 0..count - 1. Raises DataError if a class has no image."""
+    labels = source.labels()
+    if not len(labels):
+        raise DataError(f"{name} contains no images; expected at least one image per new class")
+    lowest, highest = int(labels.min()), int(labels.max())
+    base = 0 if lowest == 0 else first
+    if lowest < base or highest >= base + count:
+        raise DataError(
+            f"the labels of {name} are {lowest}..{highest}; expected {first}..{first + count - 1} (the "
+            f"{count} new classes) or 0..{count - 1}"
+        )
+    has_image = np.zeros(count, dtype=bool)
+    has_image[labels - base] = True
+    if not has_image.all():
+        missing = int(np.argmin(has_image))
+        raise DataError(
+            f"{name} has no image for {count - int(has_image.sum())} of the {count} new classes, such as "
+            f"class {first + missing} (label {base + missing}); add images, or grow by fewer classes"
+        )
+    return labels - base

@@ -1,0 +1,245 @@
+"""Evaluate the network of a checkpoint by a protocol, and write a report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.actions.test import log_results
+from plsc.checkpoint.all_ranks import on_main_rank
+from plsc.config import Config, Options
+from plsc.data.class_names import ClassNames, class_names_of
+from plsc.errors import DataError, OptionError, suggest
+from plsc.evaluate.embed import ImagesOf
+from plsc.evaluate.report import Section, write_report
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.run.build_data import align_source, open_training_source
+from plsc.run.build_network import evaluated
+from plsc.run.targets import embed, load_targets, open_pairs, verify_target
+from plsc.run.user_parts import UserParts
+from plsc.state.network import open_trained
+from plsc.storage.urls import base_name, shown
+
+# The protocols, with the arguments that each takes.
+PROTOCOLS = {
+    "pairs": ("images", "pairs"),
+    "all_pairs": ("images",),
+    "identify": ("images", "gallery", "distractors"),
+    "templates": ("images", "templates"),
+}
+
+
+@dataclass(frozen=True)
+class ProtocolData:
+    """A protocol and its data, paths or URLs; see `Entry.test`."""
+
+    protocol: str
+    images: str | None = None
+    pairs: str | None = None
+    gallery: str | None = None
+    distractors: str | None = None
+    templates: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise OptionError(f"the protocol is {self.protocol!r}; {suggest(self.protocol, PROTOCOLS)}")
+        for name in ("images", "pairs", "gallery", "distractors", "templates"):
+            if getattr(self, name) is not None and name not in PROTOCOLS[self.protocol]:
+                takes = ", ".join(PROTOCOLS[self.protocol])
+                raise OptionError(f"{name} is not for the protocol {self.protocol!r}, which takes {takes}")
+        if self.protocol == "templates" and self.templates is None:
+            raise OptionError("the protocol 'templates' needs templates, the folder of the meta files")
+        is_list = self.pairs is not None and not self.pairs.endswith(".bin")
+        if self.protocol == "pairs" and not is_list and self.images is not None:
+            raise OptionError("images is the folder of a text list of pairs; a .bin file contains its images")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A result by its name, and the function that returns its section."""
+
+    name: str
+    result: Any
+    section: Callable[[], Section]
+
+
+def run_protocol(
+    options: Options, world: World, user: UserParts, data: ProtocolData, output: Path
+) -> dict[str, Any]:
+    """Return the results of the checkpoint's network by name, and write the report; a collective."""
+    network, config, (path, manifest) = open_trained(options, world, user.model)
+    evaluator = Evaluator(evaluated(network, config, world), config, world)
+    found = list(evaluator.run(data, user))
+    results = {one.name: one.result for one in found}
+    log_results(world, results)
+    for one in found:
+        if hasattr(one.result, "warning") and (warning := one.result.warning()):
+            world.log(f"{one.name}: {warning}", logging.WARNING)
+    model = [
+        f"Checkpoint: {path}, step {manifest.step:,}; network {config.model.name}.",
+        *evaluator.choices(data),
+    ]
+
+    def write() -> None:
+        sections = [one.section() for one in found]
+        sections = [replace(one, choices=[*model, *one.choices]) for one in sections]
+        write_report(output, f"Evaluation: {data.protocol.replace('_', ' ')}", sections)
+
+    on_main_rank(world, f"write {output}", write)
+    world.log(f"wrote {output / 'report.md'}")
+    return results
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Embed images on all ranks and apply the protocols; all methods are collectives."""
+
+    network: BaseModel
+    config: Config
+    world: World
+
+    def run(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
+        """Yield the results of a protocol."""
+        if data.protocol == "pairs":
+            yield from self._pairs(data, user)
+        elif data.protocol == "all_pairs":
+            yield self._all_pairs(data)
+        elif data.protocol == "identify":
+            yield self._identify(data)
+        else:
+            yield self._templates(data)
+
+    def choices(self, data: ProtocolData) -> list[str]:
+        """Return how images are embedded, one sentence each."""
+        precision = f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation)."
+        if self.network.example_input is not None:
+            return ["Samples: as the test reader returns them.", precision]
+        channels, height, width = self.config.model.image_shape
+        flipped = "the sum of the embeddings of the image and its mirror image"
+        embedding = flipped if self.config.data.flip else "that of the image, without its mirror image"
+        landmarks = self.config.data.landmarks
+        fitted = "resized" if landmarks is None else f"aligned by {landmarks} (.bin files: resized)"
+        return [
+            f"Images: {fitted} to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
+            f"Embedding: {embedding} (data.flip).",
+            precision,
+        ]
+
+    def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
+        if data.pairs is None:
+            targets = load_targets(self.config, user.test_reader)
+            if not targets:
+                raise DataError(
+                    f"{self.config.data.dataset_dir} has no pair file; pass pairs or set_val_targets()"
+                )
+        else:
+            targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, self.config, data.images)]
+        for target in targets:
+            result = verify_target(self.embed(target.images, target.name), target, self.world)
+            names = target.by_pair(target.names)
+            yield _Found(target.name, result, partial(result.section, target.name, target.pictures, names))
+
+    def _all_pairs(self, data: ProtocolData) -> _Found:
+        from plsc.evaluate.all_pairs import all_pairs
+
+        images = self._open(data.images, "images")
+        embeddings = self.embed(images.images, images.place)
+        result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
+        choices = [f"Images: {images.place}."]
+        return _Found("all_pairs", result, partial(_section, result, base_name(images.place), choices))
+
+    def _identify(self, data: ProtocolData) -> _Found:
+        from plsc.evaluate.identification import identify, split_gallery
+
+        probes = self._open(data.images, "images")
+        embeddings, labels = self.embed(probes.images, probes.place), probes.labels
+        if data.gallery is None:
+            is_gallery = split_gallery(labels)
+            gallery, gallery_labels = embeddings[is_gallery], labels[is_gallery]
+            embeddings, probe_labels = embeddings[~is_gallery], labels[~is_gallery]
+            choice = (
+                f"Gallery: the first image of the first, third, fifth, ... class of {probes.place}. Probes: "
+                "the other images; those of classes that are not in the gallery are the non-mated searches."
+            )
+        else:
+            other = self._open(data.gallery, "gallery")
+            gallery, gallery_labels = self.embed(other.images, other.place), other.labels
+            probe_labels = probes.labels_in(other)
+            choice = f"Gallery: {other.place}; probes: {probes.place}."
+        choices = [choice]
+        if data.distractors is not None:
+            others = self._open(data.distractors, "distractors")
+            gallery = np.concatenate([gallery, self.embed(others.images, others.place)])
+            gallery_labels = np.append(gallery_labels, np.full(len(others.labels), -1))
+            choices.append(f"Distractors in the gallery: {others.place}, {len(others.labels):,} images.")
+        result = identify(
+            gallery, gallery_labels, embeddings, probe_labels, world=self.world, device=self.world.device
+        )
+        return _Found("identify", result, partial(_section, result, "Identification", choices))
+
+    def _templates(self, data: ProtocolData) -> _Found:
+        from plsc.data.template_files import read_protocol
+        from plsc.evaluate.templates import evaluate_templates
+
+        assert data.templates is not None
+        protocol = read_protocol(data.templates, data.images)
+        protocol.images.check()
+        align_source(protocol.images, self.config)
+        images = ImagesOf(protocol.images, range(len(protocol.images)))
+        embeddings = self.embed(images, protocol.name)
+        result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
+        choices = [f"Meta files: {data.templates}; images: {protocol.images.root}."]
+        return _Found("templates", result, partial(_section, result, protocol.name, choices))
+
+    def _open(self, place: str | None, argument: str) -> _Dataset:
+        """Return a labelled dataset; by default that of the run."""
+        place = place or self.config.data.dataset_dir
+        source = open_training_source(self.config.changed({"data.dataset_dir": place}), None)
+        if not len(source):
+            raise DataError(f"{argument} {shown(place)} contains no images; choose another dataset")
+        labels = np.array(source.labels(), np.int64)
+        if labels.min() < 0:
+            raise DataError(
+                f"{source.name(int(labels.argmin()))} of {shown(place)} has the label {labels.min()}"
+            )
+        return _Dataset(shown(place), ImagesOf(source, range(len(source))), labels, class_names_of(source))
+
+    def embed(self, images: Sequence[Any], name: str) -> np.ndarray:
+        """Return the embeddings of images, float32 [N, D], on every rank."""
+        flip = self.config.data.flip and self.network.example_input is None
+        return embed(self.network, images, self.config, self.world, name, flip=flip)
+
+
+def _section(result: Any, title: str, choices: Sequence[str]) -> Section:
+    """Return the section of a result, with the choices of the data."""
+    section: Section = result.section(title)
+    return replace(section, choices=[*choices, *section.choices])
+
+
+@dataclass(frozen=True)
+class _Dataset:
+    """A labelled dataset: N images, int64 [N] labels, and the names of the labels, if they have names."""
+
+    place: str
+    images: ImagesOf
+    labels: np.ndarray
+    class_names: ClassNames | None
+
+    def labels_in(self, other: _Dataset) -> np.ndarray:
+        """Return the labels as numbered in another dataset; those it lacks get unused numbers."""
+        if (self.class_names is None) != (other.class_names is None):
+            named, numbered = (self, other) if self.class_names is not None else (other, self)
+            raise DataError(
+                f"the labels of {named.place} are names and those of {numbered.place} are numbers; use the "
+                "same kind, or the format argument label_map"
+            )
+        if self.class_names is None or other.class_names is None:
+            return self.labels
+        return other.class_names.numbered(self.class_names)[self.labels]

@@ -1,0 +1,511 @@
+"""Build the training data and loader of a run from options, datasets and custom readers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from plsc.config import Config
+from plsc.config.data import Augmentation, DataSet
+from plsc.config.option import read_arguments, shown_value
+from plsc.data.cache import CachedSource, DiskCache, MemoryCache
+from plsc.data.class_names import ClassNames
+from plsc.data.files import read_file_list
+from plsc.data.loader import SourceLoader, choose_kind
+from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
+from plsc.data.order import BatchPlan, count_steps, limited
+from plsc.data.reader import ReaderLoader
+from plsc.data.samples import Recipe
+from plsc.data.sources import ImageFolderSource, open_source
+from plsc.data.sources.base import FileSource, Source
+from plsc.data.sources.base64_lines import Base64Source
+from plsc.data.sources.torch_dataset import TorchDatasetSource
+from plsc.data.transform import Transform
+from plsc.errors import DataError, OptionError
+from plsc.inputs import Input
+from plsc.parallel.world import World
+from plsc.run.build_heads import TrainingSet, margin_of, options_of
+from plsc.run.classes import OpenedCheckpoint, count_classes, count_named_classes, number_classes
+from plsc.seeds import hash_key
+
+Loader = SourceLoader | ReaderLoader
+NO_AUGMENTATION = {
+    "data.flip": False,
+    "data.augmentation": None,
+}
+"""Values of the options that disable all augmentations."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The training data of a run.
+
+    Attributes:
+        loader: loader of the batches of this rank.
+        num_samples: number of samples, None if unknown.
+        class_num: number of classes.
+        notes: log lines about the data.
+        first_sample: index of this rank's first sample, if each rank reads only its own part.
+        is_of_ranks: whether the samples of a step depend on the number of ranks.
+        sets: the datasets, if there are several, with one head each.
+        class_names: class names by head, '' for a single head; only heads whose classes have names.
+    """
+
+    loader: Loader
+    num_samples: int | None
+    class_num: int
+    notes: list[str]
+    first_sample: int = 0
+    is_of_ranks: bool = False
+    sets: list[TrainingSet] = field(default_factory=list)
+    class_names: dict[str, ClassNames] = field(default_factory=dict)
+
+
+def is_generator_reader(reader: Any, name: str) -> bool:
+    """Return whether a reader is a function that returns a generator, not a map-style dataset.
+
+    Raises OptionError, with the reader's name, if it is neither.
+    """
+    if callable(reader) and not hasattr(reader, "__getitem__"):
+        return True
+    is_dataset = hasattr(reader, "__getitem__") and hasattr(reader, "__len__")
+    if not is_dataset or isinstance(reader, (str, bytes, Mapping, type)):
+        raise OptionError(
+            f"{name} is {shown_value(reader)}; expected a function that returns a generator of (image, "
+            "label), a torch Dataset or a DataLoader (for a folder or file, call set_dataset_dir)"
+        )
+    return False
+
+
+def as_reader(reader: Any, name: str) -> Any:
+    """Return a DataLoader or IterableDataset as a function that returns its iterator; others unchanged."""
+    if isinstance(getattr(reader, "sampler", None), DistributedSampler):
+        raise OptionError(
+            f"{name} has a DistributedSampler, but plsc divides the samples over the ranks; remove it"
+        )
+    return reader.__iter__ if isinstance(reader, (DataLoader, IterableDataset)) else reader
+
+
+def _length_of(reader: Any) -> int | None:
+    """Return the number of samples per epoch of `as_reader(loader)`; None if it is unknown."""
+    loader = getattr(reader, "__self__", None)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    count = len(loader.sampler)  # type: ignore[arg-type]
+    return count - count % loader.batch_size if loader.drop_last and loader.batch_size else count
+
+
+def open_training_source(options: Config, reader: Any) -> Source:
+    """Return the source of a Dataset, or of the dataset folder if `reader` is None.
+
+    Raises DataError if images lack landmarks, unless `data.bad_images` handles them one by one.
+    """
+    data = options.data
+    if reader is not None:
+        check_no_landmarks(options, "a reader")
+        return TorchDatasetSource(reader)
+    source = open_source(
+        data.dataset_dir,
+        **(data.format_arguments or {}),
+        landmarks=data.landmarks,
+    )
+    if data.bad_images == "stop" and isinstance(source, FileSource):
+        source.check_landmarks()
+    return source
+
+
+def align_source(source: Source, options: Config) -> Source:
+    """Return a source without labels or classes, whose images are aligned if `data.landmarks` is set.
+
+    Raises OptionError if the images are not files, DataError if an image has no landmarks, as above.
+    """
+    if isinstance(source, FileSource):
+        source.add_landmarks(options.data.landmarks)
+        if options.data.bad_images == "stop":
+            source.check_landmarks()
+    else:
+        check_no_landmarks(options, "a list of images")
+    return source
+
+
+def check_no_landmarks(options: Config, what: str) -> None:
+    """Raise OptionError if `data.landmarks` is set; what: the data, which have no file names."""
+    if options.data.landmarks is not None:
+        raise OptionError(
+            f"data.landmarks is set, but {what} does not use it; align the images yourself, or remove the "
+            "option"
+        )
+
+
+def open_training_data(
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None = None,
+    example: Input | None = None,
+) -> TrainingData:
+    """Return the training data and its loader; a collective.
+
+    checkpoint: the checkpoint that the run resumes. example: the example input of a network that takes no
+    images. Raises OptionError, DataError or CheckpointError.
+    """
+    data = options.data
+    if example is not None:
+        _check_not_images(options, reader, transform)
+    if data.datasets:
+        _check_several(options, reader)
+        return _open_several(options, world, transform, global_batch, checkpoint)
+    is_generator = reader is not None and is_generator_reader(reader, "train_reader")
+    if is_generator or data.order == "rank_files":
+        check_no_landmarks(options, "a generator reader" if is_generator else "data.order 'rank_files'")
+        if is_generator:
+            opened = _open_generator(options, world, reader, transform, global_batch, example)
+        else:
+            opened = _open_rank_files(options, world, reader, transform, global_batch)
+        names, notes = number_classes(None, checkpoint)
+        named = {} if names is None else {"": names.resized(opened.class_num)}
+        return replace(opened, notes=[*notes, *opened.notes], class_names=named)
+    source = open_training_source(options, reader)
+    check_save_dir(source, options)
+    class_num, names, notes = count_named_classes(source, options, checkpoint)
+    plan = BatchPlan(
+        len(source),
+        global_batch,
+        world.size,
+        options.train.seed,
+        data.last_batch,
+        data.order,
+        data.block_samples,
+        data.pool_samples,
+        options.train.train_limit,
+    )
+    recipe = replace(make_recipe(options, transform, class_num), example=example)
+    loader = source_loader(source, plan, world.rank, recipe, options, world)
+    notes.append(loader.describe())
+    named = {} if names is None else {"": names}
+    return TrainingData(loader, len(source), class_num, notes, class_names=named)
+
+
+def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
+    """Raise OptionError for options that only images have."""
+    augmentations = [
+        name for name, off in NO_AUGMENTATION.items() if name in options.explicit and options.get(name) != off
+    ]
+    if reader is None or options.data.datasets:
+        wrong = "the samples come from files of images; set train_reader"
+    elif augmentations:
+        wrong = f"{', '.join(augmentations)} is only for images; remove it"
+    elif transform is not None:
+        wrong = "train_transform is only for images; transform the samples in train_reader"
+    elif options.data.cache != "none":
+        wrong = "data.cache is only for images; remove it"
+    else:
+        return
+    raise OptionError(f"the network has an example_input, so its input is no image, but {wrong}")
+
+
+def _open_generator(
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    example: Input | None,
+) -> TrainingData:
+    data, class_num = options.data, options.head.class_num
+    if class_num is None:
+        raise OptionError("the number of classes of a generator reader is unknown; call set_class_num")
+    if transform is not None:
+        raise OptionError(
+            "train_transform cannot be used with a generator reader; transform the images in the reader"
+        )
+    if data.loader == "threads" and data.num_workers:
+        raise OptionError(
+            "data.loader is 'threads', but a generator reader uses the global random generators, which "
+            "threads share; use 'processes', or set_num_workers(0)"
+        )
+    num_samples = data.train_image_num or _length_of(reader)
+    # The forked process cannot start workers itself.
+    has_workers = getattr(getattr(reader, "__self__", None), "num_workers", 0) > 0
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    loader = ReaderLoader(
+        reader,
+        global_batch=global_batch,
+        rank=world.rank,
+        ranks=world.size,
+        image_shape=options.model.image_shape,
+        class_num=class_num,
+        seed=options.train.seed,
+        last_batch=data.last_batch,
+        num_samples=num_samples,
+        limit=options.train.train_limit,
+        ahead=data.num_workers > 0 and can_fork and not has_workers,
+        pin_memory=world.device.type == "cuda",
+        example=example,
+    )
+    notes, is_of_ranks = [loader.describe()], loader.shards_itself
+    return TrainingData(loader, num_samples, class_num, notes, is_of_ranks=is_of_ranks)
+
+
+def _open_rank_files(
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
+) -> TrainingData:
+    """Open this rank's part of the data, with its own sample order; all parts have the same size."""
+    if reader is not None:
+        raise OptionError(
+            "data.order 'rank_files' reads the files in file_list.txt, so it cannot be used with a reader; "
+            "remove one of them"
+        )
+    if global_batch % world.size:
+        raise OptionError(
+            f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
+            f"{global_batch} is not a multiple of {world.size} ranks"
+        )
+    source = open_rank_source(options.data.dataset_dir, world)
+    class_num, notes = count_classes(source, options, world)
+    plan = BatchPlan(
+        len(source),
+        global_batch // world.size,
+        1,
+        hash_key(options.train.seed, world.rank),
+        options.data.last_batch,
+        limit=options.train.train_limit,
+    )
+    first = world.rank * len(source)
+    recipe = make_recipe(options, transform, class_num, first_sample=first)
+    loader = source_loader(source, plan, 0, recipe, options, world)
+    notes.append(loader.describe())
+    return TrainingData(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
+
+
+def open_rank_source(data_dir: str, world: World) -> Source:
+    """Return the source of this rank's part, the r-th entry of ``data_dir/file_list.txt``; a collective.
+
+    The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
+    part per rank, if a part cannot be opened, or if the parts have different numbers of samples.
+    """
+    source: Source | None = None
+    problem = ""
+    try:
+        source = _open_part(data_dir, _own_part(data_dir, world))
+    except DataError as error:
+        problem = str(error)
+    everywhere = world.all_gather_object((0 if source is None else len(source), problem))
+    for rank, (_, text) in enumerate(everywhere):
+        if text:
+            raise DataError(f"rank {rank}: {text}")
+    counts = [count for count, _ in everywhere]
+    few, many = counts.index(min(counts)), counts.index(max(counts))
+    if counts[few] != counts[many] or source is None:
+        raise DataError(
+            f"data.order 'rank_files' needs the same number of samples on every rank, but rank {few} has "
+            f"{counts[few]} and rank {many} has {counts[many]}; partition the data again for {world.size} "
+            "ranks, or use another order"
+        )
+    return source
+
+
+def _open_part(data_dir: str, part: str) -> Source:
+    """Return the source of one part: base64 lines, unless its suffix indicates another format."""
+    is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
+    if is_plain_text and not Path(part).is_dir():
+        return Base64Source(data_dir, files=[part])
+    return open_source(part)
+
+
+def _own_part(data_dir: str, world: World) -> str:
+    parts = read_file_list(data_dir, must_exist=False)
+    if len(parts) != world.size:
+        raise DataError(
+            f"data.order 'rank_files' needs one part per rank, but {data_dir}/file_list.txt lists "
+            f"{len(parts)} parts for {world.size} ranks; start {len(parts)} ranks, or partition the data "
+            "again"
+        )
+    return parts[world.rank]
+
+
+def _check_several(options: Config, reader: Any) -> None:
+    """Raise OptionError for options that cannot be used with several datasets."""
+    if reader is not None:
+        raise OptionError("both train_reader and data.datasets are set; remove one of them")
+    if "head.class_num" in options.explicit and options.head.class_num is not None:
+        raise OptionError(
+            "head.class_num is set, but each of the datasets has its own classes; pass class_num to "
+            "add_dataset, or remove the option"
+        )
+    if options.data.order == "rank_files":
+        raise OptionError(
+            "data.order 'rank_files' cannot be used with several datasets; use 'global', 'block' or "
+            "'sequential'"
+        )
+    if options.data.val_dir is not None:
+        raise OptionError(
+            "data.val_dir cannot be used with several datasets, as each has its own classes; use pair files "
+            "(data.val_targets)"
+        )
+    if options.data.last_batch == "keep":
+        raise OptionError(
+            "data.last_batch 'keep' cannot be used with several datasets, as every step has the same number "
+            "of images from each; use 'pad' or 'drop'"
+        )
+
+
+def _open_several(
+    options: Config,
+    world: World,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None,
+) -> TrainingData:
+    """Open all datasets of `data.datasets`; each contributes images to every step."""
+    wanted = options.data_sets()
+    counts = split_batch(global_batch, [one.weight for one in wanted])
+    own_options = [_options_of_set(options, one) for one in wanted]
+    sources, sets, notes = [], [], []
+    class_names: dict[str, ClassNames] = {}
+    if "data.dataset_dir" in options.explicit:
+        notes.append(
+            f"note: data.datasets is set, so only pair files are read from {options.data.dataset_dir}, no "
+            "training images"
+        )
+    for one, own, per_step in zip(wanted, own_options, counts, strict=True):
+        with _naming(one.name):
+            source = open_training_source(own, None)
+            check_save_dir(source, own)
+            class_num, names, about = count_named_classes(source, own, checkpoint, one.name)
+        if names is not None:
+            class_names[one.name] = names
+        seed = hash_key(options.train.seed, zlib.crc32(one.name.encode()))
+        sets.append(TrainingSet(one.name, own, class_num, len(source), per_step, seed))
+        sources.append(source)
+        notes.append(
+            f"dataset {one.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} classes, "
+            f"loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
+        )
+        notes += [f"{one.name}: {note}" for note in about]
+    class_nums = [one.class_num for one in sets]
+    joined = JoinedSource([one.name for one in sets], sources, class_nums)
+    if options.data.train_image_num not in (None, len(joined)):
+        notes.append(f"note: set_train_image_num is ignored, as the datasets have {len(joined):,} images")
+    steps = _epoch_steps(options, len(joined), global_batch)
+    plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
+    recipe = make_recipe(options, transform, sum(class_nums))
+    loader = source_loader(joined, plan, world.rank, recipe, options, world)
+    notes.append(loader.describe())
+    return TrainingData(loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names)
+
+
+def _options_of_set(options: Config, one: DataSet) -> Config:
+    """Return the options of a dataset, validated before any data is read."""
+    with _naming(one.name):
+        own = options_of(options, one)
+        own.check_needs()
+        margin_of(own)
+    return own
+
+
+def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
+    steps = options.train.epoch_steps
+    if steps is None:
+        steps = count_steps(num_samples, global_batch, options.data.last_batch)
+    if steps == 0:
+        raise DataError(
+            f"data.last_batch 'drop' leaves no step per epoch: the datasets have {num_samples} samples, "
+            f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
+        )
+    return limited(steps, options.train.train_limit)
+
+
+def _share(one: TrainingSet, options: Config) -> Share:
+    data = options.data
+    plan = BatchPlan(
+        one.num_samples,
+        global_batch=1,
+        ranks=1,
+        seed=one.seed,
+        order=data.order,
+        block_samples=data.block_samples,
+        pool_samples=data.pool_samples,
+    )
+    return Share(plan, one.per_step)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Add the name of the dataset to errors."""
+    try:
+        yield
+    except DataError as error:
+        raise error.at(f"dataset {name}") from error
+    except OptionError as error:
+        raise OptionError(f"dataset {name}: {error}") from error
+
+
+def check_save_dir(source: Source, options: Config) -> None:
+    """Raise OptionError if the save folder would become a class folder of the dataset."""
+    save_dir = Path(options.checkpoint.save_dir).resolve()
+    if not isinstance(source, ImageFolderSource) or isinstance(source.root, str):
+        return
+    if save_dir.is_relative_to(source.root.resolve()):
+        raise OptionError(
+            f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
+            "where every folder is a class; choose a folder outside of it"
+        )
+
+
+def make_recipe(
+    options: Config, transform: Transform | None, class_num: int, first_sample: int = 0
+) -> Recipe:
+    """Return how samples are decoded and augmented; see `Recipe`."""
+    data = options.data
+    augmentation = read_arguments(Augmentation, data.augmentation, "data.augmentation")
+    return Recipe(
+        options.model.image_shape,
+        options.train.seed,
+        replace(augmentation, flip=data.flip),
+        transform,
+        data.bad_images,
+        class_num,
+        first_sample,
+    )
+
+
+def source_loader(
+    source: Source, plan: BatchPlan | MixturePlan, rank: int, recipe: Recipe, options: Config, world: World
+) -> SourceLoader:
+    """Return the loader of a source, with a cache if `data.cache` is set."""
+    data = options.data
+    kind, reason = choose_kind(data.loader, source, recipe, data.num_workers)
+    if data.cache != "none":
+        if kind == "processes" and data.num_workers:
+            way_out = "set_num_workers(0)" if data.loader == "auto" else "set_loader('auto')"
+            raise OptionError(
+                f"data.cache '{data.cache}' works only with threads, but this run loads images with "
+                f"processes, {reason}; {way_out}, or remove the cache"
+            )
+        cache: MemoryCache | DiskCache = MemoryCache(data.cache_bytes)
+        if data.cache == "disk":
+            folder = Path(data.cache_dir or tempfile.gettempdir())
+            cache = DiskCache(folder, data.cache_bytes, len(source))
+        is_decoded = data.landmarks is not None  # small, and aligned only once
+        source = CachedSource(source, cache, recipe.image_shape, is_decoded)
+    return SourceLoader(
+        source,
+        plan,
+        rank,
+        recipe,
+        kind=data.loader,
+        num_workers=data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )

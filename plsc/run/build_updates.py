@@ -1,0 +1,269 @@
+"""Build the optimizer of the network and the learning rate schedule from the options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from plsc.config import Config, find_option
+from plsc.config.optim import (
+    ACCEPTED,
+    CLIP_NORM,
+    CLIPPED_STEP,
+    DEFAULT_RATE,
+    REFERENCE_BATCH,
+    WARMUP_SHARE,
+    WARMUP_STEPS,
+    WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+    OptimOptions,
+    ParameterGroup,
+    ScheduleArguments,
+    read_parameter_groups,
+)
+from plsc.config.option import load_function, read_arguments
+from plsc.errors import OptionError, suggest
+from plsc.heads import Head, RowOptimizer
+from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.optim import schedule as shapes
+from plsc.optim.optimizers import (
+    FULL_RATE,
+    LR_FACTOR,
+    OPTIMIZERS,
+    Assignment,
+    Factory,
+    build_custom,
+    build_optimizer,
+)
+from plsc.optim.schedule import Schedule, Shape
+
+ScheduleFunction = Callable[..., float]
+
+
+def check_optim(options: Config) -> None:
+    """Raise OptionError for contradicting options of optimizer and schedule."""
+    optim = options.optim
+    both = {"optim.warmup_epochs", "optim.warmup_steps"} <= options.explicit
+    if both and optim.warmup_epochs and optim.warmup_steps is not None:
+        raise OptionError(
+            f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}; "
+            "set only one of them"
+        )
+    falling = schedule_arguments(optim)
+    if optim.schedule == "exponential" and not falling.end_factor:
+        raise OptionError(
+            "end_factor of the exponential schedule is 0, which it never reaches; set a positive value, such "
+            "as set_lr_schedule('exponential', end_factor=0.01)"
+        )
+    is_custom = ":" in optim.optimizer
+    takes = () if is_custom else OPTIMIZERS[optim.optimizer.lower()].takes
+    for group in read_parameter_groups(optim.groups):
+        _check_group(group, takes)
+
+
+def schedule_arguments(optim: OptimOptions) -> ScheduleArguments:
+    """Return the arguments of the schedule. Raises OptionError for one that it does not have."""
+    given, what = optim.schedule_arguments or {}, f"the schedule {optim.schedule}"
+    accepted = ACCEPTED.get(optim.schedule, ())
+    for name in given:
+        if name not in accepted:
+            known = suggest(name, accepted) if accepted else "it has none"
+            raise OptionError(f"{what} has no argument {name!r}; {known}")
+    return read_arguments(ScheduleArguments, given, what)
+
+
+def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:
+    """Validate settings that are also options of the run: torch validates only an optimizer's defaults."""
+    for name in group.arguments.keys() & set(takes):
+        try:
+            find_option(f"optim.{name}").checked(group.arguments[name])
+        except OptionError as error:
+            raise OptionError(f"parameter group {group.pattern!r}: {error}") from error
+
+
+def default_rate(global_batch: int) -> float:
+    """Return the default learning rate."""
+    return DEFAULT_RATE * global_batch / REFERENCE_BATCH
+
+
+def default_warmup(total_steps: int | None) -> int:
+    """Return the default number of warm-up steps; total_steps: None if the length of the run is unknown."""
+    if total_steps is None:
+        return WARMUP_STEPS_OF_UNKNOWN_LENGTH
+    return min(WARMUP_STEPS, int(WARMUP_SHARE * total_steps))
+
+
+def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Config:
+    """Return the configuration with resolved schedule, learning rate, warm-up and clipping, for checkpoints.
+
+    Of warmup_epochs and warmup_steps, the unused one is cleared. total_steps: None if unknown.
+    """
+    options = options.changed({"optim.schedule": _schedule(options, total_steps)})
+    optim, warmup = options.optim, options.optim.warmup_steps
+    last = schedule_arguments(optim).steps
+    if optim.warmup_epochs and (warmup is None or "optim.warmup_steps" not in options.explicit):
+        values: dict[str, Any] = {"optim.warmup_steps": None}
+    else:
+        if warmup is None:
+            ends = [end for end in (total_steps, last) if end is not None]
+            # A custom schedule includes its warm-up; warmup_epochs may have been set to 0.
+            has_none = ":" in optim.schedule or (
+                "optim.warmup_epochs" in options.explicit and "optim.warmup_steps" not in options.explicit
+            )
+            warmup = 0 if has_none else default_warmup(min(ends, default=None))
+        values = {"optim.warmup_epochs": 0, "optim.warmup_steps": warmup}
+    values["optim.lr"] = rate = optim.lr or default_rate(global_batch)
+    if optim.clip_norm is None:
+        values["optim.clip_norm"] = min(CLIP_NORM, CLIPPED_STEP / rate)
+    return options.changed(values)
+
+
+def _schedule(options: Config, total_steps: int | None) -> str:
+    """Return the name of the schedule; the default depends on the step options and the length of the run."""
+    optim, explicit = options.optim, options.explicit
+    if "optim.schedule" in explicit | options.adopted:
+        return optim.schedule
+    if explicit & {"optim.step_boundaries", "optim.lr_decay_factor"}:
+        return "step"
+    return "constant" if total_steps is None and not optim.schedule_arguments else optim.schedule
+
+
+def build_updates(
+    options: Config,
+    named: Mapping[str, nn.Parameter],
+    assignment: Assignment,
+    head: Head | JointHead,
+    rows: RowOptimizer | JointRows | None,
+    device: torch.device,
+    factory: Factory | None,
+) -> tuple[torch.optim.Optimizer, float]:
+    """Return the optimizer of the network and of replicated heads, and its full learning rate.
+
+    Also sets the full learning rate of the sharded class weights. named: the network's parameters by the
+    names in `assignment`. factory: replaces `optim.optimizer`.
+    """
+    optim, base = options.optim, options.optim.lr
+    assert base is not None  # see with_rate
+    groups: list[dict[str, Any]] = [
+        {"params": [named[name] for name in names], **own} for names, own in assignment.groups if names
+    ]
+    dense = [p for _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
+    if dense:
+        groups.append({"params": dense, **_settings_of_dense_heads(options)})
+    if not groups:  # the network is frozen, and class weights have their own optimizer
+        groups.append({"params": []})
+    for group in [] if rows is None else rows.param_groups:
+        group[FULL_RATE] = base * options.head.lr_factor
+    if ":" not in optim.optimizer:
+        return build_optimizer(optim, groups, base, device), base
+    if factory is None:
+        factory = load_function(optim.optimizer, "optim.optimizer", "set_optimizer")
+    optimizer = build_custom(factory, optim.optimizer, groups, optim.optimizer_arguments or {})
+    return optimizer, float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
+
+
+def _settings_of_dense_heads(options: Config) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if options.head.lr_factor != 1:
+        own[LR_FACTOR] = options.head.lr_factor
+    if options.head.weight_decay is not None:
+        own["weight_decay"] = options.head.weight_decay
+    return own
+
+
+def build_schedule(
+    options: Config,
+    base: float,
+    total_steps: int | None,
+    warmup_of_epochs: int | None,
+    function: ScheduleFunction | None,
+) -> Schedule:
+    """Return the schedule of the learning rate; base: the full learning rate.
+
+    total_steps; warmup_of_epochs: steps of `optim.warmup_epochs`; None if the length of a generator reader is
+    unknown. function: replaces `optim.schedule`. Raises OptionError if the schedule needs an unknown number
+    of steps.
+    """
+    optim = options.optim
+    if optim.warmup_epochs and warmup_of_epochs is None:
+        raise OptionError(
+            "optim.warmup_epochs needs the length of an epoch, which is unknown for a generator reader; call "
+            "set_train_image_num, or use set_warmup_steps"
+        )
+    warmup = optim.warmup_steps or warmup_of_epochs or 0
+    if ":" in optim.schedule:
+        return Schedule(base, _custom_shape(optim.schedule, total_steps, function), warmup)
+    if optim.schedule == "constant":
+        return Schedule(base, shapes.constant, warmup)
+    if optim.schedule in ("step", "multi_step"):
+        shape = shapes.steps_down(optim.step_boundaries, optim.lr_decay_factor)
+        return Schedule(base, shape, warmup)
+    given = schedule_arguments(optim)
+    last = given.steps or total_steps
+    if last is None:
+        raise OptionError(
+            f"optim.schedule {optim.schedule!r} needs the number of steps, which is unknown for a generator "
+            f"reader; call set_lr_schedule({optim.schedule!r}, steps=...), set_train_steps or "
+            "set_train_image_num"
+        )
+    if given.steps and given.steps <= warmup:
+        raise OptionError(
+            f"the schedule ends after {given.steps} steps, but the warm-up already takes {warmup} steps; "
+            f"expected more than {warmup}"
+        )
+    end = given.end_factor
+    falling = {
+        "cosine": lambda: shapes.cosine(warmup, last, end, given.cycles),
+        "exponential": lambda: shapes.exponential(warmup, last, end),
+        "polynomial": lambda: shapes.polynomial(warmup, last, given.power, end),
+    }
+    return Schedule(base, falling[optim.schedule](), warmup)
+
+
+def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction | None) -> Shape:
+    if function is None:
+        function = load_function(name, "optim.schedule", "set_lr_schedule")
+    check_schedule_function(function)
+    try:
+        arguments = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        arguments = []
+    given = {"total_steps": total_steps} if "total_steps" in arguments else {}
+    shape = shapes.custom(lambda step: function(step, **given), name)
+    shape(0)  # report errors in the function before training
+    return shape
+
+
+def check_schedule_function(function: Any) -> None:
+    """Raise OptionError for a torch scheduler, or for anything that is not callable."""
+    made = getattr(function, "func", function)  # of functools.partial
+    kind = made if inspect.isclass(made) else type(made)
+    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        raise OptionError(
+            f"the schedule is torch's {kind.__name__}, which counts its own calls, so a resumed run could "
+            "get other learning rates; expected a function of the step, such as "
+            "lambda step: 0.97 ** (step // 1000), or the name of a schedule"
+        )
+    if not callable(function):
+        raise OptionError(
+            f"the schedule is {function!r}; expected a name, or a function that takes the number of updates "
+            "and returns a factor for the learning rate"
+        )
+
+
+def collect_group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Return the numbers in each parameter group of an optimizer, except learning rates.
+
+    Some third-party optimizers keep state there.
+    """
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if isinstance(value, (int, float)) and name not in ("lr", FULL_RATE)
+        }
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,366 @@
+"""Callbacks: functions and small classes that are called at the events of a training run.
+
+All ranks call every callback, in the order in which the callbacks were added. A callback that raises ends the
+run on all ranks; the last checkpoint is intact.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plsc.checkpoint import ShardedTensor
+from plsc.checkpoint.manifest import CALLBACK, Role
+from plsc.config import Config
+from plsc.data.batch import Batch
+from plsc.errors import OptionError, suggest
+from plsc.heads import Head, HeadOutput
+from plsc.heads.joint import JointHead
+from plsc.models import BaseModel
+from plsc.parallel.backbone import local_part
+from plsc.parallel.world import World
+from plsc.run.position import Position
+
+STEP_EVENTS = {
+    "step_start": "before the next batch is read; also when an epoch has no more batches",
+    "batch_start": "the batch is read",
+    "after_forward": "embeddings and loss are computed; once per micro-batch",
+    "after_backward": "gradients are summed over the ranks; before clipping",
+    "after_step": "the weights are updated, and the losses that are known are in `losses`",
+}
+EVENTS = {
+    "run_start": "before the first step, after a checkpoint is loaded",
+    "epoch_start": "before the first step of an epoch, or of the rest of it after a resume",
+    **STEP_EVENTS,
+    "logged": "the metrics of a log line are known",
+    "evaluation_start": "before an evaluation",
+    "evaluated": "the pair files and the held-out set are evaluated",
+    "saved": "a checkpoint is complete",
+    "epoch_end": "after evaluation, before the checkpoint of the epoch, which an error here does not prevent",
+    "run_end": "after the last checkpoint",
+    "exception": "an exception ends the run; it is raised again afterwards",
+}
+"""The events in order, with their meaning."""
+CallbackTensors = dict[Role, Tensor | ShardedTensor]
+
+
+class Callback:
+    """Base class of callbacks. Define one method per event, named like it: ``def after_step(self, context)``.
+
+    Attributes:
+        every: call it only in every n-th step; for events of a step.
+        layers: names of the modules of the network whose outputs `Context.layer_output` returns.
+        name: key of the state in checkpoints, by default the name of the class.
+    """
+
+    every: int = 1
+    layers: Sequence[str] = ()
+    name: str = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save in checkpoints: JSON values and tensors, those of rank 0 are saved.
+
+        Called on all ranks. A ShardedTensor (plsc.checkpoint) has the rows of this rank.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state when a run resumes.
+
+        Tensors that `state_dict` already returns before are filled in place.
+        """
+
+
+class FunctionCallback(Callback):
+    """Call a function ``f(context)`` at one event."""
+
+    def __init__(
+        self, function: Callable[[Context], None], event: str, every: int, layers: Sequence[str]
+    ) -> None:
+        if event not in EVENTS:
+            raise OptionError(f"there is no event {event!r}; {suggest(event, EVENTS)}")
+        self.every, self.layers = every, tuple(layers)
+        setattr(self, event, function)
+
+
+class Context:
+    """The state of the run, as callbacks see it.
+
+    Attributes:
+        options: the options of the run.
+        folder: the local folder of checkpoints, metrics and plots.
+        network: the backbone, without wrappers of DDP and torch.compile.
+        head: the classification head.
+        rank, world_size, is_main: this process; is_main on rank 0.
+        world: the process groups, for collectives of your own.
+        total_steps: steps of the run; None for a reader of unknown length.
+        evaluated: names of the metrics of its evaluations, such as ``lfw accuracy``.
+        batch: the batch of this rank; from batch_start to after_step.
+        is_logged: whether the metrics of the current step are logged; from batch_start on.
+        output: output of the head, for the global batch; from after_forward to after_step.
+        losses: (mean loss, images) of the steps whose losses became known since the last after_step or
+            epoch_end.
+        data_seconds, step_seconds: of the last step: waiting for its batch, and in total.
+        metrics: metrics of the last log line.
+        evaluation: results of the last evaluation: a VerificationResult per pair file, and for
+            `data.val_dir` a ClassificationResult under ``val``.
+        checkpoint: the last complete checkpoint.
+        error: the exception, at the event exception.
+    """
+
+    def __init__(
+        self,
+        options: Config,
+        network: BaseModel,
+        head: Head | JointHead,
+        world: World,
+        position: Position,
+        total_steps: int | None,
+        evaluated: Sequence[str] = (),
+    ) -> None:
+        self.options, self.folder = options, Path(options.checkpoint.save_dir)
+        self.network, self.head, self.world = network, head, world
+        self.rank, self.world_size, self.is_main = world.rank, world.size, world.is_main
+        self.total_steps, self.evaluated = total_steps, evaluated
+        self.batch: Batch | None = None
+        self.is_logged = False
+        self.output: HeadOutput | None = None
+        self.losses: list[tuple[float, int]] = []
+        self.data_seconds = self.step_seconds = 0.0
+        self.metrics: dict[str, Any] = {}
+        self.evaluation: dict[str, Any] = {}
+        self.checkpoint: Path | None = None
+        self.error: BaseException | None = None
+        self.stop_reason = ""
+        self.scalars: dict[str, float] = {}
+        self.pictures: dict[str, Path] = {}
+        self._position = position
+        self._outputs: dict[str, list[Tensor]] = {}
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps; the current one counts from after_step on."""
+        return self._position.step
+
+    @property
+    def epoch(self) -> int:
+        """Number of finished epochs."""
+        return self._position.epoch
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch of the last step, from 0; at its end, `epoch` is already that of the next one."""
+        return self._position.epoch - (self._position.step_in_epoch == 0)
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Number of finished steps of the current epoch; 0 at epoch_end."""
+        return self._position.step_in_epoch
+
+    def layer_output(self, name: str) -> Tensor:
+        """Return the output of a module for the batch of this rank, [b, ...], detached.
+
+        From after_forward to after_step; with micro-batches, of those computed so far. Raises OptionError
+        for a module that is not in `layers` of a callback that is due in this step.
+        """
+        if not self._outputs.get(name):
+            raise OptionError(f"the output of {name!r} was not kept; add the callback with layers=[{name!r}]")
+        return torch.cat(self._outputs[name])
+
+    def weight(self, name: str) -> Tensor:
+        """Return a parameter of the network, or with ``head.weight`` the class weights of this rank.
+
+        For a sharded backbone, it is the part of this rank.
+        """
+        return local_part(self._parameter(name)).detach()
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Return the gradient of a parameter, from after_backward on; None if it has none.
+
+        Sharded class weights have none: they are updated tile by tile.
+        """
+        gradient = self._parameter(name).grad
+        return None if gradient is None else local_part(gradient)
+
+    def log(self, name: str, value: float) -> None:
+        """Add a scalar to the metrics of the next log line; only values of rank 0 are written."""
+        self.scalars[name] = float(value)
+
+    def log_picture(self, name: str, path: Path) -> None:
+        """Pass a PNG file to the loggers with the next log line or evaluation; only on rank 0."""
+        if self.is_main:
+            self.pictures[name] = path
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, with evaluation and a checkpoint. One rank suffices."""
+        self.stop_reason = self.stop_reason or reason
+
+    def metric(self, name: str) -> float:
+        """Return a metric of the last log line, or ``lfw accuracy``, ``val top1`` of the last evaluation.
+
+        Raises OptionError for an unknown name.
+        """
+        known = self.evaluation_metrics()
+        known |= {key: value for key, value in self.metrics.items() if isinstance(value, (int, float))}
+        if name not in known:
+            raise OptionError(f"there is no metric {name!r}; {suggest(name, known)}")
+        return float(known[name])
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last evaluation that checkpoints store, such as ``lfw accuracy``."""
+        return {
+            f"{name} {metric}": getattr(result, metric)
+            for name, result in self.evaluation.items()
+            for metric in result.METRICS
+        }
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        modules = {"head.": self.head, "": self.network}
+        for prefix, module in modules.items():
+            with suppress(AttributeError):
+                if name.startswith(prefix):
+                    return module.get_parameter(name.removeprefix(prefix))
+        known = [prefix + key for prefix, one in modules.items() for key, _ in one.named_parameters()]
+        raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
+
+
+class Callbacks:
+    """The callbacks of a run. Calling it with an event calls those that are due."""
+
+    def __init__(self, callbacks: Sequence[Callback], context: Context) -> None:
+        self.context = context
+        self.all = tuple(callbacks)
+        self._methods = {
+            event: [(one, getattr(one, event)) for one in callbacks if hasattr(one, event)]
+            for event in EVENTS
+        }
+        self._watching = [one for one in callbacks if one.layers]
+        self._modules = dict(context.network.named_modules()) if self._watching else {}
+        for name in (name for one in self._watching for name in one.layers):
+            if name not in self._modules:
+                raise OptionError(f"a callback names the layer {name!r}; {suggest(name, self._modules)}")
+
+    def __call__(self, event: str) -> None:
+        """Call the callbacks that have a method for the event, if they are due in this step."""
+        for callback, method in self._methods[event]:
+            if event not in STEP_EVENTS or self._is_due(callback, event):
+                method(self.context)
+
+    @contextmanager
+    def keeping_outputs(self) -> Iterator[None]:
+        """Keep the outputs of the layers that callbacks use in this step, by hooks that exist only here."""
+        names = {name for one in self._watching if self._is_due(one, "after_forward") for name in one.layers}
+        kept = self.context._outputs = {name: [] for name in names}
+        hooks = [
+            self._modules[name].register_forward_hook(
+                lambda module, inputs, output, to=kept[name]: to.append(output.detach())
+            )
+            for name in names
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def end_step(self) -> None:
+        """Release the batch, the output of the head and the outputs of layers."""
+        self.context.losses.clear()
+        self.context.batch = self.context.output = None
+        self.context._outputs = {}
+
+    def state(self) -> tuple[dict[str, dict[str, Any]], CallbackTensors]:
+        """Return the JSON values of the callbacks' states, by name, and their tensors; a collective."""
+        values: dict[str, dict[str, Any]] = {}
+        tensors: CallbackTensors = {}
+        for name, one in self._named():
+            for key, value in one.state_dict().items():
+                if isinstance(value, (Tensor, ShardedTensor)):
+                    tensors[Role(CALLBACK, key, name)] = value
+                else:
+                    values.setdefault(name, {})[key] = value
+        return values, tensors
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the callbacks in checkpoints."""
+        return {name for name, _ in self._named()}
+
+    def load_state(self, values: Mapping[str, dict[str, Any]], tensors: CallbackTensors) -> None:
+        """Restore the callbacks by name; those that the checkpoint does not have keep their initial state."""
+        states = {name: dict(state) for name, state in values.items()}
+        for role, tensor in tensors.items():
+            states.setdefault(role.of, {})[role.name] = tensor
+        for name, one in self._named():
+            if name in states:
+                one.load_state_dict(states[name])
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        counts: dict[str, int] = {}
+        for one in self.all:
+            name = one.name or type(one).__name__
+            counts[name] = counts.get(name, 0) + 1
+            yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), one
+
+    def _is_due(self, callback: Callback, event: str) -> bool:
+        step = self.context.step + (event != "after_step")
+        return step % callback.every == 0
+
+
+class EarlyStopping(Callback):
+    """Stop the run when a metric has not improved for some epochs.
+
+    Args:
+        metric: a name of `Context.metric`, such as ``lfw accuracy``, ``val top1`` or ``mean_loss``.
+        patience: number of epochs without improvement.
+        mode: ``max`` or ``min``; by default ``min`` for names that contain ``loss``, else ``max``.
+        min_delta: smallest change that counts as an improvement.
+    """
+
+    def __init__(
+        self, metric: str, patience: int = 3, mode: str | None = None, min_delta: float = 0.0
+    ) -> None:
+        if mode not in (None, "max", "min"):
+            raise OptionError(f"mode is {mode!r}; expected 'max' or 'min'")
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self._sign = 1 if (mode or ("min" if "loss" in metric else "max")) == "max" else -1
+        self._best = -math.inf
+        self._epochs = 0
+
+    def run_start(self, context: Context) -> None:
+        """Raise OptionError if the name is nearly that of a metric which the run evaluates."""
+        digits = re.findall(r"\d", self.metric)  # ``val top10`` may be a metric of the user
+        names = {_plain(one): one for one in context.evaluated if re.findall(r"\d", one) == digits}
+        near = difflib.get_close_matches(_plain(self.metric), names, 1, cutoff=0.9)
+        if near and self.metric not in context.evaluated:
+            raise OptionError(f"there is no metric {self.metric!r}; did you mean {names[near[0]]!r}?")
+
+    def epoch_end(self, context: Context) -> None:
+        """Compare the metric with its best value."""
+        value = self._sign * context.metric(self.metric)
+        if value > self._best + self.min_delta:
+            self._best, self._epochs = value, 0
+            return
+        self._epochs += 1
+        if self._epochs >= self.patience:
+            context.stop(f"{self.metric} has not improved for {self._epochs} epochs")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and the epochs since."""
+        return {"best": self._best, "epochs": self._epochs} if math.isfinite(self._best) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the best value and the epochs since."""
+        self._best, self._epochs = float(state["best"]), int(state["epochs"])
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", " ", name.lower())

@@ -1,0 +1,150 @@
+"""The classes of a dataset: number, names, and numbering in a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from plsc.checkpoint import Manifest
+from plsc.checkpoint.classes.map import MAP_NAME
+from plsc.checkpoint.load import read_class_names
+from plsc.config import Config
+from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
+from plsc.data.sources import check_labels
+from plsc.data.sources.base import IndexedSource, Source
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.parallel.world import World
+
+OpenedCheckpoint = tuple[Path, Manifest]
+# Labels that imply more classes than both limits are rejected as a likely typo.
+_MANY_CLASSES = 10**7
+_MUCH_EMPTIER = 1000  # classes per image
+
+
+def count_named_classes(
+    source: Source, options: Config, checkpoint: OpenedCheckpoint | None, head: str = ""
+) -> tuple[int, ClassNames | None, list[str]]:
+    """Return the number of classes, their names or None, and notes about the labels.
+
+    Calls `number_classes` first. head: name of the head if there are several.
+    """
+    names, notes = number_classes(source, checkpoint, head)
+    class_num, more = count_classes(source, options, least=0 if names is None else len(names))
+    notes += more
+    if names is None:
+        return class_num, None, notes
+    if getattr(source, "class_names", None) is not None:  # names are not only in the checkpoint
+        notes.append(f"classes: {first_and_last_class(source, names)}")
+    return class_num, names.resized(class_num), notes
+
+
+def count_classes(
+    source: Source, options: Config, world: World | None = None, least: int = 0
+) -> tuple[int, list[str]]:
+    """Return the number of classes, at least `least`, and notes about the labels.
+
+    world: set it if each rank has a different part of the labels.
+    """
+    world = world or World.single()
+    count = len(source) * world.size
+    if not count:
+        raise DataError("the dataset contains no samples; check data.dataset_dir")
+    labels = source.labels()
+    (largest,) = world.all_reduce_max(max(int(labels.max()), least - 1))
+    class_num = options.head.class_num or largest + 1
+    if options.head.class_num is None and class_num > max(_MANY_CLASSES, _MUCH_EMPTIER * count):
+        where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
+        raise OptionError(
+            f"the label {largest}{where} would mean {class_num:,} classes for {count:,} images, which is "
+            f"likely a typo; fix the label, or confirm with set_class_num({class_num})"
+        )
+    if options.head.class_num == 1:
+        raise OptionError(
+            f"head.class_num is 1; expected 2 or more (the largest label is {largest}); remove the option or "
+            "increase it"
+        )
+    if class_num < 2:
+        raise OptionError(
+            f"all {count} images have the same class, but a classifier needs 2 classes or more; check that "
+            f"{options.data.dataset_dir} is the right folder, not its parent"
+        )
+    is_bad = (labels < 0) | (labels >= class_num)
+    if options.data.bad_images == "stop" or is_bad.all():
+        check_labels(source, class_num)
+    notes = []
+    if options.data.train_image_num not in (None, count):
+        notes.append(f"note: set_train_image_num is ignored, as the dataset has {count:,} images")
+    if is_bad.any():
+        notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
+    if world.size > 1:  # a class without images on this rank may have images on another one
+        return class_num, notes
+    counts = np.bincount(labels[~is_bad], minlength=class_num)
+    notes.append(
+        f"images per class: least {counts.min():,}, median {np.median(counts):,g}, most {counts.max():,}"
+    )
+    if not counts.all():
+        notes.append(
+            f"note: {np.sum(counts == 0)} of {class_num} classes have no images, the first one is "
+            f"class {np.argmin(counts)} (labels count from 0)"
+        )
+    return class_num, notes
+
+
+def number_classes(
+    source: Source | None, checkpoint: OpenedCheckpoint | None, head: str = ""
+) -> tuple[ClassNames | None, list[str]]:
+    """Number the classes of a source as in a checkpoint, matching them by name.
+
+    New names are assigned to the unnamed classes of the checkpoint, in order. If source or checkpoint has no
+    class names, labels are class numbers. head: name of the head if there are several. Returns the names of
+    all classes, or None, and notes about changes.
+
+    Raises CheckpointError if source or checkpoint has a class that the other lacks.
+    """
+    own = None if source is None else class_names_of(source)
+    if checkpoint is None:
+        return own, []
+    path, manifest = checkpoint
+    saved = read_class_names(path, manifest, head)
+    if own is None or saved is None:
+        note = f"the classes of the checkpoint were renumbered: labels must match {path / MAP_NAME}"
+        return saved if own is None else own, [note] if (path / MAP_NAME).is_file() else []
+    numbers = saved.numbered(own)
+    _check_equal(path, head, own, saved, numbers)
+    assert isinstance(source, IndexedSource)
+    source.renumber(numbers)
+    return saved.with_names(own, numbers), _describe(path, own, saved, numbers)
+
+
+def _check_equal(path: Path, head: str, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
+    """Raise CheckpointError for classes that the checkpoint or the dataset lacks."""
+    title = f"the dataset {head}" if head else "the dataset"
+    # `plsc checkpoint classes` does not support several heads.
+    renaming = "rename the dataset, so that its head starts from scratch"
+    added = np.flatnonzero(numbers >= len(saved))
+    if len(added):
+        command = f"add them with: plsc checkpoint classes {path} NEW --grow {len(added)}"
+        raise CheckpointError(
+            f"{path} lacks {len(added)} of the {len(own)} classes of {title}, the first one is "
+            f"'{own[added[0]]}'; remove them from the dataset, or {renaming if head else command}"
+        )
+    lacking = saved.lengths() > 0
+    lacking[numbers] = False
+    if lacking.any():
+        first = int(np.argmax(lacking))
+        command = f"drop them with: plsc checkpoint classes {path} NEW --drop FILE"
+        raise CheckpointError(
+            f"{title} lacks {lacking.sum()} of the {len(saved)} classes of {path}, the first one is "
+            f"'{saved[first]}' (class {first}); restore them, or {renaming if head else command}"
+        )
+
+
+def _describe(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> list[str]:
+    is_new = saved.lengths()[numbers] == 0
+    moved = int((numbers != np.arange(len(numbers))).sum())
+    changes = [f"{moved} labels differ from the sorted order of names"] if moved else []
+    if is_new.any():
+        first = int(np.argmax(is_new))
+        changes.append(f"{is_new.sum()} are new, the first one is '{own[first]}' (class {numbers[first]})")
+    return [f"classes are numbered as in {path}: {'; '.join(changes)}"] if changes else []

@@ -1,0 +1,316 @@
+"""Build the parts of a run from its options; invalid combinations are rejected before data is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plsc.config import Config
+from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
+from plsc.errors import OptionError
+from plsc.heads import Head, RowOptimizer
+from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.models import BaseModel, describe
+from plsc.models.base_model import constructor_arguments
+from plsc.models.dropout import SampleNumbers
+from plsc.optim.loss_scaling import LossScaler
+from plsc.optim.schedule import Schedule
+from plsc.parallel.backbone import original_class_name
+from plsc.parallel.world import World
+from plsc.run.build_data import TrainingData, open_training_data
+from plsc.run.build_heads import build_heads, margin_of
+from plsc.run.build_network import (
+    build_trained_network,
+    check_network_options,
+    distribute_backbone,
+    mode_note,
+    shard_size,
+    training_mode,
+)
+from plsc.run.build_updates import (
+    build_schedule,
+    build_updates,
+    check_optim,
+    collect_group_numbers,
+    with_rate,
+)
+from plsc.run.callbacks import Callbacks, Context
+from plsc.run.classes import OpenedCheckpoint
+from plsc.run.notes import batch_note, frozen_note, idle_note, sparse_note, threads_note, warmup_note
+from plsc.run.position import Length, Position
+from plsc.run.targets import HeldOutSet, Target, load_targets, open_held_out
+from plsc.run.user_parts import UserParts
+
+MOST_ROWS = 12  # of the table of layers
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a training run.
+
+    Attributes:
+        options: the configuration, with values that were resolved while building.
+        network: the backbone.
+        trained_network: the backbone wrapped for training: it sums gradients over the ranks.
+        optimizer: optimizer of the backbone, and of class weights that are not sharded.
+        row_optimizer: optimizer of sharded class weights, else None.
+        scaler: loss scaler, None if the precision mode needs none.
+        samples: the sample numbers of the current batch, for dropout layers.
+        settings: initial settings of the optimizer's parameter groups.
+        notes: log lines about the run, printed before training.
+        position: the position of the run.
+        length: the length of its epochs.
+        callbacks: called at the events of the run.
+    """
+
+    options: Config
+    world: World
+    network: BaseModel
+    trained_network: nn.Module
+    head: Head | JointHead
+    optimizer: torch.optim.Optimizer
+    row_optimizer: RowOptimizer | JointRows | None
+    scaler: LossScaler | None
+    rate: Schedule
+    data: TrainingData
+    targets: list[Target | HeldOutSet]
+    samples: SampleNumbers
+    settings: list[dict[str, float]]
+    notes: list[str]
+    position: Position
+    length: Length
+    callbacks: Callbacks
+
+    @property
+    def total_steps(self) -> int | None:
+        """Total number of steps of the run; None if the length of a reader is unknown."""
+        return self.options.train.steps or self.length.until(self.options.train.epochs)
+
+
+def build_run(
+    options: Config, world: World, user: UserParts, checkpoint: OpenedCheckpoint | None = None
+) -> Run:
+    """Build everything that training needs. Raises OptionError, DataError or CheckpointError.
+
+    checkpoint: the checkpoint to resume; classes with names get their numbers from it.
+    """
+    check_combinations(options, world.size)
+    if options.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        if world.device.type == "cuda":  # without it, torch rejects matrix products on CUDA
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # The named or custom network; its parameters are assigned to groups, some are frozen.
+    network, assignment, samples = build_trained_network(options, world, user.model)
+    targets: list[Target | HeldOutSet] = []
+    limit = options.train.limit_val_batches
+    if options.train.with_test:
+        targets += load_targets(options, user.test_reader, limit, world.size)
+    layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
+    global_batch = global_batch_size(options, world.size)
+    # A source, the order of its samples, and a loader whose workers read, decode and augment them.
+    data = open_training_data(
+        options,
+        world,
+        user.train_reader,
+        user.train_transform,
+        global_batch,
+        checkpoint,
+        network.example_input,
+    )
+    if options.train.with_test:
+        names = [target.name for target in targets]
+        targets += open_held_out(options, data.class_num, data.class_names.get(""), names, limit, world.size)
+    length = Length.of(data.loader.steps_per_epoch, checkpoint)
+    total_steps = options.train.steps or length.until(options.train.epochs)
+    options = with_rate(options, global_batch, total_steps)
+    # For example plsc.heads.ShardedHead and RowSGD; one head per dataset.
+    head, row_optimizer = build_heads(options, data.class_num, data.sets, world)
+    _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
+    # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
+    trained_network, sharding_note = distribute_backbone(network, options, world, global_batch)
+    # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
+    optimizer, base_rate = build_updates(
+        options,
+        dict(network.named_parameters()),
+        assignment,
+        head,
+        row_optimizer,
+        world.device,
+        user.optimizer,
+    )
+    warmup = length.until(options.optim.warmup_epochs)
+    rate = build_schedule(options, base_rate, total_steps, warmup, user.schedule)
+    is_custom = user.model is not None or ":" in options.model.name
+    notes = (
+        layers,
+        sharding_note,
+        *data.notes,
+        mode_note(options, world.device),
+        frozen_note(network),
+        sparse_note(network) if ":" not in options.optim.optimizer else "",
+        batch_note(global_batch, data.num_samples),
+        warmup_note(rate.warmup_steps, total_steps),
+        threads_note(options),
+        idle_note(options, constructor_arguments(network) or {} if is_custom else None),
+    )
+    if options.speed.compile and any(one.layers for one in user.callbacks):
+        raise OptionError(
+            "a callback has layers, but outputs of layers are not available with speed.compile; "
+            "set_compile(False)"
+        )
+    position = Position()
+    evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
+    context = Context(options, network, head, world, position, total_steps, evaluated)
+    return Run(
+        options=options,
+        world=world,
+        network=network,
+        trained_network=trained_network,
+        head=head,
+        optimizer=optimizer,
+        row_optimizer=row_optimizer,
+        scaler=_build_scaler(options, world.device),
+        rate=rate,
+        data=data,
+        targets=targets,
+        samples=samples,
+        settings=collect_group_numbers(optimizer),
+        notes=list(filter(None, notes)),
+        position=position,
+        length=length,
+        callbacks=Callbacks(user.callbacks, context),
+    )
+
+
+def _build_scaler(options: Config, device: torch.device) -> LossScaler | None:
+    """Return the loss scaler, or None if the precision mode needs none."""
+    is_needed = training_mode(options, device) == "float16"
+    if not (is_needed or options.precision.loss_scaling == "always"):
+        return None
+    return LossScaler.of(options.precision)
+
+
+def check_combinations(options: Config, ranks: int) -> None:
+    """Raise OptionError for options that contradict each other."""
+    options.check_needs()
+    margin_of(options)
+    check_network_options(options, ranks)
+    check_optim(options)
+    _check_pretrained(options)
+    if options.parallel.backbone == "sharded":
+        shard_size(options, ranks)
+    total = options.train.global_batch_size
+    if total is None:
+        return
+    product = options.train.batch_size * ranks
+    is_kept = "train.global_batch_size" in options.adopted  # the run may resume on another number of ranks
+    if "train.batch_size" in options.explicit and total != product and not is_kept:
+        raise OptionError(
+            f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
+            f"{ranks} rank{'s' * (ranks > 1)} is a global batch of {product}; set one of the two"
+        )
+    if total < ranks:
+        raise OptionError(
+            f"train.global_batch_size is {total}; expected at least {ranks}, the number of ranks"
+        )
+
+
+def _check_pretrained(options: Config) -> None:
+    """Raise OptionError if both pretrained weights and a checkpoint to resume are set.
+
+    "last" is allowed, as it may find no checkpoint.
+    """
+    place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
+    source = url if place in (None, "last") else place
+    if "model.pretrained" in options.explicit and source is not None:
+        raise OptionError(
+            f"model.pretrained is {options.model.pretrained}, but the run resumes {source}, which replaces "
+            "all weights; set only one of them"
+        )
+
+
+def global_batch_size(options: Config, ranks: int) -> int:
+    """Return the number of samples per step over all ranks."""
+    return options.train.global_batch_size or options.train.batch_size * ranks
+
+
+def _check_batch_norm(
+    network: BaseModel, global_batch: int, num_samples: int | None, options: Config, ranks: int
+) -> None:
+    """Raise OptionError for batches that are too small for batch norm: fewer than 2 images."""
+    if options.model.sync_batch_norm and ranks > 1:
+        return
+    norms = {m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    if not norms.difference(network.kept_in_evaluation):
+        return
+    smallest = global_batch
+    if options.data.last_batch == "keep" and num_samples is not None:
+        smallest = num_samples % global_batch or global_batch
+    micro_batches = options.train.micro_batches
+    if smallest // (ranks * micro_batches) >= 2:
+        return
+    is_short_end = smallest < global_batch
+    remedies = [
+        *(["set_last_batch('pad') or 'drop'"] if is_short_end else []),
+        "a larger batch",
+        *(["fewer micro-batches"] if micro_batches > 1 else []),
+        *(["fewer ranks", "set_sync_batch_norm(True)"] if ranks > 1 else []),
+    ]
+    parts = [
+        *([f"{ranks} ranks"] if ranks > 1 else []),
+        *([f"{micro_batches} micro-batches"] if micro_batches > 1 else []),
+    ]
+    split = f" in {' and '.join(parts)}" if parts else ""
+    raise OptionError(
+        f"{'the last' if is_short_end else 'a'} batch of {smallest} image{'s' * (smallest != 1)}{split} "
+        f"gives batch norm fewer than 2 images at once, but it needs 2 or more; use {', or '.join(remedies)}"
+    )
+
+
+def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
+    """Return the log lines that are printed before training."""
+    parameters = sum(p.numel() for p in run.network.parameters())
+    samples = run.data.num_samples
+    images = "images from a reader" if samples is None else f"{samples:,} images"
+    mode = training_mode(run.options, run.world.device)
+    if mode == "float32":
+        mode = run.options.runtime.dtype
+    count = len(run.data.sets)
+    heads = f"{count} head{'s' * (count > 1)}" if count else f"loss {run.options.head.loss_type}"
+    text = (
+        f"training {original_class_name(run.network)} ({parameters:,} parameters), {heads}, "
+        f"{run.head.class_num:,} classes, {images}, "
+        f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
+        f"{mode}"
+    )
+    resumed = [f"resuming from {checkpoint[0]} at step {run.position.step}"] if checkpoint else []
+    return [text, *resumed, _rates(run), *run.notes]
+
+
+def _rates(run: Run) -> str:
+    """Return a line with the learning rate and its origin, the schedule, warm-ups and automatic scales."""
+    options = run.options
+    if ":" in options.optim.optimizer:
+        source = "from the optimizer factory"
+    elif "optim.lr" in options.explicit:
+        source = "optim.lr"
+    elif "optim.lr" in options.adopted:
+        source = "from the checkpoint"
+    else:
+        batch = global_batch_size(options, run.world.size)
+        source = f"default: {DEFAULT_RATE:g} x global batch {batch} / {REFERENCE_BATCH}"
+    parts = [
+        f"learning rate {run.rate.base:.4g} ({source})",
+        f"schedule {options.optim.schedule}",
+        f"warm-up {run.rate.warmup_steps} step{'s' * (run.rate.warmup_steps != 1)}",
+    ]
+    if options.head.margin_warmup_steps:
+        parts.append(f"margin warm-up {options.head.margin_warmup_steps} steps")
+    for name, head, _ in each_head(run.head, run.row_optimizer):
+        if head.margin.is_auto_scale:
+            of = f" of {name}" if name else ""
+            parts.append(f"scale{of} {head.margin.scale:.4g} (auto, {head.class_num:,} classes)")
+    return ", ".join(parts)

@@ -1,0 +1,230 @@
+"""Asynchronous checkpoints: copied at a step boundary, then written, published, uploaded and pruned."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
+from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
+from plsc.checkpoint.retention import best_in, prune, write_best
+from plsc.errors import CheckpointError, OptionError, suggest
+from plsc.parallel.machine import BackgroundThread, available_memory
+from plsc.run.run import Run
+from plsc.state.snapshot import take_snapshot
+from plsc.state.start import Directories
+from plsc.state.upload import Uploader, problem_of
+from plsc.storage.store import Store, format_bytes
+
+_SHARE_OF_MEMORY = 0.8  # maximum share of the available memory for a copy of the state
+_SHORTEST_STALL = 0.1  # seconds; shorter pauses are not logged
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    size: int
+    seconds: float
+    best: tuple[str, float] | None
+    problem: str | None
+
+
+@dataclass
+class _Pending:
+    future: Future[_Outcome]
+    path: Path
+    stall: float
+
+
+class Saver:
+    """Saves the checkpoints of a run. All ranks call its methods, which are collectives, at the same step.
+
+    Attributes:
+        last: the newest published checkpoint; before the first save, the one that the run resumes.
+        best: name and metric value of the best checkpoint in the run's folder, by the metric of
+            `retention`; None if no checkpoint has this metric.
+        failure: why the last save failed, '' if it succeeded.
+        unsent: after `close`, the complete checkpoints that were not uploaded, oldest first.
+    """
+
+    failure = ""
+    unsent: Sequence[Path] = ()
+    _pending: _Pending | None = None
+    _uploader: Uploader | None = None
+
+    def __init__(self, run: Run, directories: Directories) -> None:
+        resumed = directories.start.checkpoint
+        self.last = None if resumed is None else resumed[0]
+        self.directories = directories
+        self.retention = retention_of(run)
+        self._lineage = [] if resumed is None else resumed[1].lineage
+        self._run = run
+        self._options = run.options.checkpoint
+        self._world = run.world.in_background(run.world.save_group)
+        self._background = BackgroundThread("plsc-save")
+        if directories.store is not None:
+            self._uploader = Uploader(run, directories, directories.store, self.retention)
+            # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.
+            if self.last is not None and self.last.resolve().parent == directories.local.resolve():
+                self._uploader.add(directories.local / self.last.name)
+        self._has_warned = False
+        self.best = on_main_rank(run.world, f"look into {directories.local}", self._find_best)
+
+    def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
+        """Save the state of the run as the checkpoint `name`, in the background unless `wait` is set.
+
+        metrics: values for `Retention`. Raises CheckpointError, also for the previous save, unless
+        `checkpoint.on_error` is ``continue``.
+        """
+        began = time.monotonic()
+        self.finish_save()  # at most one copy is in memory
+        state = take_snapshot(self._run, metrics, self.directories.start.run_id, self._lineage)
+        wait = wait or not self._can_copy(state)
+        if not wait:
+            state = state.copy_to_host()
+        path = self.directories.local / name
+        future = self._background.submit(lambda: self._publish(path, state))
+        self._pending = _Pending(future, path, time.monotonic() - began)
+        if wait:
+            self.finish_save()
+
+    def _can_copy(self, state: Snapshot) -> bool:
+        """Return whether memory suffices for a copy; log once if it does not."""
+        if not self._options.asynchronous:
+            return False
+        # Offloaded class weights already fill this machine's memory.
+        free = 0 if self._run.options.head.offload else available_memory()
+        if free is None or state.nbytes < _SHARE_OF_MEMORY * free:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            why = (
+                "head.offload is set, so class weights are not copied"
+                if self._run.options.head.offload
+                else f"a copy of {format_bytes(state.nbytes)} does not fit into CPU memory"
+            )
+            self._world.log(f"{why}: training pauses while a checkpoint is written")
+        return False
+
+    def is_done(self) -> bool:
+        """Return whether no save is running on this rank."""
+        return self._pending is None or self._pending.future.done()
+
+    def finish_save(self) -> None:
+        """Wait for the running save, if any, and log its result. Raises the same errors as `save`."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        began = time.monotonic()
+        try:
+            outcome = pending.future.result()
+        except CheckpointError as error:
+            if self._options.on_error == "stop":
+                raise
+            self._world.log(f"{error}; training continues without this checkpoint", logging.WARNING)
+            self.failure = str(error)
+            return
+        self.failure = ""
+        stall = pending.stall + time.monotonic() - began
+        self.last, self.best = pending.path, outcome.best
+        speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
+        stalled = f", training stalled {stall:.1f} s" if stall >= _SHORTEST_STALL else ""
+        self._world.log(
+            f"saved {pending.path}: {format_bytes(outcome.size)} in {outcome.seconds:.1f} s "
+            f"({speed}/s){stalled}"
+        )
+        if outcome.problem:
+            self._world.log(outcome.problem, logging.WARNING)
+        if self._uploader is not None:
+            self._uploader.add(pending.path)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the running save, at most so long; its result is ignored."""
+        if self._pending is not None:
+            futures.wait([self._pending.future], seconds)
+
+    def close(self, seconds: float | None = None) -> str:
+        """Wait for the running save and all uploads; return what is missing and what is where, or ''.
+
+        seconds: deadline for the uploads; None: wait until each has succeeded or failed.
+        """
+        self.finish_save()
+        self._background.close()
+        missing = []
+        if self.failure:
+            newest = "there is no checkpoint" if self.last is None else f"the newest one is {self.last}"
+            missing.append(f"its last state is not saved: {self.failure}; {newest}")
+        self.unsent = [] if self._uploader is None else self._uploader.close(seconds)
+        if self.unsent and self.directories.store is not None:
+            names, here = ", ".join(path.name for path in self.unsent), self.directories.local
+            there = self.directories.store.shown
+            missing.append(
+                f"not uploaded to {there}: {names} (complete in {here}); when the store is available again, "
+                f"run: plsc checkpoint push {here} {there}"
+            )
+        return "; ".join(missing)
+
+    def _publish(self, path: Path, state: Snapshot) -> _Outcome:
+        """Write, publish and prune, in the background thread."""
+        began = time.monotonic()
+        is_shared = self.directories.is_shared or self.directories.store is None
+        save_checkpoint(path.parent, path.name, state, self._world, is_shared=is_shared)
+        seconds = time.monotonic() - began
+        pruned = on_every_rank(self._world, f"prune {path.parent}", lambda: self._prune_and_find_best(path))
+        best, size, _ = pruned[0]
+        return _Outcome(size, seconds, best, pruned[self._world.rank][2])
+
+    def _prune_and_find_best(self, newest: Path) -> tuple[tuple[str, float] | None, int, str | None]:
+        """Delete old checkpoints and write best.json; return best, size of the newest, and a problem.
+
+        Best and size are those of rank 0. A failure to delete is only a problem to log: the newest
+        checkpoint is saved.
+        """
+        problem = problem_of(partial(self._prune, newest)) if self.directories.is_owner else None
+        if not self._world.is_main:
+            return None, 0, problem
+        size = sum(file.bytes for file in read_manifest(newest).files.values())
+        best, folder = self._find_best(), Store(newest.parent)
+        naming = partial(write_best, folder, self.retention.monitor, best)
+        return best, size, problem_of(naming) or problem
+
+    def _prune(self, newest: Path) -> None:
+        start, uploader = self.directories.start, self._uploader
+        # No other upload starts while this lock is held.
+        with contextlib.nullcontext() if uploader is None else uploader.lock:
+            uploading = "" if uploader is None else uploader.uploading
+            keep = {newest.name, start.resumed, uploading}
+            prune(Store(newest.parent), self.retention, start.run_id, keep)
+
+    def _find_best(self) -> tuple[str, float] | None:
+        return best_in(Store(self.directories.local), self.retention, self.directories.start.run_id)
+
+
+class NoSaver(Saver):
+    """A Saver that saves nothing."""
+
+    def __init__(self) -> None:
+        self.last = self.best = None
+        self._background = BackgroundThread("plsc-save")
+
+    def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
+        """Do nothing."""
+
+
+def retention_of(run: Run) -> Retention:
+    """Return which checkpoints to keep. Raises OptionError for a metric that this run does not measure."""
+    options = run.options.checkpoint
+    known = [*run.callbacks.context.evaluated, "loss"]
+    metric = known[0] if options.monitor is None else options.monitor
+    # A metric that comes from a checkpoint may be unknown here.
+    if metric not in known and "checkpoint.monitor" in run.options.explicit:
+        raise OptionError(
+            f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
+        )
+    return Retention(options.keep_last, options.save_top_k, metric)

@@ -1,0 +1,205 @@
+"""The tensors and numbers that training changes, by their roles in a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plsc.checkpoint import ShardedTensor
+from plsc.checkpoint.manifest import (
+    BACKBONE,
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
+    OPTIMIZER,
+    STATISTICS,
+    Role,
+    TensorInfo,
+)
+from plsc.checkpoint.save import Tensors, local_of
+from plsc.checkpoint.shard_file import DTYPES
+from plsc.errors import CheckpointError
+from plsc.heads import Head, RowOptimizer
+from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.optim.optimizers import ExpectedStates, StateInfo
+from plsc.parallel.backbone import local_part, split_rows
+
+Numbers = Mapping[str, Mapping[str, float]]
+"""Plain numbers in the optimizer state: key of the parameter, then name of the state."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+
+
+def collect_tensors(
+    network: nn.Module,
+    head: Head | JointHead,
+    optimizer: torch.optim.Optimizer,
+    rows: RowOptimizer | JointRows | None,
+) -> dict[Role, Tensor | ShardedTensor]:
+    """Return the replicated and sharded tensors of a run, by their roles in a checkpoint.
+
+    Tensors are not copied. Parameters of a sharded backbone and states of their shape are sharded tensors.
+    """
+    found: dict[Role, Tensor | ShardedTensor] = {}
+    rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
+    for of, one, row_optimizer in each_head(head, rows):
+        found |= {Role(STATISTICS, name, of): buffer for name, buffer in one.named_buffers()}
+        for name, parameter in one.named_parameters():
+            role = Role(CLASS_WEIGHTS, name, of)
+            own: dict[Role, Tensor] = {role: parameter.detach()}
+            states = {} if row_optimizer is None else row_optimizer.state[parameter]
+            own |= {Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()}
+            for role, tensor in own.items():
+                rows_of_rank = ShardedTensor(tensor, one.class_num, one.class_range[0])
+                found[role] = rows_of_rank if one.is_sharded else tensor
+    for key, parameter in _named_parameters(network, head).items():
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                rest[Role(OPTIMIZER, state, key)] = value
+    return found | {role: to_save(value, local_part(value).detach()) for role, value in rest.items()}
+
+
+def to_save(tensor: Tensor, local: Tensor) -> Tensor | ShardedTensor:
+    """Return the local part of a tensor as a checkpoint needs it; `local` is sharded like `tensor`."""
+    split = split_rows(tensor)
+    if split is None:
+        return local
+    start, mesh = split
+    is_copy = mesh is not None and mesh.get_local_rank(0) > 0
+    return ShardedTensor(local, tensor.shape[0], start, is_copy)
+
+
+def collect_numbers(network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer) -> Numbers:
+    """Return the plain numbers of the optimizer state, such as step counts, for JSON."""
+    numbers = {}
+    for key, parameter in _named_parameters(network, head).items():
+        states = optimizer.state.get(parameter, {})
+        found = {name: value for name, value in states.items() if isinstance(value, (int, float))}
+        if found:
+            numbers[key] = found
+    return numbers
+
+
+def make_state(
+    network: nn.Module,
+    head: Head | JointHead,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, TensorInfo],
+    numbers: Numbers,
+) -> None:
+    """Create the optimizer state of a checkpoint: its numbers, and empty tensors to load into.
+
+    tensors: all tensors of the checkpoint; only those of the optimizer are used. Raises CheckpointError for
+    state of an unknown parameter, state that is too large, or state that the torch optimizer does not keep.
+    """
+    named = _named_parameters(network, head)
+    expected = ExpectedStates(optimizer)
+    given: dict[str, set[str]] = {}
+    saved: dict[Role, TensorInfo | float] = {
+        info.role: info for info in tensors.values() if info.role.kind == OPTIMIZER
+    }
+    for of, found in numbers.items():
+        saved |= {Role(OPTIMIZER, state, of): number for state, number in found.items()}
+    for role in sorted(saved, key=lambda role: role.key):
+        key, state, name = role.key, role.name, role.of
+        parameter = named.get(name)
+        if parameter is None:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {name}, which this network does not have; use the "
+                "saved network"
+            )
+        if not parameter.requires_grad:  # frozen since the checkpoint was saved
+            continue
+        given.setdefault(name, set()).add(state)
+        wanted = (expected.of(parameter) or {}).get(state, _ANY)
+        value: Any = saved[role]
+        info = value if isinstance(value, TensorInfo) else None
+        if wanted is not _ANY:
+            _check_state(key, wanted, info)
+        if info is not None:
+            value = _empty_state(key, state, info, parameter, optimizer)
+        optimizer.state[parameter][state] = value
+    for name, states in given.items():
+        _check_complete(name, states, expected.of(named[name]) or ())
+
+
+def _check_state(key: str, wanted: StateInfo | None, info: TensorInfo | None) -> None:
+    """Raise CheckpointError for state of the wrong shape or type: the optimizer does not check it."""
+    saved = None if info is None else (tuple(info.shape), _DTYPES.get(info.dtype))
+    if saved != wanted:
+        described = "a number" if info is None else f"{info.dtype} {list(info.shape)}"
+        expected = "a number"
+        if wanted is not None:
+            expected = f"{str(wanted[1]).removeprefix('torch.')} {list(wanted[0])}"
+        raise CheckpointError(
+            f"the optimizer state {key} in the checkpoint is {described}, but this optimizer expects "
+            f"{expected}; use the network and optimizer that were saved, or load only the weights with "
+            "set_pretrained"
+        )
+
+
+def check_counts(path: Path, tensors: Tensors) -> None:
+    """Raise CheckpointError for invalid step counts: Adam and its variants compute powers with them."""
+    for role, value in tensors.items():
+        tensor = local_of(value)
+        if role.kind == OPTIMIZER and role.name == "step" and tensor.numel() == 1:
+            count = float(tensor)
+            if not 0 <= count < math.inf:
+                raise CheckpointError(
+                    f"{path}: the optimizer's step count {role.key} is {count}, expected a finite number of "
+                    "at least 0; choose another checkpoint"
+                )
+
+
+def _check_complete(name: str, given: set[str], needed: Collection[str]) -> None:
+    """Raise CheckpointError if some of the states that the optimizer creates together are missing."""
+    missing = sorted(set(needed) - given)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no optimizer state {', '.join(missing)} for {name}, which the optimizer "
+            "needs with the settings of this run; use the optimizer settings that were saved, or load only "
+            "the weights with set_pretrained()"
+        )
+
+
+_ANY: Any = object()
+_COUNTS = ("step", "mu_product")  # scalars that torch usually keeps on the CPU
+_SMALL = 4096  # elements that a state may have even if its parameter is smaller, such as counts and tables
+
+
+def _empty_state(
+    key: str, state: str, info: TensorInfo, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
+) -> Tensor:
+    """Return zeros for a state: in the parameter's layout, but step counts on the device that torch uses."""
+    if math.prod(info.shape) > max(parameter.numel(), _SMALL):
+        raise CheckpointError(
+            f"the optimizer state {key} in the checkpoint has shape {list(info.shape)}, but its parameter "
+            f"has {list(parameter.shape)}; use the network that was saved"
+        )
+    dtype = _DTYPES.get(info.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"the optimizer state {key} in the checkpoint has the unknown data type {info.dtype}; choose "
+            "another checkpoint"
+        )
+    if state in _COUNTS and not _keeps_counts_on_device(parameter, optimizer):
+        return torch.zeros(info.shape, dtype=dtype, device="cpu")
+    if tuple(info.shape) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(info.shape, dtype=dtype, device=parameter.device)
+
+
+def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    is_captured = bool(group.get("capturable") or group.get("fused"))
+    return is_captured or isinstance(optimizer, torch.optim.ASGD)
+
+
+def _named_parameters(network: nn.Module, head: Head | JointHead) -> dict[str, nn.Parameter]:
+    named = {Role(BACKBONE, name).key: one for name, one in network.named_parameters()}
+    for of, one, _ in each_head(head, None):
+        named |= {Role(CLASS_WEIGHTS, name, of).key: p for name, p in one.named_parameters()}
+    return named

@@ -1,0 +1,187 @@
+"""Start from pretrained weights: load tensors whose name and shape match, initialise all others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.checkpoint import read_manifest
+from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint.importers.matching import (
+    Match,
+    check_finite,
+    match_into,
+    printable,
+    refuse_no_match,
+    shorten,
+)
+from plsc.checkpoint.importers.source import RowParts, join_rows
+from plsc.checkpoint.importers.tensor_files import read_state_dict
+from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, STATISTICS, head_prefix
+from plsc.checkpoint.remote import fetch
+from plsc.heads import Head
+from plsc.heads.joint import JointHead, each_head
+from plsc.run.run import Run
+from plsc.storage.store import Store
+from plsc.storage.urls import base_name, is_url, parent_of, shown
+
+_NONE = np.empty(0, np.int64)
+_FILES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass
+class WarmStart:
+    """The weights that a run started from.
+
+    source: path or URL. backbone: which tensors of the network matched. head: names of the head's tensors
+    that were loaded. head_left: tensors that were not loaded, with the reasons.
+    """
+
+    source: str
+    backbone: Match
+    head: list[str] = field(default_factory=list)
+    head_left: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return a summary for the log, a few lines of limited length."""
+        lines = [f"starting from the weights of {self.source}:", *self.backbone.lines()]
+        if self.head:
+            lines.append(f"loaded into the head: {shorten(self.head)}")
+        left = [f"{printable(name)} {why}" for name, why in self.head_left.items()]
+        if left:
+            lines.append(f"not loaded into the head: {shorten(left, longest=240)}")
+        return lines
+
+
+def start_from_pretrained(run: Run) -> WarmStart | None:
+    """Load `model.pretrained`, if set, into network and head; a collective.
+
+    Optimizer, schedule and position are unchanged; also the head's margin statistics if the file has none.
+
+    Raises:
+        CheckpointError: on all ranks, if the file is missing, damaged or malicious, or nothing matches.
+    """
+    location = run.options.model.pretrained
+    if location is None:
+        return None
+
+    # Judged by the suffix, which is equal on all ranks.
+    is_remote_checkpoint = is_url(location) and not location.endswith(_FILES)
+    path = fetch(location, run.world) if is_remote_checkpoint else None
+
+    def load() -> WarmStart:
+        with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
+            return _load(run, local, shown(location))
+
+    return on_every_rank(run.world, f"start from {shown(location)}", load)[run.world.rank]
+
+
+def _load(run: Run, path: Path, source: str) -> WarmStart:
+    if path.is_dir():
+        with OpenCheckpoint(path) as opened:
+            kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
+            found = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
+            weights = {role.name: one for role, one in found.items() if role.kind == BACKBONE}
+            rows = {role.key: one for role, one in found.items() if role.kind != BACKBONE}
+            return _take(run, weights, rows, _orders(run, path), source)
+    backbone, tensors = read_state_dict(path, follow_links=True)
+    head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
+    return _take(run, backbone, head, {}, source)
+
+
+def _take(
+    run: Run,
+    backbone: Mapping[str, Tensor | StoredTensor],
+    head: Mapping[str, RowParts | StoredTensor],
+    orders: dict[str, np.ndarray],
+    source: str,
+) -> WarmStart:
+    started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
+    _take_head(run.head, head, orders, started)
+    if not started.head:
+        advice = "use the network and embedding size that were saved (set_model_name(), set_emb_size())"
+        refuse_no_match(started.backbone, source, advice)
+    return started
+
+
+def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
+    """Return the index of each class in the checkpoint, per head, if both have class names."""
+    manifest = read_manifest(path)
+    orders = {}
+    for head, names in run.data.class_names.items():
+        saved = read_class_names(path, manifest, head)
+        if saved is not None:
+            orders[head] = saved.numbered(names)
+    return orders
+
+
+def _take_head(
+    head: Head | JointHead,
+    found: Mapping[str, RowParts | StoredTensor],
+    orders: dict[str, np.ndarray],
+    started: WarmStart,
+) -> None:
+    """Load class weights and margin statistics if the classes are the same.
+
+    orders: result of `_orders`. Classes without names are the same if their number is equal.
+    """
+    rows: dict[str, tuple[Tensor, Head, np.ndarray]] = {}
+    whole: dict[str, Tensor] = {}
+    for of, one, _ in each_head(head, None):
+        prefix = head_prefix(of)
+        order = orders.get(of, np.arange(one.class_num))
+        for name, parameter in one.named_parameters():
+            rows[f"{prefix}.{name}"] = (parameter.detach(), one, order)
+        whole.update({f"{prefix}.{name}": tensor for name, tensor in one.named_buffers()})
+    for name, parts in found.items():
+        here, owner, order = rows.get(name, (whole.get(name), None, _NONE))
+        if here is None:
+            started.head_left[name] = "does not exist in this head"
+            continue
+        wanted = (owner.class_num, *here.shape[1:]) if owner is not None else tuple(here.shape)
+        if parts.shape != wanted:
+            started.head_left[name] = f"has shape {str(list(parts.shape))[:80]}, expected {list(wanted)}"
+        elif owner is not None and (order >= owner.class_num).any():
+            started.head_left[name] = "has classes with other names"
+        elif owner is not None:
+            _copy_rows(parts, order[slice(*owner.class_range)], here, started.source, name)
+            started.head.append(name)
+        else:
+            value = check_finite(parts.read(), f"{started.source}: {name}")
+            here.copy_(value)
+            started.head.append(name)
+
+
+def _copy_rows(
+    parts: RowParts | StoredTensor, order: np.ndarray, here: Tensor, source: str, name: str
+) -> None:
+    """Copy the rows of `parts` with the indices `order`, int64 [rows of `here`], to `here`."""
+    if not len(order):
+        return
+    places = np.argsort(order)
+    numbers = order[places]
+    for row, piece in parts.pieces(int(numbers[0]), int(numbers[-1]) + 1):
+        check_finite(piece, f"{source}: {name}")
+        low, high = np.searchsorted(numbers, [row, row + len(piece)])
+        values = piece[torch.from_numpy(numbers[low:high] - row)].to(here)
+        here[torch.from_numpy(places[low:high]).to(here.device)] = values
+
+
+@contextmanager
+def _local(location: str) -> Iterator[Path]:
+    """Yield the local path of a file or folder; a URL is downloaded to a temporary folder."""
+    if not is_url(location):
+        yield Path(location)
+        return
+    with tempfile.TemporaryDirectory(prefix="plsc-pretrained-") as folder:
+        name = base_name(location)
+        Store(parent_of(location)).get(name, Path(folder) / name)
+        yield Path(folder) / name

@@ -1,0 +1,104 @@
+"""The losses of steps, read as numbers without waiting for the device, and their means."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from plsc.data.batch import Batch
+from plsc.run.position import Position
+
+
+@dataclass
+class Pending:
+    """The loss of a step, with details for the error if it is not finite.
+
+    arrived: event after the copy to the CPU, None if the loss is on the CPU already.
+    """
+
+    value: Tensor
+    arrived: torch.cuda.Event | None
+    images: int
+    position: Position
+    rate: float
+    batch: Batch
+    is_excused: bool
+
+
+class LossReader:
+    """Queue of the losses of steps, which are read as numbers in order.
+
+    stop: raises TrainingError for a loss that is not finite; called on all ranks. is_late: whether a loss may
+    be read one step later.
+    """
+
+    def __init__(self, stop: Callable[[Pending, float], NoReturn], is_late: bool) -> None:
+        self._stop = stop
+        self.is_late = is_late
+        self._coming: deque[Pending] = deque()
+        self._read: list[tuple[float, int]] = []
+
+    def add(
+        self,
+        loss: Tensor,
+        images: int,
+        position: Position,
+        rate: float,
+        batch: Batch,
+        is_excused: bool = False,
+    ) -> None:
+        """Add the mean loss of a step over so many images; batch: the batch of this rank.
+
+        is_excused: the step is skipped, so its loss need not be finite.
+        """
+        value, arrived = loss.detach(), None
+        if loss.is_cuda:
+            value = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            value.copy_(loss.detach(), non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._coming.append(Pending(value, arrived, images, replace(position), rate, batch, is_excused))
+
+    def read(self, everything: bool) -> list[tuple[float, int]]:
+        """Return (loss, images) of the steps; with `everything`, also of the last step if reading is late.
+
+        Raises TrainingError on all ranks for a loss that is not finite and not excused.
+        """
+        self.check(kept_back=1 if self.is_late and not everything else 0)
+        losses, self._read = self._read, []
+        return losses
+
+    def check(self, kept_back: int = 0) -> None:
+        """Check all losses except the last `kept_back`, and keep them for `read`. Raises the same errors."""
+        while len(self._coming) > kept_back:
+            coming = self._coming.popleft()
+            if coming.arrived is not None:
+                coming.arrived.synchronize()
+            loss = float(coming.value)
+            if not (math.isfinite(loss) or coming.is_excused):
+                self._stop(coming, loss)
+            self._read.append((loss, coming.images))
+
+
+@dataclass
+class Mean:
+    """The mean of a loss over images; `value` is defined once `count` is positive."""
+
+    count: int = 0
+    total: float = 0.0
+
+    def add(self, loss: float, images: int) -> None:
+        """Add the mean loss of a step with this number of images."""
+        self.count += images
+        self.total += loss * images
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self.total / self.count
