@@ -71,12 +71,11 @@ def build(arguments: argparse.Namespace, world: World, way: str, folder: str) ->
 def step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> float:
     """Run a step; return the seconds of the backbone's optimizer."""
     run.optimizer.zero_grad(set_to_none=True)
-    run.head(run.trained_network(images, labels, True), labels).loss.backward()
+    run.heads(run.trained_network(images, labels, True), labels).loss.backward()
     began = time.perf_counter()
     run.optimizer.step()
     seconds = time.perf_counter() - began
-    assert run.row_optimizer is not None
-    run.row_optimizer.step()
+    run.heads.update()
     return seconds
 
 

@@ -25,7 +25,7 @@ from plsc.checkpoint import (
     load_tensors,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import Role, role_of_key
+from plsc.checkpoint.manifest import HeadInfo, Role, role_of_key
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.machine import BackgroundThread
 from plsc.parallel.world import World
@@ -55,7 +55,7 @@ def make_state(rows: int, dimension: int, world: World, *, fill: bool) -> Snapsh
                 part.copy_(_rows_at(key, start + first, len(part), dimension))
         tensors[role_of_key(key)] = ShardedTensor(local, rows, start)
     ranges = [list(pair) for pair in class_ranges(rows, world.size)]
-    manifest = Manifest("0", 1, 0, 1, world.size, rows, dimension, ranges)
+    manifest = Manifest("0", 1, 0, 1, world.size, dimension, {"": HeadInfo(rows, ranges)})
     return Snapshot(tensors, manifest)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from plsc.checkpoint.save import local_of
-from plsc.heads.joint import each_head
 from plsc.models import BaseModel
 from plsc.state.tensors import collect_tensors
 from plsc.train.step import Step
@@ -54,7 +53,7 @@ class Scripted(BaseModel):
 
 def state_of(run) -> dict[str, torch.Tensor]:
     """Return copies of everything that learning changes: weights, momentum, rows, running statistics."""
-    found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
+    found = collect_tensors(run.network, run.heads, run.optimizer)
     return {role.key: local_of(value).clone() for role, value in found.items()}
 
 
@@ -77,7 +76,7 @@ def train_scripted(options, world, script: str, network=Scripted):
         elif Scripted.kind != "l":  # a late bad loss: a fused optimizer skips its update
             changed = {key for key in after if key not in before or not before[key].equal(after[key])}
             assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
-            for _, head, _ in each_head(run.head, run.row_optimizer):
+            for head in run.heads.by_name.values():
                 assert len(head.weight) == 0 or any(key.startswith("head") for key in changed)
         return made
 

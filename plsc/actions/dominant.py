@@ -14,7 +14,6 @@ from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
-from plsc.heads.joint import JointRows
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
@@ -54,14 +53,12 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     restore(run, path, manifest)
     counts = _count(run, head)
     plain = plain.changed({"head.sub_centers": 1})
-    new_head, new_rows = build_heads(plain, head.class_num, (), world)
-    assert isinstance(new_head, ShardedHead)
-    assert not isinstance(new_rows, JointRows)
-    assert not isinstance(run.row_optimizer, JointRows)
-    copy_dominant(head, run.row_optimizer, counts, new_head, new_rows)
-    new_head.computed_by = head.computed_by
-    made = dataclasses.replace(run, options=plain, head=new_head, row_optimizer=new_rows)
-    save_checkpoint(output.parent, output.name, take_snapshot(made, {}, lineage=manifest.lineage), world)
+    rows = run.heads.rows.get("")
+    run.options, run.heads = plain, build_heads(plain, head.class_num, (), world)
+    if isinstance(run.head, ShardedHead):
+        copy_dominant(head, rows, counts, run.head, run.heads.rows.get(""))
+        run.head.computed_by = head.computed_by
+    save_checkpoint(output.parent, output.name, take_snapshot(run, {}, lineage=manifest.lineage), world)
     _log_result(world, counts, output)
     return output
 

@@ -34,7 +34,6 @@ from plsc.run.run import Run, build_run
 from plsc.run.user_parts import UserParts
 from plsc.spans import PREFIX
 from plsc.state.find import open_to_resume
-from plsc.state.saving import NoSaver
 from plsc.state.snapshot import seed_generators
 from plsc.train.loop import Trainer
 
@@ -189,7 +188,6 @@ class _ProfilingWatch(Callback):
     def after_step(self, context: Context) -> None:
         """Finish a step."""
         if WARM_UP <= self._made < WARM_UP + self.steps:
-            assert context.output is not None
             self.images += context.output.batch
         self._made += 1
         self._is_open = False
@@ -204,12 +202,12 @@ def _train(run: Run, steps: int, output: Path) -> _ProfilingWatch:
     device = run.world.device
     watch = _ProfilingWatch(device, steps)
     endless = {"train.steps": watch.total, "train.epochs": _ENDLESS}
-    callbacks = Callbacks([*run.callbacks.all, watch], run.callbacks.context)
-    run = replace(run, options=run.options.changed(endless), callbacks=callbacks)
+    run.options, run.total_steps = run.options.changed(endless), watch.total
+    run.callbacks = Callbacks([*run.callbacks.all, watch], run.network)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        Trainer(run, NoSaver()).train()
+        Trainer(run).train()
     finally:
         watch.profile.stop()
     return watch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from plsc.config import Options
@@ -18,7 +17,7 @@ from plsc.run.run import Run, build_run, describe_run
 from plsc.run.targets import HeldOutSet, Target
 from plsc.run.user_parts import UserParts
 from plsc.state.restore import restore
-from plsc.state.saving import NoSaver, Saver
+from plsc.state.saving import Saver
 from plsc.state.snapshot import seed_generators
 from plsc.state.start import Start, open_directories, open_start
 from plsc.state.warm_start import start_from_pretrained
@@ -42,7 +41,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         start = in_temporary_folder(start, world)
     directories = open_directories(config, world, start)
     try:
-        run = with_output(run, start, user.loggers)
+        add_output(run, start, user.loggers)
         world.log(start.note)
         lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
@@ -55,21 +54,19 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             seed_generators(world, config.train.seed)
         for line in [*describe_run(run, start.checkpoint), *lines]:
             world.log(line)
-        saver = NoSaver() if is_trial else Saver(run, directories)
-        return Trainer(run, saver, warm_start).train()
+        return Trainer(run, None if is_trial else Saver(run, directories), warm_start).train()
     finally:
         directories.release()
         if is_trial:
             remove_temporary(directories)
 
 
-def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
-    """Return the run with the callbacks of its options, which write its metrics and warn about problems.
+def add_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> None:
+    """Add the callbacks of the options to a run, which write its metrics and warn about problems.
 
     loggers: the user's, in addition to those of `train.loggers`.
     """
-    context, train = run.callbacks.context, run.options.train
-    context.folder = start.local
+    train, run.folder = run.options.train, start.local
     decay = run.options.optim.ema_decay
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
@@ -83,7 +80,7 @@ def with_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> Run:
         callbacks.append(Logging(loggers, is_same_run=bool(start.resumed)))
     if (seconds := seconds_of(train.max_time)) is not None:
         callbacks.append(MaxTime(seconds))
-    return replace(run, callbacks=Callbacks(callbacks, context))
+    run.callbacks = Callbacks(callbacks, run.network)
 
 
 def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:

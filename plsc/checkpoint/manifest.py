@@ -15,22 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plsc.config.optim import REFERENCE_BATCH
-from plsc.config.option import is_finite_number
+from plsc.config.data import is_name
 from plsc.errors import CheckpointError
 from plsc.storage import publish
 from plsc.storage.regular import read_regular
 
-FORMAT_VERSION = 3  # before 3, the learning rate was stored for a global batch of 1024
+FORMAT_VERSION = 4  # the only one that is read: nothing was released before it
 MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the data files
 EMA = "ema"  # the callback that averages the network's weights; the names are those of `BACKBONE`
-HEADS_KEY = "heads"  # in the scalars: the heads by name, if there are several
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal may interpret them
 _DEEPEST = 50  # levels of JSON; Python's recursion limit allows some hundred
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
-# Roles: stored with every tensor since format 2; derived from the key in format 1.
+# Roles, stored with every tensor.
 
 BACKBONE = "backbone"  # name: its key in the network's state dict
 CLASS_WEIGHTS = "class_weights"  # a parameter of a head: weight or bias
@@ -98,7 +96,7 @@ _PATTERNS = (
 
 
 def role_of_key(key: str) -> Role:
-    """Return the role of a tensor from its key, for format 1 and for importers."""
+    """Return the role of a tensor from its key, for importers."""
     matches = ((kind, re.fullmatch(pattern, key, re.DOTALL)) for kind, pattern in _PATTERNS)
     kind, found = next((kind, found) for kind, found in matches if found)
     role = {name: text for name, text in found.groupdict().items() if text is not None}
@@ -126,13 +124,26 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class HeadInfo:
+    """A head: its classes, and the data that it was trained on.
+
+    class_ranges: [start, stop) of the classes for each rank that saved. num_samples: None if unknown.
+    computed_by: the backend and its choices, which a resumed run keeps.
+    """
+
+    class_num: int
+    class_ranges: list[list[int]]
+    loss_type: str = ""
+    num_samples: int | None = None
+    computed_by: str | None = None
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything in a checkpoint but tensor data.
 
     Attributes:
-        class_num: number of classes of all heads together.
-        class_ranges: [start, stop) of the head's classes for each rank that saved. For several heads they
-            are in the scalars, under HEADS_KEY.
+        heads: by name; the name of a single head is empty.
         options: the options of the run, as nested dictionaries.
         scalars: JSON state of the optimizer, the schedule and others.
         tensors, files: filled in by `save_checkpoint`.
@@ -146,9 +157,8 @@ class Manifest:
     epoch: int
     step_in_epoch: int
     world_size: int
-    class_num: int
     emb_size: int
-    class_ranges: list[list[int]]
+    heads: dict[str, HeadInfo]
     options: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -156,6 +166,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     lineage: list[dict[str, Any]] = field(default_factory=list)
     run_id: str = ""
+
+    @property
+    def class_num(self) -> int:
+        """Number of classes of all heads together."""
+        return sum(head.class_num for head in self.heads.values())
 
     @property
     def shards(self) -> list[str]:
@@ -169,9 +184,7 @@ class Manifest:
             CheckpointError: options or scalars are not valid JSON, such as an object or a NaN.
         """
         try:
-            # Content of an older format was converted when it was read.
-            content = dataclasses.asdict(self) | {"format_version": FORMAT_VERSION}
-            return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
+            return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the options or scalars of a checkpoint must be finite JSON values: {error}"
@@ -183,7 +196,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         CheckpointError: the folder or manifest is missing, or the manifest is damaged, larger than 64 MiB,
-            or of a newer format.
+            or of another format.
     """
     folder = Path(path)
     try:
@@ -244,15 +257,14 @@ def _refuse_constant(name: str) -> NoReturn:
 def _build(check: Checker, content: object) -> Manifest:
     top = check.mapping(content, "the manifest")
     version = check.integer(check.item(top, "format_version"), "format_version")
-    if version > FORMAT_VERSION:
-        raise check.wrong(
-            f"format_version is {version}, but this plsc reads only up to {FORMAT_VERSION}", "upgrade plsc"
-        )
+    if version != FORMAT_VERSION:
+        advice = "upgrade plsc" if version > FORMAT_VERSION else "train again, or use the plsc that saved it"
+        raise check.wrong(f"format_version is {version}, but this plsc reads only {FORMAT_VERSION}", advice)
     counts = {
         name: check.integer(check.item(top, name), name)
-        for name in ("step", "epoch", "step_in_epoch", "world_size", "class_num", "emb_size")
+        for name in ("step", "epoch", "step_in_epoch", "world_size", "emb_size")
     }
-    ranges = check.listing(check.item(top, "class_ranges"), "class_ranges")
+    heads = check.mapping(check.item(top, "heads"), "heads")
     tensors = check.mapping(check.item(top, "tensors"), "tensors")
     files = check.mapping(check.item(top, "files"), "files")
     scalars = check.mapping(check.item(top, "scalars"), "scalars")
@@ -261,42 +273,38 @@ def _build(check: Checker, content: object) -> Manifest:
         format_version=version,
         plsc_version=check.text(check.item(top, "plsc_version"), "plsc_version"),
         **counts,
-        class_ranges=[check.integers(value, "a class range") for value in ranges],
-        options=_options(options, scalars.get("global_batch"), version),
-        scalars=_scalars(scalars, version),
-        tensors={key: _tensor(check, key, value, version) for key, value in tensors.items()},
+        heads={name: _head(check, name, value) for name, value in heads.items()},
+        options=options,
+        scalars=scalars,
+        tensors={key: _tensor(check, key, value) for key, value in tensors.items()},
         files={name: _file(check, name, value) for name, value in files.items()},
         lineage=[
             check.mapping(change, "a change of the lineage")
-            for change in check.listing(top.get("lineage", []), "lineage")  # missing in older versions
+            for change in check.listing(check.item(top, "lineage"), "lineage")
         ],
-        run_id=check.text(check.item(top, "run_id") if version > 1 else "", "run_id"),
+        run_id=check.text(check.item(top, "run_id"), "run_id"),
     )
 
 
-def _options(options: dict[str, Any], global_batch: Any, version: int) -> dict[str, Any]:
-    """Return the options; before format 3, convert the learning rate from a global batch of 1024."""
-    optim = options.get("optim")
-    if version > 2 or not isinstance(optim, dict):
-        return options
-    lr = optim.get("lr")
-    if not (is_finite_number(lr) and is_finite_number(global_batch)):
-        return options
-    return {**options, "optim": {**optim, "lr": lr * global_batch / REFERENCE_BATCH}}
+def _head(check: Checker, name: str, value: object) -> HeadInfo:
+    what = f"head {name!r}"
+    if name and not is_name(name):
+        raise check.wrong(f"the name of {what} is damaged")
+    entry = check.mapping(value, what)
+    num_samples, computed_by = (check.item(entry, key) for key in ("num_samples", "computed_by"))
+    return HeadInfo(
+        check.integer(check.item(entry, "class_num"), f"the number of classes of {what}"),
+        [
+            check.integers(pair, f"a class range of {what}")
+            for pair in check.listing(check.item(entry, "class_ranges"), f"the class ranges of {what}")
+        ],
+        check.text(check.item(entry, "loss_type"), f"the loss type of {what}"),
+        None if num_samples is None else check.integer(num_samples, f"the number of images of {what}"),
+        None if computed_by is None else check.text(computed_by, f"the backend of {what}"),
+    )
 
 
-def _scalars(scalars: dict[str, Any], version: int) -> dict[str, Any]:
-    """Return the scalars; in format 1, group the optimizer's numbers by tensor."""
-    flat = scalars.get("optimizer_numbers")
-    if version > 1 or not isinstance(flat, dict):
-        return scalars
-    numbers: dict[str, dict[str, Any]] = {}
-    for role, number in ((role_of_key(key), number) for key, number in flat.items()):
-        numbers.setdefault(role.of, {})[role.name] = number
-    return {**scalars, "optimizer_numbers": numbers}
-
-
-def _tensor(check: Checker, key: str, value: object, version: int) -> TensorInfo:
+def _tensor(check: Checker, key: str, value: object) -> TensorInfo:
     what = f"tensor {key!r}"
     entry = check.mapping(value, what)
     sharded = check.item(entry, "sharded")
@@ -306,7 +314,7 @@ def _tensor(check: Checker, key: str, value: object, version: int) -> TensorInfo
         tuple(check.integers(check.item(entry, "shape"), f"the shape of {what}")),
         check.text(check.item(entry, "dtype"), f"the dtype of {what}"),
         sharded,
-        role_of_key(key) if version == 1 else _role(check, key, check.item(entry, "role")),
+        _role(check, key, check.item(entry, "role")),
     )
 
 

@@ -11,7 +11,6 @@ from plsc.errors import OptionError
 
 def run_list(folder: str) -> None:
     """Print one line per checkpoint, oldest first."""
-    from plsc.checkpoint.manifest import HEADS_KEY
     from plsc.checkpoint.retention import checkpoints_in, metrics_of
     from plsc.data.sources.base import printable
     from plsc.errors import CheckpointError
@@ -27,8 +26,7 @@ def run_list(folder: str) -> None:
         size = format_bytes(sum(file.bytes for file in manifest.files.values()))
         metrics = metrics_of(manifest).items()
         shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
-        heads = manifest.scalars.get(HEADS_KEY)
-        of = f" of {len(heads)} heads" if isinstance(heads, dict) else ""
+        of = "" if "" in manifest.heads else f" of {len(manifest.heads)} heads"
         print(
             f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes"
             f"{of}, saved by {_count(manifest.world_size, 'rank')}, {size}{shown_metrics}"

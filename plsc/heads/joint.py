@@ -1,9 +1,10 @@
-"""Several heads on one backbone, each with its own classes and the samples of those classes."""
+"""The heads on one backbone: one, or several that have their own classes and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,21 +17,37 @@ from plsc.heads.optimizers import RowOptimizer
 from plsc.parallel.collectives import sum_over_ranks
 
 
-class JointHead(nn.Module):
-    """Heads by name, with consecutive class indices; has the interface of a `Head`.
+class Heads(nn.Module):
+    """Heads by name, with consecutive class indices. The name of a single head is empty.
 
     The loss is the mean over all images of the step: the sum over the heads of the head's mean loss times the
     head's fraction of the images.
+
+    Attributes:
+        by_name: the heads.
+        rows: the optimizers of sharded class weights, by the names of their heads.
+        class_num: number of classes of all heads together.
     """
 
-    def __init__(self, heads: Mapping[str, Head], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        heads: Mapping[str, Head],
+        rows: Mapping[str, RowOptimizer] = MappingProxyType({}),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.heads = dict(heads)
+        self.by_name = dict(heads)
+        self.rows = dict(rows)
         for name, head in heads.items():
-            self.add_module(f"head_{name}", head)
+            self.add_module(f"head_{name}" if name else "head", head)
         self.group = group
         self.class_num = sum(head.class_num for head in heads.values())
         self._first_classes = list(accumulate((head.class_num for head in heads.values()), initial=0))
+
+    @property
+    def only(self) -> Head | None:
+        """The single head; None if there are several."""
+        return self.by_name.get("")
 
     def forward(
         self,
@@ -40,22 +57,24 @@ class JointHead(nn.Module):
         with_gauge: bool = False,
         sizes: list[int] | None = None,
     ) -> HeadOutput:
-        """Return the mean loss of the global batch, and each head's output in `parts`; a collective.
+        """Return the mean loss of the global batch, and the output of each of several heads; a collective.
 
         embeddings: [b, D]. labels: int64 [b], in the joint class numbering. A head without images in the
         global batch is skipped. Accuracy and effective rank are means over the heads, weighted by images.
-        sizes: unused; each head gathers its own sizes.
+        sizes: of a single head; several heads gather their own sizes.
 
         Raises:
             DataError: a label is out of range, or no rank has an image; raised on every rank.
         """
-        check_batch(embeddings, labels, next(iter(self.heads.values())).emb_size)
+        if self.only is not None:
+            return self.only(embeddings, labels, with_accuracy, with_gauge, sizes)
+        check_batch(embeddings, labels, next(iter(self.by_name.values())).emb_size)
         ends = torch.tensor(self._first_classes[1:-1], device=labels.device)
         owners = torch.bucketize(labels, ends, right=True)
-        rows = [(owners == place).nonzero()[:, 0] for place in range(len(self.heads))]
+        rows = [(owners == place).nonzero()[:, 0] for place in range(len(self.by_name))]
         counts = self._count(rows, (labels < 0) | (labels >= self.class_num))
         parts: dict[str, HeadOutput] = {}
-        for place, (name, head) in enumerate(self.heads.items()):
+        for place, (name, head) in enumerate(self.by_name.items()):
             if counts[place]:
                 mine = labels[rows[place]] - self._first_classes[place]
                 parts[name] = head(embeddings[rows[place]], mine, with_accuracy, with_gauge)
@@ -64,13 +83,13 @@ class JointHead(nn.Module):
     def topk(self, embeddings: Tensor, k: int, owners: Tensor) -> tuple[Tensor, Tensor]:
         """Return `Head.topk` of each sample among the classes of one head, jointly numbered; a collective.
 
-        owners: int64 [b], position of each sample's head in `heads`. Where its head has fewer than k classes,
-        the other logits are -inf and their classes -1.
+        owners: int64 [b], position of each sample's head in `by_name`. Where its head has fewer than k
+        classes, the other logits are -inf and their classes -1.
         """
-        k = min(k, max(head.class_num for head in self.heads.values()))
+        k = min(k, max(head.class_num for head in self.by_name.values()))
         scores = embeddings.new_full((len(embeddings), k), -torch.inf)
         classes = torch.full_like(scores, -1, dtype=torch.int64)
-        for place, head in enumerate(self.heads.values()):
+        for place, head in enumerate(self.by_name.values()):
             mine = (owners == place).nonzero()[:, 0]
             found, numbers = head.topk(embeddings[mine], k)
             scores[mine, : found.shape[1]] = found.to(scores)
@@ -79,8 +98,23 @@ class JointHead(nn.Module):
 
     def sync_gradients(self) -> None:
         """Complete the gradients of the parameters after backward(); a collective."""
-        for head in self.heads.values():
+        for head in self.by_name.values():
             head.sync_gradients()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers of sharded class weights."""
+        return [group for each in self.rows.values() for group in each.param_groups]
+
+    def update(self) -> None:
+        """Update the sharded class weights of all heads; see `RowOptimizer.step`."""
+        for each in self.rows.values():
+            each.step()
+
+    def skip(self) -> None:
+        """Skip the update of all heads; see `RowOptimizer.skip`."""
+        for each in self.rows.values():
+            each.skip()
 
     def _count(self, rows: list[Tensor], wrong: Tensor) -> list[int]:
         """Return the number of images of each head in the global batch; one collective.
@@ -99,38 +133,3 @@ class JointHead(nn.Module):
                 "bad"
             )
         return counts
-
-
-class JointRows:
-    """The row optimizers of several sharded heads, by name; has the interface of a `RowOptimizer`."""
-
-    def __init__(self, optimizers: Mapping[str, RowOptimizer]) -> None:
-        self.optimizers = dict(optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers."""
-        return [group for each in self.optimizers.values() for group in each.param_groups]
-
-    def step(self) -> None:
-        """Update the class weights of all heads; see `RowOptimizer.step`."""
-        for each in self.optimizers.values():
-            each.step()
-
-    def skip(self) -> None:
-        """Skip the update of all heads; see `RowOptimizer.skip`."""
-        for each in self.optimizers.values():
-            each.skip()
-
-
-def each_head(
-    head: Head | JointHead, rows: RowOptimizer | JointRows | None
-) -> Iterator[tuple[str, Head, RowOptimizer | None]]:
-    """Yield (name, head, row optimizer or None) for every head; the name of a single head is empty."""
-    if isinstance(head, JointHead):
-        optimizers = rows.optimizers if isinstance(rows, JointRows) else {}
-        for name, one in head.heads.items():
-            yield name, one, optimizers.get(name)
-        return
-    assert not isinstance(rows, JointRows)
-    yield "", head, rows

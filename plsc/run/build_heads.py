@@ -27,7 +27,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
-from plsc.heads.joint import JointHead, JointRows
+from plsc.heads.joint import Heads
 from plsc.heads.margins import Margin
 from plsc.parallel.world import World
 
@@ -119,25 +119,24 @@ def options_of(options: Config, one: DataSet) -> Config:
     )
 
 
-def build_heads(
-    options: Config, class_num: int, sets: Sequence[TrainingSet], world: World
-) -> tuple[Head | JointHead, RowOptimizer | JointRows | None]:
-    """Return the head on its device and its row optimizer; for several datasets, joint ones."""
-    if not sets:
-        return _build_one(options, class_num, world, options.train.seed)
-    heads, rows = {}, {}
-    for one in sets:
-        heads[one.name], optimizer = _build_one(one.options, one.class_num, world, one.seed)
-        if optimizer is not None:
-            rows[one.name] = optimizer
-    return JointHead(heads, world.head_group), JointRows(rows) if rows else None
+def build_heads(options: Config, class_num: int, sets: Sequence[TrainingSet], world: World) -> Heads:
+    """Return the heads on their device, one per dataset of `sets`, and the optimizers of their rows."""
+    named = {one.name: (one.options, one.class_num, one.seed) for one in sets}
+    named = named or {"": (options, class_num, options.train.seed)}
+    heads = {name: _build_one(own, classes, world, seed) for name, (own, classes, seed) in named.items()}
+    rows = {
+        name: _row_optimizer(named[name][0], head)
+        for name, head in heads.items()
+        if isinstance(head, ShardedHead)
+    }
+    return Heads(heads, rows, world.head_group)
 
 
-def _build_one(options: Config, class_num: int, world: World, seed: int) -> tuple[Head, RowOptimizer | None]:
+def _build_one(options: Config, class_num: int, world: World, seed: int) -> Head:
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
     if dtype is not torch.float64:
         dtype = getattr(torch, head.row_dtype)
-    built = build_head(
+    return build_head(
         head.loss_type,
         class_num,
         options.model.emb_size,
@@ -152,7 +151,6 @@ def _build_one(options: Config, class_num: int, world: World, seed: int) -> tupl
         seed=seed,
         group=world.head_group,
     ).to(world.device)
-    return built, _row_optimizer(options, built) if isinstance(built, ShardedHead) else None
 
 
 def choose_head(path: Path, manifest: Manifest, name: str | None) -> str:

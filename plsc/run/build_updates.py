@@ -26,8 +26,7 @@ from plsc.config.optim import (
 )
 from plsc.config.option import load_function, read_arguments
 from plsc.errors import OptionError, suggest
-from plsc.heads import Head, RowOptimizer
-from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.heads.joint import Heads
 from plsc.optim import schedule as shapes
 from plsc.optim.optimizers import (
     FULL_RATE,
@@ -135,8 +134,7 @@ def build_updates(
     options: Config,
     named: Mapping[str, nn.Parameter],
     assignment: Assignment,
-    head: Head | JointHead,
-    rows: RowOptimizer | JointRows | None,
+    heads: Heads,
     device: torch.device,
     factory: Factory | None,
 ) -> tuple[torch.optim.Optimizer, float]:
@@ -150,12 +148,12 @@ def build_updates(
     groups: list[dict[str, Any]] = [
         {"params": [named[name] for name in names], **own} for names, own in assignment.groups if names
     ]
-    dense = [p for _, one, own in each_head(head, rows) if own is None for p in one.parameters()]
+    dense = [p for name, head in heads.by_name.items() if name not in heads.rows for p in head.parameters()]
     if dense:
         groups.append({"params": dense, **_settings_of_dense_heads(options)})
     if not groups:  # the network is frozen, and class weights have their own optimizer
         groups.append({"params": []})
-    for group in [] if rows is None else rows.param_groups:
+    for group in heads.param_groups:
         group[FULL_RATE] = base * options.head.lr_factor
     if ":" not in optim.optimizer:
         return build_optimizer(optim, groups, base, device), base

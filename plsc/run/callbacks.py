@@ -11,8 +11,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
 from plsc.heads import Head, HeadOutput
-from plsc.heads.joint import JointHead
+from plsc.heads.joint import Heads
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
@@ -91,23 +92,23 @@ class FunctionCallback(Callback):
         setattr(self, event, function)
 
 
+@dataclass(eq=False)
 class Context:
     """The state of the run, as callbacks see it.
 
     Attributes:
         options: the options of the run.
-        folder: the local folder of checkpoints, metrics and plots.
         network: the backbone, without wrappers of DDP and torch.compile.
-        head: the classification head.
-        rank, world_size, is_main: this process; is_main on rank 0.
+        heads: the classification heads by name.
         world: the process groups, for collectives of your own.
+        position: its step and epoch.
         total_steps: steps of the run; None for a reader of unknown length.
         evaluated: names of the metrics of its evaluations, such as ``lfw accuracy``.
-        batch: the batch of this rank; from batch_start to after_step.
+        folder: the local folder of checkpoints, metrics and plots.
         is_logged: whether the metrics of the current step are logged; from batch_start on.
-        output: output of the head, for the global batch; from after_forward to after_step.
         losses: (mean loss, images) of the steps whose losses became known since the last after_step or
             epoch_end.
+        mean_loss: mean of the finite losses since the last log line; None if there are none.
         data_seconds, step_seconds: of the last step: waiting for its batch, and in total.
         metrics: metrics of the last log line.
         evaluation: results of the last evaluation: a VerificationResult per pair file, and for
@@ -116,54 +117,81 @@ class Context:
         error: the exception, at the event exception.
     """
 
-    def __init__(
-        self,
-        options: Config,
-        network: BaseModel,
-        head: Head | JointHead,
-        world: World,
-        position: Position,
-        total_steps: int | None,
-        evaluated: Sequence[str] = (),
-    ) -> None:
-        self.options, self.folder = options, Path(options.checkpoint.save_dir)
-        self.network, self.head, self.world = network, head, world
-        self.rank, self.world_size, self.is_main = world.rank, world.size, world.is_main
-        self.total_steps, self.evaluated = total_steps, evaluated
-        self.batch: Batch | None = None
-        self.is_logged = False
-        self.output: HeadOutput | None = None
-        self.losses: list[tuple[float, int]] = []
-        self.data_seconds = self.step_seconds = 0.0
-        self.metrics: dict[str, Any] = {}
-        self.evaluation: dict[str, Any] = {}
-        self.checkpoint: Path | None = None
-        self.error: BaseException | None = None
-        self.stop_reason = ""
-        self.scalars: dict[str, float] = {}
-        self.pictures: dict[str, Path] = {}
-        self._position = position
-        self._outputs: dict[str, list[Tensor]] = {}
+    options: Config
+    network: BaseModel
+    heads: Heads
+    world: World
+    position: Position
+    total_steps: int | None
+    evaluated: Sequence[str] = ()
+    folder: Path = field(init=False)
+    is_logged: bool = field(default=False, init=False)
+    losses: list[tuple[float, int]] = field(default_factory=list, init=False)
+    mean_loss: float | None = field(default=None, init=False)
+    data_seconds: float = field(default=0.0, init=False)
+    step_seconds: float = field(default=0.0, init=False)
+    metrics: dict[str, Any] = field(default_factory=dict, init=False)
+    evaluation: dict[str, Any] = field(default_factory=dict, init=False)
+    checkpoint: Path | None = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    stop_reason: str = field(default="", init=False)
+    scalars: dict[str, float] = field(default_factory=dict, init=False)
+    pictures: dict[str, Path] = field(default_factory=dict, init=False)
+    current: CurrentStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.options.checkpoint.save_dir)
+        self.current = CurrentStep()
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.world.is_main
+
+    @property
+    def head(self) -> Head | Heads:
+        """The classification head, or all heads if there are several."""
+        return self.heads.only or self.heads
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of this rank; from batch_start to after_step, else OptionError."""
+        return _known(self.current.batch, "batch", "batch_start")
+
+    @property
+    def output(self) -> HeadOutput:
+        """The output of the head for the global batch; from after_forward to after_step, else OptionError."""
+        return _known(self.current.output, "output", "after_forward")
 
     @property
     def step(self) -> int:
         """Number of finished steps; the current one counts from after_step on."""
-        return self._position.step
+        return self.position.step
 
     @property
     def epoch(self) -> int:
         """Number of finished epochs."""
-        return self._position.epoch
+        return self.position.epoch
 
     @property
     def current_epoch(self) -> int:
         """The epoch of the last step, from 0; at its end, `epoch` is already that of the next one."""
-        return self._position.epoch - (self._position.step_in_epoch == 0)
+        return self.position.epoch - (self.position.step_in_epoch == 0)
 
     @property
     def step_in_epoch(self) -> int:
         """Number of finished steps of the current epoch; 0 at epoch_end."""
-        return self._position.step_in_epoch
+        return self.position.step_in_epoch
 
     def layer_output(self, name: str) -> Tensor:
         """Return the output of a module for the batch of this rank, [b, ...], detached.
@@ -171,9 +199,9 @@ class Context:
         From after_forward to after_step; with micro-batches, of those computed so far. Raises OptionError
         for a module that is not in `layers` of a callback that is due in this step.
         """
-        if not self._outputs.get(name):
+        if not self.current.layers.get(name):
             raise OptionError(f"the output of {name!r} was not kept; add the callback with layers=[{name!r}]")
-        return torch.cat(self._outputs[name])
+        return torch.cat(self.current.layers[name])
 
     def weight(self, name: str) -> Tensor:
         """Return a parameter of the network, or with ``head.weight`` the class weights of this rank.
@@ -232,33 +260,51 @@ class Context:
         raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
 
 
+@dataclass
+class CurrentStep:
+    """What exists only during a step: batch, output of the head, outputs of layers."""
+
+    batch: Batch | None = None
+    output: HeadOutput | None = None
+    layers: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+_Known = TypeVar("_Known")
+
+
+def _known(value: _Known | None, name: str, event: str) -> _Known:
+    if value is None:
+        raise OptionError(f"there is no {name} at this event; use it from {event} to after_step")
+    return value
+
+
 class Callbacks:
     """The callbacks of a run. Calling it with an event calls those that are due."""
 
-    def __init__(self, callbacks: Sequence[Callback], context: Context) -> None:
-        self.context = context
+    def __init__(self, callbacks: Sequence[Callback], network: BaseModel) -> None:
         self.all = tuple(callbacks)
         self._methods = {
             event: [(one, getattr(one, event)) for one in callbacks if hasattr(one, event)]
             for event in EVENTS
         }
         self._watching = [one for one in callbacks if one.layers]
-        self._modules = dict(context.network.named_modules()) if self._watching else {}
+        self._modules = dict(network.named_modules()) if self._watching else {}
         for name in (name for one in self._watching for name in one.layers):
             if name not in self._modules:
                 raise OptionError(f"a callback names the layer {name!r}; {suggest(name, self._modules)}")
 
-    def __call__(self, event: str) -> None:
+    def __call__(self, event: str, context: Context) -> None:
         """Call the callbacks that have a method for the event, if they are due in this step."""
         for callback, method in self._methods[event]:
-            if event not in STEP_EVENTS or self._is_due(callback, event):
-                method(self.context)
+            if event not in STEP_EVENTS or _is_due(callback, event, context.step):
+                method(context)
 
     @contextmanager
-    def keeping_outputs(self) -> Iterator[None]:
+    def keeping_outputs(self, context: Context) -> Iterator[None]:
         """Keep the outputs of the layers that callbacks use in this step, by hooks that exist only here."""
-        names = {name for one in self._watching if self._is_due(one, "after_forward") for name in one.layers}
-        kept = self.context._outputs = {name: [] for name in names}
+        due = [one for one in self._watching if _is_due(one, "after_forward", context.step)]
+        names = {name for one in due for name in one.layers}
+        kept = context.current.layers = {name: [] for name in names}
         hooks = [
             self._modules[name].register_forward_hook(
                 lambda module, inputs, output, to=kept[name]: to.append(output.detach())
@@ -270,12 +316,6 @@ class Callbacks:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def end_step(self) -> None:
-        """Release the batch, the output of the head and the outputs of layers."""
-        self.context.losses.clear()
-        self.context.batch = self.context.output = None
-        self.context._outputs = {}
 
     def state(self) -> tuple[dict[str, dict[str, Any]], CallbackTensors]:
         """Return the JSON values of the callbacks' states, by name, and their tensors; a collective."""
@@ -310,9 +350,9 @@ class Callbacks:
             counts[name] = counts.get(name, 0) + 1
             yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), one
 
-    def _is_due(self, callback: Callback, event: str) -> bool:
-        step = self.context.step + (event != "after_step")
-        return step % callback.every == 0
+
+def _is_due(callback: Callback, event: str, steps: int) -> bool:
+    return (steps + (event != "after_step")) % callback.every == 0
 
 
 class EarlyStopping(Callback):

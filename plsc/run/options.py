@@ -6,16 +6,15 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.importers.matching import shorten
 from plsc.checkpoint.load import check_files
-from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, HEADS_KEY, Checker
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, Checker
 from plsc.config import Config, Options, find_option
-from plsc.config.data import is_name
 from plsc.config.options import CHECKPOINT
 from plsc.data.order import is_limited
 from plsc.errors import CheckpointError, OptionError
@@ -206,27 +205,15 @@ def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
 
     options: the configuration with the options of the checkpoint.
     """
-    saved = saved_heads(path, manifest)
-    if saved is None and options.data.datasets:
+    is_single = "" in manifest.heads
+    if is_single and options.data.datasets:
         raise CheckpointError(
             f"{path} has a single head, but this run has one head per dataset (data.datasets); to start "
             "from its network, use set_pretrained instead of set_checkpoint_dir"
         )
-    if saved is not None and not options.data.datasets:
+    if not is_single and not options.data.datasets:
         raise CheckpointError(
-            f"{path} has a head for each of the datasets {', '.join(saved)}, but this run has a single "
-            "dataset (data.dataset_dir); to resume, add the datasets with add_dataset; to start from its "
-            "network, use set_pretrained instead of set_checkpoint_dir"
+            f"{path} has a head for each of the datasets {', '.join(manifest.heads)}, but this run has a "
+            "single dataset (data.dataset_dir); to resume, add the datasets with add_dataset; to start from "
+            "its network, use set_pretrained instead of set_checkpoint_dir"
         )
-
-
-def saved_heads(path: Path, manifest: Manifest) -> dict[str, dict[str, Any]] | None:
-    """Return the scalars of each head in a checkpoint, by name; None for a single head."""
-    found = manifest.scalars.get(HEADS_KEY)
-    if found is None:
-        return None
-    check = Checker(str(path))
-    heads = check.mapping(found, "the heads")
-    if not heads or not all(map(is_name, heads)):
-        raise check.wrong("the names of its heads are damaged")
-    return {name: check.mapping(value, f"the head {name!r}") for name, value in heads.items()}

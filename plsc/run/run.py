@@ -11,8 +11,6 @@ from torch import nn
 from plsc.config import Config
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.errors import OptionError
-from plsc.heads import Head, RowOptimizer
-from plsc.heads.joint import JointHead, JointRows, each_head
 from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
@@ -47,32 +45,23 @@ from plsc.run.user_parts import UserParts
 MOST_ROWS = 12  # of the table of layers
 
 
-@dataclass(frozen=True)
-class Run:
-    """The parts of a training run.
+@dataclass(eq=False, kw_only=True)
+class Run(Context):
+    """A training run: its parts, and what callbacks see of it.
 
     Attributes:
-        options: the configuration, with values that were resolved while building.
-        network: the backbone.
         trained_network: the backbone wrapped for training: it sums gradients over the ranks.
         optimizer: optimizer of the backbone, and of class weights that are not sharded.
-        row_optimizer: optimizer of sharded class weights, else None.
         scaler: loss scaler, None if the precision mode needs none.
         samples: the sample numbers of the current batch, for dropout layers.
         settings: initial settings of the optimizer's parameter groups.
         notes: log lines about the run, printed before training.
-        position: the position of the run.
         length: the length of its epochs.
         callbacks: called at the events of the run.
     """
 
-    options: Config
-    world: World
-    network: BaseModel
     trained_network: nn.Module
-    head: Head | JointHead
     optimizer: torch.optim.Optimizer
-    row_optimizer: RowOptimizer | JointRows | None
     scaler: LossScaler | None
     rate: Schedule
     data: TrainingData
@@ -80,14 +69,12 @@ class Run:
     samples: SampleNumbers
     settings: list[dict[str, float]]
     notes: list[str]
-    position: Position
     length: Length
     callbacks: Callbacks
 
-    @property
-    def total_steps(self) -> int | None:
-        """Total number of steps of the run; None if the length of a reader is unknown."""
-        return self.options.train.steps or self.length.until(self.options.train.epochs)
+    def call(self, event: str) -> None:
+        """Call the callbacks at an event."""
+        self.callbacks(event, self)
 
 
 def build_run(
@@ -126,8 +113,8 @@ def build_run(
     length = Length.of(data.loader.steps_per_epoch, checkpoint)
     total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)
-    # For example plsc.heads.ShardedHead and RowSGD; one head per dataset.
-    head, row_optimizer = build_heads(options, data.class_num, data.sets, world)
+    # For example a plsc.heads.ShardedHead and its RowSGD; one head per dataset.
+    heads = build_heads(options, data.class_num, data.sets, world)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
     # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
     trained_network, sharding_note = distribute_backbone(network, options, world, global_batch)
@@ -136,8 +123,7 @@ def build_run(
         options,
         dict(network.named_parameters()),
         assignment,
-        head,
-        row_optimizer,
+        heads,
         world.device,
         user.optimizer,
     )
@@ -161,17 +147,16 @@ def build_run(
             "a callback has layers, but outputs of layers are not available with speed.compile; "
             "set_compile(False)"
         )
-    position = Position()
-    evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
-    context = Context(options, network, head, world, position, total_steps, evaluated)
     return Run(
         options=options,
         world=world,
         network=network,
         trained_network=trained_network,
-        head=head,
+        heads=heads,
         optimizer=optimizer,
-        row_optimizer=row_optimizer,
+        position=Position(),
+        total_steps=total_steps,
+        evaluated=[f"{target.name} {metric}" for target in targets for metric in target.METRICS],
         scaler=_build_scaler(options, world.device),
         rate=rate,
         data=data,
@@ -179,9 +164,8 @@ def build_run(
         samples=samples,
         settings=collect_group_numbers(optimizer),
         notes=list(filter(None, notes)),
-        position=position,
         length=length,
-        callbacks=Callbacks(user.callbacks, context),
+        callbacks=Callbacks(user.callbacks, network),
     )
 
 
@@ -282,7 +266,7 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     heads = f"{count} head{'s' * (count > 1)}" if count else f"loss {run.options.head.loss_type}"
     text = (
         f"training {original_class_name(run.network)} ({parameters:,} parameters), {heads}, "
-        f"{run.head.class_num:,} classes, {images}, "
+        f"{run.heads.class_num:,} classes, {images}, "
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
         f"{mode}"
     )
@@ -309,7 +293,7 @@ def _rates(run: Run) -> str:
     ]
     if options.head.margin_warmup_steps:
         parts.append(f"margin warm-up {options.head.margin_warmup_steps} steps")
-    for name, head, _ in each_head(run.head, run.row_optimizer):
+    for name, head in run.heads.by_name.items():
         if head.margin.is_auto_scale:
             of = f" of {name}" if name else ""
             parts.append(f"scale{of} {head.margin.scale:.4g} (auto, {head.class_num:,} classes)")

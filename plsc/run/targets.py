@@ -21,7 +21,6 @@ from plsc.evaluate.classification import ClassificationResult, classify
 from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.heads import Head
-from plsc.heads.joint import JointHead
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.run.build_data import align_source, open_training_source
@@ -201,7 +200,7 @@ def evaluate_targets(
     targets: Sequence[Target | HeldOutSet],
     options: Config,
     world: World,
-    head: Head | JointHead | None = None,
+    head: Head | None = None,
 ) -> dict[str, Any]:
     """Return a VerificationResult per pair file, a ClassificationResult for a held-out set; a collective.
 

@@ -26,16 +26,14 @@ from plsc.config.option import is_finite_number, shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import ShardedHead
-from plsc.heads.joint import JointHead, each_head
 from plsc.optim.loss_scaling import COUNTS, LossScaler
 from plsc.optim.optimizers import FULL_RATE, describe_implementation
-from plsc.run.options import saved_heads
 from plsc.run.run import Run, global_batch_size
-from plsc.state.snapshot import own_tensors, seed_generators, take_own
+from plsc.state.snapshot import describe_heads, own_tensors, seed_generators, take_own
 from plsc.state.tensors import check_counts, collect_tensors, make_state
 
 _HOW_TO_CHANGE = {
-    "classes": ", or change the classes with plsc checkpoint classes",
+    "number of classes": ", or change the classes with plsc checkpoint classes",
     "embedding size": ", or load only the weights that fit with set_pretrained()",
     "loss type": ", or load only the weights that fit with set_pretrained()",
     "optimizer": ", or load only the weights with set_pretrained()",
@@ -56,13 +54,13 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     saved = {key: info.role for key, info in manifest.tensors.items()}
     make_state(
         run.network,
-        run.head,
+        run.heads,
         run.optimizer,
         {key: info for key, info in manifest.tensors.items() if match.is_kept(key, saved)},
         {of: found for of, found in numbers.items() if match.is_kept(of, saved)},
     )
     _restore_groups(run, path, scalars.get("optimizer_groups", []))
-    tensors = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
+    tensors = collect_tensors(run.network, run.heads, run.optimizer)
     fresh = {
         role
         for role, value in tensors.items()
@@ -149,16 +147,12 @@ def _restore_position(run: Run, path: Path, manifest: Manifest) -> None:
 
 def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
     """Restore the step count of the heads, which seeds sampling and rounding, and their backend."""
-    saved = saved_heads(path, manifest) or {}
-    for name, head, _ in each_head(run.head, run.row_optimizer):
+    for name, head in run.heads.by_name.items():
         if not isinstance(head, ShardedHead):
             continue
         head.step = manifest.step
-        before = manifest.scalars.get("head_computed_by")
-        if run.data.sets:
-            before = saved.get(name, {}).get("computed_by")
         if not (match.dropped or match.added):  # other datasets change the batch sizes of all heads
-            head.computed_by = head.resumed_from = None if before is None else str(before)
+            head.computed_by = head.resumed_from = manifest.heads[name].computed_by
 
 
 def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
@@ -169,12 +163,6 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
         "optimizer": (scalars.get("optimizer", optimizer), optimizer),
         "global batch": (scalars.get("global_batch"), global_batch_size(options, run.world.size)),
     }
-    if not run.data.sets:
-        expected = {
-            "classes": (manifest.class_num, run.head.class_num),
-            "loss type": (scalars.get("loss_type"), options.head.loss_type),
-            **expected,
-        }
     for what, (theirs, mine) in expected.items():
         if theirs != mine:
             raise CheckpointError(
@@ -182,14 +170,8 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
                 f"resume{_HOW_TO_CHANGE.get(what, '')}"
             )
     _check_network(run, path, manifest)
-    if not manifest.step_in_epoch or run.data.sets:  # _match_heads has checked several datasets
+    if not manifest.step_in_epoch:
         return
-    saved_samples = scalars.get("num_samples")
-    if saved_samples != run.data.num_samples:
-        raise CheckpointError(
-            f"{path} was saved in the middle of an epoch of {saved_samples} images, but the dataset now has "
-            f"{run.data.num_samples}; resume from the end of an epoch, or restore the dataset"
-        )
     if run.data.is_of_ranks and manifest.world_size != run.world.size:
         raise CheckpointError(
             f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks, each with its own "
@@ -262,32 +244,32 @@ class HeadMatch:
 
 def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
     """Return the heads that are not in both. Raises CheckpointError if a common head or its data changed."""
-    if not isinstance(run.head, JointHead):
-        return HeadMatch()
-    saved, here = saved_heads(path, manifest), run.head.heads
-    assert saved is not None  # see settle
+    saved, here = manifest.heads, describe_heads(run)
     match = HeadMatch([n for n in saved if n not in here], [n for n in here if n not in saved])
     if len(match.added) == len(here):
         raise CheckpointError(
             f"{path} has heads of the datasets {', '.join(saved)}, but this run only has others: "
             f"{', '.join(match.added)}; keep at least one of them under its name, or use set_pretrained()"
         )
-    for one in run.data.sets:
-        if one.name not in saved:
+    for name, before in saved.items():
+        if name not in here:
             continue
-        checked = [
-            ("class_num", "number of classes", one.class_num),
-            ("loss_type", "loss type", one.options.head.loss_type),
-        ]
-        if manifest.step_in_epoch:
-            checked.append(("num_samples", "number of images (in the middle of an epoch)", one.num_samples))
-        for key, what, mine in checked:
-            theirs = saved[one.name].get(key)
+        now, of = here[name], f" for the dataset {name}" if name else ""
+        compared: dict[str, tuple[Any, Any]] = {
+            "number of classes": (before.class_num, now.class_num),
+            "loss type": (before.loss_type, now.loss_type),
+        }
+        for what, (theirs, mine) in compared.items():
             if theirs != mine:
                 raise CheckpointError(
-                    f"{path} was saved with {what} {theirs} for the dataset {one.name}, but this run has "
-                    f"{mine}; use the saved value to resume"
+                    f"{path} was saved with {what} {theirs}{of}, but this run has {mine}; use the saved "
+                    f"value to resume{_HOW_TO_CHANGE[what]}"
                 )
+        if manifest.step_in_epoch and before.num_samples != now.num_samples:
+            raise CheckpointError(
+                f"{path} was saved in the middle of an epoch of {before.num_samples} images{of}, but the "
+                f"dataset now has {now.num_samples}; resume from the end of an epoch, or restore the dataset"
+            )
     return match
 
 

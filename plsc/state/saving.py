@@ -206,21 +206,10 @@ class Saver:
         return best_in(Store(self.directories.local), self.retention, self.directories.start.run_id)
 
 
-class NoSaver(Saver):
-    """A Saver that saves nothing."""
-
-    def __init__(self) -> None:
-        self.last = self.best = None
-        self._background = BackgroundThread("plsc-save")
-
-    def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
-        """Do nothing."""
-
-
 def retention_of(run: Run) -> Retention:
     """Return which checkpoints to keep. Raises OptionError for a metric that this run does not measure."""
     options = run.options.checkpoint
-    known = [*run.callbacks.context.evaluated, "loss"]
+    known = [*run.evaluated, "loss"]
     metric = known[0] if options.monitor is None else options.monitor
     # A metric that comes from a checkpoint may be unknown here.
     if metric not in known and "checkpoint.monitor" in run.options.explicit:

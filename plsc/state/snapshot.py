@@ -19,11 +19,9 @@ from torch import Tensor
 from plsc import __version__
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
 from plsc.checkpoint.load import class_name_tensors
-from plsc.checkpoint.manifest import BACKBONE, HEADS_KEY, RANK, Role
+from plsc.checkpoint.manifest import BACKBONE, RANK, HeadInfo, Role
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.errors import CheckpointError
-from plsc.heads import Head
-from plsc.heads.joint import JointHead
 from plsc.models.base_model import constructor_arguments
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.optim.optimizers import describe_implementation
@@ -54,10 +52,8 @@ def take_snapshot(
         epoch=run.position.epoch,
         step_in_epoch=run.position.step_in_epoch,
         world_size=run.world.size,
-        class_num=run.head.class_num,
         emb_size=run.options.model.emb_size,
-        # Class ranges of several heads are stored in the scalars.
-        class_ranges=[] if isinstance(run.head, JointHead) else _class_ranges(run.head, run.world),
+        heads=describe_heads(run),
         options=without_secrets(run.options.as_dict()),
         scalars={
             METRICS_KEY: metrics,
@@ -71,9 +67,20 @@ def take_snapshot(
     return Snapshot({**_tensors(run), **callback_tensors}, manifest)
 
 
-def _class_ranges(head: Head, world: World) -> list[list[int]]:
-    ranks = world.size if head.is_sharded else 1
-    return [list(pair) for pair in class_ranges(head.class_num, ranks)]
+def describe_heads(run: Run) -> dict[str, HeadInfo]:
+    """Return what a checkpoint says about the heads, by name."""
+    described = {}
+    sets = {one.name: one for one in run.data.sets}
+    for name, head in run.heads.by_name.items():
+        own = sets.get(name)
+        described[name] = HeadInfo(
+            head.class_num,
+            [list(pair) for pair in class_ranges(head.class_num, run.world.size if head.is_sharded else 1)],
+            (own or run).options.head.loss_type,
+            (own or run.data).num_samples,
+            getattr(head, "computed_by", None),
+        )
+    return described
 
 
 def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
@@ -84,7 +91,7 @@ def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
     order of `_buffers`, in ``rank<r>.buffers.<type>``, for a resume on the same number of ranks.
     ``rank<r>.random`` is the state of its random generators; `class_name_tensors` holds the class names.
     """
-    found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
+    found = collect_tensors(run.network, run.heads, run.optimizer)
     mine = pack_buffers(run)
     with equal_buffers(run.network, run.world.backbone_group):
         for name, buffer in _buffers(run).items():
@@ -107,38 +114,17 @@ def _own(run: Run, name: str) -> Role:
 def _scalars(run: Run) -> dict[str, Any]:
     """Return the numbers and names of a checkpoint, as plain JSON."""
     return {
-        **_heads(run),
-        "loss_type": run.options.head.loss_type,
         "global_batch": global_batch_size(run.options, run.world.size),
-        "num_samples": run.data.num_samples,
         "steps_per_epoch": run.data.loader.steps_per_epoch,
         "length_step": run.length.step,
         "length_epoch": run.length.epoch,
-        "head_computed_by": None if run.data.sets else getattr(run.head, "computed_by", None),
         "optimizer": type(run.optimizer).__name__,
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
         "optimizer_computed_by": describe_implementation(run.optimizer),
         "optimizer_groups": _changed_settings(run),
-        "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
+        "optimizer_numbers": collect_numbers(run.network, run.heads, run.optimizer),
     }
-
-
-def _heads(run: Run) -> dict[str, Any]:
-    """Return the scalars of each of several heads, by name; empty for a single head."""
-    if not isinstance(run.head, JointHead):
-        return {}
-    saved = {}
-    for one in run.data.sets:
-        head = run.head.heads[one.name]
-        saved[one.name] = {
-            "class_num": head.class_num,
-            "class_ranges": _class_ranges(head, run.world),
-            "loss_type": one.options.head.loss_type,
-            "num_samples": one.num_samples,
-            "computed_by": getattr(head, "computed_by", None),
-        }
-    return {HEADS_KEY: saved}
 
 
 def _changed_settings(run: Run) -> list[dict[str, float]]:

@@ -23,8 +23,7 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.save import Tensors, local_of
 from plsc.checkpoint.shard_file import DTYPES
 from plsc.errors import CheckpointError
-from plsc.heads import Head, RowOptimizer
-from plsc.heads.joint import JointHead, JointRows, each_head
+from plsc.heads.joint import Heads
 from plsc.optim.optimizers import ExpectedStates, StateInfo
 from plsc.parallel.backbone import local_part, split_rows
 
@@ -35,9 +34,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 def collect_tensors(
     network: nn.Module,
-    head: Head | JointHead,
+    heads: Heads,
     optimizer: torch.optim.Optimizer,
-    rows: RowOptimizer | JointRows | None,
 ) -> dict[Role, Tensor | ShardedTensor]:
     """Return the replicated and sharded tensors of a run, by their roles in a checkpoint.
 
@@ -45,7 +43,8 @@ def collect_tensors(
     """
     found: dict[Role, Tensor | ShardedTensor] = {}
     rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
-    for of, one, row_optimizer in each_head(head, rows):
+    for of, one in heads.by_name.items():
+        row_optimizer = heads.rows.get(of)
         found |= {Role(STATISTICS, name, of): buffer for name, buffer in one.named_buffers()}
         for name, parameter in one.named_parameters():
             role = Role(CLASS_WEIGHTS, name, of)
@@ -55,7 +54,7 @@ def collect_tensors(
             for role, tensor in own.items():
                 rows_of_rank = ShardedTensor(tensor, one.class_num, one.class_range[0])
                 found[role] = rows_of_rank if one.is_sharded else tensor
-    for key, parameter in _named_parameters(network, head).items():
+    for key, parameter in _named_parameters(network, heads).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 rest[Role(OPTIMIZER, state, key)] = value
@@ -72,10 +71,10 @@ def to_save(tensor: Tensor, local: Tensor) -> Tensor | ShardedTensor:
     return ShardedTensor(local, tensor.shape[0], start, is_copy)
 
 
-def collect_numbers(network: nn.Module, head: Head | JointHead, optimizer: torch.optim.Optimizer) -> Numbers:
+def collect_numbers(network: nn.Module, heads: Heads, optimizer: torch.optim.Optimizer) -> Numbers:
     """Return the plain numbers of the optimizer state, such as step counts, for JSON."""
     numbers = {}
-    for key, parameter in _named_parameters(network, head).items():
+    for key, parameter in _named_parameters(network, heads).items():
         states = optimizer.state.get(parameter, {})
         found = {name: value for name, value in states.items() if isinstance(value, (int, float))}
         if found:
@@ -85,7 +84,7 @@ def collect_numbers(network: nn.Module, head: Head | JointHead, optimizer: torch
 
 def make_state(
     network: nn.Module,
-    head: Head | JointHead,
+    heads: Heads,
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, TensorInfo],
     numbers: Numbers,
@@ -95,7 +94,7 @@ def make_state(
     tensors: all tensors of the checkpoint; only those of the optimizer are used. Raises CheckpointError for
     state of an unknown parameter, state that is too large, or state that the torch optimizer does not keep.
     """
-    named = _named_parameters(network, head)
+    named = _named_parameters(network, heads)
     expected = ExpectedStates(optimizer)
     given: dict[str, set[str]] = {}
     saved: dict[Role, TensorInfo | float] = {
@@ -198,8 +197,8 @@ def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Opti
     return is_captured or isinstance(optimizer, torch.optim.ASGD)
 
 
-def _named_parameters(network: nn.Module, head: Head | JointHead) -> dict[str, nn.Parameter]:
+def _named_parameters(network: nn.Module, heads: Heads) -> dict[str, nn.Parameter]:
     named = {Role(BACKBONE, name).key: one for name, one in network.named_parameters()}
-    for of, one, _ in each_head(head, None):
+    for of, one in heads.by_name.items():
         named |= {Role(CLASS_WEIGHTS, name, of).key: p for name, p in one.named_parameters()}
     return named

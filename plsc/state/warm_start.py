@@ -28,7 +28,7 @@ from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, STATISTICS, head_prefix
 from plsc.checkpoint.remote import fetch
 from plsc.heads import Head
-from plsc.heads.joint import JointHead, each_head
+from plsc.heads.joint import Heads
 from plsc.run.run import Run
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown
@@ -105,7 +105,7 @@ def _take(
     source: str,
 ) -> WarmStart:
     started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
-    _take_head(run.head, head, orders, started)
+    _take_head(run.heads, head, orders, started)
     if not started.head:
         advice = "use the network and embedding size that were saved (set_model_name(), set_emb_size())"
         refuse_no_match(started.backbone, source, advice)
@@ -124,7 +124,7 @@ def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
 
 
 def _take_head(
-    head: Head | JointHead,
+    heads: Heads,
     found: Mapping[str, RowParts | StoredTensor],
     orders: dict[str, np.ndarray],
     started: WarmStart,
@@ -135,7 +135,7 @@ def _take_head(
     """
     rows: dict[str, tuple[Tensor, Head, np.ndarray]] = {}
     whole: dict[str, Tensor] = {}
-    for of, one, _ in each_head(head, None):
+    for of, one in heads.by_name.items():
         prefix = head_prefix(of)
         order = orders.get(of, np.arange(one.class_num))
         for name, parameter in one.named_parameters():

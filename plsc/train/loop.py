@@ -18,6 +18,7 @@ from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
+from plsc.run.callbacks import CurrentStep
 from plsc.run.notes import epoch_warning, interrupted, nothing_left, zero_rate
 from plsc.run.run import Run
 from plsc.run.targets import evaluate_targets
@@ -25,7 +26,6 @@ from plsc.spans import span
 from plsc.state.saving import Saver
 from plsc.state.warm_start import WarmStart
 from plsc.train.bad_loss import stop_at_bad_weights
-from plsc.train.losses import Mean
 from plsc.train.step import Step, StepResult
 from plsc.train.watch.average import WeightAverage
 from plsc.train.watch.meters import BadSampleReport, Meter
@@ -64,26 +64,27 @@ class TrainResult:
 
 
 class Trainer:
-    """Trains a run to its last epoch or step. All methods are collectives."""
+    """Trains a run to its last epoch or step. All methods are collectives.
 
-    def __init__(self, run: Run, saver: Saver, warm_start: WarmStart | None = None) -> None:
+    saver: None to save nothing.
+    """
+
+    def __init__(self, run: Run, saver: Saver | None = None, warm_start: WarmStart | None = None) -> None:
         self._run = run
         self._saver = saver
-        self._callbacks = run.callbacks
         self._is_stopped = False
         self._unlogged: StepResult | None = None
         self._options = run.options.train
         self._position = run.position
-        self._step = Step(run, run.callbacks.context.folder)
+        self._step = Step(run)
+        self._losses = self._step.losses
         self._window = Meter()
-        self._since_save = Mean()
-        self._last_loss = math.nan
         self._evaluated_at = -1
         self._has_warned_of_length = False
-        folder = self._callbacks.context.folder
-        self._bad_samples = BadSampleReport(run.world, folder, run.options.data.bad_images)
+        self._bad_samples = BadSampleReport(run.world, run.folder, run.options.data.bad_images)
         self._result = TrainResult(run.position.step, run.position.epoch, metrics={}, warm_start=warm_start)
-        self._callbacks.context.checkpoint = saver.last
+        if saver is not None:
+            run.checkpoint = saver.last
 
     def train(self) -> TrainResult:
         """Train and return the result.
@@ -98,19 +99,19 @@ class Trainer:
             self._is_stopped = True
             self._run.world.log(line, logging.WARNING)
         try:
-            self._callbacks("run_start")
+            self._run.call("run_start")
             self._stop_if_asked()
             with StopSignal(self._options.stop_deadline) as stop:
                 while not self._is_over():
                     self._train_epoch(stop)
-                missing = self._saver.close()
+                missing = self._saver.close() if self._saver is not None else ""
             self._update_result()
-            self._callbacks("run_end")
+            self._run.call("run_end")
         except BaseException as error:
-            if isinstance(error, Exception):  # not the second Ctrl-C
+            if isinstance(error, Exception) and self._saver is not None:  # not the second Ctrl-C
                 self._saver.wait(self._options.stop_deadline)
-            self._callbacks.context.error = error
-            self._callbacks("exception")
+            run.error = error
+            self._run.call("exception")
             raise
         text = missing and f"the run has ended after step {self._position.step}, but {missing}"
         self._run.world.log(text, logging.ERROR)
@@ -122,7 +123,7 @@ class Trainer:
         """Train to the end of the epoch or to the last step of the run; then evaluate, save and plot."""
         run, position = self._run, self._position
         run.network.train()
-        self._callbacks("epoch_start")
+        self._run.call("epoch_start")
         self._window = Meter()
         has_ended, first = False, position.step
         with closing(self._read()) as batches:
@@ -147,14 +148,14 @@ class Trainer:
         failure: Exception | None = None
         try:
             self._evaluate()
-            self._callbacks("epoch_end")
+            self._run.call("epoch_end")
         except Exception as error:
             # During the evaluation, only a DataError is raised on all ranks: others may wait in a collective.
             is_evaluated = not run.targets or self._evaluated_at == position.step
             if not (is_evaluated or run.world.size == 1 or isinstance(error, DataError)):
                 raise
             failure = error
-        self._callbacks.context.losses.clear()
+        run.losses.clear()
         has_failed = self._stop_if_asked(failure is not None)
         every = run.options.checkpoint.every_n_epochs
         if has_failed or self._is_over() or (every and position.epoch % every == 0):
@@ -165,20 +166,19 @@ class Trainer:
     def _train_step(self, batches: Generator[Batch, None, None], stop: StopSignal) -> bool:
         """Run the next step, then log, evaluate and save if due; return False at the end of the epoch."""
         run, position, window = self._run, self._position, self._window
-        self._callbacks("step_start")
+        self._run.call("step_start")
         window.start_step()
         with span("data"):
             batch = next(batches, None)
         window.batch_arrived()
         with span("synchronise ranks"):
-            is_saving = not self._saver.is_done()
-            is_stopping = bool(self._callbacks.context.stop_reason)
+            is_saving = self._saver is not None and not self._saver.is_done()
             status = exchange_status(
-                run.world, batch, run.head.class_num, stop.number, is_saving, is_stopping
+                run.world, batch, run.heads.class_num, stop.number, is_saving, bool(run.stop_reason)
             )
-        if not status.is_saving:
+        if self._saver is not None and not status.is_saving:
             self._saver.finish_save()
-            self._report_saved()
+            self._report_saved(self._saver)
         if status.signal:
             self._save_and_stop(status.signal)
         if status.is_stopping:
@@ -187,27 +187,28 @@ class Trainer:
         if status.has_ended or batch is None:
             if self._unlogged is not None:
                 self._read_losses()
-                self._callbacks.context.output = self._unlogged.output
+                run.current.output = self._unlogged.output
                 self._log(self._unlogged)
-                self._unlogged = self._callbacks.context.output = None
+                self._unlogged = run.current.output = None
             return False
         is_logged = self._is_logged()
-        self._callbacks.context.batch, self._callbacks.context.is_logged = batch, is_logged
-        self._callbacks("batch_start")
+        run.current, run.is_logged = CurrentStep(batch), is_logged
+        self._run.call("batch_start")
         made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
         window.end_step(made.output.batch, batch.skipped)
-        self._callbacks.context.data_seconds, self._callbacks.context.step_seconds = window.wait, window.step
+        run.data_seconds, run.step_seconds = window.wait, window.step
         self._read_losses(everything=is_logged)
-        self._callbacks("after_step")
+        self._run.call("after_step")
         with span("log"):
             if is_logged:
                 self._log(made)
         # The last step of an epoch of unknown length is logged once the epoch has ended.
         is_kept = not is_logged and run.data.loader.steps_per_epoch is None
         self._unlogged = made if is_kept else None
-        self._callbacks.end_step()
+        run.losses.clear()
+        run.current = CurrentStep()
         del batch  # its memory is reused for the next one
         if self._is_due(self._options.test_period):
             self._evaluate()
@@ -228,36 +229,32 @@ class Trainer:
 
     def _read_losses(self, everything: bool = True) -> None:
         """Collect losses that are available; with `everything`, wait for all of them."""
-        for loss, images in self._step.losses.read(everything):
-            self._last_loss = loss
-            self._window.add_loss(loss)
-            self._callbacks.context.losses.append((loss, images))
-            if math.isfinite(loss):
-                self._since_save.add(loss, images)
+        self._run.losses += self._losses.read(everything)
+        self._run.mean_loss = self._losses.since_log.value
 
     def _log(self, made: StepResult) -> None:
         """Collect the metrics of the last step, and call the callbacks that write them."""
-        output, report, loss = made.output, self._window.report(), self._last_loss
+        run, output, report = self._run, made.output, self._window.report()
         parts = output.parts.items()
         metrics: dict[str, Any] = {
             "step": self._position.step,
             "epoch": self._position.epoch,
-            "loss": _finite(loss),
+            "loss": _finite(self._losses.last),
+            "mean_loss": self._losses.since_log.take(),
             "lr": made.rate,
             **{name: _finite(getattr(output, name)) for name in _GAUGES},
             **{f"loss/{head}": _finite(part.mean_loss) for head, part in parts},
             **{f"{name}/{head}": _finite(getattr(part, name)) for head, part in parts for name in _GAUGES},
             **report,
-            "skipped_images": sum(self._run.world.all_gather_object(report["skipped_images"])),
+            "skipped_images": sum(run.world.all_gather_object(report["skipped_images"])),
             "bad_samples": self._bad_samples.gather(),
         }
-        if (scaler := self._run.scaler) is not None:
-            metrics |= {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
-        context = self._callbacks.context
-        metrics = {**{name: _finite(value) for name, value in context.scalars.items()}, **metrics}
-        context.scalars = {}
-        self._result.metrics = context.metrics = metrics
-        self._callbacks("logged")
+        if run.scaler is not None:
+            metrics |= {"loss_scale": run.scaler.scale, "skipped_steps": run.scaler.skipped}
+        metrics = {**{name: _finite(value) for name, value in run.scalars.items()}, **metrics}
+        run.scalars = {}
+        self._result.metrics = run.metrics = metrics
+        self._run.call("logged")
 
     def _evaluate(self) -> None:
         """Evaluate the network on pair files and held-out set, with identical batch-norm statistics."""
@@ -266,36 +263,35 @@ class Trainer:
         if not run.targets:
             return
         try:
-            self._callbacks("evaluation_start")
+            self._run.call("evaluation_start")
             # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
             with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
-                results = evaluate_targets(run.network, run.targets, run.options, run.world, run.head)
+                results = evaluate_targets(run.network, run.targets, run.options, run.world, run.heads.only)
         except Exception:
-            for average in (one for one in self._callbacks.all if isinstance(one, WeightAverage)):
-                average.evaluated(self._callbacks.context)  # the weights of the network again
+            for average in (one for one in run.callbacks.all if isinstance(one, WeightAverage)):
+                average.evaluated(run)  # the weights of the network again
             raise
-        self._result.evaluation = self._callbacks.context.evaluation = results
+        self._result.evaluation = run.evaluation = results
         self._evaluated_at = self._position.step
-        self._callbacks("evaluated")
+        self._run.call("evaluated")
 
     def _save(self, *, wait: bool = False) -> None:
         """Save a checkpoint at a step boundary."""
-        position = self._position
+        run, position = self._run, self._position
         # Check all losses first: nothing is saved after one that is not finite.
         self._read_losses()
-        stop_at_bad_weights(self._run.world, position, self._run.network)
+        stop_at_bad_weights(run.world, position, run.network)
         self._bad_samples.gather()
         # The number of the epoch that ended, counted from 0, as in the original PLSC.
         name = str(position.epoch - 1)
         if position.step_in_epoch:
             name = f"{position.epoch}-step{position.step}"
-        metrics = {}
-        if self._since_save.count:
-            metrics["loss"] = self._since_save.value
+        loss = self._losses.since_save.take()
+        metrics = {} if loss is None else {"loss": loss}
         if self._evaluated_at == position.step:
-            metrics |= self._callbacks.context.evaluation_metrics()
-        self._since_save = Mean()
-        self._saver.save(name, metrics, wait=wait)
+            metrics |= run.evaluation_metrics()
+        if self._saver is not None:
+            self._saver.save(name, metrics, wait=wait)
         self._update_result()
 
     def _save_and_stop(self, signal_number: int) -> NoReturn:
@@ -303,29 +299,31 @@ class Trainer:
         position = self._position
         if position.step_in_epoch:  # else the end of the previous epoch has been saved
             self._save(wait=True)
-        missing = self._saver.close(seconds=self._options.stop_deadline / 2)
+        saver = self._saver
+        missing = saver.close(seconds=self._options.stop_deadline / 2) if saver is not None else ""
         self._update_result()
-        saved = None if self._saver.failure else self._result.checkpoint
+        saved = None if saver is None or saver.failure else self._result.checkpoint
         error = interrupted(signal_number, position.step, saved, missing)
         self._run.world.log(str(error))
         raise error
 
     def _update_result(self) -> None:
-        result, position, best = self._result, self._position, self._saver.best
+        result, position, saver = self._result, self._position, self._saver
         result.steps, result.epochs = position.step, position.epoch
-        result.checkpoint, result.unsent = self._saver.last, list(self._saver.unsent)
-        if best is not None:
-            name, result.best_model_score = best
-            result.best_model_path = self._saver.directories.local / name
-            result.best_metric = self._saver.retention.monitor or ""
-        self._report_saved()
+        if saver is None:
+            return
+        result.checkpoint, result.unsent = saver.last, list(saver.unsent)
+        if saver.best is not None:
+            name, result.best_model_score = saver.best
+            result.best_model_path = saver.directories.local / name
+            result.best_metric = saver.retention.monitor or ""
+        self._report_saved(saver)
 
-    def _report_saved(self) -> None:
+    def _report_saved(self, saver: Saver) -> None:
         """Call the callbacks if another checkpoint is complete."""
-        context = self._callbacks.context
-        if context.checkpoint != self._saver.last:
-            context.checkpoint = self._saver.last
-            self._callbacks("saved")
+        if self._run.checkpoint != saver.last:
+            self._run.checkpoint = saver.last
+            self._run.call("saved")
 
     def _is_logged(self) -> bool:
         """Return whether to log the next step; the first of the run only if its length is unknown."""
@@ -341,7 +339,7 @@ class Trainer:
 
     def _stop_if_asked(self, has_failed: bool = False) -> bool:
         """End the run if a callback of any rank asks for it; return whether any rank has failed."""
-        reason = self._callbacks.context.stop_reason
+        reason = self._run.stop_reason
         is_asked, failed = self._run.world.all_reduce_max(int(bool(reason)), int(has_failed))
         self._is_stopped = self._is_stopped or bool(is_asked)
         if self._is_stopped and reason:

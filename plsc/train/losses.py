@@ -16,6 +16,31 @@ from plsc.run.position import Position
 
 
 @dataclass
+class Mean:
+    """The mean of losses over images; losses that are not finite are ignored."""
+
+    images: int = 0
+    total: float = 0.0
+
+    def add(self, loss: float, images: int) -> None:
+        """Add the mean loss of a step with this number of images."""
+        if math.isfinite(loss):
+            self.images += images
+            self.total += loss * images
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None without a finite loss."""
+        return self.total / self.images if self.images else None
+
+    def take(self) -> float | None:
+        """Return the mean, and start again."""
+        value = self.value
+        self.images, self.total = 0, 0.0
+        return value
+
+
+@dataclass
 class Pending:
     """The loss of a step, with details for the error if it is not finite.
 
@@ -32,10 +57,14 @@ class Pending:
 
 
 class LossReader:
-    """Queue of the losses of steps, which are read as numbers in order.
+    """Queue of the losses of steps, which are read as numbers in order, and their means.
 
-    stop: raises TrainingError for a loss that is not finite; called on all ranks. is_late: whether a loss may
-    be read one step later.
+    Attributes:
+        is_late: whether a loss may be read one step later.
+        last: the last loss that is known.
+        since_log, since_save: means since the last log line and the last checkpoint.
+
+    stop: raises TrainingError for a loss that is not finite; called on all ranks.
     """
 
     def __init__(self, stop: Callable[[Pending, float], NoReturn], is_late: bool) -> None:
@@ -43,6 +72,8 @@ class LossReader:
         self.is_late = is_late
         self._coming: deque[Pending] = deque()
         self._read: list[tuple[float, int]] = []
+        self.last = math.nan
+        self.since_log, self.since_save = Mean(), Mean()
 
     def add(
         self,
@@ -84,21 +115,6 @@ class LossReader:
             if not (math.isfinite(loss) or coming.is_excused):
                 self._stop(coming, loss)
             self._read.append((loss, coming.images))
-
-
-@dataclass
-class Mean:
-    """The mean of a loss over images; `value` is defined once `count` is positive."""
-
-    count: int = 0
-    total: float = 0.0
-
-    def add(self, loss: float, images: int) -> None:
-        """Add the mean loss of a step with this number of images."""
-        self.count += images
-        self.total += loss * images
-
-    @property
-    def value(self) -> float:
-        """The mean."""
-        return self.total / self.count
+            self.last = loss
+            self.since_log.add(loss, coming.images)
+            self.since_save.add(loss, coming.images)

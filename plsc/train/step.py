@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -16,7 +15,6 @@ from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
-from plsc.heads.joint import each_head
 from plsc.inputs import Input, split_input
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
@@ -48,22 +46,20 @@ class StepResult:
 class Step:
     """Executes the training steps of a run, one per call of `make`; a collective.
 
-    save_dir: folder for the batch of a bad loss, by default `checkpoint.save_dir`. losses: the losses of the
-    steps.
+    losses: the losses of the steps.
     """
 
-    def __init__(self, run: Run, save_dir: Path | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._options = run.options.train
         self._mode = training_mode(run.options, run.world.device)
         is_late = run.world.device.type == "cuda" and run.options.speed.late_losses
-        self._folder = save_dir or Path(run.options.checkpoint.save_dir)
         self.losses = LossReader(self._stop_at_bad_loss, is_late)
         # torch's fused optimizers can skip an update without a synchronisation.
         is_fused = all(group.get("fused") for group in run.optimizer.param_groups)
         is_fused = is_fused and not is_sharded(run.network)
         self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
-        self._before = BufferCopy([run.network, run.head]) if run.scaler else None
+        self._before = BufferCopy([run.network, run.heads]) if run.scaler else None
         self._has_updated = False
         self._sparse = sparse_parameters(run.network)
 
@@ -81,13 +77,13 @@ class Step:
         run.optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
             self._before.take()
-        with run.callbacks.keeping_outputs():
+        with run.callbacks.keeping_outputs(run):
             output = self._forward_backward(batch, sizes, is_logged)
-        run.head.sync_gradients()
+        run.heads.sync_gradients()
         with span("clip gradients"):
             is_skipped, is_excused = self._find_overflow(output)
-        run.callbacks.context.output = output
-        run.callbacks("after_backward")
+        run.current.output = output
+        run.call("after_backward")
         self.losses.add(output.mean_loss, output.batch, run.position, rate, batch, is_excused)
         if self._skips_bad_update:
             is_bad = (output.mean_loss - output.mean_loss).ne(0)  # of nan and inf
@@ -106,13 +102,12 @@ class Step:
 
     def _set_rates(self, factor: float) -> None:
         groups = self._run.optimizer.param_groups
-        rows = self._run.row_optimizer
-        set_rates([*groups, *([] if rows is None else rows.param_groups)], factor)
+        set_rates([*groups, *self._run.heads.param_groups], factor)
 
     def _set_margins(self, updates: int) -> None:
         """Set the margin warm-up of every head for the step after `updates` updates."""
         steps = self._run.options.head.margin_warmup_steps
-        for _, head, _ in each_head(self._run.head, self._run.row_optimizer):
+        for head in self._run.heads.by_name.values():
             head.margin.share = min(1.0, (updates + 1) / max(1, steps))
 
     def _forward_backward(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> HeadOutput:
@@ -133,15 +128,15 @@ class Step:
                 with span("forward"), autocast(self._mode, device):
                     embeddings = run.trained_network(input, labels, True)
                 with span("head"):
-                    output = run.head(
+                    output = run.heads(
                         scale_gradient(embeddings, scale),
                         labels,
                         with_accuracy=is_logged and self._options.calc_acc,
                         with_gauge=is_logged,
                         sizes=_of_part(sizes, part, parts) if sizes else None,
                     )
-                run.callbacks.context.output = output
-                run.callbacks("after_forward")
+                run.current.output = output
+                run.call("after_forward")
                 share = output.batch / total if total else 1.0
                 with span("backward"):
                     (output.loss if parts == 1 else output.loss * share).backward()
@@ -202,7 +197,7 @@ class Step:
         if self.losses.is_late and not self._skips_bad_update:
             note = ", after an update with this loss; set_late_losses(False) stops before it"
         about = (coming.position, loss, coming.rate, coming.batch)
-        stop_at_bad_loss(run.world, self._folder, *about, layer, note)
+        stop_at_bad_loss(run.world, run.folder, *about, layer, note)
 
     def _find_overflow(self, output: HeadOutput) -> tuple[bool, bool]:
         """Return whether to skip the step, and whether its loss may be infinite; identical on all ranks.
@@ -225,9 +220,9 @@ class Step:
             clip_gradients(run)
         with span("optimizer"):
             self._update_backbone()
-        if run.row_optimizer is not None:
+        if run.heads.rows:
             with span("update class weights"):
-                run.row_optimizer.step()
+                run.heads.update()
 
     def _update_backbone(self) -> None:
         """Run the optimizer step. Raises OptionError if it fails because the backbone is sharded."""
@@ -244,8 +239,7 @@ class Step:
 
     def _skip(self) -> None:
         """Restore the state before the step: class weights of the heads and all running statistics."""
-        if self._run.row_optimizer is not None:
-            self._run.row_optimizer.skip()
+        self._run.heads.skip()
         if self._before is not None:
             self._before.put_back()
 

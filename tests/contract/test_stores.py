@@ -24,7 +24,7 @@ from plsc.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import role_of_key
+from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.checkpoint.remote import clean, fetch, push, upload, verify
 from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.errors import CheckpointError, DataError
@@ -45,7 +45,7 @@ def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) ->
         role_of_key("backbone.w"): torch.full((3,), float(step)),
         role_of_key("head.weight"): ShardedTensor(torch.full((rows, 4), float(step)), rows, 0),
     }
-    manifest = Manifest("0", step, 1, 0, 1, rows, 4, [[0, rows]], {}, {"metrics": metrics})
+    manifest = Manifest("0", step, 1, 0, 1, 4, {"": HeadInfo(rows, [[0, rows]])}, {}, {"metrics": metrics})
     return save_checkpoint(folder, name, Snapshot(tensors, manifest), WORLD)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
-from plsc.checkpoint.manifest import role_of_key
+from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.errors import CheckpointError, DistributedError
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.world import World
@@ -52,7 +52,7 @@ def by_role(tensors):
 
 def make_manifest(world: World, step: int = 1) -> Manifest:
     ranges = [list(pair) for pair in class_ranges(5, world.size)]
-    return Manifest("0", step, 1, 0, world.size, 5, 6, ranges, {"a": {"b": 1}}, {"loss": 0.5})
+    return Manifest("0", step, 1, 0, world.size, 6, {"": HeadInfo(5, ranges)}, {"a": {"b": 1}}, {"loss": 0.5})
 
 
 def save(world: World, folder: Path, name: str, seed: int) -> None:

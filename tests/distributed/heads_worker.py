@@ -19,7 +19,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
-from plsc.heads.joint import JointHead
+from plsc.heads.joint import Heads
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 from tests import reference
@@ -190,7 +190,7 @@ def check_joint_topk(world: World) -> None:
     }
     x = global_batch(7, 5)[0].float() + world.rank
     owners = torch.tensor([0, 2, 2, 0, 0])  # no sample of glyphs
-    scores, classes = JointHead(heads, world.head_group).topk(x, 3, owners)
+    scores, classes = Heads(heads, group=world.head_group).topk(x, 3, owners)
     for sample, owner in enumerate(owners.tolist()):
         one, start = whole[owner], (0, 7, 12)[owner]
         logits = plain_logits(one, x[sample : sample + 1]) * one.margin.scale

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
-from plsc.checkpoint.manifest import EXTRA, Role
+from plsc.checkpoint.manifest import EXTRA, HeadInfo, Role
 from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
+from plsc.heads.joint import Heads
 from plsc.parallel.world import World
 from plsc.run.user_parts import UserParts
 from plsc.state.tensors import collect_tensors
@@ -48,7 +49,7 @@ def state_of_rows(world: World, is_filled: bool):
         )  # fmt: skip
         rows = ROW_OPTIMIZERS[optimizer](head, state_dtype=state_dtype)
         none = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-        parts = collect_tensors(nn.Module(), head, none, rows)
+        parts = collect_tensors(nn.Module(), Heads({"": head}, {"": rows}), none)
         found |= {Role(EXTRA, f"{name}/{role.key}"): value for role, value in parts.items()}
     generator = torch.Generator().manual_seed(3)
     for part in found.values():
@@ -66,7 +67,7 @@ def check_rows(worlds: dict[int, World | None], folder: Path) -> None:
     for saved_on in RANKS:
         world = worlds[saved_on]
         if world is not None:
-            manifest = Manifest("0", 1, 0, 0, saved_on, CLASSES, DIMENSION, [])
+            manifest = Manifest("0", 1, 0, 0, saved_on, DIMENSION, {"": HeadInfo(CLASSES, [])})
             state = Snapshot(state_of_rows(world, True), manifest)
             save_checkpoint(folder, str(saved_on), state, world)
         dist.barrier()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plsc.actions.train import with_output
+from plsc.actions.train import add_output
 from plsc.config import Options
 from plsc.heads import ShardedHead
 from plsc.models import BaseModel
@@ -134,7 +134,7 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         run = build_run(config, world, UserParts(model=network()))
         before = weights_of(run)
         directories = open_directories(config, world, open_start(config, world))
-        run = with_output(run, directories.start)
+        add_output(run, directories.start)
         Trainer(run, Saver(run, directories)).train()
         directories.release()
         world.barrier()

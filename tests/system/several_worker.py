@@ -88,10 +88,10 @@ def main() -> None:
         for name in ("on 2", "on 3", "moved"):
             close(joined(folder / name / last), joined(folder / "on 1" / last), name)
         assert different(folder / "resumed" / last, folder / "on 3" / last) == []
-        heads = read_manifest(folder / "on 3" / last).scalars["heads"]
-        assert heads["faces"]["class_ranges"] == [[0, 3], [3, 6], [6, 7]]
-        assert heads["glyphs"]["class_ranges"] == [[0, 4]]
-        assert heads["cars"]["class_ranges"] == [[0, 1], [1, 2], [2, 2]]
+        heads = read_manifest(folder / "on 3" / last).heads
+        assert heads["faces"].class_ranges == [[0, 3], [3, 6], [6, 7]]
+        assert heads["glyphs"].class_ranges == [[0, 4]]
+        assert heads["cars"].class_ranges == [[0, 1], [1, 2], [2, 2]]
         without = [metrics(folder, f"without, on {ranks}") for ranks in (1, 2)]
         assert sorted(without[0]) == sorted(without[1]) == list(range(7, STEPS + 1))
         for step, values in without[0].items():

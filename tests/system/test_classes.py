@@ -20,7 +20,7 @@ from plsc import Entry
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.load import read_class_names
-from plsc.checkpoint.manifest import Manifest, TensorInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo, Manifest, TensorInfo, role_of_key
 from plsc.checkpoint.remote import verify
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
@@ -210,7 +210,7 @@ def test_two_ranks_resume_reordered_classes_by_their_names(tmp_path):
     (tmp_path / "order.txt").write_text("4\n2\n0\n1\n3\n")
     run_ranks("tests/system/classes_worker.py", 2, str(dataset), str(tmp_path))
     manifest = verify(tmp_path / "changed")
-    assert (len(manifest.shards), manifest.class_ranges) == (2, [[0, 3], [3, 5]])
+    assert (len(manifest.shards), manifest.heads[""].class_ranges) == (2, [[0, 3], [3, 5]])
     expected = losses_of(tmp_path / "undisturbed")
     assert losses_of(tmp_path / "second") == pytest.approx(expected, rel=1e-3)
 
@@ -392,7 +392,9 @@ def write_large(folder, classes, dimension=512):
     shape = (classes, dimension)
     tensors = {key: TensorInfo(shape, "float32", True, role_of_key(key)) for key in keys}
     ranges = [[0, half], [half, classes]]
-    manifest = Manifest("0", 1, 1, 0, 2, classes, dimension, ranges, tensors=tensors, files=files)
+    manifest = Manifest(
+        "0", 1, 1, 0, 2, dimension, {"": HeadInfo(classes, ranges)}, tensors=tensors, files=files
+    )
     (folder / "manifest.json").write_text(manifest.to_json())
     return folder
 

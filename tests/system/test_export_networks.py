@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plsc.checkpoint import Manifest
+from plsc.checkpoint.manifest import HeadInfo
 from plsc.config import Options
 from plsc.export.check import compare, load_graph
 from plsc.export.folder import write_about, write_weights
@@ -61,7 +62,7 @@ def seen(network, shape):
 def difference(folder, network, shape, precision, kind="onnx", flip=False):
     images = seen(network, shape)
     config = Options().resolve().changed({"model.image_shape": shape, "model.emb_size": 64})
-    manifest = Manifest("0", 1, 0, 0, 1, 2, 64, [[0, 2]])
+    manifest = Manifest("0", 1, 0, 0, 1, 64, {"": HeadInfo(2, [[0, 2]])})
     about = write_weights(folder, network, config, manifest)
     served = as_served(network, flip)
     about["graph"] = write_graph(folder, served, kind, precision, shape, images)

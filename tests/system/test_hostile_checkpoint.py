@@ -24,7 +24,7 @@ from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store, clean
 from tests.images import write_dataset, write_pair_file
 
-SAVED = Path(__file__).parents[1] / "saved" / "format_1"
+SAVED = Path(__file__).parents[1] / "saved" / "format_4"
 CODE = "plsc_stranger.net"
 URL = "memory://stranger/models"
 

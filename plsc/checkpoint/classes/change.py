@@ -45,7 +45,6 @@ from plsc.checkpoint.load import (
 from plsc.checkpoint.manifest import (
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
-    HEADS_KEY,
     MANIFEST_NAME,
     OPTIMIZER,
     FileInfo,
@@ -143,7 +142,7 @@ def change_classes(
 
 def refuse_several_heads(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError if a checkpoint has several heads."""
-    if HEADS_KEY in manifest.scalars:
+    if "" not in manifest.heads:
         raise CheckpointError(
             f"{folder} has several heads; the classes of a checkpoint can be changed only if it has a single "
             "head"
@@ -316,8 +315,13 @@ def _new_manifest(
     return dataclasses.replace(
         manifest,
         run_id="",  # so that no run deletes it
-        class_num=plan.after,
-        class_ranges=[list(pair) for pair in class_ranges(plan.after, ranks)],
+        heads={
+            "": dataclasses.replace(
+                manifest.heads[""],
+                class_num=plan.after,
+                class_ranges=[list(pair) for pair in class_ranges(plan.after, ranks)],
+            )
+        },
         options=options,
         scalars=scalars,
         tensors=tensors,

@@ -28,7 +28,7 @@ from plsc.checkpoint.importers.source import (
     join_rows,
 )
 from plsc.checkpoint.importers.tensor_files import read_state_dict
-from plsc.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorInfo, role_of_key
+from plsc.checkpoint.manifest import MANIFEST_NAME, HeadInfo, Manifest, TensorInfo, role_of_key
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, entry_of, tensor_chunks
@@ -269,19 +269,21 @@ def _manifest(
         epoch=0,
         step_in_epoch=0,
         world_size=ranks,
-        class_num=classes,
         emb_size=options.model.emb_size,
-        class_ranges=[list(pair) for pair in class_ranges(classes, ranks)],
+        heads={
+            "": HeadInfo(
+                classes,
+                [list(pair) for pair in class_ranges(classes, ranks)],
+                options.head.loss_type,
+            )
+        },
         options=saved,
         scalars={
             METRICS_KEY: {},
-            "loss_type": options.head.loss_type,
             "global_batch": batch or options.train.batch_size * ranks,
-            "num_samples": None,
             "steps_per_epoch": None,
             "optimizer": "SGD",
             "optimizer_numbers": {},
-            "head_computed_by": None,
             "imported": {"layout": found.layout, "from": Path(source).name, "notes": found.notes},
         },
     )
@@ -295,7 +297,7 @@ def _write(
 ) -> None:
     """Write the data files and then the manifest to a hidden folder, and publish it as the target."""
     shards = []
-    for rank, (start, stop) in enumerate(manifest.class_ranges):
+    for rank, (start, stop) in enumerate(manifest.heads[""].class_ranges):
         entries = [_part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()]
         if rank == 0:
             entries += [entry_of(key, tensor) for key, tensor in tensors.items()]

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Sequence
 
 from plsc.data.reader import ReaderLoader
-from plsc.heads.joint import each_head
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 from plsc.run.build_data import Loader
@@ -54,7 +53,7 @@ class LearningCheck(Callback):
     @staticmethod
     def of(run: Run, is_resumed: bool) -> LearningCheck:
         """Return the check of a run."""
-        classes = [head.class_num for _, head, _ in each_head(run.head, run.row_optimizer)]
+        classes = [head.class_num for head in run.heads.by_name.values()]
         starts_afresh = not is_resumed and run.options.model.pretrained is None
         return LearningCheck(
             min(run.options.model.emb_size, *classes),
@@ -71,7 +70,6 @@ class LearningCheck(Callback):
 
     def logged(self, context: Context) -> None:
         """Log the warnings."""
-        assert context.output is not None
         sizes = [part.batch for part in context.output.parts.values()] or [context.output.batch]
         batch = min(sizes) // context.options.train.micro_batches
         rank = context.metrics["effective_rank"]

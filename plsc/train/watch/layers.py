@@ -53,7 +53,6 @@ class LayerTable(Callback):
         if not self._hooks:
             return
         self.exception(context)
-        assert context.batch is not None
         parts = context.options.train.micro_batches
         of = f", micro-batch 1 of {parts}" if parts > 1 else ""
         sharded = "; of parameters, the part of rank 0" if is_sharded(context.network) else ""

@@ -70,13 +70,11 @@ class Logging(Callback):
 
     def after_step(self, context: Context) -> None:
         """Add the step to the means of the epoch."""
-        assert context.output is not None
         self._epoch.add_losses(context.losses)
         self._epoch.add_step(context.output.batch, context.step_seconds, context.data_seconds)
 
     def logged(self, context: Context) -> None:
         """Write the metrics of a step."""
-        assert context.output is not None
         self._epoch.add_accuracies(context.metrics, context.output.batch)
         self._write(context, context.metrics)
         self._write_pictures(context)
@@ -233,7 +231,7 @@ class Pictures(Callback):
 
     def batch_start(self, context: Context) -> None:
         """Draw the first images of the first batch of this rank, after augmentation."""
-        if context.is_main and context.step_in_epoch == 0 and context.batch and not context.batch.is_input:
+        if context.is_main and context.step_in_epoch == 0 and not context.batch.is_input:
             images: Any = context.batch.final_images()
             images = images[: _GRID[0] * _GRID[1]]
             path = _picture_path(context, f"batch_{context.epoch}.png")

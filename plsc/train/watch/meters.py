@@ -1,16 +1,14 @@
-"""Loss and speed over the steps since the last log line, and the bad samples of all ranks."""
+"""Speed over the steps since the last log line, and the bad samples of all ranks."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from pathlib import Path
 
 from plsc.data.batch import BadSample
 from plsc.data.samples import LIST_NAME, BadSampleList
 from plsc.parallel.world import World
-from plsc.train.losses import Mean
 
 logger = logging.getLogger(__name__)
 _SHOWN = 10  # bad samples printed per rank: all samples of a dataset may be bad
@@ -60,7 +58,7 @@ class BadSampleReport:
 
 
 class Meter:
-    """Measures speed and loss over the steps since the last `report`."""
+    """Measures the speed over the steps since the last `report`."""
 
     def __init__(self) -> None:
         self.wait = self.step = 0.0  # seconds of the last step: waiting for its batch, and in total
@@ -83,20 +81,13 @@ class Meter:
         self._images += images
         self._skipped += skipped
 
-    def add_loss(self, loss: float) -> None:
-        """Add the loss of this step or an earlier one; values that are not finite are ignored."""
-        if math.isfinite(loss):
-            self._losses.add(loss, 1)
-
-    def report(self) -> dict[str, float | int | None]:
+    def report(self) -> dict[str, float | int]:
         """Return the means over the steps since the last report, and reset them.
 
-        mean_loss is None if no loss was finite. images_per_second counts images of all ranks,
-        skipped_images those of this rank.
+        images_per_second counts images of all ranks, skipped_images those of this rank.
         """
         steps = max(1, self._steps)
-        report: dict[str, float | int | None] = {
-            "mean_loss": self._losses.value if self._losses.count else None,
+        report: dict[str, float | int] = {
             "images_per_second": self._images / max(self._step_seconds, 1e-9),
             "data_seconds": self._data_seconds / steps,
             "step_seconds": self._step_seconds / steps,
@@ -109,4 +100,3 @@ class Meter:
         self._started = time.perf_counter()
         self._steps = self._images = self._skipped = 0
         self._data_seconds = self._step_seconds = 0.0
-        self._losses = Mean()

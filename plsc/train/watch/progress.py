@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from tqdm import tqdm
 
 from plsc.parallel.world import other_ranks
 from plsc.run.callbacks import Callback, Context
-from plsc.train.losses import Mean
 
 SLOW_STEP = 10.0  # seconds
 _BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
@@ -31,7 +29,6 @@ class Progress(Callback):
         self._bar: tqdm | None = None
         self._file: logging.Handler | None = None
         self._first_step = 0
-        self._losses = Mean()
 
     def run_start(self, context: Context) -> None:
         """Open the progress bar or the log file."""
@@ -50,12 +47,10 @@ class Progress(Callback):
     def after_step(self, context: Context) -> None:
         """Show the step in the progress bar; count it for the estimate of the time left."""
         self._time_left.advance()
-        for known, images in context.losses:
-            if math.isfinite(known):
-                self._losses.add(known, images)
         if self._bar is not None:
-            has_any = self._losses.count > 0  # no loss is known after a log line, or after an overflow
-            loss: float | None = self._losses.value if has_any else context.metrics.get("mean_loss")
+            loss = context.mean_loss  # unknown after an overflow, or if losses are read late
+            if loss is None:
+                loss = context.metrics.get("mean_loss")
             self._bar.set_description_str(_epoch_of(context, context.current_epoch), refresh=False)
             self._bar.set_postfix_str(self._numbers(context, {"loss": loss}), refresh=False)
             self._bar.update()
@@ -71,7 +66,6 @@ class Progress(Callback):
         steps = f"/{total}" if total else ""
         epoch = _epoch_of(context, metrics["epoch"])
         context.world.log(f"{epoch} step {context.step}{steps} {self._numbers(context, losses)}")
-        self._losses = Mean()
 
     def evaluated(self, context: Context) -> None:
         """Log the results."""

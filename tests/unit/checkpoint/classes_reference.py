@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from plsc.checkpoint.manifest import Manifest, TensorInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo, Manifest, TensorInfo, role_of_key
 from plsc.checkpoint.shard_file import DTYPES, entry_of, shard_name, write_shard
 from plsc.heads.weights import initial_rows
 
@@ -75,19 +75,17 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
         key = f"rank{rank}.backbone.mean"
         infos[key] = TensorInfo((4,), "float32", False, role_of_key(key))
     starts = [0, *ends[:-1]]
+    ranges = [list(pair) for pair in zip(starts, ends, strict=True)] if is_sharded else [[0, classes]]
     manifest = Manifest(
         plsc_version="0",
         step=30,
         epoch=2,
         step_in_epoch=3,
         world_size=len(ends),
-        class_num=classes,
         emb_size=6,
-        class_ranges=[list(pair) for pair in zip(starts, ends, strict=True)]
-        if is_sharded
-        else [[0, classes]],
+        heads={"": HeadInfo(classes, ranges, "dist_arcface", 40)},
         options={"train": {"seed": SEED}, "head": {"class_num": None}},
-        scalars={"metrics": {"loss": 1.5}, "num_samples": 40},
+        scalars={"metrics": {"loss": 1.5}},
         tensors=infos,
         files=files,
         lineage=list(lineage),

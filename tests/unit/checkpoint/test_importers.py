@@ -93,7 +93,7 @@ def test_arcface_torch_is_imported_for_any_number_of_ranks(arcface_torch, iresne
     assert torch.equal(tensors["rows.weight.momentum_buffer"], MOMENTUM)
     assert torch.equal(tensors["momentum.backbone.conv1.weight"], torch.full((8, 3, 3, 3), 0.5))
     assert "momentum.backbone.features.weight" not in tensors
-    assert manifest.class_ranges == [list(pair) for pair in class_ranges(CLASSES, ranks)]
+    assert manifest.heads[""].class_ranges == [list(pair) for pair in class_ranges(CLASSES, ranks)]
     assert (manifest.class_num, manifest.emb_size, manifest.world_size) == (CLASSES, EMB, ranks)
     assert manifest.options["model"]["name"] == "IResNet18"
     assert manifest.options["model"]["image_shape"] == [3, 16, 16]

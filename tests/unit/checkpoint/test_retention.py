@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plsc.checkpoint import Manifest, Retention, Snapshot, list_checkpoints, save_checkpoint
-from plsc.checkpoint.manifest import role_of_key
+from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.checkpoint.retention import prune
 from plsc.errors import OptionError
 from plsc.parallel.world import World
@@ -13,7 +13,7 @@ from plsc.storage.store import Store
 
 def save(folder, name, step, **metrics):
     scalars = {"metrics": metrics} if metrics else {}
-    manifest = Manifest("0", step, 1, 0, 1, 1, 1, [[0, 1]], {}, scalars)
+    manifest = Manifest("0", step, 1, 0, 1, 1, {"": HeadInfo(1, [[0, 1]])}, {}, scalars)
     weights = {role_of_key("w"): torch.full((2,), float(step))}
     return save_checkpoint(folder, name, Snapshot(weights, manifest), World.single())
 

@@ -18,13 +18,13 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import role_of_key
+from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 
 WORLD = World.single()
-MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 5, 3, [[0, 5]])
+MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 3, {"": HeadInfo(5, [[0, 5]])})
 
 
 def make_state():

@@ -17,7 +17,7 @@ import torch
 from plsc.actions.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
 from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
 from plsc.checkpoint.classes.plan import read_class_list
-from plsc.checkpoint.manifest import role_of_key
+from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.cli import main
 from plsc.data.pair_lists import read_pair_list
 from plsc.data.pairs import read_pairs, write_pairs
@@ -195,7 +195,7 @@ def image_list(folder: Path) -> Case:
 
 def manifest(folder: Path) -> Case:
     values = {role_of_key("backbone.a"): torch.ones(3)}
-    about = Manifest("0.1.0", 7, 1, 0, 1, 5, 3, [[0, 5]])
+    about = Manifest("0.1.0", 7, 1, 0, 1, 3, {"": HeadInfo(5, [[0, 5]])})
     path = save_checkpoint(folder, "1", Snapshot(values, about), World.single())
     return Case(path / "manifest.json", lambda: load_weights(path)["a"].tolist())
 

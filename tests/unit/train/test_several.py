@@ -152,7 +152,7 @@ def resumed_run(sets, trained, tmp_path, *names, at=7, **settings):
 
 
 def state_of(run):
-    found = collect_tensors(run.network, run.head, run.optimizer, run.row_optimizer)
+    found = collect_tensors(run.network, run.heads, run.optimizer)
     return {role.key: local_of(value) for role, value in found.items()}
 
 
@@ -185,7 +185,7 @@ def test_a_data_set_can_be_left_out_and_another_added_when_a_run_goes_on(sets, t
         WORLD,
     )
     manifest = read_manifest(tmp_path / "run/1")
-    assert list(manifest.scalars["heads"]) == ["cars", "glyphs"]
+    assert list(manifest.heads) == ["cars", "glyphs"]
     # 14 images would be an epoch of 3 steps: that of the run stays, and the schedule with it.
     assert (manifest.step, manifest.scalars["steps_per_epoch"]) == (10, 5)
     after = tensors_of(path)
@@ -225,9 +225,7 @@ def test_a_head_that_changed_is_refused(sets, trained, tmp_path):
     shutil.copytree(sets, other)
     lines = (other / "faces/label.txt").read_text().splitlines()
     (other / "faces/label.txt").write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(
-        CheckpointError, match=r"images \(in the middle of an epoch\) 18 for the dataset faces, .* has 17"
-    ):
+    with pytest.raises(CheckpointError, match=r"epoch of 18 images for the dataset faces, .* now has 17"):
         resumed_run(other, trained, tmp_path)
     resumed_run(other, trained, tmp_path, at=5)  # at the end of an epoch a dataset may change
     (other / "faces/label.txt").write_text("\n".join(lines[:-3]) + "\n")
@@ -240,7 +238,7 @@ def test_damaged_words_about_heads_are_one_line(sets, trained, tmp_path, damage)
     path = tmp_path / "0"
     shutil.copytree(trained / "0", path)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["scalars"]["heads"] = damage
+    manifest["heads"] = damage
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError) as caught:
         train(options(sets, tmp_path / "run", checkpoint__load_dir=str(path)), WORLD)
@@ -256,7 +254,7 @@ def test_a_data_set_has_the_runs_head_but_for_what_it_says_itself(sets, tmp_path
         "name": "cars", "path": str(sets / "cars"), "loss_type": "dist_softmax", "sample_ratio": 0.9,
         "class_num": 11,
     }])  # fmt: skip
-    heads = build_run(made, WORLD, UserParts(Drawing())).head.heads
+    heads = build_run(made, WORLD, UserParts(Drawing())).heads.by_name
     faces, glyphs, cars = (heads[name] for name in ("faces", "glyphs", "cars"))
     assert isinstance(faces, ShardedHead)
     assert (faces.margin.margin, faces.sampling.ratio) == (0.4, 0.5)
@@ -349,8 +347,7 @@ def test_the_checkpoint_commands_know_several_heads(trained, tmp_path, capsys):
     assert "10 classes of 2 heads" in capsys.readouterr().out
     assert main(["checkpoint", "show", str(trained / "1")]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert (shown["class_num"], shown["class_ranges"]) == (10, [])
-    assert shown["scalars"]["heads"]["faces"]["class_ranges"] == [[0, 6]]
+    assert shown["heads"]["faces"]["class_ranges"] == [[0, 6]]
     assert main(["checkpoint", "classes", str(trained / "1"), str(tmp_path / "x"), "--grow", "2"])
     assert "has several heads" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="single head"):

@@ -6,7 +6,7 @@ import torch
 from plsc.errors import DataError
 from plsc.heads import RowSGD, build_head
 from plsc.heads.base import effective_rank, join_outputs
-from plsc.heads.joint import JointHead, JointRows
+from plsc.heads.joint import Heads
 from tests import reference
 
 DIMENSION, LR = 6, 0.3
@@ -46,12 +46,12 @@ def test_the_loss_and_all_gradients_are_the_textbooks_over_each_heads_images():
     expected, means = textbook(alone, x, labels)
     wanted = torch.autograd.grad(expected, [x, *(p for h in alone.values() for p in h.parameters())])
 
-    joint = JointHead(heads(), None)
-    rows = JointRows({n: RowSGD(joint.heads[n], lr=LR, momentum=0) for n in ("faces", "cars")})
+    named = heads()
+    joint = Heads(named, {n: RowSGD(named[n], lr=LR, momentum=0) for n in ("faces", "cars")})
     before = [p.detach().clone() for p in joint.parameters()]
     output = joint(x, labels, with_accuracy=True, with_gauge=True)
     output.loss.backward()
-    rows.step()
+    joint.update()
     torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=0)
     assert output.batch == 9
     for name, mean in means.items():
@@ -72,21 +72,21 @@ def test_the_loss_and_all_gradients_are_the_textbooks_over_each_heads_images():
 
 def test_a_head_without_an_image_is_left_out_and_keeps_its_rows():
     x, labels = batch(1, 8, 2)
-    joint = JointHead(heads(), None)
-    rows = JointRows({n: RowSGD(joint.heads[n], weight_decay=0.1) for n in ("faces", "cars")})
-    before = joint.heads["cars"].weight.detach().clone()
+    named = heads()
+    joint = Heads(named, {n: RowSGD(named[n], weight_decay=0.1) for n in ("faces", "cars")})
+    before = joint.by_name["cars"].weight.detach().clone()
     output = joint(x, labels)
     output.loss.backward()
-    rows.step()
+    joint.update()
     assert list(output.parts) == ["faces", "glyphs"]
     assert output.accuracy is None
-    assert joint.heads["cars"].weight.equal(before)
+    assert joint.by_name["cars"].weight.equal(before)
     torch.testing.assert_close(output.mean_loss, textbook(heads(), x, labels)[0].detach())
 
 
 def test_micro_batches_together_say_what_the_whole_batch_says():
     x, labels = batch(0, 8, 13, 2, 4, 9, 3)
-    joint = JointHead(heads(), None)
+    joint = Heads(heads())
     whole = joint(x, labels, with_accuracy=True)
     parts = [joint(x[s], labels[s], with_accuracy=True) for s in (slice(0, 2), slice(2, None))]
     joined = join_outputs(parts)
@@ -100,7 +100,7 @@ def test_micro_batches_together_say_what_the_whole_batch_says():
 
 
 def test_a_label_out_of_range_and_an_empty_batch_are_refused():
-    joint = JointHead(heads(), None)
+    joint = Heads(heads())
     for label in (-1, 16):
         with pytest.raises(DataError, match=r"1 labels .* outside 0\.\.15"):
             joint(*batch(3, label))
