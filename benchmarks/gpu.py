@@ -193,10 +193,19 @@ def most_classes(batch: int, dimension: int) -> int:
     """Return how many classes the GPU holds according to the plan; rows are created in CPU memory."""
     from plsc.plan import plan_head
 
-    plan = plan_head(10**6, batch=batch, embedding=dimension, rows="bfloat16", optimizer="adagrad")
+    classes = 10**6
+    plan = plan_head(
+        {
+            "head.class_num": classes,
+            "head.row_dtype": "bfloat16",
+            "head.optimizer": "adagrad",
+            "model.emb_size": dimension,
+            "train.batch_size": batch,
+        }
+    )
     _, total = torch.cuda.mem_get_info()
     room = FILL * total - sum(plan.step.values())
-    at_start = 0.85 * free_memory() / plan.stored["weight"] * plan.classes
+    at_start = 0.85 * free_memory() / plan.stored["weight"] * classes
     most = min(room / plan.bytes_per_class, at_start)
     return int(most / 1e6) * 10**6
 

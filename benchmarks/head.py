@@ -258,7 +258,15 @@ def compare_with_plan(options: argparse.Namespace, classes: int, batch: int, rep
         if way is None or way.planned is None:
             continue
         products = "bfloat16" if "bf16" in way.name else "tf32" if way.tf32 else "float32"
-        made = plan_head(classes, batch=batch, embedding=options.dimension, **way.planned)
+        made = plan_head(
+            {
+                "head.class_num": classes,
+                "train.batch_size": batch,
+                "model.emb_size": options.dimension,
+                "runtime.device": options.device,
+                **way.planned,
+            }
+        )
         seconds = [
             one["seconds"]
             for one in report.samples

@@ -41,12 +41,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "memory.checkpoint_stages": "all",
     },
 }
-_PLAN_NAMES = {
-    "memory.checkpoint_stages": "checkpoint",
-    "train.micro_batches": "micro_batches",
-    "optim.optimizer": "backbone_optimizer",
-    "precision.mode": "precision",
-}
 
 
 def base(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -79,13 +73,7 @@ def measure(arguments: argparse.Namespace, name: str) -> None:
 
 def planned_bytes(arguments: argparse.Namespace, name: str) -> int:
     """Return the estimate of `plsc plan` for a way: head and backbone."""
-    return plan(
-        arguments.classes,
-        model=arguments.model,
-        image=arguments.image,
-        batch=arguments.batch,
-        **{_PLAN_NAMES[key]: value for key, value in WAYS[name].items()},
-    ).device_bytes
+    return plan({**base(arguments), **WAYS[name], "runtime.device": "cpu"}).device_bytes
 
 
 def compare_memory(arguments: argparse.Namespace, names: list[str]) -> None:

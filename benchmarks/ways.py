@@ -65,8 +65,8 @@ class Built:
 class Way:
     """A way. loss: 'arcface' or 'softmax' (plain, no normalisation). package: required besides torch.
 
-    for_millions: whether to run it where the class weights alone fill the memory. planned: its arguments of
-    plsc.plan.plan, None if it is not plsc. tf32: whether float32 products may use tf32.
+    for_millions: whether to run it where the class weights alone fill the memory. planned: its options
+    for plsc.plan, None if it is not plsc. tf32: whether float32 products may use tf32.
     """
 
     name: str
@@ -290,11 +290,11 @@ def _cut_whole(store: Store) -> Built:
 
 
 def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = False, **how: Any) -> Way:
-    planned: dict[str, Any] = {"ratio": how.get("ratio", 1.0)}
+    planned: dict[str, Any] = {"head.sample_ratio": how.get("ratio", 1.0)}
     if how.get("keep"):
-        planned["keep_bytes"] = EVERYTHING
+        planned["head.keep_mb"] = EVERYTHING / 2**20
     if how.get("light"):
-        planned |= {"rows": "bfloat16", "optimizer": "adagrad"}
+        planned |= {"head.row_dtype": "bfloat16", "head.optimizer": "adagrad"}
     return Way(
         name,
         "arcface",

@@ -26,8 +26,7 @@ class Argument:
     """A flag ``--name`` or a positional argument of a command.
 
     kind: its type; bool makes a switch. default: default value, or REQUIRED. meaning: help text. positional:
-    passed without ``--name``; a list takes several words, a tuple all that follow, flags included. option:
-    path of an option, which is a second name of the flag.
+    passed without ``--name``; a list takes several words, a tuple all that follow, flags included.
     """
 
     name: str
@@ -35,19 +34,15 @@ class Argument:
     default: Any
     meaning: str
     positional: bool = False
-    option: str | None = None
 
 
 def arguments_of(factory: type) -> list[Argument]:
     """Return the flags for the fields of a dataclass, whose metadata has the help texts."""
     kinds = typing.get_type_hints(factory)
     return [
-        Argument(
-            one.name, kinds[one.name], one.default, one.metadata["meaning"],
-            option=one.metadata.get("option"),
-        )
+        Argument(one.name, kinds[one.name], one.default, one.metadata["meaning"])
         for one in dataclasses.fields(factory)
-    ]  # fmt: skip
+    ]
 
 
 def word(name: str, meaning: str) -> Argument:
@@ -162,8 +157,8 @@ class CommandParser(argparse.ArgumentParser):
             return
         if one.kind is bool:  # a value behind a switch would be taken for a positional argument
             how |= {"nargs": "?", "const": "true"} if is_flags_only else {"nargs": 0}
-        spellings = dict.fromkeys((one.name, one.name.replace("_", "-"), one.option))
-        names = [f"-{name}" if len(name) == 1 else f"--{name}" for name in spellings if name]
+        spellings = dict.fromkeys((one.name, one.name.replace("_", "-")))
+        names = [f"-{name}" if len(name) == 1 else f"--{name}" for name in spellings]
         self.add_argument(*names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how)
 
     def error(self, message: str) -> NoReturn:
@@ -191,9 +186,7 @@ class CommandParser(argparse.ArgumentParser):
         return {**values, "options": options} if self._takes_options else values
 
     def _hint(self, name: str) -> str:
-        flags = [one for one in self._arguments.values() if not one.positional]
-        known = [known for one in flags for known in (one.name, one.option)]
-        near = did_you_mean(name, filter(None, known))
+        near = did_you_mean(name, [one.name for one in self._arguments.values() if not one.positional])
         near = near or (nearest_option(name) if self._takes_options else "")
         return re.sub(r"'([\w.]+)'", r"--\1", near)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plsc.cli.parser import REQUIRED, Argument, Command, arguments_of, word
+from plsc.cli.parser import REQUIRED, Argument, Command, word
 from plsc.config import Options
 from plsc.config.text import render_options
 from plsc.errors import OptionError
@@ -91,16 +91,10 @@ def _config(options: Options) -> None:
     print(render_options(options))
 
 
-def _plan_arguments() -> list[Argument]:
-    from plsc.plan import PlanOptions
+def _plan(options: Options, ranks: int | None, device_gb: float) -> None:
+    from plsc.plan import plan  # imports torch
 
-    return arguments_of(PlanOptions)
-
-
-def _plan(**given: Any) -> None:
-    from plsc.plan import plan
-
-    print(plan(**given).render())
+    print(plan(options.values, ranks, device_gb).render())
 
 
 COMMANDS = {
@@ -169,6 +163,12 @@ COMMANDS = {
         "print all options with values, defaults and descriptions, as YAML", _config, takes_options=True
     ),
     "plan": Command(
-        "estimate the memory, computation and communication of a training step", _plan, _plan_arguments
+        "estimate the memory of a training run, and whether it fits; flags as of plsc train",
+        _plan,
+        [
+            Argument("ranks", int, None, "number of ranks; default: --runtime.world_size, or 1"),
+            Argument("device_gb", float, 80.0, "memory of a device in GB"),
+        ],
+        takes_options=True,
     ),
 }

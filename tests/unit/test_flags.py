@@ -100,7 +100,7 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
     for arguments in (
         ["config", "--optim.groups", bomb],
         ["config", f"--optim.groups={bomb}"],
-        ["plan", "--classes", bomb],
+        ["plan", "--ranks", bomb],
     ):
         assert " has the YAML alias *a in line 1; aliases" in said_of(capsys, *arguments)
 

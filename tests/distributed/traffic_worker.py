@@ -1,4 +1,4 @@
-"""Compare the tensors that the head communicates with the plan; exit with 1 if they differ."""
+"""Compare the tensors that the head communicates with docs/life_of_a_step.md; exit with 1 if they differ."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch.distributed as dist
 
 from plsc.heads import RowSGD, Sampling, ShardedHead, build_margin
 from plsc.parallel.world import World
-from plsc.plan import plan_head
 
-# The collectives of the plan, with the argument positions of the full tensor and of the block.
-WHOLE_AND_BLOCK = {
-    "all_gather_into_tensor": ("all-gather", 0, 1),
-    "reduce_scatter_tensor": ("reduce-scatter", 1, 0),
-    "all_reduce": ("all-reduce", 0, 0),
+# The collectives of the head, with the argument position of the full tensor.
+WHOLE = {
+    "all_gather_into_tensor": ("all-gather", 0),
+    "reduce_scatter_tensor": ("reduce-scatter", 1),
+    "all_reduce": ("all-reduce", 0),
 }
 OTHERS = (
     "all_gather",
@@ -35,33 +34,23 @@ OTHERS = (
 )
 
 
-def record(calls: list[tuple[str, int, int]]) -> None:
-    """Record (collective, payload, bytes sent per rank in a ring) of each following call."""
+def record(calls: list[tuple[str, int]]) -> None:
+    """Record the name and the bytes of the full tensor of each following collective."""
 
     def noting(name, function):
         @functools.wraps(function)
         def wrapped(*args, **kwargs):
-            ranks = dist.get_world_size()
-            if name in OTHERS:
-                calls.append((name, -1, -1))
-            else:
-                collective, whole, block = WHOLE_AND_BLOCK[name]
-                payload = args[whole].nbytes
-                sent = (ranks - 1) * args[block].nbytes
-                if collective == "all-reduce":  # a reduce-scatter and an all-gather of blocks
-                    sent = 2 * (ranks - 1) * -(-payload // ranks)
-                calls.append((collective, payload, sent))
+            collective, whole = WHOLE.get(name, (name, None))
+            calls.append((collective, -1 if whole is None else args[whole].nbytes))
             return function(*args, **kwargs)
 
         return wrapped
 
-    for name in (*WHOLE_AND_BLOCK, *OTHERS):
+    for name in (*WHOLE, *OTHERS):
         setattr(dist, name, noting(name, getattr(dist, name)))
 
 
-def check(
-    world: World, calls: list[tuple[str, int, int]], sizes: list[int], dtype: str, ratio: float
-) -> None:
+def check(world: World, calls: list[tuple[str, int]], sizes: list[int], dtype: str, ratio: float) -> None:
     head = ShardedHead(
         23,
         12,
@@ -76,14 +65,20 @@ def check(
     calls.clear()
     head(embeddings, labels).loss.backward()
     rows.step()
-    planned = plan_head(23, ranks=world.size, embedding=12, batch=sizes, ratio=ratio, embedding_dtype=dtype)
-    expected = [(t.collective, t.payload, t.sent) for t in planned.transfers]
+    padded, total = world.size * max(sizes), sum(sizes)  # batches are padded to the largest
+    expected = [
+        ("all-gather", world.size * 8),  # batch sizes
+        ("all-gather", padded * 8),  # labels
+        ("all-gather", padded * 12 * embeddings.itemsize),
+        ("all-reduce", 2 * total * 4),  # two sums per sample
+        ("reduce-scatter", padded * 12 * 4),  # gradient of the embeddings
+    ]
     assert calls == expected, f"batches {sizes}, {dtype}, ratio {ratio}: {calls} != {expected}"
 
 
 def main() -> None:
     world = World.from_environment("cpu")
-    calls: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int]] = []
     record(calls)
     even, uneven = [5] * world.size, [2 + 3 * rank for rank in range(world.size)]
     with_empty = [4] + [0] * (world.size - 1)

@@ -1,0 +1,329 @@
+"""The sizes of a plan against real tensors, and its answer."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from plsc.cli import main
+from plsc.config.optim import OptimOptions
+from plsc.errors import OptionError
+from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
+from plsc.models import BaseModel, build_model
+from plsc.models.checkpointing import checkpoint_activations
+from plsc.models.layers import use_torch_layers
+from plsc.optim.optimizers import build_optimizer
+from plsc.plan import plan, plan_head
+
+BATCH = 16
+CPU = {"runtime.device": "cpu", "head.class_num": 10}
+SMALL = {
+    **CPU,
+    "model.name": "SmallResNet",
+    "model.image_shape": (3, 32, 32),
+    "model.emb_size": 64,
+    "train.batch_size": BATCH,
+}
+
+
+class Plain(BaseModel):
+    """A linear layer: images [b, 3, 4, 4], 6 outputs."""
+
+    def __init__(self, emb_size=6):
+        super().__init__()
+        self.fc = nn.Linear(48, emb_size, bias=False)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1)).tanh()
+
+
+class Asking(Plain):
+    """Reads the values of its input."""
+
+    def build_network(self, input, label, is_train=True):
+        return super().build_network(input, label) if input.sum().item() < 0 else input
+
+
+def make(classes, embedding, rows="float32", optimizer="sgd", state="float32", **options):
+    margin = build_margin("arcface", scale=64.0, margin=0.5)
+    head = ShardedHead(classes, embedding, margin, row_dtype=getattr(torch, rows), **options)
+    return head, ROW_OPTIMIZERS[optimizer](head, lr=0.1, state_dtype=state)
+
+
+def step(head, batch, embedding):
+    """Run one forward and backward pass; return the saved context."""
+    generator = torch.Generator().manual_seed(1)
+    embeddings = torch.randn(batch, embedding, generator=generator).requires_grad_()
+    labels = torch.randint(head.class_num, (batch,), generator=generator)
+    head(embeddings, labels).loss.backward()
+    return head.contexts[-1]
+
+
+@pytest.mark.parametrize("centers", [1, 3])
+@pytest.mark.parametrize(
+    ("rows", "optimizer", "state"),
+    [
+        (rows, optimizer, state)
+        for rows, optimizer, state in itertools.product(
+            ("float32", "bfloat16"), ("sgd", "adamw", "adagrad"), ("float32", "bfloat16", "int8")
+        )
+        if state != "int8" or optimizer == "sgd"
+    ],
+)
+def test_stored_bytes_of_the_head_equal_those_of_real_tensors(rows, optimizer, state, centers):
+    # 300 columns need two scales of 256 in int8.
+    head, updates = make(11, 300, rows, optimizer, state, centers=centers)
+    real = {name: tensor.nbytes for name, tensor in updates.state[head.weight].items()}
+    planned = plan_head(
+        {
+            "head.class_num": 11,
+            "model.emb_size": 300,
+            "head.row_dtype": rows,
+            "head.optimizer": optimizer,
+            "head.state_dtype": state,
+            "head.sub_centers": centers,
+        }
+    )
+    assert planned.stored == {"weight": head.weight.nbytes, **real}
+    assert planned.stored_bytes == planned.bytes_per_class * 11
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 4096),
+        ({"optim.momentum": 0.0}, 2048),
+        ({"head.loss_type": "dist_softmax"}, 4096 + 8),  # with biases
+        ({"head.row_dtype": "bfloat16", "head.state_dtype": "bfloat16"}, 2048),
+        ({"head.row_dtype": "bfloat16", "head.state_dtype": "int8"}, 1544),
+        ({"head.row_dtype": "bfloat16", "head.optimizer": "adagrad"}, 1028),
+    ],
+)
+def test_bytes_per_class(options, expected):
+    planned = plan_head({"head.class_num": 10**8, **options})
+    assert planned.bytes_per_class == expected
+    assert planned.stored_bytes == expected * 10**8
+
+
+@pytest.mark.parametrize("classes", [1, 7, 12, 13])
+def test_the_plan_is_for_the_largest_rank(classes):
+    sizes = []
+    for rank in range(4):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4)
+        sizes.append(make(classes, 8, group=group)[0].weight.nbytes)
+    planned = plan_head({"head.class_num": classes, "model.emb_size": 8, "runtime.world_size": 4})
+    assert planned.stored["weight"] == max(sizes)
+
+
+def test_offloaded_copies_equal_those_of_a_real_step():
+    sampling = Sampling(ratio=0.3)
+    head, updates = make(101, 8, "float32", "adamw", "bfloat16", offload=True, sampling=sampling, centers=2)
+    context = step(head, 4, 8)
+    planned = plan_head(
+        {
+            "head.class_num": 101,
+            "model.emb_size": 8,
+            "train.batch_size": 4,
+            "head.sample_ratio": 0.3,
+            "head.optimizer": "adamw",
+            "head.state_dtype": "bfloat16",
+            "head.sub_centers": 2,
+            "head.offload": True,
+        }
+    )
+    assert planned.step["copy of weight"] == context.rows.weight.nbytes
+    share = len(context.rows) / (101 * 2)
+    for name, tensor in updates.state[head.weight].items():
+        assert planned.step[f"copy of {name}"] == round(tensor.nbytes * share)
+    assert planned.device_bytes == sum(planned.step.values())
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_softmax_terms_are_kept_exactly_if_the_head_keeps_them(missing):
+    budget = 2 * 64 * 8192 - missing  # 1 MiB
+    execution = Execution(keep_bytes=budget, kernels="torch")
+    kept = step(make(8192, 8, execution=execution)[0], 64, 8).kept
+    planned = plan_head(
+        {
+            "head.class_num": 8192,
+            "model.emb_size": 8,
+            "train.batch_size": 64,
+            "head.keep_mb": budget / 2**20,
+        }
+    )
+    assert planned.step.get("kept softmax terms") == (None if kept is None else kept.nbytes)
+    assert (kept is None) == (missing == 1)
+
+
+@pytest.mark.parametrize(("keep_mb", "factor"), [(0, 8), (1, 6)])
+def test_operations_of_the_head_equal_those_of_the_real_products(keep_mb, factor):
+    execution = Execution(keep_bytes=keep_mb * 2**20, kernels="torch", tile=20)
+    head, updates = make(50, 16, execution=execution)
+    with FlopCounterMode(display=False) as counter:
+        step(head, 6, 16)
+        updates.step()
+    planned = plan_head(
+        {"head.class_num": 50, "model.emb_size": 16, "train.batch_size": 6, "head.keep_mb": float(keep_mb)}
+    )
+    assert planned.operations == counter.get_total_flops() == factor * 6 * 50 * 16
+
+
+def test_step_memory_does_not_grow_with_the_classes():
+    few, many = (
+        plan_head({"head.class_num": classes, "train.batch_size": 512}) for classes in (10**6, 10**8)
+    )
+    assert few.step == many.step
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
+def test_stored_bytes_of_the_backbone_equal_those_of_real_tensors(name):
+    network = build_model("SmallResNet", 64, (3, 32, 32))
+    groups = [{"params": list(network.parameters())}]
+    optimizer = build_optimizer(OptimOptions(optimizer=name), groups, 0.1, torch.device("cpu"))
+    network(torch.randn(BATCH, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    states = [v for one in optimizer.state.values() for v in one.values() if torch.is_tensor(v)]
+    planned = plan({**SMALL, "optim.optimizer": name}).backbone
+    assert planned.stored == {
+        "parameters": sum(p.nbytes for p in network.parameters()),
+        "gradients": sum(p.grad.nbytes for p in network.parameters()),
+        f"{name} states": sum(state.nbytes for state in states),
+        "buffers": sum(buffer.nbytes for buffer in network.buffers()),
+    }
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpoint", ["none", "all"])
+def test_activations_are_within_15_percent_of_what_a_real_step_allocates(checkpoint, precision):
+    network = build_model("SmallResNet", 64, (3, 32, 32)).train()
+    use_torch_layers(network)
+    checkpoint_activations(network, checkpoint)
+
+    def real_step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            output = network(torch.randn(256, 3, 32, 32))
+        output.float().sum().backward()
+
+    real_step()  # allocates the gradients
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        real_step()
+    events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
+    events.sort(key=lambda one: one.start_ns())
+    peak = max(itertools.accumulate(one.nbytes() for one in events))
+    options = {"train.batch_size": 256, "memory.checkpoint_stages": checkpoint, "precision.mode": precision}
+    assert plan({**SMALL, **options}).backbone.step["activations"] == pytest.approx(peak, rel=0.15)
+
+
+def test_micro_batches_save_activations():
+    whole, parts = (plan({**SMALL, "train.micro_batches": parts}).backbone.step for parts in (1, 4))
+    assert parts["activations"] < 0.5 * whole["activations"]
+
+
+def test_sharding_divides_stored_memory_and_gathers_active_blocks():
+    whole = plan(SMALL, ranks=4).backbone
+    parts = plan({**SMALL, "parallel.backbone": "sharded"}, ranks=4).backbone
+    for name in ("parameters", "gradients", "sgd states"):
+        assert parts.stored[name] == -(-whole.stored[name] // 4)
+    assert parts.step["gathered parameters and their gradients"] <= 2 * whole.stored["parameters"]
+
+
+def test_a_moving_average_is_stored_too():
+    planned = plan({**SMALL, "optim.ema_decay": 0.99}).backbone
+    assert planned.stored["moving average"] == planned.stored["parameters"] + planned.stored["buffers"]
+
+
+def test_the_answer_lists_changes_that_make_the_run_fit():
+    options = {**SMALL, "head.class_num": 10**8, "model.emb_size": 512}
+    big = plan(options, ranks=4)  # 102 GB of class weights and momentum per rank
+    assert not big.fits
+    assert big.device_bytes == big.head.device_bytes + big.backbone.device_bytes
+    changes = {
+        "--ranks 8": {"runtime.world_size": 8},
+        "--head.row_dtype bfloat16 --head.state_dtype bfloat16": {
+            "head.row_dtype": "bfloat16",
+            "head.state_dtype": "bfloat16",
+        },
+        "--head.row_dtype bfloat16 --head.state_dtype float32 --head.optimizer adagrad": {
+            "head.row_dtype": "bfloat16",
+            "head.optimizer": "adagrad",
+        },
+        "--head.sample_ratio 0.1 --head.offload True": {"head.sample_ratio": 0.1, "head.offload": True},
+    }
+    assert big.smaller == {
+        flags: plan({"runtime.world_size": 4, **options, **change}).device_bytes
+        for flags, change in changes.items()
+    }
+    first, second, *_ = big.render().splitlines()
+    assert first == (
+        f"does not fit: {big.device_bytes / 1e9:.1f} GB of 80.0 GB per rank; at most 77,800,000 classes fit"
+    )
+    assert 77_800_000 <= big.most_classes < 77_900_000
+    assert second == f"fits with --ranks 8: {big.smaller['--ranks 8'] / 1e9:.1f} GB"
+
+
+def test_the_largest_number_of_classes_fits_and_one_more_does_not():
+    most = plan(SMALL, ranks=2, device_gb=1).most_classes
+    assert plan({**SMALL, "head.class_num": most}, ranks=2, device_gb=1).fits
+    assert not plan({**SMALL, "head.class_num": most + 1}, ranks=2, device_gb=1).fits
+    assert plan(SMALL, device_gb=0.001).most_classes == 0
+
+
+def test_the_backbone_is_made_smaller_if_its_activations_do_not_fit():
+    big = plan({**SMALL, "train.batch_size": 1024}, device_gb=0.3)
+    assert not big.fits
+    assert "--precision.mode bfloat16" in big.smaller
+    assert not any("head." in flags for flags in big.smaller)
+
+
+def test_the_global_batch_size_is_divided_over_the_ranks():
+    options = {**SMALL, "train.global_batch_size": 4 * BATCH}
+    assert plan(options, ranks=4) == plan(SMALL, ranks=4)
+
+
+def test_the_command_takes_the_flags_of_a_run(capsys):
+    flags = [f"--{path}={list(one) if isinstance(one, tuple) else one}" for path, one in SMALL.items()]
+    assert main(["plan", "--ranks", "2", "--device_gb", "1", *flags]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed == plan(SMALL, ranks=2, device_gb=1).render()
+    (line,) = (line for line in printed.splitlines() if line.startswith("    parameters "))
+    assert line.split() == ["parameters", "5.1", "MB"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "head.class_num is not set, and a plan reads no data; pass --head.class_num"),
+        (["--head.class_num", "many"], "head.class_num is 'many'; expected an integer"),
+        (["--head.class_num", "9", "--ranks", "0.5"], "--ranks is '0.5'; expected an integer"),
+        (["--head.class_num", "9", "--rankz", "8"], "did you mean --ranks?"),
+        (["--head.class_num", "9", "--device_gb", "0"], "device_gb is 0.0; expected a number greater than 0"),
+    ],
+)
+def test_the_command_reports_invalid_flags_in_one_line(flags, expected, capsys):
+    assert main(["plan", *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("plsc: error: ")
+    assert expected in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"model.name": f"{__name__}:Asking"}, "fails with fake tensors: DataDependentOutput"),
+        ({"optim.optimizer": "a.b:c"}, "a plan supports only built-in optimizers"),
+        ({"memory.checkpoint_stages": "layer1"}, "'layer1', which matches no module of SmallResNet"),
+        ({"parallel.backbone": "sharded", "parallel.shard_size": 3}, "shard_size is 3; expected a divisor"),
+        ({"head.state_dtype": "int8", "head.optimizer": "adamw"}, "which adamw does not support"),
+        ({"head.loss_type": "arcface"}, "a plan supports only sharded heads"),
+        ({"runtime.world_size": 10**6}, "ranks is 1000000; expected a number between 1 and 65536"),
+        ({"train.batch_sice": 4}, "unknown option 'train.batch_sice'"),
+    ],
+)
+def test_options_that_cannot_be_planned_raise(wrong, expected):
+    with pytest.raises(OptionError, match=expected):
+        plan({**SMALL, **wrong})
