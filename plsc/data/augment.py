@@ -58,13 +58,11 @@ class Draws:
         return (key >> 11) / 2**53
 
 
-def is_mirrored(draws: Draws) -> bool:
-    """Return whether the flip mirrors this image; true for half of them."""
-    return draws.uniform(Operation.FLIP) < 0.5
-
-
 def are_mirrored(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
-    """Return `is_mirrored` for each of `samples`, int64 [n], in an epoch: bool [n]."""
+    """Return which of `samples`, int64 [n], the flip mirrors in an epoch: bool [n]; half of them.
+
+    Equal to ``Draws(seed, epoch, sample).uniform(Operation.FLIP) < 0.5``.
+    """
     keys = splitmix64_of(samples.astype(np.uint64) ^ np.uint64(_epoch_key(seed, epoch)))
     return splitmix64_of(keys ^ np.uint64(Operation.FLIP)) < np.uint64(2**63)  # its highest bit
 
@@ -72,8 +70,8 @@ def are_mirrored(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
 def augment(pixels: np.ndarray, augmentation: Augmentation, draws: Draws) -> None:
     """Augment one image [H, W, C] in place, without the flip: uint8, or normalised floats.
 
-    The caller does the flip afterwards, where the image is copied anyway. Raises DataError for floats if an
-    operation requires uint8.
+    `plsc.data.batch.to_input` does the flip afterwards, where the image is copied anyway. Raises DataError
+    for floats if an operation requires uint8.
     """
     if pixels.dtype != np.uint8 and augmentation.needs_bytes:
         raise DataError("the image has float values, but colour and low-resolution augmentation need uint8")

@@ -41,7 +41,7 @@ class Batch:
             the network's input, which is not an image.
         labels: int64 [b].
         names: where each sample came from.
-        mirrored: bool [b], images that `to_input` must still mirror; None if none.
+        mirrored: bool [b], images that `to_input` mirrors; None if none.
         skipped: number of bad samples left out.
         problems: the samples that were left out or replaced.
         is_input: whether the network gets `images` unchanged.
@@ -121,7 +121,7 @@ def to_input(
     Images are copied to the device as uint8 and converted there.
 
     Args:
-        mirrored: bool [b], which uint8 images to mirror.
+        mirrored: bool [b], which images to mirror.
         layout: memory format of the result; preserve_format means contiguous_format. Neither costs more, as
             decoded images are channels last and have to be rewritten anyway.
     """
@@ -130,13 +130,11 @@ def to_input(
     if images.dtype == torch.uint8 and torch.device(device).type == "cpu" and not images.is_cuda:
         return _normalised_on_cpu(images, mirrored, layout)
     moved = images.to(device, non_blocking=True)
-    if images.dtype != torch.uint8:
-        return moved.to(torch.float32, memory_format=layout)
     if mirrored is not None:
         chosen = mirrored.to(device, non_blocking=True)[:, None, None, None]
         moved = torch.where(chosen, moved.flip(-1), moved)
     floats = moved.to(torch.float32, memory_format=layout)
-    return floats.sub_(127.5).div_(128.0)
+    return floats if images.dtype != torch.uint8 else floats.sub_(127.5).div_(128.0)
 
 
 def _normalised_on_cpu(

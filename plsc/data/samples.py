@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augment, is_mirrored
+from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augment
 from plsc.data.batch import BadSample, Batch, BufferRing, SampleNames
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source, printable
@@ -24,6 +23,8 @@ from plsc.seeds import hash_key
 
 Request = tuple[int, np.ndarray]
 """The epoch, and the sample indices of one batch."""
+Sample = tuple[Image, int]
+"""An image and its label."""
 
 MAX_REPLACEMENTS = 16  # if a tenth of the samples is bad, all of them fail with probability 1e-16
 LIST_NAME = "bad_samples.txt"
@@ -79,15 +80,15 @@ class BatchReader:
         labels: list[int] = []
         used: list[int] = []
         floats: list[Any] = []  # float images, or samples that are not images
-        for index, found in zip(indices.tolist(), self._read_many(indices), strict=False):
+        for index, sample in zip(indices.tolist(), self._read_many(indices, epoch), strict=False):
             if stopped():
                 raise Stopped
             filled = len(used)
             out = slots[filled] if example is None else slots
-            sample = self._first_good(index, found, epoch, out, batch)
-            if sample is None:
+            good = self._first_good(index, sample, epoch, out, batch)
+            if good is None:
                 continue
-            chosen, label, image = sample
+            chosen, label, image = good
             if example is None and (image is not None or self._changes_pixels):
                 image = self._augmented(chosen, epoch, out, image)
             if image is not None:
@@ -104,39 +105,40 @@ class BatchReader:
             batch.images = stack_inputs(floats, example)
         else:
             batch.images = torch.stack(floats) if floats else images[: len(used)]
-            batch.mirrored = None if floats else self._pending_mirrors(used, epoch)
+            batch.mirrored = self._mirrors(used, epoch)
         batch.labels = torch.tensor(labels, dtype=torch.int64)
         batch.names = SampleNames(used, self.source)
         return batch
 
-    def _read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | None]:
-        """Yield each sample, or None for one that must be read individually."""
+    def _read_many(self, indices: np.ndarray, epoch: int) -> Iterator[Sample | DataError]:
+        """Yield each sample, or the error that names it."""
         read_many = getattr(self.source, "read_many", None)
         if read_many is None or self.recipe.seed_reading:
-            return itertools.repeat(None)
-        found: Iterator[tuple[Image, int] | None] = read_many(indices)
-        return found
+            return (self._read_one(index, epoch) for index in indices.tolist())
+        samples: Iterator[Sample | DataError] = read_many(indices)
+        return samples
 
-    def _pending_mirrors(self, samples: list[int], epoch: int) -> torch.Tensor | None:
-        """Return which uint8 images the consumer must still mirror, bool [b]; None if none."""
+    def _mirrors(self, samples: list[int], epoch: int) -> torch.Tensor | None:
+        """Return which images `to_input` mirrors, bool [b]; None if none."""
         recipe = self.recipe
-        if recipe.transform is not None or not recipe.augmentation.flip:
+        if not recipe.augmentation.flip:
             return None
         keys = np.array(samples, np.int64) + recipe.first_sample
         mirrored = are_mirrored(recipe.seed, epoch, keys)
         return torch.from_numpy(mirrored) if mirrored.any() else None
 
     def _first_good(
-        self, index: int, found: tuple[Image, int] | None, epoch: int, out: np.ndarray, batch: Batch
+        self, index: int, sample: Sample | DataError, epoch: int, out: np.ndarray, batch: Batch
     ) -> tuple[int, int, Any] | None:
-        """Return (sample, label, image if it is float or no image), or None if the sample is skipped."""
+        """Return (index, label, image if it is float or no image), or None if the sample is skipped."""
         recipe, chosen = self.recipe, index
         for attempt in range(1, MAX_REPLACEMENTS + 2):
             try:
-                data, label = found or self._read_one(chosen, epoch)
+                if isinstance(sample, DataError):
+                    raise sample
+                data, label = sample
                 return chosen, label, self._decoded(chosen, data, label, out)
             except DataError as error:
-                found = None
                 if recipe.bad_images == "stop":
                     raise
                 batch.problems.append(BadSample.from_error(error))
@@ -145,6 +147,7 @@ class BatchReader:
                 return None
             key = recipe.first_sample + index
             chosen = replacement(recipe.seed, epoch, key, attempt, len(self.source))
+            sample = self._read_one(chosen, epoch)
         raise DataError(
             f"{self.source.name(index)} is bad, and so are its {MAX_REPLACEMENTS} replacements, the last "
             f"one: {batch.problems[-1].text}; check the dataset"
@@ -165,20 +168,13 @@ class BatchReader:
     def _augmented(
         self, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Augment the pixels in ``out`` or the float image; return the image if it is float.
-
-        Float images and input of a transform are mirrored here; other pixels later.
-        """
+        """Augment the pixels in ``out`` or the float image, without the flip; return a float image."""
         recipe = self.recipe
         key = recipe.first_sample + index
         draws = Draws(recipe.seed, epoch, key)
         pixels = out if image is None else image.numpy().transpose(1, 2, 0)
         try:
             augment(pixels, recipe.augmentation, draws)
-            if image is None and recipe.transform is None:
-                return None
-            if recipe.augmentation.flip and is_mirrored(draws):
-                pixels[...] = pixels[:, ::-1].copy()
             if recipe.transform is None:
                 return image
             result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key)
@@ -189,16 +185,16 @@ class BatchReader:
         np.copyto(out, result.permute(1, 2, 0).numpy())
         return None
 
-    def _read_one(self, index: int, epoch: int) -> tuple[Image, int]:
-        """Return a sample of the source; a DataError names it."""
+    def _read_one(self, index: int, epoch: int) -> Sample | DataError:
+        """Return a sample of the source, or the error that names it."""
         try:
             if not self.recipe.seed_reading:
                 return self.source[index]
             key = self.recipe.first_sample + index
             with IsolatedRandom(hash_key(self.recipe.seed, epoch, key, Operation.READ)).active():
                 return self.source[index]
-        except DataError:
-            raise
+        except DataError as error:
+            return error
         except Exception as error:  # a bug in the source: keep the traceback
             add_note(error, f"while reading {self.source.name(index)}")
             raise

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from plsc.data.batch import to_input
-from plsc.data.decode import ImageShape, decode_image
+from plsc.data.decode import Image, ImageShape, decode_image
 from plsc.data.pairs import read_pairs
 from plsc.data.sources import LabelFileSource, check_labels
 from plsc.errors import DataError, OptionError
@@ -91,7 +91,7 @@ def test(
     return loaded, names
 
 
-def _normalised(data: bytes, image_shape: ImageShape, name: str) -> torch.Tensor:
+def _normalised(data: Image, image_shape: ImageShape, name: str) -> torch.Tensor:
     try:
         return to_input(decode_image(data, image_shape), "cpu")
     except DataError as error:

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -59,27 +59,21 @@ class IndexedSource:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
+    def __getitem__(self, index: int) -> tuple[Image, int]:
         if not 0 <= index < len(self._labels):
             raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        try:
-            image = self._image_in(self._stored_at(index))
-            check_image_bytes(len(image))
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-        return image, self._labels.item(index)
+        return self._image_at(index, None), self._labels.item(index)
 
-    def read_many(self, indices: np.ndarray) -> Iterator[tuple[bytes, int] | None]:
-        """Yield ``self[index]`` for each index, int64 [n], with far fewer calls.
-
-        None stands for a sample that must be read individually, which returns it or reports the error.
-        """
+    def read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | DataError]:
+        """Yield ``self[index]``, or its error, for each index, int64 [n], with far fewer system calls."""
         labels = self._labels[indices].tolist()
-        for label, stored in zip(labels, self._stored_many(indices), strict=False):
+        for index, label, stored in zip(indices.tolist(), labels, self._stored_many(indices), strict=False):
+            result: tuple[Image, int] | DataError
             try:
-                yield None if stored is None else (self._image_in(stored), label)
-            except DataError:
-                yield None
+                result = self._image_at(index, stored), label
+            except DataError as error:
+                result = error
+            yield result
 
     def name(self, index: int) -> str:
         """Return the location of the sample for messages."""
@@ -93,6 +87,18 @@ class IndexedSource:
         """Replace each label by ``numbers[label]``; numbers: int64 [labels]."""
         self._labels = numbers[self._labels]
 
+    def _image_at(self, index: int, stored: bytes | None) -> Image:
+        """Return the image of a sample; DataError, which names it, if it cannot be read.
+
+        stored: its stored bytes, if they have been read already.
+        """
+        try:
+            image = self._image_in(self._stored_at(index) if stored is None else stored)
+            check_image_bytes(len(image))
+        except DataError as error:
+            raise error.at(self.name(index)) from error
+        return image
+
     def _stored_at(self, index: int) -> bytes:
         """Return the stored bytes of a sample; DataError, which need not name it, if they cannot be read."""
         file, length = self._file_numbers(np.array([index])).item(), self._lengths.item(index)
@@ -101,7 +107,7 @@ class IndexedSource:
         return self._files[file].read_at(self._offsets.item(index), length)
 
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
-        """Yield the stored bytes of each sample; None for those that must be read individually."""
+        """Yield the stored bytes of each sample; None for those that only `_stored_at` reads or reports."""
         if not hasattr(self, "_files"):
             return itertools.repeat(None)
         files = self._file_numbers(indices)
@@ -134,19 +140,6 @@ class FileSource(IndexedSource):
         self._paths = paths
         self._labels = labels
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        image, label = super().__getitem__(index)
-        if self.landmarks is None:
-            return image, label
-        try:
-            return self.landmarks.face(index, image), label
-        except DataError as error:
-            raise error.at(self.name(index)) from error
-
-    def read_many(self, indices: np.ndarray) -> Iterator[tuple[bytes, int] | None]:
-        """Yield the samples as `IndexedSource.read_many`; with landmarks, each is read individually."""
-        return super().read_many(indices) if self.landmarks is None else itertools.repeat(None)
-
     def add_landmarks(self, location: str | None, folder: str | None = None) -> None:
         """Align the images by a landmarks file, `Landmarks`, with paths as in this source; None: do nothing.
 
@@ -164,6 +157,15 @@ class FileSource(IndexedSource):
                 f"{len(missing):,} of {len(self):,} images have no line in the landmarks file, such as "
                 f"{self.name(missing[0])}; add them, or train without these images: set_bad_images('skip')"
             )
+
+    def _image_at(self, index: int, stored: bytes | None) -> Image:
+        image = super()._image_at(index, stored)
+        if self.landmarks is None or not isinstance(image, bytes):
+            return image
+        try:
+            return self.landmarks.face(index, image)
+        except DataError as error:
+            raise error.at(self.name(index)) from error
 
     def _stored_at(self, index: int) -> bytes:
         if isinstance(self.root, str):

@@ -26,7 +26,7 @@ from plsc.data.sources.columns import read_label_map
 from plsc.data.sources.image_folders import open_images
 from plsc.data.template_files import read_protocol
 from plsc.data.writers import writer_of
-from plsc.errors import PlscError
+from plsc.errors import DataError, PlscError
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular, read_regular
@@ -53,9 +53,11 @@ def images(folder: Path, names: str = "ab") -> None:
 def every_image(folder: Path, **options: object) -> Callable[[], object]:
     def read() -> list[object]:
         source = open_source(folder, **options)
-        count = range(len(source))
-        found = zip(count, source.read_many(np.array(count)), strict=False)
-        return [source[index] if one is None else one for index, one in found]
+        samples = list(source.read_many(np.arange(len(source))))
+        for sample in samples:
+            if isinstance(sample, DataError):
+                raise sample
+        return samples
 
     return read
 
