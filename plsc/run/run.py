@@ -56,6 +56,7 @@ class Run(Context):
         samples: the sample numbers of the current batch, for dropout layers.
         settings: initial settings of the optimizer's parameter groups.
         notes: log lines about the run, printed before training.
+        is_custom: the network is the user's own.
         length: the length of its epochs.
         callbacks: called at the events of the run.
     """
@@ -69,6 +70,7 @@ class Run(Context):
     samples: SampleNumbers
     settings: list[dict[str, float]]
     notes: list[str]
+    is_custom: bool
     length: Length
     callbacks: Callbacks
 
@@ -85,6 +87,11 @@ def build_run(
     checkpoint: the checkpoint to resume; classes with names get their numbers from it.
     """
     check_combinations(options, world.size)
+    if options.speed.compile and any(callback.layers for callback in user.callbacks):
+        raise OptionError(
+            "a callback has layers, but outputs of layers are not available with speed.compile; "
+            "set_compile(False)"
+        )
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
         if world.device.type == "cuda":  # without it, torch rejects matrix products on CUDA
@@ -119,35 +126,11 @@ def build_run(
     # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
     trained_network, sharding_note = distribute_backbone(network, options, world, global_batch)
     # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
-    optimizer, base_rate = build_updates(
-        options,
-        dict(network.named_parameters()),
-        assignment,
-        heads,
-        world.device,
-        user.optimizer,
-    )
+    parameters = dict(network.named_parameters())
+    optimizer, base_rate = build_updates(options, parameters, assignment, heads, world.device, user.optimizer)
     warmup = length.until(options.optim.warmup_epochs)
     rate = build_schedule(options, base_rate, total_steps, warmup, user.schedule)
-    is_custom = user.model is not None or ":" in options.model.name
-    notes = (
-        layers,
-        sharding_note,
-        *data.notes,
-        mode_note(options, world.device),
-        frozen_note(network),
-        sparse_note(network) if ":" not in options.optim.optimizer else "",
-        batch_note(global_batch, data.num_samples),
-        warmup_note(rate.warmup_steps, total_steps),
-        threads_note(options),
-        idle_note(options, constructor_arguments(network) or {} if is_custom else None),
-    )
-    if options.speed.compile and any(one.layers for one in user.callbacks):
-        raise OptionError(
-            "a callback has layers, but outputs of layers are not available with speed.compile; "
-            "set_compile(False)"
-        )
-    return Run(
+    run = Run(
         options=options,
         world=world,
         network=network,
@@ -163,10 +146,13 @@ def build_run(
         targets=targets,
         samples=samples,
         settings=collect_group_numbers(optimizer),
-        notes=list(filter(None, notes)),
+        notes=list(filter(None, (layers, sharding_note, *data.notes))),
+        is_custom=user.model is not None or ":" in options.model.name,
         length=length,
         callbacks=Callbacks(user.callbacks, network),
     )
+    run.notes += filter(None, _likely_mistakes(run))
+    return run
 
 
 def _build_scaler(options: Config, device: torch.device) -> LossScaler | None:
@@ -272,6 +258,21 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     )
     resumed = [f"resuming from {checkpoint[0]} at step {run.position.step}"] if checkpoint else []
     return [text, *resumed, _rates(run), *run.notes]
+
+
+def _likely_mistakes(run: Run) -> list[str]:
+    """Return a line per option that is unlikely to be meant so; empty strings for the others."""
+    options, network = run.options, run.network
+    arguments = constructor_arguments(network) if run.is_custom else None
+    return [
+        mode_note(options, run.world.device),
+        frozen_note(network),
+        sparse_note(network) if ":" not in options.optim.optimizer else "",
+        batch_note(global_batch_size(options, run.world.size), run.data.num_samples),
+        warmup_note(run.rate.warmup_steps, run.total_steps),
+        threads_note(options),
+        idle_note(options, (arguments or {}) if run.is_custom else None),
+    ]
 
 
 def _rates(run: Run) -> str:
