@@ -96,10 +96,10 @@ def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path, monkeypatch)
     common = "--device", "cpu", "--threads", 1, "--ways", BASELINE
     run_here(monkeypatch, head, *common, "--quick", "--rival-timeout", 0.1, slow)
     assert [sample["outcome"] for sample in read(slow, "failed")] == ["over 0.1 s"]
-    limits = "--memory-limit", 0.5, "--rival-timeout", 90
+    limits = "--memory-limit", 0.5, "--rival-timeout", 20
     run_here(monkeypatch, head, *common, "--classes", 200_000, *limits, greedy)
     (sample,) = read(greedy, "failed")
-    assert sample["outcome"] in ("out of memory", "over 90 s")  # torch may hang after a failed allocation
+    assert sample["outcome"] in ("out of memory", "over 20 s")  # torch may hang after a failed allocation
 
 
 def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_classes(tmp_path, monkeypatch):
