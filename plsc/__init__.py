@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plsc.run.callbacks import Callback, EarlyStopping
     from plsc.state.network import load_network
 
-__version__ = "0.1.0"
+from plsc.version import __version__
 
 __all__ = [
     "AutoMixedPrecisionLists",

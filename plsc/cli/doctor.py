@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plsc import __version__
 from plsc.cli.parser import Command
 from plsc.config import Options
 from plsc.errors import PlscError, kind_and_line
+from plsc.version import __version__
 
 _SECONDS = 60.0  # timeout of a rank, unless runtime.timeout is set
 _LITTLE_MEMORY, _LITTLE_DISK = 2e9, 10e9

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from plsc import __version__
 from plsc.config import Options, all_options, find_option
 from plsc.config.option import WRONG, convert, describe_kind
 from plsc.config.options import nearest_option
 from plsc.config.text import from_text, set_from_file
 from plsc.errors import OptionError, did_you_mean
+from plsc.version import __version__
 
 REQUIRED = dataclasses.MISSING
 

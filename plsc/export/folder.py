@@ -16,7 +16,6 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plsc import __version__
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.retention import METRICS_KEY
@@ -27,6 +26,7 @@ from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
 from plsc.storage.regular import open_regular, read_json
+from plsc.version import __version__
 
 MODEL_NAME = "model.json"
 WEIGHTS_NAME = "model.safetensors"

@@ -20,10 +20,10 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from plsc import __version__
 from plsc.errors import DataError
 from plsc.serve.guard import STATUSES, Answer, Guard, Headers
 from plsc.serve.service import MOST_FOUND, Service, check_name
+from plsc.version import __version__
 
 PAGE = Path(__file__).parent / "page"
 NPY = b"application/x-npy"

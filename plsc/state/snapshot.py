@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc import __version__
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
 from plsc.checkpoint.load import class_name_tensors
 from plsc.checkpoint.manifest import BACKBONE, RANK, HeadInfo, Role
@@ -33,6 +32,7 @@ from plsc.run.run import Run, global_batch_size
 from plsc.seeds import hash_key
 from plsc.state.tensors import collect_numbers, collect_tensors
 from plsc.storage.urls import without_secrets
+from plsc.version import __version__
 
 _LARGEST_STATE = 2**20  # bytes; typical states have 30,000
 _PYTHON, _NUMPY = 0, 1  # parts of the hash keys

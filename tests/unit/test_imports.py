@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A package may import from packages before it in this list, and from itself.
 LEVELS = [
-    {"seeds", "spans", "names"},
+    {"seeds", "spans", "names", "version"},
     {"errors"},
     {"config", "inputs", "terminal"},
     {"parallel", "storage"},

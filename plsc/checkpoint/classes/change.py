@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from plsc import __version__
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
 from plsc.checkpoint.classes.plan import (
     ClassList,
@@ -62,6 +61,7 @@ from plsc.parallel.collectives import class_range, class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
+from plsc.version import __version__
 
 _WEIGHT, _BIAS = (Role(CLASS_WEIGHTS, name).key for name in ("weight", "bias"))
 

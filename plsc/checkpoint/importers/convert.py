@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plsc import __version__
 from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
 from plsc.checkpoint.importers.insightface import iresnet_source, is_insightface, is_iresnet, read_insightface
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
@@ -37,6 +36,7 @@ from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
 from plsc.parallel.collectives import class_ranges
 from plsc.storage.publish import publishing_folder
+from plsc.version import __version__
 
 SAFETENSORS, STATE_DICT = "safetensors", "state_dict"
 LAYOUTS = ("auto", INSIGHTFACE, PLSC1, SAFETENSORS, STATE_DICT)
