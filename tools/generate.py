@@ -66,7 +66,7 @@ MARKS = {"never": "", "run": "¹", "model": "²"}
 def annotation(kind: Any) -> str:
     """Return the type as a setter takes it."""
     text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-    text = text.replace("typing.Any", "Any")
+    text = text.replace("typing.Any", "Any").replace("plsc.config.option.Size", "int | str")
     text = re.sub(r"tuple\[(dict\[.*?\]), \.\.\.\]", r"Sequence[\1]", text)
     return re.sub(r"tuple\[(int|float|str)[^]]*\]", r"Sequence[\1]", text)
 

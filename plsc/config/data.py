@@ -10,6 +10,7 @@ from typing import Any
 
 from plsc.config.head import HeadOptions
 from plsc.config.option import (
+    Size,
     arguments_of,
     at_least,
     between,
@@ -157,7 +158,7 @@ class DataOptions:
         "set_dataset_dir(directory, **format_arguments)",
         not_empty,
     )
-    format_arguments: dict[str, Any] | None = declare(  # noqa: RUF009
+    format_arguments: dict[str, Any] | None = declare(
         None,
         f"how the dataset is read: {described_fields(FormatArguments)}",
         "set_dataset_dir(**format_arguments)",
@@ -224,9 +225,9 @@ class DataOptions:
         "set_cache(where)",
         one_of("none", "memory", "disk"),
     )
-    cache_bytes: int = declare(
+    cache_bytes: Size = declare(
         2 * 2**30,
-        "maximum size of the cache per rank, in bytes",
+        "maximum size of the cache per rank",
         "set_cache_bytes(num)",
         at_least(1),
         needs=need("data.cache", unless="none"),

@@ -17,6 +17,11 @@ from typing import Any, TypeVar
 
 from plsc.errors import CheckpointError, OptionError, PlscError, did_you_mean, kind_and_line, suggest
 
+Size = typing.NewType("Size", int)
+"""A number of bytes; as text also with a unit, a power of 1024: 512M, 4G."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+
 Check = Callable[[Any], "str | None"]
 """Returns None for a valid value, else a description of valid ones."""
 
@@ -200,6 +205,7 @@ _KINDS = {
     str: "a string",
     dict: "a mapping",
     list: "strings",
+    Size: "a number of bytes, such as 512M or 4G",
     types.NoneType: "None",
 }
 _ITEMS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
@@ -223,6 +229,9 @@ def convert(value: Any, kind: Any) -> Any:
         return WRONG if any(item is WRONG for item in items) else items
     if typing.get_origin(kind) is dict:
         return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else WRONG
+    if kind is Size:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        return convert(int(float(match[1]) * _UNITS[match[2].upper()]) if match else value, int)
     if kind is bool or kind is types.NoneType:
         return value if isinstance(value, kind) else WRONG
     if kind is int:

@@ -232,9 +232,9 @@ class Setters:
         """
         self.options.set("data.cache", where)
 
-    def set_cache_bytes(self, num: int) -> None:
-        """Set ``data.cache_bytes``: maximum size of the cache per rank, in bytes; only if data.cache is
-        not none. Default: 2147483648.
+    def set_cache_bytes(self, num: int | str) -> None:
+        """Set ``data.cache_bytes``: maximum size of the cache per rank; only if data.cache is not none.
+        Default: 2147483648.
         """
         self.options.set("data.cache_bytes", num)
 

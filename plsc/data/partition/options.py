@@ -8,29 +8,17 @@ import re
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from plsc.config.option import between, declare, not_empty, one_of, specs_of
+from plsc.config.option import Size, between, declare, not_empty, one_of, specs_of
 from plsc.data.lines import Buffers
 from plsc.errors import OptionError
 from plsc.storage.urls import is_url
 
 MOST_RANKS = 65_536
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 LEAST = 32 * 2**20
 LEAST_OF_WORKER = 16 * 2**20  # bytes; with less, a worker's fixed memory would exceed its share
 
 BYTES_PER_LINE = 112
 """Bytes of memory per line for its number, key, position and order, including temporary copies."""
-
-
-def read_size(text: str | int) -> int:
-    """Convert a size such as '512M' to bytes (K, M, G, T are powers of 1024). Raises OptionError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
-    if match is None:
-        raise OptionError(f"--memory is {text!r}; expected a size such as 512M or 4G")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < LEAST:
-        raise OptionError(f"--memory is {text!r}; expected at least {LEAST // 2**20}M")
-    return size
 
 
 @dataclass(frozen=True)
@@ -61,6 +49,10 @@ class Budget:
         return Buffers(count, self.block, self.total // 2)
 
 
+def _enough(size: int) -> str | None:
+    return None if size >= LEAST else f"at least {LEAST // 2**20}M"
+
+
 def _start_of_name(text: str) -> str | None:
     return None if re.fullmatch(r"\w[\w.-]*", text) else "letters, digits, '_', '-' and '.'"
 
@@ -82,7 +74,7 @@ class PartitionOptions:
         check=_start_of_name,
     )
     seed: int = declare(0, "seed of the shuffle")
-    memory: str = declare("512M", "memory limit, not counting the interpreter, such as 512M or 8G")
+    memory: Size = declare(512 * 2**20, "memory limit, not counting the interpreter", check=_enough)
     workers: int | None = declare(
         None, "number of threads; default: one per core, at most 8", check=between(1, 64)
     )
@@ -124,7 +116,6 @@ class PartitionOptions:
         ):
             if getattr(self, first) and getattr(self, second):
                 raise OptionError(f"--{first} and --{second} cannot be combined; pass one of them")
-        read_size(self.memory)
 
     @property
     def output(self) -> str:
@@ -136,8 +127,7 @@ class PartitionOptions:
     def budget(self) -> Budget:
         """The memory, divided among the workers."""
         cores = len(os.sched_getaffinity(0))
-        memory = read_size(self.memory)
-        return Budget(memory, min(self.workers or min(8, cores), memory // LEAST_OF_WORKER))
+        return Budget(self.memory, min(self.workers or min(8, cores), self.memory // LEAST_OF_WORKER))
 
     @property
     def skip_bad(self) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 
 from plsc.data.lines import Buffers
 from plsc.data.partition.inputs import Input, InputCount, read_counted
-from plsc.data.partition.options import PartitionOptions, read_size
+from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, rank_bounds
 from plsc.data.partition.parts import checksum, part_names
 from plsc.errors import DataError, OptionError
@@ -75,7 +75,7 @@ def write(
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if options.master:
         builder = builder.master(options.master)
-    spill = max(64, read_size(options.memory) // 2**20)
+    spill = max(64, options.memory // 2**20)
     session = None
     try:
         session = builder.config("spark.python.worker.memory", f"{spill}m").getOrCreate()

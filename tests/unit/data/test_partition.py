@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.data.partition import PartitionOptions, local, partition, parts, run, verify
-from plsc.data.partition.options import LEAST, Budget, read_size
+from plsc.data.partition.options import LEAST, Budget
 from plsc.data.partition.order import (
     PADDING,
     line_keys,
@@ -544,7 +544,7 @@ class TestVerify:
     [("512M", 2**29), ("4G", 2**32), ("1.5GiB", 3 * 2**29), ("100000KB", 102400000)],
 )
 def test_sizes_are_read(text, size):
-    assert read_size(text) == size
+    assert PartitionOptions("data", 1, memory=text).memory == size
 
 
 @pytest.mark.parametrize(
