@@ -108,7 +108,7 @@ def _most_connections() -> int:
 
 
 def _protocol(timeout: float, most: int) -> Any:
-    """Return uvicorn's protocol, changed: headers must arrive in time, and responses are sent at once.
+    """Return uvicorn's protocol, changed: headers must arrive in time, and connections are limited.
 
     If more than `most` connections are open, one is closed that waits for its client: for a request, for the
     rest of one, or to send a response. It is the one from which nothing was received for the longest time.
@@ -120,7 +120,7 @@ def _protocol(timeout: float, most: int) -> Any:
 
     class Protocol(base):
         def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(_Joining(transport))
+            super().connection_made(transport)
             self.timeout_keep_alive_task = self.loop.call_later(timeout, self.timeout_keep_alive_handler)
             opened[self] = None
             if len(opened) > most:
@@ -152,35 +152,6 @@ def _protocol(timeout: float, most: int) -> Any:
                 self.timeout_keep_alive_task = timer
 
     return Protocol
-
-
-class _Joining:
-    """A transport that sends what is written in one iteration of the event loop together.
-
-    uvicorn writes headers and body separately, which would be two system calls and two packets.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._parts: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._parts:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        """Close the connection after all data."""
-        self._send()
-        self._transport.close()
-
-    def _send(self) -> None:
-        if self._parts:
-            data, self._parts = b"".join(self._parts), []
-            self._transport.write(data)
 
 
 def _listen(options: ServeOptions) -> socket.socket:
