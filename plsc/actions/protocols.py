@@ -185,7 +185,7 @@ class Evaluator:
         return _Found("identify", result, partial(_section, result, "Identification", choices))
 
     def _templates(self, data: ProtocolData) -> _Found:
-        from plsc.data.template_files import read_protocol
+        from plsc.evaluate.template_files import read_protocol
         from plsc.evaluate.templates import evaluate_templates
 
         assert data.templates is not None

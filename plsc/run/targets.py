@@ -14,11 +14,11 @@ from plsc.config.option import shown_value
 from plsc.data.alignment import Face
 from plsc.data.class_names import ClassNames, class_names_of
 from plsc.data.order import spread
-from plsc.data.pair_lists import read_pair_list
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError, refusing
 from plsc.evaluate.classification import ClassificationResult, classify
 from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.pair_lists import read_pair_list
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.heads import Head
 from plsc.models import BaseModel
