@@ -127,10 +127,10 @@ def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Targ
     result = test_reader(folder, names)
     expected = "expected ([(images, is_same), ...], names), as plsc.utils.jpeg_reader.test returns"
     with refusing("cannot use the result of test_reader", expected):
-        pair_sets, found = result
+        pair_sets, set_names = result
         return [
             Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
-            for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
+            for name, (arrays, is_same) in zip(set_names, pair_sets, strict=True)
         ]
 
 
