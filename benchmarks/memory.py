@@ -27,18 +27,18 @@ from plsc.plan import plan
 MIB = 2**20
 WAYS: dict[str, dict[str, Any]] = {
     "plain (sgd with momentum)": {},
-    "checkpoint all blocks": {"memory.checkpoint_stages": "all"},
-    "checkpoint the first two stages": {"memory.checkpoint_stages": "stages.0.*,stages.1.*"},
-    "checkpoint whole stages": {"memory.checkpoint_stages": "stages.*"},
-    "checkpoint stem and all blocks": {"memory.checkpoint_stages": "stem,stages.*.*"},
+    "recompute all blocks": {"memory.recompute": "all"},
+    "recompute the first two stages": {"memory.recompute": "stages.0.*,stages.1.*"},
+    "recompute whole stages": {"memory.recompute": "stages.*"},
+    "recompute stem and all blocks": {"memory.recompute": "stem,stages.*.*"},
     "2 micro-batches": {"train.micro_batches": 2},
     "4 micro-batches": {"train.micro_batches": 4},
     "bf16": {"precision.mode": "bfloat16"},
     "adamw": {"optim.optimizer": "adamw"},
-    "bf16, 4 micro-batches, checkpoint all blocks": {
+    "bf16, 4 micro-batches, recompute all blocks": {
         "precision.mode": "bfloat16",
         "train.micro_batches": 4,
-        "memory.checkpoint_stages": "all",
+        "memory.recompute": "all",
     },
 }
 

@@ -28,8 +28,8 @@ from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
 from plsc.heads.softmax import tile_size
 from plsc.inputs import Input, map_tensors
 from plsc.models import build_model
-from plsc.models.checkpointing import checkpoint_activations, find_blocks
 from plsc.models.layers import use_torch_layers
+from plsc.models.recomputation import find_blocks, recompute_activations
 from plsc.optim.optimizers import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes
 
@@ -44,7 +44,7 @@ _DRAW_INDICES = 6  # int64 values per selected row while the classes of a step a
 # Changes of options that reduce memory; those that make a run fit are suggested.
 _SMALLER_BACKBONE = {
     "precision.mode": "bfloat16",
-    "memory.checkpoint_stages": "all",
+    "memory.recompute": "all",
     "train.micro_batches": 4,
 }
 _SMALLER: tuple[dict[str, Any], ...] = (
@@ -215,7 +215,7 @@ def _what_fits(config: Config, ranks: int, backbone: PartPlan, limit: int) -> It
                 continue
             try:
                 other = _plan_backbone(changed, ranks)
-            except OptionError:  # such as a network without blocks to checkpoint
+            except OptionError:  # such as a network without blocks to recompute
                 continue
         needed = head.device_bytes + other.device_bytes
         if needed <= limit:
@@ -358,7 +358,7 @@ def _build_fake(config: Config, fake: FakeTensorMode) -> nn.Module:
         with FakeCopyMode(fake):
             network = copy.deepcopy(build())
     use_torch_layers(network)
-    checkpoint_activations(network, config.memory.checkpoint_stages)
+    recompute_activations(network, config.memory.recompute)
     return network
 
 

@@ -36,7 +36,7 @@ CHANGES: dict[str, tuple[dict[str, Any], float]] = {
         0.0,
     ),
     "sampled": ({"head.sample_ratio": 0.5}, 0.0),
-    "checkpointing": ({"memory.checkpoint_stages": "all"}, 0.0),
+    "recomputation": ({"memory.recompute": "all"}, 0.0),
     "kept": ({"head.keep_mb": 64.0}, 1e-4),
     "buckets, copies": ({"speed.bucket_mb": 1.0, "speed.overlap_copies": False}, 0.0),
 }

@@ -57,10 +57,10 @@ def open_embeddings(
         DataError: there is no such folder, or it is incomplete or damaged; also when rows are read.
         CheckpointError: the checkpoint has other weights or another image shape.
     """
-    found = Embeddings(Path(folder))
+    embeddings = Embeddings(Path(folder))
     if checkpoint is not None:
-        found.check(checkpoint)
-    return found
+        embeddings.check(checkpoint)
+    return embeddings
 
 
 class Embeddings:
@@ -129,8 +129,8 @@ class Column:
 
     def __init__(self, embeddings: Embeddings, name: str) -> None:
         about, shards = embeddings.index["columns"][name], embeddings.index["shards"]
-        self._files = [embeddings.folder / one["file"] for one in shards]
-        self._starts = np.cumsum([0, *(one["rows"] for one in shards)])
+        self._files = [embeddings.folder / shard["file"] for shard in shards]
+        self._starts = np.cumsum([0, *(shard["rows"] for shard in shards)])
         self._name, self._intact = name, embeddings.intact
         self.dtype = np.dtype(about["dtype"])
         self.shape = (int(self._starts[-1]), *about["shape"])
@@ -202,14 +202,14 @@ def _is_sound(index: dict[str, Any], names: set[str]) -> bool:
     """
     columns, shards, model = index["columns"], index["shards"], index["model"]
     shapes = [about["shape"] for about in columns.values()]
-    numbers = [index["count"], *(one["rows"] for one in shards), *itertools.chain(*shapes)]
+    numbers = [index["count"], *(shard["rows"] for shard in shards), *itertools.chain(*shapes)]
     if (
-        not all(type(one) is int and 0 <= one < 2**40 for one in numbers)
+        not all(type(number) is int and 0 <= number < 2**40 for number in numbers)
         or max(map(len, shapes)) > _MOST_AXES
     ):
         return False
     row = 8 * sum(map(math.prod, shapes))
-    order = [int(_SHARD.fullmatch(one["file"])[1]) for one in shards]  # type: ignore[index]
+    order = [int(_SHARD.fullmatch(shard["file"])[1]) for shard in shards]  # type: ignore[index]
     return (
         index["complete"] is True
         and {"checkpoint", "step", "name"} <= model.keys()
@@ -217,9 +217,9 @@ def _is_sound(index: dict[str, Any], names: set[str]) -> bool:
         and isinstance(index["input"], dict)
         and columns[NAMES] == {"dtype": "object", "shape": []}
         and all(name == NAMES or about["dtype"] in _DTYPES for name, about in columns.items())
-        and all(one["file"] in names and 0 < one["rows"] * row <= _MOST_SHARD for one in shards)
+        and all(shard["file"] in names and 0 < shard["rows"] * row <= _MOST_SHARD for shard in shards)
         and all(first < second for first, second in itertools.pairwise(order))  # empty ones are left out
-        and sum(one["rows"] for one in shards) == index["count"]
+        and sum(shard["rows"] for shard in shards) == index["count"]
     )
 
 
@@ -241,13 +241,13 @@ def write_shard(folder: Path, number: int, names: Sequence[str], columns: Column
 
 def find_shards(folder: Path) -> dict[int, str]:
     """Return the files of all shards by number; remove unfinished files of killed processes."""
-    found = {}
+    files = {}
     for path in sorted(folder.iterdir()):
         if HIDDEN.fullmatch(path.name):
             path.unlink()
         elif path.is_file() and not path.is_symlink() and (match := _SHARD.fullmatch(path.name)):
-            found[int(match[1])] = path.name
-    return found
+            files[int(match[1])] = path.name
+    return files
 
 
 def is_intact(path: Path) -> bool:
@@ -271,12 +271,12 @@ def read_column(path: Path, name: str, rows: int | None = None) -> np.ndarray:
     _check_rows(len(table), rows)
     if name != NAMES:
         return table[name]
-    return np.array([one.decode("utf-8", "surrogateescape") for one in table[name]], dtype=object)
+    return np.array([encoded.decode("utf-8", "surrogateescape") for encoded in table[name]], dtype=object)
 
 
-def _check_rows(found: int, rows: int | None) -> None:
-    if rows not in (None, found):  # before a list of them fills the memory
-        raise ValueError(f"it has {found} rows; expected {rows}")
+def _check_rows(count: int, rows: int | None) -> None:
+    if rows not in (None, count):  # before a list of them fills the memory
+        raise ValueError(f"it has {count} rows; expected {rows}")
 
 
 def _as_npy(names: Sequence[str], columns: Columns) -> bytes:

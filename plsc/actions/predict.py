@@ -158,10 +158,10 @@ class Predictor:
         total = self.samples.count
         rows = self.batch if total is None else -(-total // self.world.size)
         gathered = self.world.all_gather_object(list(self._shards(rows, frozenset())))
-        found = sorted((one for part in gathered for one in part), key=lambda one: one[0])
-        if not found:
+        shards = sorted((shard for part in gathered for shard in part), key=lambda shard: shard[0])
+        if not shards:
             raise DataError(f"no image of {self.samples.name} can be used; see the warnings")
-        columns = {name: np.concatenate([one[name] for _, one in found]) for name in found[0][1]}
+        columns = {name: np.concatenate([values[name] for _, values in shards]) for name in shards[0][1]}
         labels = columns.pop(LABELS)
         embeddings = columns.pop(EMBEDDINGS, np.empty((len(labels), 0), np.float32))
         ids, probs = columns.pop(IDS, None), columns.pop(PROBS, None)
@@ -175,8 +175,8 @@ class Predictor:
         world, samples = self.world, self.samples
         suffix = "parquet" if folder.suffix == ".parquet" else "npy"
         doing = f"write {folder}"
-        found, rows = on_main_rank(world, doing, lambda: _begin(folder, about))
-        kept = self._check(folder, found, rows)
+        files, rows = on_main_rank(world, doing, lambda: _begin(folder, about))
+        kept = self._check(folder, files, rows)
         if kept:
             world.log(f"{folder}: {len(kept):,} shards are complete; predicting the others")
         written = dict(kept)
@@ -193,16 +193,16 @@ class Predictor:
         self.bad.gather()
         self.bad.log_summary()
         parts = world.all_gather_object(written)
-        everything = {number: one for part in parts for number, one in part.items()}
+        everything = {number: shard for part in parts for number, shard in part.items()}
         shards = [everything[number] for number in sorted(everything)]
 
         def finish() -> None:
-            lacking = [one["file"] for one in shards if not (folder / one["file"]).is_file()]
+            lacking = [shard["file"] for shard in shards if not (folder / shard["file"]).is_file()]
             if lacking:
                 raise DataError(f"{folder} has no {lacking[0]}; use a folder that all ranks share")
-            total = sum(one["rows"] for one in shards)
-            found = {"rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
-            write_index(folder, {**about, **found})
+            total = sum(shard["rows"] for shard in shards)
+            index = {"rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
+            write_index(folder, {**about, **index})
 
         on_main_rank(world, doing, finish)
         opened = Embeddings(folder)
@@ -214,7 +214,7 @@ class Predictor:
         with keeping_outputs(self.network, self.request.layers) as kept:
             embedding = dry_run(self.network, self.config.model.image_shape)
             values = self._values(embedding.float().cpu().numpy(), kept)
-        about = {name: {"dtype": "float32", "shape": list(one.shape[1:])} for name, one in values.items()}
+        about = {name: {"dtype": "float32", "shape": list(array.shape[1:])} for name, array in values.items()}
         about[LABELS] = {"dtype": "int64", "shape": []}
         if "id" in self.request.fields:
             about[IDS] = {"dtype": "int64", "shape": []}
@@ -235,7 +235,7 @@ class Predictor:
                 return
             shard = first + self.world.rank
             needed = range(first, first + ranks) if self.head is not None else (shard,)
-            if all(one in kept or (total is not None and one * rows >= total) for one in needed):
+            if all(number in kept or (total is not None and number * rows >= total) for number in needed):
                 continue
             columns = self._compute(shard * rows, rows, advance)
             if columns:
@@ -272,7 +272,7 @@ class Predictor:
             if self.head is not None:  # take part in the searches of the other ranks
                 for _ in range(len(parts), -(-rows // self.batch)):
                     self._classes(np.empty((0, self.head.emb_size), np.float32))
-        return {name: np.concatenate([one[name] for one in parts]) for name in parts[0]} if parts else {}
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     def _values(self, embedding: np.ndarray, kept: dict[str, Tensor]) -> dict[str, np.ndarray]:
         if "value" not in self.request.fields:
@@ -283,7 +283,7 @@ class Predictor:
                 raise OptionError(f"the layer {name!r} returns no tensor [batch, ...]; choose another layer")
             outputs[name] = kept[name].float().cpu().numpy()
         if self.request.flatten and outputs:
-            flat = [one.reshape(len(one), -1) for one in outputs.values()]
+            flat = [output.reshape(len(output), -1) for output in outputs.values()]
             outputs = {JOINED: np.concatenate(flat, axis=1)}
         return {EMBEDDINGS: embedding, **outputs}
 
@@ -291,17 +291,17 @@ class Predictor:
         if self.head is None:
             return {}
         ids, probs = self.head.classify(torch.from_numpy(embedding).to(self.world.device))
-        found = {"id": (IDS, ids.cpu().numpy()), "prob": (PROBS, probs.float().cpu().numpy())}
-        return dict(found[one] for one in FIELDS[1:] if one in self.request.fields)
+        columns = {"id": (IDS, ids.cpu().numpy()), "prob": (PROBS, probs.float().cpu().numpy())}
+        return dict(columns[name] for name in FIELDS[1:] if name in self.request.fields)
 
-    def _check(self, folder: Path, found: dict[int, str], rows: int) -> dict[int, dict[str, Any]]:
+    def _check(self, folder: Path, files: dict[int, str], rows: int) -> dict[int, dict[str, Any]]:
         """Return the intact shards of these images by number; damaged ones are deleted. A collective."""
         rank, ranks = self.world.rank, self.world.size
 
         def check() -> dict[int, dict[str, Any]]:
             kept = {}
-            for number in sorted(found)[rank::ranks]:
-                path = folder / found[number]
+            for number in sorted(files)[rank::ranks]:
+                path = folder / files[number]
                 if not is_intact(path):
                     logger.warning(f"{path} is damaged and will be computed again")
                     path.unlink()
@@ -316,7 +316,7 @@ class Predictor:
             return kept
 
         parts = on_every_rank(self.world, f"read {folder}", check)
-        return {number: one for part in parts for number, one in part.items()}
+        return {number: shard for part in parts for number, shard in part.items()}
 
 
 @contextmanager
@@ -364,11 +364,11 @@ def _describe(
         "images": samples.count,
     }
     if predictor.head is not None:
-        files = sorted((name, one.crc32) for name, one in manifest.files.items())
+        files = sorted((name, info.crc32) for name, info in manifest.files.items())
         about["model"] |= {"head": predictor.request.head} if predictor.request.head else {}
         about["model"]["files"] = f"{zlib.crc32(repr(files).encode()):08x}"  # with the class weights
     total = samples.count
-    row = 64 + sum(math.prod(one["shape"]) * 4 + 4 for one in columns.values())
+    row = 64 + sum(math.prod(column["shape"]) * 4 + 4 for column in columns.values())
     most = max(1, min(MOST_ROWS, MOST_BYTES // row))
     rounds = -(-total // (most * world.size)) if total else 1
     return {**about, "rows_per_shard": -(-total // (rounds * world.size)) if total else most}
@@ -384,7 +384,7 @@ def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
     for name in ("model", "input", "flip", "precision", "columns", "images"):
         ours, theirs = about[name], index.get(name)
         if name == "model":  # at another place, it is the same model
-            ours, theirs = ({**(one or {}), "checkpoint": ""} for one in (ours, theirs))
+            ours, theirs = ({**(model or {}), "checkpoint": ""} for model in (ours, theirs))
         if ours != theirs:
             raise DataError(
                 f"{folder} is of a prediction with different {name}: {theirs}, not {ours}; choose another "

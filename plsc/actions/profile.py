@@ -111,10 +111,10 @@ class ProfileResult:
             f"{'phase of a step':{width}} {'ms':>9} {'share':>7} {'min ms':>9} {'max ms':>9}"
             + (f" {'host ms':>9}" if on_gpu else ""),
         ]
-        for one in self.phases:
-            line = f"{one.name:{width}} {one.milliseconds:9.2f} {one.share:7.1%}"
-            line += f" {one.least:9.2f} {one.most:9.2f}"
-            lines.append(line + (f" {one.host:9.2f}" if on_gpu else ""))
+        for phase in self.phases:
+            line = f"{phase.name:{width}} {phase.milliseconds:9.2f} {phase.share:7.1%}"
+            line += f" {phase.least:9.2f} {phase.most:9.2f}"
+            lines.append(line + (f" {phase.host:9.2f}" if on_gpu else ""))
         traces = f"traces (ui.perfetto.dev, chrome://tracing) and operators: {self.folder}"
         return "\n".join([*lines, "", self.operators.rstrip(), "", traces])
 
@@ -295,8 +295,8 @@ def phases_of(events: Iterable[Any], steps: int) -> tuple[dict[str, float], dict
         host[piece.name] += (piece.stop - piece.start) / 1000 / steps
     starts = [piece.start for piece in pieces]
     for number, took in kernels:
-        found = bisect_right(starts, launches.get(number, 0.0)) - 1
-        device[pieces[found].name if found >= 0 else OTHER] += took / 1000 / steps
+        index = bisect_right(starts, launches.get(number, 0.0)) - 1
+        device[pieces[index].name if index >= 0 else OTHER] += took / 1000 / steps
     return dict(host), dict(device)
 
 

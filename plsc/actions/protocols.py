@@ -62,7 +62,7 @@ class ProtocolData:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Outcome:
     """A result by its name, and the function that returns its section."""
 
     name: str
@@ -76,20 +76,20 @@ def run_protocol(
     """Return the results of the checkpoint's network by name, and write the report; a collective."""
     network, config, (path, manifest) = open_trained(options, world, user.model)
     evaluator = Evaluator(evaluated(network, config, world), config, world)
-    found = list(evaluator.run(data, user))
-    results = {one.name: one.result for one in found}
+    outcomes = list(evaluator.run(data, user))
+    results = {outcome.name: outcome.result for outcome in outcomes}
     log_results(world, results)
-    for one in found:
-        if hasattr(one.result, "warning") and (warning := one.result.warning()):
-            world.log(f"{one.name}: {warning}", logging.WARNING)
+    for outcome in outcomes:
+        if hasattr(outcome.result, "warning") and (warning := outcome.result.warning()):
+            world.log(f"{outcome.name}: {warning}", logging.WARNING)
     model = [
         f"Checkpoint: {path}, step {manifest.step:,}; network {config.model.name}.",
         *evaluator.choices(data),
     ]
 
     def write() -> None:
-        sections = [one.section() for one in found]
-        sections = [replace(one, choices=[*model, *one.choices]) for one in sections]
+        sections = [outcome.section() for outcome in outcomes]
+        sections = [replace(section, choices=[*model, *section.choices]) for section in sections]
         write_report(output, f"Evaluation: {data.protocol.replace('_', ' ')}", sections)
 
     on_main_rank(world, f"write {output}", write)
@@ -105,7 +105,7 @@ class Evaluator:
     config: Config
     world: World
 
-    def run(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
+    def run(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
         """Yield the results of a protocol."""
         if data.protocol == "pairs":
             yield from self._pairs(data, user)
@@ -132,7 +132,7 @@ class Evaluator:
             precision,
         ]
 
-    def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Found]:
+    def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
         if data.pairs is None:
             targets = load_targets(self.config, user.test_reader)
             if not targets:
@@ -144,18 +144,18 @@ class Evaluator:
         for target in targets:
             result = verify_target(self.embed(target.images, target.name), target, self.world)
             names = target.by_pair(target.names)
-            yield _Found(target.name, result, partial(result.section, target.name, target.pictures, names))
+            yield _Outcome(target.name, result, partial(result.section, target.name, target.pictures, names))
 
-    def _all_pairs(self, data: ProtocolData) -> _Found:
+    def _all_pairs(self, data: ProtocolData) -> _Outcome:
         from plsc.evaluate.all_pairs import all_pairs
 
         images = self._open(data.images, "images")
         embeddings = self.embed(images.images, images.place)
         result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
         choices = [f"Images: {images.place}."]
-        return _Found("all_pairs", result, partial(_section, result, base_name(images.place), choices))
+        return _Outcome("all_pairs", result, partial(_section, result, base_name(images.place), choices))
 
-    def _identify(self, data: ProtocolData) -> _Found:
+    def _identify(self, data: ProtocolData) -> _Outcome:
         from plsc.evaluate.identification import identify, split_gallery
 
         probes = self._open(data.images, "images")
@@ -182,10 +182,10 @@ class Evaluator:
         result = identify(
             gallery, gallery_labels, embeddings, probe_labels, world=self.world, device=self.world.device
         )
-        return _Found("identify", result, partial(_section, result, "Identification", choices))
+        return _Outcome("identify", result, partial(_section, result, "Identification", choices))
 
-    def _templates(self, data: ProtocolData) -> _Found:
-        from plsc.data.template_files import read_protocol
+    def _templates(self, data: ProtocolData) -> _Outcome:
+        from plsc.evaluate.template_files import read_protocol
         from plsc.evaluate.templates import evaluate_templates
 
         assert data.templates is not None
@@ -196,7 +196,7 @@ class Evaluator:
         embeddings = self.embed(images, protocol.name)
         result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
         choices = [f"Meta files: {data.templates}; images: {protocol.images.root}."]
-        return _Found("templates", result, partial(_section, result, protocol.name, choices))
+        return _Outcome("templates", result, partial(_section, result, protocol.name, choices))
 
     def _open(self, place: str | None, argument: str) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""

@@ -87,11 +87,11 @@ def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Ca
     """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
     if ":" not in name:
         return CALLBACKS[name](targets)
-    found = load_function(name, "train.callbacks", "add_callback")
+    create = load_function(name, "train.callbacks", "add_callback")
     with refusing(
         f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
     ):
-        callback = found()
+        callback = create()
     if not isinstance(callback, Callback):
         raise OptionError(f"train.callbacks has {name}, which makes no plsc.Callback")
     return callback

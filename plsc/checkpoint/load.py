@@ -54,11 +54,11 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
     opened: list[OpenCheckpoint] = []
 
     def check() -> None:
-        one = OpenCheckpoint(folder)
-        _check_requested(folder, one.manifest, tensors)
-        names = sorted(one.manifest.files)[world.rank :: world.size]
-        check_checksums(folder, one.manifest, names)
-        opened.append(one)
+        checkpoint = OpenCheckpoint(folder)
+        _check_requested(folder, checkpoint.manifest, tensors)
+        names = sorted(checkpoint.manifest.files)[world.rank :: world.size]
+        check_checksums(folder, checkpoint.manifest, names)
+        opened.append(checkpoint)
 
     def read() -> None:
         with opened[0], torch.no_grad():
@@ -91,14 +91,14 @@ def load_weights(
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
     with OpenCheckpoint(path) as opened:
-        found = opened.select((kind,))
-        names = {role.name for role in found}
-        if head is None and len(names) < len(found):
-            several = ", ".join(sorted({role.of for role in found}))
+        tensors = opened.select((kind,))
+        names = {role.name for role in tensors}
+        if head is None and len(names) < len(tensors):
+            several = ", ".join(sorted({role.of for role in tensors}))
             raise CheckpointError(
                 f"{path} has {kind} tensors of several heads ({several}); choose one with head="
             )
-        chosen = {role: tensor for role, tensor in found.items() if head in (None, role.of)}
+        chosen = {role: tensor for role, tensor in tensors.items() if head in (None, role.of)}
         if not chosen:
             of = "" if head is None else f" of the head {head!r}"
             raise CheckpointError(f"{path} has no {kind} tensor{of}; choose another checkpoint")
@@ -274,12 +274,12 @@ class OpenCheckpoint:
         check_checksums(self.folder, self.manifest, names[rank::ranks])
         return {role: self.tensors[key] for role, key in roles.items()}
 
-    def averaged(self, found: dict[Role, StoredTensor]) -> dict[Role, StoredTensor]:
+    def averaged(self, tensors: dict[Role, StoredTensor]) -> dict[Role, StoredTensor]:
         """Return the tensors, those of the network replaced by their moving averages if they exist."""
-        averages = self.select((CALLBACK,)) if any(role.kind == BACKBONE for role in found) else {}
+        averages = self.select((CALLBACK,)) if any(role.kind == BACKBONE for role in tensors) else {}
         return {
-            role: averages.get(Role(CALLBACK, role.name, EMA), one) if role.kind == BACKBONE else one
-            for role, one in found.items()
+            role: averages.get(Role(CALLBACK, role.name, EMA), tensor) if role.kind == BACKBONE else tensor
+            for role, tensor in tensors.items()
         }
 
 
@@ -302,13 +302,11 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
         CheckpointError: a file is missing, unexpected or damaged; a tensor or row is missing or doubled.
     """
     try:
-        found = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
-        if manifest.format_version == 1:
-            found -= {MAP_NAME} - manifest.files.keys()
-        if found != manifest.files.keys():
-            odd = min(found ^ manifest.files.keys())
+        names = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
+        if names != manifest.files.keys():
+            odd = min(names ^ manifest.files.keys())
             raise CheckpointError(
-                f"{folder / odd} is {'not in the manifest' if odd in found else 'missing'}; choose another "
+                f"{folder / odd} is {'not in the manifest' if odd in names else 'missing'}; choose another "
                 "checkpoint, or remove unexpected files"
             )
         for name, info in manifest.files.items():

@@ -98,8 +98,8 @@ _PATTERNS = (
 def role_of_key(key: str) -> Role:
     """Return the role of a tensor from its key, for importers."""
     matches = ((kind, re.fullmatch(pattern, key, re.DOTALL)) for kind, pattern in _PATTERNS)
-    kind, found = next((kind, found) for kind, found in matches if found)
-    role = {name: text for name, text in found.groupdict().items() if text is not None}
+    kind, match = next((kind, match) for kind, match in matches if match)
+    role = {name: text for name, text in match.groupdict().items() if text is not None}
     if kind == CLASS_OPTIMIZER:
         role["of"] = f"{'heads' if '.' in role['of'] else 'head'}.{role['of']}"
     return Role(kind, **{"name": "momentum_buffer", **role})
@@ -238,13 +238,13 @@ def _check_plain(source: str, content: object) -> None:
     """Raise CheckpointError if a string has control characters, or the nesting is too deep."""
     level = [content]
     for _ in range(_DEEPEST):
-        if any(isinstance(one, str) and _CONTROL.search(one) for one in level):
+        if any(isinstance(value, str) and _CONTROL.search(value) for value in level):
             raise CheckpointError(f"{source} contains control characters; choose another checkpoint")
         level = [
             inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in ([*one, *one.values()] if isinstance(one, dict) else one)
+            for value in level
+            if isinstance(value, (dict, list))
+            for inner in ([*value, *value.values()] if isinstance(value, dict) else value)
         ]
     if level:
         raise CheckpointError(f"{source} is nested more than {_DEEPEST} levels; choose another checkpoint")

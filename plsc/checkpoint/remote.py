@@ -58,8 +58,8 @@ def upload(
     try:
 
         def send() -> None:
-            for one in files:
-                store.put(folder / one, f"{target}/{one}", on_bytes)
+            for file in files:
+                store.put(folder / file, f"{target}/{file}", on_bytes)
 
         on_every_rank(world, doing, send, _ADVICE)
 
@@ -80,7 +80,7 @@ def _withdraw_conflicting(store: Store, name: str, manifest: Manifest) -> None:
     if MANIFEST_NAME not in store.names(name):
         return
     old, new = manifest_in(store, name)[0].files, manifest.files
-    if any(old[one] != new[one] for one in old.keys() & new.keys()):
+    if any(old[file] != new[file] for file in old.keys() & new.keys()):
         store.delete(f"{name}/{MANIFEST_NAME}")
 
 
@@ -93,7 +93,7 @@ def clean(store: Store) -> list[str]:
     restored = clean_store(store)
     for name in [] if store.can_rename else store.names(only_folders=True):
         inside = store.names(name)
-        if inside and all(rank_of_shard(one) is not None for one in inside):
+        if inside and all(rank_of_shard(file) is not None for file in inside):
             store.delete(name)
     return restored
 

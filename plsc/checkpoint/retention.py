@@ -43,25 +43,25 @@ class Retention:
                 "keep_last 0 keeps no checkpoint; set keep_last to at least 1, or save_top_k and monitor"
             )
 
-    def ranking(self, found: Sequence[tuple[str, Manifest]]) -> list[tuple[str, float]]:
+    def ranking(self, checkpoints: Sequence[tuple[str, Manifest]]) -> list[tuple[str, float]]:
         """Return names and values of the checkpoints that have the metric, best first, then oldest first."""
-        rated = [(name, metrics_of(manifest).get(self.monitor or "")) for name, manifest in found]
+        rated = [(name, metrics_of(manifest).get(self.monitor or "")) for name, manifest in checkpoints]
         known = [(name, value) for name, value in rated if value is not None]
         return sorted(known, key=lambda entry: entry[1] if self.monitor == "loss" else -entry[1])
 
-    def kept(self, found: Sequence[tuple[str, Manifest]]) -> set[str]:
-        """Return the names to keep. found: names and manifests, oldest first."""
-        names = [name for name, _ in found]
+    def kept(self, checkpoints: Sequence[tuple[str, Manifest]]) -> set[str]:
+        """Return the names to keep. checkpoints: names and manifests, oldest first."""
+        names = [name for name, _ in checkpoints]
         if -1 in (self.last, self.top):
             return set(names)
-        best = [name for name, _ in self.ranking(found)[: self.top]]
+        best = [name for name, _ in self.ranking(checkpoints)[: self.top]]
         return {*names[max(0, len(names) - self.last) :], *best}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
     """Return a checkpoint's metrics by name, without values that are not finite numbers."""
-    found = manifest.scalars.get(METRICS_KEY)
-    metrics = found if isinstance(found, dict) else {}
+    saved = manifest.scalars.get(METRICS_KEY)
+    metrics = saved if isinstance(saved, dict) else {}
     return {name: float(value) for name, value in metrics.items() if is_finite_number(value)}
 
 
@@ -79,18 +79,18 @@ def checkpoints_in(store: Store) -> list[tuple[str, Manifest]]:
 
     Hidden folders and folders without a valid manifest are left out.
     """
-    found = []
+    checkpoints = []
     for name in store.names(only_folders=True):
         if name.startswith("."):
             continue
         try:
-            found.append((name, manifest_in(store, name)[0]))
+            checkpoints.append((name, manifest_in(store, name)[0]))
         except CheckpointError:
             continue
         except DataError:  # a local folder that this user cannot read
             if store.is_remote:
                 raise
-    return sorted(found, key=lambda entry: age_key(*entry))
+    return sorted(checkpoints, key=lambda entry: age_key(*entry))
 
 
 def manifest_in(store: Store, name: str = "") -> tuple[Manifest, bytes]:

@@ -218,7 +218,7 @@ def check_replaceable(store: Store, name: str, run_id: str | None = None) -> Non
             raise CheckpointError(
                 f"{shown(store.child(name))} is a checkpoint of another run; save elsewhere, or delete it"
             )
-    elif store.can_rename or not all(one.endswith(SUFFIX) for one in inside):
+    elif store.can_rename or not all(file.endswith(SUFFIX) for file in inside):
         raise CheckpointError(
             f"{shown(store.child(name))} exists and is not a checkpoint; move it away, or save elsewhere"
         )

@@ -228,13 +228,13 @@ def _parts(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Activation checkpointing: less memory, more computation."""
+    """Recomputation: less memory, more computation."""
 
-    checkpoint_stages: str = declare(
+    recompute: str = declare(
         "none",
-        "activation checkpointing: none, all (every block), or patterns of module names such as "
-        "'stages.0,stages.1.*'",
-        "set_checkpoint_stages(names)",
+        "recomputation (activation checkpointing): none, all (every block), or patterns of module names such "
+        "as 'stages.0,stages.1.*'",
+        "set_recompute(names)",
         _parts,
     )
 

@@ -517,11 +517,11 @@ class Setters:
         """Set ``train.stop_deadline``: seconds to save the state after SIGINT or SIGTERM. Default: 60.0."""
         self.options.set("train.stop_deadline", seconds)
 
-    def set_checkpoint_stages(self, names: str) -> None:
-        """Set ``memory.checkpoint_stages``: activation checkpointing: none, all (every block), or patterns
-        of module names such as 'stages.0,stages.1.*'. Default: 'none'.
+    def set_recompute(self, names: str) -> None:
+        """Set ``memory.recompute``: recomputation (activation checkpointing): none, all (every block), or
+        patterns of module names such as 'stages.0,stages.1.*'. Default: 'none'.
         """
-        self.options.set("memory.checkpoint_stages", names)
+        self.options.set("memory.recompute", names)
 
     def set_model_save_dir(self, directory: str) -> None:
         """Set ``checkpoint.save_dir``: folder or fsspec URL, such as s3://bucket/run, of checkpoints,

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from plsc.data.template_files import TemplateProtocol
 from plsc.errors import DataError
 from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.identification import FPIRS, RANKS, IdentificationResult, identify, norms_of, unit_rows
 from plsc.evaluate.report import Section, Table
+from plsc.evaluate.template_files import TemplateProtocol
 from plsc.evaluate.verification import FARS, wilson_interval
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
@@ -186,7 +186,7 @@ def evaluate_templates(
 
     Args:
         embeddings: [I, D], of the images of the protocol, not normalised, the same on every rank.
-        protocol: from `plsc.data.template_files.read_protocol`.
+        protocol: from `plsc.evaluate.template_files.read_protocol`.
         world: the ranks that share the work; None: this process only.
         device: where the products are computed.
         progress: called with a line of text about every ten seconds, such as `world.log`.

@@ -91,7 +91,7 @@ class ShardedHead(Head):
 
     Without a row optimizer (such as plsc.heads.RowSGD) backward() stores the gradient of all class weights in
     `weight.grad`, for any torch optimizer. With one, `weight.grad` stays None and `optimizer.step()` updates
-    the class weights. Do not wrap the head in DDP, FSDP, torch.compile or activation checkpointing.
+    the class weights. Do not wrap the head in DDP, FSDP, torch.compile or torch.utils.checkpoint.
     """
 
     is_sharded = True

@@ -63,7 +63,7 @@ def apply_lists(network: nn.Module, lists: PrecisionLists, dtype: torch.dtype, d
     `dtype`. For nested modules, the innermost entry applies; inside a float32 module its output is cast back
     to float32. An operator's own entry has precedence. Parameters and state dicts do not change.
 
-    Wraps the ``forward`` of single modules, so that activation checkpointing repeats the same casts.
+    Wraps the ``forward`` of single modules, so that recomputation repeats the same casts.
     `plsc.models.base_model.unwrap` reverts it.
     """
     white, black = (

@@ -51,7 +51,7 @@ class SampleDropout(nn.Module):
     """Dropout of elements [b, ...], or of channels [b, C, ...], that is reproducible per sample.
 
     The mask depends on the sample number and one draw from torch's CPU generator, which is identical on all
-    ranks; activation checkpointing restores that generator. If the first dimension of the input is not the
+    ranks; recomputation restores that generator. If the first dimension of the input is not the
     number of samples, this is ordinary dropout.
 
     p: probability of an element to be zeroed. whole_channels: drop channels, as nn.Dropout2d.

@@ -41,14 +41,13 @@ class OptimizerKind:
     """One of the classes of torch.optim.
 
     takes: options of the group ``optim`` that are passed to it. has_fused: whether torch has a fused
-    implementation. state_bytes: bytes of optimizer state per weight in float32, with default settings.
-    takes_sparse: whether it updates parameters with sparse gradients, see `plsc.optim.sparse`.
+    implementation. takes_sparse: whether it updates parameters with sparse gradients, see
+    `plsc.optim.sparse`.
     """
 
     class_name: str
     takes: tuple[str, ...]
     has_fused: bool = False
-    state_bytes: float = 4.0
     takes_sparse: bool = False
 
 
@@ -56,20 +55,19 @@ _DECAY = ("weight_decay",)
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "sgd": OptimizerKind("SGD", ("momentum", "weight_decay"), has_fused=True, takes_sparse=True),
-    "adam": OptimizerKind("Adam", _DECAY, has_fused=True, state_bytes=8),
-    "adamw": OptimizerKind("AdamW", _DECAY, has_fused=True, state_bytes=8),
+    "adam": OptimizerKind("Adam", _DECAY, has_fused=True),
+    "adamw": OptimizerKind("AdamW", _DECAY, has_fused=True),
     "rmsprop": OptimizerKind("RMSprop", _DECAY),
-    "adadelta": OptimizerKind("Adadelta", _DECAY, state_bytes=8),
+    "adadelta": OptimizerKind("Adadelta", _DECAY),
     "adagrad": OptimizerKind("Adagrad", _DECAY, has_fused=True, takes_sparse=True),
     # SparseAdam for parameters with sparse gradients, Adam for all others.
-    "sparse_adam": OptimizerKind("Adam", _DECAY, state_bytes=8, takes_sparse=True),
-    "adamax": OptimizerKind("Adamax", _DECAY, state_bytes=8),
-    "nadam": OptimizerKind("NAdam", _DECAY, state_bytes=8),
-    "radam": OptimizerKind("RAdam", _DECAY, state_bytes=8),
+    "sparse_adam": OptimizerKind("Adam", _DECAY, takes_sparse=True),
+    "adamax": OptimizerKind("Adamax", _DECAY),
+    "nadam": OptimizerKind("NAdam", _DECAY),
+    "radam": OptimizerKind("RAdam", _DECAY),
     "asgd": OptimizerKind("ASGD", _DECAY),
-    "rprop": OptimizerKind("Rprop", (), state_bytes=8),
-    # One row and one column of numbers per matrix: negligible.
-    "adafactor": OptimizerKind("Adafactor", _DECAY, state_bytes=0),
+    "rprop": OptimizerKind("Rprop", ()),
+    "adafactor": OptimizerKind("Adafactor", _DECAY),
 }
 
 # Optimizers whose foreach implementation does not support DTensors.

@@ -370,8 +370,8 @@ def _open_several(
 ) -> TrainingData:
     """Open all datasets of `data.datasets`; each contributes images to every step."""
     wanted = options.data_sets()
-    counts = split_batch(global_batch, [one.weight for one in wanted])
-    own_options = [_options_of_set(options, one) for one in wanted]
+    counts = split_batch(global_batch, [dataset.weight for dataset in wanted])
+    own_options = [_options_of_set(options, dataset) for dataset in wanted]
     sources, sets, notes = [], [], []
     class_names: dict[str, ClassNames] = {}
     if "data.dataset_dir" in options.explicit:
@@ -379,37 +379,37 @@ def _open_several(
             f"note: data.datasets is set, so only pair files are read from {options.data.dataset_dir}, no "
             "training images"
         )
-    for one, own, per_step in zip(wanted, own_options, counts, strict=True):
-        with _naming(one.name):
+    for dataset, own, per_step in zip(wanted, own_options, counts, strict=True):
+        with _naming(dataset.name):
             source = open_training_source(own, None)
             check_save_dir(source, own)
-            class_num, names, about = count_named_classes(source, own, checkpoint, one.name)
+            class_num, names, about = count_named_classes(source, own, checkpoint, dataset.name)
         if names is not None:
-            class_names[one.name] = names
-        seed = hash_key(options.train.seed, zlib.crc32(one.name.encode()))
-        sets.append(TrainingSet(one.name, own, class_num, len(source), per_step, seed))
+            class_names[dataset.name] = names
+        seed = hash_key(options.train.seed, zlib.crc32(dataset.name.encode()))
+        sets.append(TrainingSet(dataset.name, own, class_num, len(source), per_step, seed))
         sources.append(source)
         notes.append(
-            f"dataset {one.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} classes, "
-            f"loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
+            f"dataset {dataset.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} "
+            f"classes, loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
         )
-        notes += [f"{one.name}: {note}" for note in about]
-    class_nums = [one.class_num for one in sets]
-    joined = JoinedSource([one.name for one in sets], sources, class_nums)
+        notes += [f"{dataset.name}: {note}" for note in about]
+    class_nums = [training_set.class_num for training_set in sets]
+    joined = JoinedSource([training_set.name for training_set in sets], sources, class_nums)
     if options.data.train_image_num not in (None, len(joined)):
         notes.append(f"note: set_train_image_num is ignored, as the datasets have {len(joined):,} images")
     steps = _epoch_steps(options, len(joined), global_batch)
-    plan = MixturePlan(tuple(_share(one, options) for one in sets), world.size, steps)
+    plan = MixturePlan(tuple(_share(training_set, options) for training_set in sets), world.size, steps)
     recipe = make_recipe(options, transform, sum(class_nums))
     loader = source_loader(joined, plan, world.rank, recipe, options, world)
     notes.append(loader.describe())
     return TrainingData(loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names)
 
 
-def _options_of_set(options: Config, one: DataSet) -> Config:
+def _options_of_set(options: Config, dataset: DataSet) -> Config:
     """Return the options of a dataset, validated before any data is read."""
-    with _naming(one.name):
-        own = options_of(options, one)
+    with _naming(dataset.name):
+        own = options_of(options, dataset)
         own.check_needs()
         margin_of(own)
     return own
@@ -427,18 +427,18 @@ def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
     return limited(steps, options.train.train_limit)
 
 
-def _share(one: TrainingSet, options: Config) -> Share:
+def _share(training_set: TrainingSet, options: Config) -> Share:
     data = options.data
     plan = BatchPlan(
-        one.num_samples,
+        training_set.num_samples,
         global_batch=1,
         ranks=1,
-        seed=one.seed,
+        seed=training_set.seed,
         order=data.order,
         block_samples=data.block_samples,
         pool_samples=data.pool_samples,
     )
-    return Share(plan, one.per_step)
+    return Share(plan, training_set.per_step)
 
 
 @contextmanager

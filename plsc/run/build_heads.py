@@ -93,13 +93,13 @@ def with_margin(options: Config) -> Config:
     return options.changed({"head.margin": margin.default})
 
 
-def options_of(options: Config, one: DataSet) -> Config:
+def options_of(options: Config, dataset: DataSet) -> Config:
     """Return the options of a run, overridden by those of one of its datasets.
 
     A dataset with another loss than the run ignores the run's margin options except the scale. A head that
     is not sharded ignores options of sharded class weights.
     """
-    loss_type = one.loss_type or options.head.loss_type
+    loss_type = dataset.loss_type or options.head.loss_type
     name = loss_type.removeprefix("dist_")
     left_out = {"train.epoch_steps"}
     if name != options.head.loss_type.removeprefix("dist_"):
@@ -108,14 +108,14 @@ def options_of(options: Config, one: DataSet) -> Config:
             left_out.add("head.scale")
     if not loss_type.startswith("dist_"):
         left_out.update(ONLY_SHARDED)
-    given = {f"head.{key}": getattr(one, key) for key in HEAD_OPTIONS}
+    given = {f"head.{key}": getattr(dataset, key) for key in HEAD_OPTIONS}
     given = {path: value for path, value in given.items() if value is not None}
     values = {path: find_option(path).default for path in left_out}
-    values |= {"data.datasets": (), "data.train_image_num": None, "data.dataset_dir": one.path}
+    values |= {"data.datasets": (), "data.train_image_num": None, "data.dataset_dir": dataset.path}
     return replace(
         options.changed({**values, "head.class_num": None, **given}),
         origins={path: origin for path, origin in options.origins.items() if path not in left_out}
-        | dict.fromkeys(given, f"dataset {one.name}"),
+        | dict.fromkeys(given, f"dataset {dataset.name}"),
     )
 
 

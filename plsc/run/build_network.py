@@ -17,12 +17,12 @@ from plsc.errors import OptionError, kind_and_line
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.autocast import PrecisionLists, apply_lists, autocast
 from plsc.models.base_model import Custom, evaluating, unwrap, use_channels_last
-from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
 from plsc.models.dry_run import blank_input, count_calls, dry_run
 from plsc.models.folding import fold_batch_norm
 from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
+from plsc.models.recomputation import recompute_activations
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import Assignment, assign_parameters
 from plsc.optim.sparse import sparse_parameters
@@ -56,8 +56,8 @@ def check_network_options(options: Config, ranks: int) -> None:
             "parallel.backbone 'sharded': compiled code keeps the parameters that sharding frees",
         ),
         (
-            options.memory.checkpoint_stages.strip() != "none",
-            "memory.checkpoint_stages: torch.compile decides itself what is recomputed",
+            options.memory.recompute.strip() != "none",
+            "memory.recompute: torch.compile decides itself what is recomputed",
         ),
         (options.train.deterministic, "train.deterministic: torch.compile does not guarantee equal results"),
         (
@@ -99,7 +99,7 @@ def build_trained_network(
     freeze(network, assignment.frozen)
     samples = use_sample_dropout(network)
     use_lists(network, lists, options, world.device)
-    checkpoint_activations(network, options.memory.checkpoint_stages)
+    recompute_activations(network, options.memory.recompute)
     return network, assignment, samples
 
 

@@ -287,9 +287,9 @@ class Callbacks:
             event: [(one, getattr(one, event)) for one in callbacks if hasattr(one, event)]
             for event in EVENTS
         }
-        self._watching = [one for one in callbacks if one.layers]
+        self._watching = [callback for callback in callbacks if callback.layers]
         self._modules = dict(network.named_modules()) if self._watching else {}
-        for name in (name for one in self._watching for name in one.layers):
+        for name in (name for callback in self._watching for name in callback.layers):
             if name not in self._modules:
                 raise OptionError(f"a callback names the layer {name!r}; {suggest(name, self._modules)}")
 
@@ -302,8 +302,8 @@ class Callbacks:
     @contextmanager
     def keeping_outputs(self, context: Context) -> Iterator[None]:
         """Keep the outputs of the layers that callbacks use in this step, by hooks that exist only here."""
-        due = [one for one in self._watching if _is_due(one, "after_forward", context.step)]
-        names = {name for one in due for name in one.layers}
+        due = [callback for callback in self._watching if _is_due(callback, "after_forward", context.step)]
+        names = {name for callback in due for name in callback.layers}
         kept = context.current.layers = {name: [] for name in names}
         hooks = [
             self._modules[name].register_forward_hook(
@@ -321,8 +321,8 @@ class Callbacks:
         """Return the JSON values of the callbacks' states, by name, and their tensors; a collective."""
         values: dict[str, dict[str, Any]] = {}
         tensors: CallbackTensors = {}
-        for name, one in self._named():
-            for key, value in one.state_dict().items():
+        for name, callback in self._named():
+            for key, value in callback.state_dict().items():
                 if isinstance(value, (Tensor, ShardedTensor)):
                     tensors[Role(CALLBACK, key, name)] = value
                 else:
@@ -339,16 +339,16 @@ class Callbacks:
         states = {name: dict(state) for name, state in values.items()}
         for role, tensor in tensors.items():
             states.setdefault(role.of, {})[role.name] = tensor
-        for name, one in self._named():
+        for name, callback in self._named():
             if name in states:
-                one.load_state_dict(states[name])
+                callback.load_state_dict(states[name])
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
         counts: dict[str, int] = {}
-        for one in self.all:
-            name = one.name or type(one).__name__
+        for callback in self.all:
+            name = callback.name or type(callback).__name__
             counts[name] = counts.get(name, 0) + 1
-            yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), one
+            yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), callback
 
 
 def _is_due(callback: Callback, event: str, steps: int) -> bool:
@@ -378,7 +378,7 @@ class EarlyStopping(Callback):
     def run_start(self, context: Context) -> None:
         """Raise OptionError if the name is nearly that of a metric which the run evaluates."""
         digits = re.findall(r"\d", self.metric)  # ``val top10`` may be a metric of the user
-        names = {_plain(one): one for one in context.evaluated if re.findall(r"\d", one) == digits}
+        names = {_plain(name): name for name in context.evaluated if re.findall(r"\d", name) == digits}
         near = difflib.get_close_matches(_plain(self.metric), names, 1, cutoff=0.9)
         if near and self.metric not in context.evaluated:
             raise OptionError(f"there is no metric {self.metric!r}; did you mean {names[near[0]]!r}?")

@@ -41,14 +41,14 @@ def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
     The ``loss`` of a step is named ``loss_step``, an accuracy of an evaluation ``eval/lfw/accuracy``.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in entry.items():
         name = prefix + key if prefix else _STEP_NAMES.get(key, key)
         if isinstance(value, Mapping):
-            found |= scalars(value, f"{name}/")
+            numbers |= scalars(value, f"{name}/")
         elif isinstance(value, (int, float)) and math.isfinite(value) and name != "step":
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
 _STEP_NAMES = {key: f"{key}_step" for key in ("loss", "accuracy", "accuracy_top5")}  # next to loss_epoch

@@ -26,15 +26,15 @@ def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> st
     made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
     because `set_mixed_precision` sets many.
     """
-    found: dict[str, str] = {}
+    idle: dict[str, str] = {}
     for path in ("model.dropout", "model.neck"):
         mine, usual = options.get(path), find_option(path).default
         is_other = made_with is not None and mine not in (usual, made_with.get(path.removeprefix("model.")))
         if is_other and path in options.explicit:
-            found[path] = "the custom network was constructed with another value"
-    found |= {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
-    listed = ", ".join(f"{path} ({reason})" for path, reason in found.items())
-    return f"note: these options have no effect in this run: {listed}" if found else ""
+            idle[path] = "the custom network was constructed with another value"
+    idle |= {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
+    listed = ", ".join(f"{path} ({reason})" for path, reason in idle.items())
+    return f"note: these options have no effect in this run: {listed}" if idle else ""
 
 
 def batch_note(global_batch: int, num_samples: int | None) -> str:

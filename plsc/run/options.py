@@ -171,7 +171,7 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
 
 
 def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
-    saved = {one.role.name: one for one in manifest.tensors.values() if one.role.kind == BACKBONE}
+    saved = {info.role.name: info for info in manifest.tensors.values() if info.role.kind == BACKBONE}
     options = config.model
     # A custom or third-party network may not work on the meta device.
     is_foreign, is_wrong = ":" in options.name or "/" in options.name, False
@@ -191,7 +191,7 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     except OptionError:
         if not is_foreign:
             raise
-    wrong = [key for key, one in state.items() if key not in saved or saved[key].shape != one.shape]
+    wrong = [key for key, tensor in state.items() if key not in saved or saved[key].shape != tensor.shape]
     if wrong or is_wrong:
         raise CheckpointError(
             f"{path} is damaged: its tensors do not fit {options.name} with embedding size "

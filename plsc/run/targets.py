@@ -14,11 +14,11 @@ from plsc.config.option import shown_value
 from plsc.data.alignment import Face
 from plsc.data.class_names import ClassNames, class_names_of
 from plsc.data.order import spread
-from plsc.data.pair_lists import read_pair_list
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError, refusing
 from plsc.evaluate.classification import ClassificationResult, classify
 from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.pair_lists import read_pair_list
 from plsc.evaluate.verification import VerificationResult, verify
 from plsc.heads import Head
 from plsc.models import BaseModel
@@ -127,10 +127,10 @@ def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Targ
     result = test_reader(folder, names)
     expected = "expected ([(images, is_same), ...], names), as plsc.utils.jpeg_reader.test returns"
     with refusing("cannot use the result of test_reader", expected):
-        pair_sets, found = result
+        pair_sets, set_names = result
         return [
             Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
-            for name, (arrays, is_same) in zip(found, pair_sets, strict=True)
+            for name, (arrays, is_same) in zip(set_names, pair_sets, strict=True)
         ]
 
 

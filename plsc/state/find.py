@@ -127,8 +127,8 @@ def newest_at(url: str) -> str:
         filter(VERSION_NAME.fullmatch, store.names(only_folders=True)), key=version_number, reverse=True
     )
     for folder in [*(store.child(version) for version in versions), url]:
-        if found := checkpoints_in(Store(folder)):
-            return join(folder, found[-1][0])
+        if checkpoints := checkpoints_in(Store(folder)):
+            return join(folder, checkpoints[-1][0])
     return url  # the download reports what is missing
 
 
@@ -147,11 +147,11 @@ def _make_local(folder: Path | None, url: str | None, world: World) -> Path:
     return fetch(url, world)
 
 
-_Found = tuple[Path | None, str | None]
+_Location = tuple[Path | None, str | None]
 """Folder on rank 0's machine and URL of a checkpoint; at least one of them is set."""
 
 
-def _find_checkpoint(options: Options | Config, launches: Collection[str]) -> tuple[_Found, str | None]:
+def _find_checkpoint(options: Options | Config, launches: Collection[str]) -> tuple[_Location, str | None]:
     """Return the checkpoint to load from save_dir, and the interrupted version; called by one process.
 
     Raises CheckpointError if no best checkpoint is known.
@@ -162,11 +162,11 @@ def _find_checkpoint(options: Options | Config, launches: Collection[str]) -> tu
     run_folders = list_run_folders(options)
     run_folder = find_interrupted(run_folders, launches)
     interrupted = None if run_folder is None else run_folder.version
-    if run_folder is not None and (found := _find_in(run_folder, LAST)):
-        return found, interrupted
+    if run_folder is not None and (location := _find_in(run_folder, LAST)):
+        return location, interrupted
     for run_folder in run_folders if wanted in (LAST, BEST) else ():
-        if found := _find_in(run_folder, wanted):
-            return found, interrupted
+        if location := _find_in(run_folder, wanted):
+            return location, interrupted
     if wanted == BEST:
         raise CheckpointError(
             f"checkpoint.load_dir is {BEST!r}, but {shown(options.checkpoint.save_dir)} contains no "
@@ -175,21 +175,21 @@ def _find_checkpoint(options: Options | Config, launches: Collection[str]) -> tu
     return (None, None), interrupted
 
 
-def _find_in(run_folder: RunFolder, wanted: str | None) -> _Found | None:
+def _find_in(run_folder: RunFolder, wanted: str | None) -> _Location | None:
     """Return the last or best checkpoint of a run; None if it has none."""
     here = checkpoints_in(run_folder.local)
     there = [] if run_folder.remote is None else checkpoints_in(run_folder.remote)
     if not here and not there:
         return None
     local_age, remote_age = (
-        max((age_key(*entry) for entry in found), default=(-1, -1, "")) for found in (here, there)
+        max((age_key(*entry) for entry in checkpoints), default=(-1, -1, "")) for checkpoints in (here, there)
     )
     if wanted == BEST:
         # The store also has checkpoints of other machines, unless local ones are newer.
         name = _name_of_best(run_folder.stores[:: -1 if remote_age >= local_age else 1])
     else:
         name = max(local_age, remote_age)[-1]
-    is_here, is_there = (name in (entry for entry, _ in found) for found in (here, there))
+    is_here, is_there = (name in (entry for entry, _ in checkpoints) for checkpoints in (here, there))
     if not (is_here or is_there):
         raise CheckpointError(
             f"{run_folder.local.child(BEST_NAME)} names {name!r}, which does not exist; set the path of a "

@@ -34,15 +34,15 @@ class RunFolder:
     def name_of(self, locations: Collection[str]) -> str:
         """Return the name of the checkpoint if one of its paths or URLs is in this folder, else ''."""
         here = {_resolved(store.url) for store in self.stores}
-        names = [base_name(one) for one in map(_resolved, locations) if parent_of(one) in here]
+        names = [base_name(location) for location in map(_resolved, locations) if parent_of(location) in here]
         return names[0] if names else ""
 
     def holds_other_run(self, run_id: str) -> bool:
         """Return whether a checkpoint here has another run id, or the folder is a symbolic link."""
         if self.version and self.local.is_link(""):
             return True
-        found = [manifest for store in self.stores for _, manifest in checkpoints_in(store)]
-        return any(manifest.run_id not in ("", run_id) for manifest in found)
+        manifests = [manifest for store in self.stores for _, manifest in checkpoints_in(store)]
+        return any(manifest.run_id not in ("", run_id) for manifest in manifests)
 
 
 def list_run_folders(options: Options | Config) -> list[RunFolder]:

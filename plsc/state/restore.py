@@ -50,14 +50,14 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
     numbers = Checker(str(path)).mapping(scalars.get("optimizer_numbers", {}), "the optimizer's numbers")
-    numbers = {of: _optimizer_numbers(path, found) for of, found in numbers.items()}
+    numbers = {of: _optimizer_numbers(path, state) for of, state in numbers.items()}
     saved = {key: info.role for key, info in manifest.tensors.items()}
     make_state(
         run.network,
         run.heads,
         run.optimizer,
         {key: info for key, info in manifest.tensors.items() if match.is_kept(key, saved)},
-        {of: found for of, found in numbers.items() if match.is_kept(of, saved)},
+        {of: state for of, state in numbers.items() if match.is_kept(of, saved)},
     )
     _restore_groups(run, path, scalars.get("optimizer_groups", []))
     tensors = collect_tensors(run.network, run.heads, run.optimizer)
@@ -102,8 +102,8 @@ def _other_tensors(run: Run, path: Path, manifest: Manifest, loaded: Collection[
     if not wanted:
         return {}
     with OpenCheckpoint(path, manifest) as opened:
-        found = opened.select((CALLBACK,))
-        return {role: found[role].read() for role in wanted}
+        tensors = opened.select((CALLBACK,))
+        return {role: tensors[role].read() for role in wanted}
 
 
 def _restore_groups(run: Run, path: Path, saved: Any) -> None:
@@ -182,14 +182,14 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
 
 def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
     """Raise CheckpointError if the network has a tensor that the saved network did not have."""
-    saved = {one.role.name: one.shape for one in manifest.tensors.values() if one.role.kind == BACKBONE}
+    saved = {info.role.name: info.shape for info in manifest.tensors.values() if info.role.kind == BACKBONE}
     for name, value in run.network.state_dict().items():
         before, here = saved.get(name), tuple(value.shape)
         if before == here:
             continue
         model = manifest.options.get("model")
         networks = (model.get("name") if isinstance(model, dict) else None, run.options.model.name)
-        theirs, mine = (f"network {shown_value(one)}" for one in networks)
+        theirs, mine = (f"network {shown_value(network)}" for network in networks)
         if networks[0] == networks[1]:
             theirs = f"{name} of shape {list(before)}" if before else f"a {theirs} without {name}"
             mine = f"{name} of shape {list(here)}"

@@ -91,20 +91,20 @@ def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
     order of `_buffers`, in ``rank<r>.buffers.<type>``, for a resume on the same number of ranks.
     ``rank<r>.random`` is the state of its random generators; `class_name_tensors` holds the class names.
     """
-    found = collect_tensors(run.network, run.heads, run.optimizer)
+    tensors = collect_tensors(run.network, run.heads, run.optimizer)
     mine = pack_buffers(run)
     with equal_buffers(run.network, run.world.backbone_group):
         for name, buffer in _buffers(run).items():
-            found[Role(BACKBONE, name)] = buffer.detach().clone()
+            tensors[Role(BACKBONE, name)] = buffer.detach().clone()
         equal = pack_buffers(run)
-    found[_own(run, "random")] = pack_generators(run.world.device)
+    tensors[_own(run, "random")] = pack_generators(run.world.device)
     for kind, packed in mine.items():
         if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
-            found[_own(run, f"buffers.{kind}")] = packed
+            tensors[_own(run, f"buffers.{kind}")] = packed
     if run.world.is_main:
         for head, names in run.data.class_names.items():
-            found |= class_name_tensors(names, head)
-    return found
+            tensors |= class_name_tensors(names, head)
+    return tensors
 
 
 def _own(run: Run, name: str) -> Role:

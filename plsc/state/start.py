@@ -190,7 +190,7 @@ def open_start(options: Options | Config, world: World) -> Start:
 
     Ranks that a launcher restarts after a failure resume the interrupted run.
     """
-    launches = {one for one in world.all_gather_object(world.launch_id) if one}
+    launches = {launch for launch in world.all_gather_object(world.launch_id) if launch}
     checkpoint, locations, interrupted = resolve_checkpoint(options, world, launches)
     run_id = "" if checkpoint is None else checkpoint[1].run_id
 

@@ -41,24 +41,24 @@ def collect_tensors(
 
     Tensors are not copied. Parameters of a sharded backbone and states of their shape are sharded tensors.
     """
-    found: dict[Role, Tensor | ShardedTensor] = {}
+    tensors: dict[Role, Tensor | ShardedTensor] = {}
     rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
-    for of, one in heads.by_name.items():
+    for of, head in heads.by_name.items():
         row_optimizer = heads.rows.get(of)
-        found |= {Role(STATISTICS, name, of): buffer for name, buffer in one.named_buffers()}
-        for name, parameter in one.named_parameters():
+        tensors |= {Role(STATISTICS, name, of): buffer for name, buffer in head.named_buffers()}
+        for name, parameter in head.named_parameters():
             role = Role(CLASS_WEIGHTS, name, of)
             own: dict[Role, Tensor] = {role: parameter.detach()}
             states = {} if row_optimizer is None else row_optimizer.state[parameter]
             own |= {Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()}
             for role, tensor in own.items():
-                rows_of_rank = ShardedTensor(tensor, one.class_num, one.class_range[0])
-                found[role] = rows_of_rank if one.is_sharded else tensor
+                rows_of_rank = ShardedTensor(tensor, head.class_num, head.class_range[0])
+                tensors[role] = rows_of_rank if head.is_sharded else tensor
     for key, parameter in _named_parameters(network, heads).items():
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 rest[Role(OPTIMIZER, state, key)] = value
-    return found | {role: to_save(value, local_part(value).detach()) for role, value in rest.items()}
+    return tensors | {role: to_save(value, local_part(value).detach()) for role, value in rest.items()}
 
 
 def to_save(tensor: Tensor, local: Tensor) -> Tensor | ShardedTensor:
@@ -76,9 +76,9 @@ def collect_numbers(network: nn.Module, heads: Heads, optimizer: torch.optim.Opt
     numbers = {}
     for key, parameter in _named_parameters(network, heads).items():
         states = optimizer.state.get(parameter, {})
-        found = {name: value for name, value in states.items() if isinstance(value, (int, float))}
-        if found:
-            numbers[key] = found
+        scalars = {name: value for name, value in states.items() if isinstance(value, (int, float))}
+        if scalars:
+            numbers[key] = scalars
     return numbers
 
 
@@ -100,8 +100,8 @@ def make_state(
     saved: dict[Role, TensorInfo | float] = {
         info.role: info for info in tensors.values() if info.role.kind == OPTIMIZER
     }
-    for of, found in numbers.items():
-        saved |= {Role(OPTIMIZER, state, of): number for state, number in found.items()}
+    for of, values in numbers.items():
+        saved |= {Role(OPTIMIZER, state, of): number for state, number in values.items()}
     for role in sorted(saved, key=lambda role: role.key):
         key, state, name = role.key, role.name, role.of
         parameter = named.get(name)
@@ -198,7 +198,7 @@ def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Opti
 
 
 def _named_parameters(network: nn.Module, heads: Heads) -> dict[str, nn.Parameter]:
-    named = {Role(BACKBONE, name).key: one for name, one in network.named_parameters()}
-    for of, one in heads.by_name.items():
-        named |= {Role(CLASS_WEIGHTS, name, of).key: p for name, p in one.named_parameters()}
+    named = {Role(BACKBONE, name).key: parameter for name, parameter in network.named_parameters()}
+    for of, head in heads.by_name.items():
+        named |= {Role(CLASS_WEIGHTS, name, of).key: p for name, p in head.named_parameters()}
     return named

@@ -88,9 +88,9 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
     if path.is_dir():
         with OpenCheckpoint(path) as opened:
             kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
-            found = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
-            weights = {role.name: one for role, one in found.items() if role.kind == BACKBONE}
-            rows = {role.key: one for role, one in found.items() if role.kind != BACKBONE}
+            stored = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
+            weights = {role.name: tensor for role, tensor in stored.items() if role.kind == BACKBONE}
+            rows = {role.key: tensor for role, tensor in stored.items() if role.kind != BACKBONE}
             return _take(run, weights, rows, _orders(run, path), source)
     backbone, tensors = read_state_dict(path, follow_links=True)
     head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
@@ -125,7 +125,7 @@ def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
 
 def _take_head(
     heads: Heads,
-    found: Mapping[str, RowParts | StoredTensor],
+    tensors: Mapping[str, RowParts | StoredTensor],
     orders: dict[str, np.ndarray],
     started: WarmStart,
 ) -> None:
@@ -135,13 +135,13 @@ def _take_head(
     """
     rows: dict[str, tuple[Tensor, Head, np.ndarray]] = {}
     whole: dict[str, Tensor] = {}
-    for of, one in heads.by_name.items():
+    for of, head in heads.by_name.items():
         prefix = head_prefix(of)
-        order = orders.get(of, np.arange(one.class_num))
-        for name, parameter in one.named_parameters():
-            rows[f"{prefix}.{name}"] = (parameter.detach(), one, order)
-        whole.update({f"{prefix}.{name}": tensor for name, tensor in one.named_buffers()})
-    for name, parts in found.items():
+        order = orders.get(of, np.arange(head.class_num))
+        for name, parameter in head.named_parameters():
+            rows[f"{prefix}.{name}"] = (parameter.detach(), head, order)
+        whole.update({f"{prefix}.{name}": tensor for name, tensor in head.named_buffers()})
+    for name, parts in tensors.items():
         here, owner, order = rows.get(name, (whole.get(name), None, _NONE))
         if here is None:
             started.head_left[name] = "does not exist in this head"

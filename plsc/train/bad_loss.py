@@ -44,17 +44,17 @@ def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Input, Tens
 
     micro_batches: input and labels of each pass; together the batch of this rank.
     """
-    found, calls, start, size = BadLayer(), 0, 0, 0
+    layer, calls, start, size = BadLayer(), 0, 0, 0
 
     def look(name: str, output: Any) -> None:
         nonlocal calls
         calls += 1
-        bad = [one for one in tensors_of(output) if not one.isfinite().all()]
-        if bad and found.order == _NO_LAYER:
-            found.order, found.name = calls, name or "the output of the network"
+        bad = [tensor for tensor in tensors_of(output) if not tensor.isfinite().all()]
+        if bad and layer.order == _NO_LAYER:
+            layer.order, layer.name = calls, name or "the output of the network"
             if bad[0].shape[:1] == (size,):  # else its rows are not images
                 rows = (~bad[0].isfinite()).reshape(size, -1).any(1)
-                found.images = [start + row for row in rows.nonzero()[:, 0].tolist() if not rows.all()]
+                layer.images = [start + row for row in rows.nonzero()[:, 0].tolist() if not rows.all()]
 
     hooks = [
         module.register_forward_hook(lambda module, inputs, output, name=name: look(name, output))
@@ -68,7 +68,7 @@ def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Input, Tens
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return layer
 
 
 def stop_at_bad_loss(
@@ -91,8 +91,8 @@ def stop_at_bad_loss(
     orders, layers, all_names, bad_names = zip(*world.all_gather_object(mine), strict=True)
     ranks = [rank for rank, order in enumerate(orders) if order == min(orders)]
     name = layers[ranks[0]]
-    everywhere = [one for part in all_names for one in part]
-    bad = [one for rank in ranks for one in bad_names[rank]] if min(orders) < _NO_LAYER else []
+    everywhere = [sample for part in all_names for sample in part]
+    bad = [sample for rank in ranks for sample in bad_names[rank]] if min(orders) < _NO_LAYER else []
     if world.is_main:
         report = {
             "step": position.step, "loss": str(loss), "lr": rate, "layer": name, "ranks": ranks,
@@ -102,7 +102,7 @@ def stop_at_bad_loss(
     if world.rank == ranks[0]:
         images = batch.final_images()
         tensors = images if isinstance(images, dict) else {"images": images}
-        saved = {name: one.cpu().contiguous() for name, one in tensors.items()}
+        saved = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         save_file({**saved, "labels": batch.labels}, folder / BAD_IMAGES_NAME)
     world.barrier()  # the launcher ends all ranks when one fails
     of = f" (rank {', '.join(map(str, ranks))})" if world.size > 1 else ""
@@ -133,10 +133,10 @@ def stop_at_bad_weights(world: World, position: Position, network: nn.Module) ->
     if not world.all_reduce_max(int(is_bad))[0]:
         return
     mine = [name for (name, _), is_good in zip(trained, finite, strict=True) if not is_good]
-    found = sorted({name for names in world.all_gather_object(mine) for name in names})
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    names = sorted({name for part in world.all_gather_object(mine) for name in part})
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     raise TrainingError(
-        f"{found[0]}{more} of the network have a nan or inf after step {position.step}, although the loss "
+        f"{names[0]}{more} of the network have a nan or inf after step {position.step}, although the loss "
         "was finite: a gradient overflowed, and this state is not saved. Lower the learning rate, use a "
         "longer warm-up or check the network's backward pass, and resume from the last checkpoint"
     )

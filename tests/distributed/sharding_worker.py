@@ -75,7 +75,7 @@ CASES = {
         "optim.clip_norm": 0.5, "model.sync_batch_norm": True, "data.val_targets": "lfw",
     }),
     "fp32": (1e-4, ("sharded",), {
-        "runtime.dtype": "float32", "memory.checkpoint_stages": "blocks", "optim.l1_decay": 1e-3,
+        "runtime.dtype": "float32", "memory.recompute": "blocks", "optim.l1_decay": 1e-3,
     }),
     "scaled-bf16": (0.02, ("sharded",), {
         "runtime.dtype": "float32", "precision.mode": "bfloat16", "precision.loss_scaling": "always",

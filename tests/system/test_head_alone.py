@@ -190,8 +190,8 @@ def test_the_backbone_may_be_compiled(plain):
     assert_same(train(SETUP, LOOP, backbone=backbone), plain, rtol=1e-4, atol=1e-5)
 
 
-def test_the_backbone_may_be_inside_activation_checkpointing(plain):
-    class Checkpointed(nn.Module):
+def test_the_backbone_may_be_inside_recomputation(plain):
+    class Recomputed(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = alone.make_backbone()
@@ -199,7 +199,7 @@ def test_the_backbone_may_be_inside_activation_checkpointing(plain):
         def forward(self, images):
             return checkpoint(self.layers, images, use_reentrant=False)
 
-    assert_same(train(SETUP, LOOP, backbone=Checkpointed()), plain)
+    assert_same(train(SETUP, LOOP, backbone=Recomputed()), plain)
 
 
 def test_a_second_backward_raises_and_the_rows_are_changed_by_the_first_alone():

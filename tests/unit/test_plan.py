@@ -14,8 +14,8 @@ from plsc.config.optim import OptimOptions
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
 from plsc.models import BaseModel, build_model
-from plsc.models.checkpointing import checkpoint_activations
 from plsc.models.layers import use_torch_layers
+from plsc.models.recomputation import recompute_activations
 from plsc.optim.optimizers import build_optimizer
 from plsc.plan import plan, plan_head
 
@@ -197,11 +197,11 @@ def test_stored_bytes_of_the_backbone_equal_those_of_real_tensors(name):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpoint", ["none", "all"])
-def test_activations_are_within_15_percent_of_what_a_real_step_allocates(checkpoint, precision):
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_activations_are_within_15_percent_of_what_a_real_step_allocates(recompute, precision):
     network = build_model("SmallResNet", 64, (3, 32, 32)).train()
     use_torch_layers(network)
-    checkpoint_activations(network, checkpoint)
+    recompute_activations(network, recompute)
 
     def real_step():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
@@ -214,7 +214,7 @@ def test_activations_are_within_15_percent_of_what_a_real_step_allocates(checkpo
     events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
     events.sort(key=lambda one: one.start_ns())
     peak = max(itertools.accumulate(one.nbytes() for one in events))
-    options = {"train.batch_size": 256, "memory.checkpoint_stages": checkpoint, "precision.mode": precision}
+    options = {"train.batch_size": 256, "memory.recompute": recompute, "precision.mode": precision}
     assert plan({**SMALL, **options}).backbone.step["activations"] == pytest.approx(peak, rel=0.15)
 
 
@@ -316,7 +316,7 @@ def test_the_command_reports_invalid_flags_in_one_line(flags, expected, capsys):
     [
         ({"model.name": f"{__name__}:Asking"}, "fails with fake tensors: DataDependentOutput"),
         ({"optim.optimizer": "a.b:c"}, "a plan supports only built-in optimizers"),
-        ({"memory.checkpoint_stages": "layer1"}, "'layer1', which matches no module of SmallResNet"),
+        ({"memory.recompute": "layer1"}, "'layer1', which matches no module of SmallResNet"),
         ({"parallel.backbone": "sharded", "parallel.shard_size": 3}, "shard_size is 3; expected a divisor"),
         ({"head.state_dtype": "int8", "head.optimizer": "adamw"}, "which adamw does not support"),
         ({"head.loss_type": "arcface"}, "a plan supports only sharded heads"),

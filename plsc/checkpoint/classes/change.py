@@ -121,14 +121,14 @@ def change_classes(
         manifest = opened.manifest
         refuse_several_heads(old, manifest)
         moved = _with_class_rows(old, manifest)
-        plan, found = _plan(manifest.class_num, given[0], wanted[given[0]])
+        plan, class_list = _plan(manifest.class_num, given[0], wanted[given[0]])
         changes = _changes(opened, plan, rows, directions)
         check_checksums(old, manifest, sorted(manifest.files))
         named = _new_names(old, manifest, plan, names)
         tensors = _new_tensors(manifest, plan, moved)
         tensors |= {role.key: info_of(role, tensor) for role, tensor in named.items()}
         replaced = {role.key: tensor for role, tensor in named.items()}
-        entry = _lineage(old, plan, found, rows, directions is not None)
+        entry = _lineage(old, plan, class_list, rows, directions is not None)
         with publishing_folder(new) as temporary:
             shards = _entries(opened, tensors, plan, moved, changes, replaced)
             files = write_shards(temporary, shards)
@@ -153,9 +153,9 @@ def _plan(before: int, what: str, value: Any) -> tuple[Plan, ClassList | None]:
     if what == "grow":
         return plan_grow(before, value), None
     columns = 2 if what == "merge" else 1
-    found = read_class_list(value, what, columns, before)
+    class_list = read_class_list(value, what, columns, before)
     make = {"drop": plan_drop, "merge": plan_merge, "reorder": plan_reorder}[what]
-    return make(before, found), found
+    return make(before, class_list), class_list
 
 
 def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
@@ -163,15 +163,15 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
     info = manifest.tensors.get(_WEIGHT)
     if info is None or len(info.shape) not in (2, 3):
         raise CheckpointError(f"{folder} has no class weights ({_WEIGHT}); choose another checkpoint")
-    found = {key for key, info in manifest.tensors.items() if _has_class_rows(info, manifest)}
-    for key in sorted(found):
+    keys = {key for key, info in manifest.tensors.items() if _has_class_rows(info, manifest)}
+    for key in sorted(keys):
         shape = manifest.tensors[key].shape
         if shape[:1] != (manifest.class_num,):
             raise CheckpointError(
                 f"{folder}: {key!r} has the shape {list(shape)}, but there are {manifest.class_num} classes; "
                 "choose another checkpoint"
             )
-    return found
+    return keys
 
 
 def _has_class_rows(info: TensorInfo, manifest: Manifest) -> bool:
@@ -279,7 +279,7 @@ def _entry(stored: StoredTensor, shape: tuple[int, ...], start: int, chunks: Chu
 
 
 def _lineage(
-    source: Path, plan: Plan, found: ClassList | None, rows: str, by_directions: bool
+    source: Path, plan: Plan, class_list: ClassList | None, rows: str, by_directions: bool
 ) -> dict[str, Any]:
     """Return the manifest's entry for this change."""
     entry: dict[str, Any] = {
@@ -293,8 +293,8 @@ def _lineage(
         entry["rows"] = "directions" if by_directions else "initial"
     if plan.what == "merge":
         entry["rows"] = rows
-    if found is not None:
-        entry["list"] = {"lines": len(found.numbers), "sha256": found.sha256}
+    if class_list is not None:
+        entry["list"] = {"lines": len(class_list.numbers), "sha256": class_list.sha256}
     return entry
 
 

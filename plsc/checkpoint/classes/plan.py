@@ -109,18 +109,18 @@ def plan_grow(before: int, count: int) -> Plan:
     return Plan("grow", before, before + count)
 
 
-def plan_drop(before: int, found: ClassList) -> Plan:
-    """Return the plan for dropping classes. found: [n, 1]. Raises DataError."""
-    dropped = found.numbers[:, 0]
-    check_distinct(found, dropped)
-    after = _check_enough(found, before - len(dropped), before)
+def plan_drop(before: int, listed: ClassList) -> Plan:
+    """Return the plan for dropping classes. listed: [n, 1]. Raises DataError."""
+    dropped = listed.numbers[:, 0]
+    check_distinct(listed, dropped)
+    after = _check_enough(listed, before - len(dropped), before)
     return Plan("drop", before, after, np.sort(dropped))
 
 
-def plan_merge(before: int, found: ClassList) -> Plan:
-    """Return the plan for merging classes. found: [n, 2], from and to. Raises DataError."""
-    joining, targets = found.numbers[:, 0], found.numbers[:, 1]
-    check_distinct(found, joining, " as a class to merge")
+def plan_merge(before: int, listed: ClassList) -> Plan:
+    """Return the plan for merging classes. listed: [n, 2], from and to. Raises DataError."""
+    joining, targets = listed.numbers[:, 0], listed.numbers[:, 1]
+    check_distinct(listed, joining, " as a class to merge")
     order = np.argsort(joining)
     removed, joins = joining[order], targets[order]
     place = np.minimum(np.searchsorted(removed, targets), len(removed) - 1)
@@ -129,36 +129,36 @@ def plan_merge(before: int, found: ClassList) -> Plan:
         row = int(wrong[0])
         source, target, end = joining[row], targets[row], joins[place[row]]
         if source == target:
-            raise found.wrong(row, f"class {source} is merged into itself; remove the line")
-        raise found.wrong(
+            raise listed.wrong(row, f"class {source} is merged into itself; remove the line")
+        raise listed.wrong(
             row, f"class {source} is merged into {target}, which is merged into {end}; name the final target"
         )
-    after = _check_enough(found, before - len(removed), before)
+    after = _check_enough(listed, before - len(removed), before)
     new = joins - np.searchsorted(removed, joins)
     by_target = np.argsort(new, kind="stable")
     return Plan("merge", before, after, removed, joins, new[by_target], removed[by_target])
 
 
-def plan_reorder(before: int, found: ClassList) -> Plan:
-    """Return the plan for a new order. found: [n, 1], the old number of each new class.
+def plan_reorder(before: int, listed: ClassList) -> Plan:
+    """Return the plan for a new order. listed: [n, 1], the old number of each new class.
 
     Raises DataError unless it has every class once.
     """
-    order = found.numbers[:, 0]
-    check_distinct(found, order)
+    order = listed.numbers[:, 0]
+    check_distinct(listed, order)
     if len(order) != before:
         is_there = np.zeros(before, dtype=bool)
         is_there[order] = True
         raise DataError(
-            f"{found.name} has {len(order)} of {before} classes; expected every class once, the first "
+            f"{listed.name} has {len(order)} of {before} classes; expected every class once, the first "
             f"missing one is {int(np.argmin(is_there))}"
         )
     return Plan("reorder", before, before, order=order)
 
 
-def _check_enough(found: ClassList, after: int, before: int) -> int:
+def _check_enough(listed: ClassList, after: int, before: int) -> int:
     if after < 2:
-        raise DataError(f"{found.name} leaves {after} of {before} classes; a classifier needs at least two")
+        raise DataError(f"{listed.name} leaves {after} of {before} classes; a classifier needs at least two")
     return after
 
 
@@ -199,18 +199,18 @@ def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) 
         numbers = _from_python(given, what, columns)
         lines = "".join(" ".join(map(str, row)) + "\n" for row in numbers.tolist())
         sha256 = hashlib.sha256(lines.encode()).hexdigest()
-    found = ClassList(name, numbers, sha256)
+    class_list = ClassList(name, numbers, sha256)
     if not len(numbers):
         raise DataError(f"{name} is empty; expected one class per line")
     outside = np.flatnonzero(((numbers < 0) | (numbers >= classes)).any(axis=1))
     if len(outside):
         row = numbers[outside[0]]
         value = row[(row < 0) | (row >= classes)][0]
-        raise found.wrong(int(outside[0]), f"class {value} is outside 0..{classes - 1}")
-    return found
+        raise class_list.wrong(int(outside[0]), f"class {value} is outside 0..{classes - 1}")
+    return class_list
 
 
-def check_distinct(found: ClassList, values: np.ndarray, what: str = "") -> None:
+def check_distinct(listed: ClassList, values: np.ndarray, what: str = "") -> None:
     """Raise DataError if `values`, one per row, are not unique; what: follows the class in the message."""
     order = np.argsort(values, kind="stable")
     same = np.flatnonzero(values[order[1:]] == values[order[:-1]])
@@ -218,7 +218,7 @@ def check_distinct(found: ClassList, values: np.ndarray, what: str = "") -> None
         # Of all repeated values, the first in the file.
         second = int(order[same + 1].min())
         first = int(np.flatnonzero(values == values[second])[0])
-        raise found.wrong(second, f"class {values[second]} is repeated{what}; its first line is {first + 1}")
+        raise listed.wrong(second, f"class {values[second]} is repeated{what}; its first line is {first + 1}")
 
 
 def _read(path: Path, columns: int) -> tuple[array[int], str]:

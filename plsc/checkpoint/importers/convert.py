@@ -99,25 +99,25 @@ def import_checkpoint(
         raise OptionError(f"ranks is {ranks}; expected at least 1")
     target = Path(target)
     check_destination(Path(source), target)
-    found = _read_source(Path(source), layout, network or Network())
+    weights = _read_source(Path(source), layout, network or Network())
     if loss_type is not None:
-        found.loss_type = loss_type
-    classes = found.rows[WEIGHT].shape[0] if WEIGHT in found.rows else 0
+        weights.loss_type = loss_type
+    classes = weights.rows[WEIGHT].shape[0] if WEIGHT in weights.rows else 0
     if class_num is not None and classes != class_num:
         raise CheckpointError(f"{source} has {classes} classes; expected {class_num}; are files missing?")
-    tensors, options, match = _network_of(found, str(source))
-    _check_head(found, options)
-    rows = _rows_to_write(found)
-    manifest = _manifest(found, options, classes, ranks, global_batch_size, str(source))
+    tensors, options, match = _network_of(weights, str(source))
+    _check_head(weights, options)
+    rows = _rows_to_write(weights)
+    manifest = _manifest(weights, options, classes, ranks, global_batch_size, str(source))
     _write(target, tensors, rows, manifest)
     return Imported(
         target,
-        found.layout,
+        weights.layout,
         options.model.name if match else None,
         match,
         classes,
         options.model.emb_size,
-        found.notes,
+        weights.notes,
     )
 
 
@@ -132,13 +132,13 @@ def _read_source(path: Path, layout: str, given: Network) -> Source:
     if layout == "auto":
         layout = _recognise(path)
     if layout == INSIGHTFACE:
-        found = read_insightface(path)
+        weights = read_insightface(path)
     elif layout == PLSC1:
-        found = read_plsc1(path, given)
+        weights = read_plsc1(path, given)
     else:
-        found = _read_named(path, layout, given)
-    found.network = given.or_else(found.network)
-    return found
+        weights = _read_named(path, layout, given)
+    weights.network = given.or_else(weights.network)
+    return weights
 
 
 def _recognise(path: Path) -> str:
@@ -183,20 +183,20 @@ def _read_named(path: Path, layout: str, given: Network) -> Source:
     return source
 
 
-def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
+def _network_of(weights: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
     """Return the unsharded tensors by checkpoint key, the options of the network, and what matched."""
     options = Options()
-    for path, value in found.options.items():
+    for path, value in weights.options.items():
         options.set(path, value)
-    options.set("head.loss_type", found.loss_type)
+    options.set("head.loss_type", weights.loss_type)
     for path, value in (
-        ("model.name", found.network.name),
-        ("model.emb_size", found.network.emb_size),
-        ("model.image_shape", found.network.image_shape),
+        ("model.name", weights.network.name),
+        ("model.emb_size", weights.network.emb_size),
+        ("model.image_shape", weights.network.image_shape),
     ):
         if value is not None:
             options.set(path, value)
-    if not found.backbone:
+    if not weights.backbone:
         return {}, options, None
     model = options.model
     with torch.random.fork_rng(devices=[]):  # missing tensors get the values of a new run with this seed
@@ -204,61 +204,61 @@ def _network_of(found: Source, source: str) -> tuple[dict[str, Tensor], Options,
         built = build_model(model.name, model.emb_size, model.image_shape, model.dropout, model.neck)
     state = built.state_dict()
     with torch.no_grad():
-        match = match_into(state, found.backbone, source)
+        match = match_into(state, weights.backbone, source)
     refuse_no_match(match, source, "choose the network with --model, --emb_size and --image_shape")
     lost = [name for name in match.missing if not name.endswith("num_batches_tracked")]
-    if found.is_whole and (lost or match.shapes):
+    if weights.is_whole and (lost or match.shapes):
         raise CheckpointError(
             f"{source} is not a complete {model.name} for images {list(model.image_shape)}: "
             f"{'; '.join(match.lines()[1:])}; download it again, or name its network with --model"
         )
     tensors = {f"backbone.{name}": value for name, value in state.items()}
-    momentum = {name: torch.zeros_like(state[name]) for name in found.momentum if name in state}
-    match_into(momentum, found.momentum, f"{source}: momentum")
+    momentum = {name: torch.zeros_like(state[name]) for name in weights.momentum if name in state}
+    match_into(momentum, weights.momentum, f"{source}: momentum")
     tensors.update({f"momentum.backbone.{name}": value for name, value in momentum.items()})
     if not momentum:
-        found.notes.append("no backbone momentum found; it starts at zero")
+        weights.notes.append("no backbone momentum found; it starts at zero")
     return tensors, options, match
 
 
-def _check_head(found: Source, options: Options) -> None:
-    if WEIGHT not in found.rows:
-        found.notes.append("no class weights found; a new head will be initialised")
+def _check_head(weights: Source, options: Options) -> None:
+    if WEIGHT not in weights.rows:
+        weights.notes.append("no class weights found; a new head will be initialised")
         return
-    shape = found.rows[WEIGHT].shape
+    shape = weights.rows[WEIGHT].shape
     if len(shape) != 2 or shape[1] != options.model.emb_size:
         raise CheckpointError(
             f"the class weights have the shape {str(list(shape))[:80]}; expected [classes, "
             f"{options.model.emb_size}], where {options.model.emb_size} is the embedding size"
         )
-    if (options.head.loss_type.removeprefix("dist_") == "softmax") != (BIAS in found.rows):
+    if (options.head.loss_type.removeprefix("dist_") == "softmax") != (BIAS in weights.rows):
         raise CheckpointError(
             f"the loss type is {options.head.loss_type}, but the files have "
-            f"{'biases' if BIAS in found.rows else 'no biases'}; only softmax has biases"
+            f"{'biases' if BIAS in weights.rows else 'no biases'}; only softmax has biases"
         )
-    if BIAS in found.rows and found.rows[BIAS].shape != shape[:1]:
+    if BIAS in weights.rows and weights.rows[BIAS].shape != shape[:1]:
         raise CheckpointError(
-            f"the biases have the shape {list(found.rows[BIAS].shape)} for {shape[0]} classes; "
+            f"the biases have the shape {list(weights.rows[BIAS].shape)} for {shape[0]} classes; "
             "the file is damaged"
         )
     options.set("head.class_num", shape[0])
 
 
-def _rows_to_write(found: Source) -> dict[str, tuple[RowParts | None, tuple[int, ...]]]:
+def _rows_to_write(weights: Source) -> dict[str, tuple[RowParts | None, tuple[int, ...]]]:
     """Return by checkpoint key the rows (None: zeros) and shapes of the state that SGD needs to resume."""
     rows: dict[str, tuple[RowParts | None, tuple[int, ...]]] = {}
     for key, state in ((WEIGHT, WEIGHT_MOMENTUM), (BIAS, BIAS_MOMENTUM)):
-        if key in found.rows:
-            shape = found.rows[key].shape
-            rows[key] = found.rows[key], shape
-            rows[state] = found.rows.get(state), shape
-            if state not in found.rows:
-                found.notes.append(f"no momentum of {key} found; it starts at zero")
+        if key in weights.rows:
+            shape = weights.rows[key].shape
+            rows[key] = weights.rows[key], shape
+            rows[state] = weights.rows.get(state), shape
+            if state not in weights.rows:
+                weights.notes.append(f"no momentum of {key} found; it starts at zero")
     return rows
 
 
 def _manifest(
-    found: Source, options: Options, classes: int, ranks: int, batch: int | None, source: str
+    weights: Source, options: Options, classes: int, ranks: int, batch: int | None, source: str
 ) -> Manifest:
     saved = options.as_dict()
     for name in ("lr", "schedule", "warmup_epochs", "warmup_steps"):  # a run uses its own values
@@ -284,7 +284,7 @@ def _manifest(
             "steps_per_epoch": None,
             "optimizer": "SGD",
             "optimizer_numbers": {},
-            "imported": {"layout": found.layout, "from": Path(source).name, "notes": found.notes},
+            "imported": {"layout": weights.layout, "from": Path(source).name, "notes": weights.notes},
         },
     )
 

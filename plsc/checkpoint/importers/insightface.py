@@ -136,11 +136,11 @@ def _read_weights(path: Path) -> Source:
 
 def _backbone_in(path: Path) -> Path:
     """Return the backbone's file; the last one if there are several steps."""
-    found = [(int(m[1] or -1), m[0]) for m in map(_BACKBONE.fullmatch, names_in(path)) if m]
-    if not found:
+    candidates = [(int(m[1] or -1), m[0]) for m in map(_BACKBONE.fullmatch, names_in(path)) if m]
+    if not candidates:
         raise CheckpointError(f"{path} has class weights but no backbone.pth; copy it there")
-    named = [name for number, name in found if number < 0]
-    return path / (named[0] if named else max(found)[1])
+    named = [name for number, name in candidates if number < 0]
+    return path / (named[0] if named else max(candidates)[1])
 
 
 def _one_tensor(path: Path) -> Tensor:

@@ -54,7 +54,7 @@ class Match:
 
 
 def match_into(
-    target: Mapping[str, Tensor], found: Mapping[str, StoredTensor | Tensor], source: str
+    target: Mapping[str, Tensor], tensors: Mapping[str, StoredTensor | Tensor], source: str
 ) -> Match:
     """Copy tensors with the same name and shape into ``target``, in place; return what matched.
 
@@ -66,7 +66,7 @@ def match_into(
     """
     match = Match()
     taken: dict[str, Tensor] = {}
-    left = dict(found)
+    left = dict(tensors)
     for name, here in target.items():
         key = next((k for k in (name, name.removeprefix("network.")) if k in left), None)
         if key is None:

@@ -120,8 +120,8 @@ def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
         wanted = {name: meta[name] for name in ("num_classes", "emb_dim", "pretrain_nranks")}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {str(error)[:80]}; remove it") from error
-    found = {"num_classes": class_num, "emb_dim": emb_size, "pretrain_nranks": ranks}
-    for name, number in found.items():
+    sizes = {"num_classes": class_num, "emb_dim": emb_size, "pretrain_nranks": ranks}
+    for name, number in sizes.items():
         if wanted[name] != number:
             raise CheckpointError(
                 f"{file} says {name} {str(wanted[name])[:40]}, the files have {number}; are files missing?"
@@ -188,7 +188,7 @@ def _variables(network: Network) -> list[tuple[str, str, bool]]:
     counts: dict[str, int] = {}
     variables = []
     for path, layer in model.named_modules():
-        kind = next((names for one, names in _KINDS.items() if isinstance(layer, one)), None)
+        kind = next((names for layer_type, names in _KINDS.items() if isinstance(layer, layer_type)), None)
         if kind is None:
             continue
         name, suffixes = kind

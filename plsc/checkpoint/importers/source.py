@@ -108,23 +108,23 @@ def files_by_rank(folder: Path, pattern: re.Pattern[str], what: str) -> dict[int
     Raises:
         CheckpointError: a rank has two files, or a rank below the highest has none.
     """
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     for name in names_in(folder):
         match = pattern.fullmatch(name)
         if match is None:
             continue
         rank = int(match[1])
-        if rank in found:
+        if rank in files:
             raise CheckpointError(
-                f"{folder} has {what} of rank {rank} twice: {found[rank].name} and {name}; remove one"
+                f"{folder} has {what} of rank {rank} twice: {files[rank].name} and {name}; remove one"
             )
-        found[rank] = folder / name
-    missing = [rank for rank in range(len(found)) if rank not in found]
+        files[rank] = folder / name
+    missing = [rank for rank in range(len(files)) if rank not in files]
     if missing:
         raise CheckpointError(
-            f"{folder} has {what} of {len(found)} ranks, but none of rank {missing[0]}; add the missing file"
+            f"{folder} has {what} of {len(files)} ranks, but none of rank {missing[0]}; add the missing file"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def names_in(folder: Path) -> list[str]:

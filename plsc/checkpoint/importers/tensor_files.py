@@ -198,12 +198,12 @@ def read_paddle_file(path: Path) -> Tensor:
             "truncated or damaged; download it again"
         )
     if 0 in shape:
-        found = torch.from_numpy(np.empty(shape, dtype))
+        tensor = torch.from_numpy(np.empty(shape, dtype))
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about memory that is not writable
-            found = torch.from_numpy(np.memmap(file, dtype, "r", begin, shape))
-    return found.view(torch.bfloat16) if kind == _PADDLE_BFLOAT16 else found
+            tensor = torch.from_numpy(np.memmap(file, dtype, "r", begin, shape))
+    return tensor.view(torch.bfloat16) if kind == _PADDLE_BFLOAT16 else tensor
 
 
 def _paddle_header(head: bytes) -> tuple[int, tuple[int, ...], int]:

@@ -68,10 +68,10 @@ class WeightAverage(Callback):
         """
         buffers = self._average[self._first_buffer :]
         if buffers and self._group is not None:
-            flat = sum_over_ranks(torch.cat([one.double().flatten() for one in buffers]), self._group)
-            means = (flat / self._group.size()).split([one.numel() for one in buffers])
+            flat = sum_over_ranks(torch.cat([buffer.double().flatten() for buffer in buffers]), self._group)
+            means = (flat / self._group.size()).split([buffer.numel() for buffer in buffers])
             torch._foreach_copy_(
-                buffers, [mean.view_as(one) for mean, one in zip(means, buffers, strict=True)]
+                buffers, [mean.view_as(buffer) for mean, buffer in zip(means, buffers, strict=True)]
             )
         return {
             name: to_save(tensor, average)

@@ -95,4 +95,4 @@ def tensors_of(output: Any) -> list[Tensor]:
         return [output]
     if isinstance(output, dict):
         output = list(output.values())
-    return [one for part in output for one in tensors_of(part)] if isinstance(output, (list, tuple)) else []
+    return [leaf for part in output for leaf in tensors_of(part)] if isinstance(output, (list, tuple)) else []

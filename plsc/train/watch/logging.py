@@ -92,15 +92,15 @@ class Logging(Callback):
 
     def run_end(self, context: Context) -> None:
         """Close the loggers."""
-        for name, one in self._open.items():
+        for name, logger in self._open.items():
             with _explaining_errors(name, context.folder):
-                one.close()
+                logger.close()
 
     def exception(self, context: Context) -> None:
         """Close the loggers; a failure is logged, so that the run ends with its own exception."""
-        for name, one in self._open.items():
+        for name, logger in self._open.items():
             try:
-                one.close()
+                logger.close()
             except Exception as error:  # of any library
                 context.world.log(f"closing the logger {name} failed: {error}", logging.WARNING)
 
@@ -126,9 +126,9 @@ class Logging(Callback):
             }
 
     def _write(self, context: Context, entry: dict[str, Any]) -> None:
-        for name, one in self._open.items():
+        for name, logger in self._open.items():
             with _explaining_errors(name, context.folder):
-                one.write(entry)
+                logger.write(entry)
 
     def _write_pictures(self, context: Context) -> None:
         if context.pictures:

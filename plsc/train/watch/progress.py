@@ -37,8 +37,8 @@ class Progress(Callback):
             context.folder.mkdir(parents=True, exist_ok=True)
             self._file = logging.FileHandler(context.folder / f"log-rank{context.rank}.txt", encoding="utf-8")
             self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            for one in (_plsc, other_ranks):
-                one.addHandler(self._file)
+            for log in (_plsc, other_ranks):
+                log.addHandler(self._file)
         elif sys.stderr.isatty() and _plsc.isEnabledFor(logging.INFO):
             total = context.total_steps
             shape = _BAR if total else _COUNT
@@ -78,8 +78,8 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.close()
         if self._file is not None:
-            for one in (_plsc, other_ranks):
-                one.removeHandler(self._file)
+            for log in (_plsc, other_ranks):
+                log.removeHandler(self._file)
             self._file.close()
 
     def exception(self, context: Context) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.template_files import read_protocol
 from plsc.evaluate import identification, templates
 from plsc.evaluate.identification import identify
+from plsc.evaluate.template_files import read_protocol
 from plsc.evaluate.templates import evaluate_templates
 from plsc.parallel.world import World
 

@@ -4,11 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plsc.data.template_files import read_protocol
 from plsc.errors import DataError
 from plsc.evaluate import templates
 from plsc.evaluate.identification import identify
 from plsc.evaluate.report import write_report
+from plsc.evaluate.template_files import read_protocol
 from plsc.evaluate.templates import evaluate_templates, pool_templates
 from plsc.evaluate.verification import FARS
 from tests.distributed.launch import run_ranks

@@ -80,7 +80,7 @@ def test_kept_elements_are_scaled_and_evaluation_is_the_identity():
     assert not everything(x).any()
 
 
-def test_layers_have_different_masks_and_checkpointing_repeats_them():
+def test_layers_have_different_masks_and_recomputation_repeats_them():
     network, samples = network_of(nn.Dropout(0.5), nn.Linear(30, 30), nn.Dropout(0.5))
     samples.numbers = torch.arange(20)
     assert network[0](torch.ones(20, 30)).ne(network[2](torch.ones(20, 30))).any()

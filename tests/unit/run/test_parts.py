@@ -331,7 +331,7 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
     network, lists = Stages(), ("conv", "norm", "exp")
     first = {
         "precision__mode": "bfloat16", "precision__black_list": (*lists, "Dropout"),
-        "optim__freeze": ("conv", "norm"), "memory__checkpoint_stages": "conv,norm",
+        "optim__freeze": ("conv", "norm"), "memory__recompute": "conv,norm",
     }  # fmt: skip
     assert two_steps(network, dataset, tmp_path, **first)[1] == [torch.float32] * 2
     assert [name for name, p in network.named_parameters() if p.requires_grad] == ["fc.weight"]
@@ -341,7 +341,7 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
             {"precision__mode": "bfloat16", "precision__black_list": ("dropout",)},
             [torch.bfloat16, torch.float32],
         ),
-        ({"memory__checkpoint_stages": "conv"}, [torch.float32] * 2),
+        ({"memory__recompute": "conv"}, [torch.float32] * 2),
     ):
         fresh = Stages()
         fresh.load_state_dict(network.state_dict())

@@ -19,19 +19,19 @@ from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
 from plsc.checkpoint.classes.plan import read_class_list
 from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.cli import main
-from plsc.data.pair_lists import read_pair_list
 from plsc.data.pairs import read_pairs, write_pairs
 from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.columns import read_label_map
 from plsc.data.sources.image_folders import open_images
-from plsc.data.template_files import read_protocol
 from plsc.data.writers import writer_of
 from plsc.errors import DataError, PlscError
+from plsc.evaluate.pair_lists import read_pair_list
+from plsc.evaluate.template_files import read_protocol
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular, read_regular
 from tests.unit.data.test_opening import make_lmdb
-from tests.unit.data.test_template_files import FILES
+from tests.unit.evaluate.test_template_files import FILES
 
 pytestmark = pytest.mark.timeout(60)
 LINES = "a.jpg 10 10 30 10 20 20 12 30 28 30\n"

@@ -126,8 +126,8 @@ def test_what_excludes_each_other_says_so():
     check_network_options(options_with({**compiled, "model.sync_batch_norm": True}), 1)
     with pytest.raises(OptionError, match=r"parallel\.backbone 'sharded'"):
         check_network_options(options_with({**compiled, "parallel.backbone": "sharded"}), 2)
-    with pytest.raises(OptionError, match=r"memory\.checkpoint_stages"):
-        check_network_options(options_with({**compiled, "memory.checkpoint_stages": "all"}), 1)
+    with pytest.raises(OptionError, match=r"memory\.recompute"):
+        check_network_options(options_with({**compiled, "memory.recompute": "all"}), 1)
     with pytest.raises(OptionError, match=r"train\.deterministic"):
         check_network_options(options_with({**compiled, "train.deterministic": True}), 1)
 

@@ -39,7 +39,7 @@ def failure(dataset, folder, callback, **settings):
     [
         {},
         {"train__micro_batches": 2},
-        {"memory__checkpoint_stages": "block"},
+        {"memory__recompute": "block"},
         {
             "optim__optimizer_arguments": {"foreach": False}
         },  # it cannot skip an update: the loss is read before it

@@ -291,13 +291,13 @@ def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, t
     assert tensors_of(path)
 
 
-def test_lists_and_activation_checkpointing_go_together(dataset, tmp_path):
+def test_lists_and_recomputation_go_together(dataset, tmp_path):
     settings = {
         "model__name": "SmallResNet", "precision__mode": "bfloat16", "train__steps": 3, "model__emb_size": 32,
         "precision__black_list": ("BatchNorm2d", "relu", "stages.2"), "precision__white_list": ("prelu",),
     }  # fmt: skip
     for name, stages in (("plain", "none"), ("again", "all")):
-        made = options(dataset, tmp_path / name, memory__checkpoint_stages=stages, **settings)
+        made = options(dataset, tmp_path / name, memory__recompute=stages, **settings)
         train(made, WORLD, lambda: None)
     assert not different(tmp_path / "again/0-step3", tmp_path / "plain/0-step3")
 

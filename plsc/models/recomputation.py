@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute activations in the backward pass instead of keeping them.
+"""Recomputation (activation checkpointing): recompute activations in the backward pass, do not keep them.
 
 Chen et al. 2016, "Training deep nets with sublinear memory cost". Recomputation gives the same bits: it uses
 the same random state, sample numbers, buffers and autocast state, and updates running statistics only once.
@@ -23,8 +23,8 @@ NONE, ALL = "none", "all"
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def checkpoint_activations(network: nn.Module, names: str) -> list[str]:
-    """Checkpoint modules of a network in place; return their names.
+def recompute_activations(network: nn.Module, names: str) -> list[str]:
+    """Recompute modules of a network in the backward pass, in place; return their names.
 
     Parameters, buffers and their names do not change. Call it once, after all changes of layers;
     `plsc.models.base_model.unwrap` reverts it.
@@ -45,7 +45,7 @@ def checkpoint_activations(network: nn.Module, names: str) -> list[str]:
 
 
 def select_modules(network: nn.Module, names: str) -> list[str]:
-    """Return the names of the modules that match, in network order; see `checkpoint_activations`."""
+    """Return the names of the modules that match, in network order; see `recompute_activations`."""
     if names.strip() == NONE:
         return []
     parts = ", ".join(name for name, _ in network.named_children())
@@ -53,7 +53,7 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
         blocks = find_blocks(network)
         if not blocks:
             raise OptionError(
-                f"memory.checkpoint_stages is 'all', but {type(network).__name__} has no list of blocks; "
+                f"memory.recompute is 'all', but {type(network).__name__} has no list of blocks; "
                 f"give module names instead, such as {parts}"
             )
         return blocks
@@ -63,7 +63,7 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in known):
             alone = f" ({pattern!r} cannot be combined with names)" if pattern in (NONE, ALL) else ""
             raise OptionError(
-                f"memory.checkpoint_stages has {pattern!r}, which matches no module of "
+                f"memory.recompute has {pattern!r}, which matches no module of "
                 f"{type(network).__name__}{alone}{did_you_mean(pattern, known)}; its modules are {parts}"
             )
     chosen: list[str] = []
@@ -74,7 +74,7 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
     for name in chosen:
         if isinstance(network.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
             raise OptionError(
-                f"memory.checkpoint_stages matches {name!r}, a list that has no forward; give its items "
+                f"memory.recompute matches {name!r}, a list that has no forward; give its items "
                 f"instead: '{name}.*'"
             )
     return chosen
@@ -114,7 +114,7 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 class _Recomputed(ForwardWrapper):
-    """The forward of a checkpointed module; without gradients it calls the module normally."""
+    """The forward of a recomputed module; without gradients it calls the module normally."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module.forward)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plsc.data.pair_lists import read_pair_list
 from plsc.errors import DataError
+from plsc.evaluate.pair_lists import read_pair_list
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Train with and without activation checkpointing and compare every bit; exit with 1 if they differ."""
+"""Train with and without recomputation and compare every bit; exit with 1 if they differ."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
             "optim.warmup_steps": 0,
             "optim.clip_norm": 0.0,
             "optim.schedule": "constant",
-            "memory.checkpoint_stages": names,
+            "memory.recompute": names,
             **CASES[case],
         }
         options.set_together(settings)

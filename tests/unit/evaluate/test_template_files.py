@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from plsc.data import template_files
-from plsc.data.template_files import read_protocol
 from plsc.errors import DataError
+from plsc.evaluate import template_files
+from plsc.evaluate.template_files import read_protocol
 
 IMAGES = "1.jpg 7 100\n2.jpg 7 100\na b/3.jpg 7 101\n4.jpg 2 5\n5.jpg 30 5\n6.jpg 31 6\n"
 PAIRS = "7 2 0\n30 7 1\n2 31 1\n"

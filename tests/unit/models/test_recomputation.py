@@ -7,8 +7,8 @@ from torch import nn
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import unwrap
-from plsc.models.checkpointing import checkpoint_activations, find_blocks, select_modules
 from plsc.models.dropout import use_sample_dropout
+from plsc.models.recomputation import find_blocks, recompute_activations, select_modules
 from tests.saved_tensors import kept_bytes
 
 SHAPE = (3, 32, 32)
@@ -49,7 +49,7 @@ def make(name):
 def train(network, names="none", steps=2, parts=2, dtype=None, layout=None):
     """Return the state after two steps of SGD, and the gradients."""
     samples = use_sample_dropout(network)
-    checkpoint_activations(network, names)
+    recompute_activations(network, names)
     network.train()
     if layout is not None:
         network.to(memory_format=layout)
@@ -79,12 +79,12 @@ def assert_same_bits(ours, theirs):
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, "own"])
-def test_checkpointing_gives_the_same_bits(name):
+def test_recomputation_gives_the_same_bits(name):
     plain, ours = train(make(name)), train(make(name), CHOICES.get(name, "all"))
     assert_same_bits(ours, plain)
 
 
-def test_checkpointing_with_autocast_and_channels_last_gives_the_same_bits():
+def test_recomputation_with_autocast_and_channels_last_gives_the_same_bits():
     for options in (
         {"dtype": torch.bfloat16},
         {"layout": torch.channels_last},
@@ -95,9 +95,9 @@ def test_checkpointing_with_autocast_and_channels_last_gives_the_same_bits():
 
 
 def test_running_statistics_are_updated_only_once():
-    # torch's checkpointing alone updates them twice.
+    # torch.utils.checkpoint alone updates them twice.
     network = make("SmallResNet").train()
-    checkpoint_activations(network, "all")
+    recompute_activations(network, "all")
     norm = network.get_submodule("stages.0.0.residual.1")
     output = network(torch.randn(4, *SHAPE))
     before = norm.running_mean.clone()
@@ -108,23 +108,23 @@ def test_running_statistics_are_updated_only_once():
 
 
 @pytest.mark.parametrize("name", ["SmallResNet", "ResNet18"])
-def test_checkpointing_keeps_fewer_activations(name):
+def test_recomputation_keeps_fewer_activations(name):
     network = make(name).train()
     kept = []
     for names in ("none", "stages.0.*", "all"):
         unwrap(network)
-        checkpoint_activations(network, names)
+        recompute_activations(network, names)
         kept.append(kept_bytes(network, torch.randn(4, *SHAPE), network.parameters())[0])
     assert kept[0] > kept[1] > kept[2]
     assert kept[2] < 0.6 * kept[0]
 
 
-def test_checkpointing_does_not_change_frozen_layers_evaluation_and_parameter_names():
+def test_recomputation_does_not_change_frozen_layers_evaluation_and_parameter_names():
     network = make("SmallResNet")
     names = list(network.state_dict())
     for parameter in network.get_submodule("stages.0").parameters():
         parameter.requires_grad_(False)
-    checkpoint_activations(network, "all")
+    recompute_activations(network, "all")
     assert list(network.state_dict()) == names
     network.train()
     network.get_submodule("stages.0").eval()
@@ -138,9 +138,9 @@ def test_checkpointing_does_not_change_frozen_layers_evaluation_and_parameter_na
         assert kept_bytes(network, torch.randn(4, *SHAPE), network.parameters())[0] == 0
 
 
-def test_checkpointing_supports_deepcopy_and_unwrap():
+def test_recomputation_supports_deepcopy_and_unwrap():
     network = make("SmallResNet")
-    checkpoint_activations(network, "all")
+    recompute_activations(network, "all")
     twin = copy.deepcopy(network)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -197,7 +197,7 @@ def test_names_without_a_match_raise(name, names, expected):
     with torch.device("meta"):
         network = make(name)
     with pytest.raises(OptionError, match=expected):
-        checkpoint_activations(network, names)
+        recompute_activations(network, names)
 
 
 def test_recomputation_restores_the_buffers_of_a_stateful_module():
@@ -215,7 +215,7 @@ def test_recomputation_restores_the_buffers_of_a_stateful_module():
     for names in ("none", "0"):
         torch.manual_seed(0)
         network = nn.Sequential(Counting(), nn.Linear(4, 4))
-        checkpoint_activations(network, names)
+        recompute_activations(network, names)
         outputs = [network(torch.ones(2, 4)) for _ in range(2)]
         sum(outputs).square().sum().backward()
         assert network[0].calls == 2

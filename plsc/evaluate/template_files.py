@@ -24,10 +24,10 @@ import numpy as np
 
 from plsc.data.files import PathTable
 from plsc.data.lines import BOM
-from plsc.data.pair_lists import ListedImages
 from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import relative_path
 from plsc.errors import DataError
+from plsc.evaluate.pair_lists import ListedImages
 from plsc.storage.regular import open_regular
 
 _MAX_LINE_BYTES = 16384
