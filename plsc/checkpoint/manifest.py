@@ -13,12 +13,12 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from plsc.config.data import is_name
 from plsc.errors import CheckpointError
 from plsc.storage import publish
-from plsc.storage.regular import read_regular
+from plsc.storage.regular import read_regular, refuse_constant
 
 FORMAT_VERSION = 4  # the only one that is read: nothing was released before it
 MANIFEST_NAME = publish.MANIFEST_NAME
@@ -227,7 +227,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     if len(data) > LARGEST_MANIFEST:
         raise CheckpointError(f"{source} is larger than {LARGEST_MANIFEST} bytes; it is not a plsc manifest")
     try:
-        content = json.loads(data.decode(), parse_constant=_refuse_constant)
+        content = json.loads(data.decode(), parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{source} is not JSON: {error}; choose another checkpoint") from error
     _check_plain(source, content)
@@ -248,10 +248,6 @@ def _check_plain(source: str, content: object) -> None:
         ]
     if level:
         raise CheckpointError(f"{source} is nested more than {_DEEPEST} levels; choose another checkpoint")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _build(check: Checker, content: object) -> Manifest:

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from typing import Any
+from typing import Any, NoReturn
 
 from plsc.errors import DataError
 
@@ -54,9 +54,14 @@ def read_regular(path: AnyPath, limit: int, folder: AnyPath | None = None) -> by
 def read_json(path: AnyPath, limit: int, folder: AnyPath) -> Any:
     """Return the content of a JSON file as `read_regular`. Raises ValueError with the reason if it cannot."""
     try:
-        return json.loads(read_regular(path, limit, folder))
+        return json.loads(read_regular(path, limit, folder), parse_constant=refuse_constant)
     except (OSError, RecursionError) as error:
         raise ValueError(getattr(error, "strerror", None) or error) from error
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and Infinity, which Python reads from JSON although they are none."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def check_inside(path: AnyPath, folder: AnyPath) -> None:
