@@ -8,6 +8,8 @@
 
 - The peer: the network of its package followed by BatchNorm1d; ArcFaceLoss with its defaults (margin 28.6
   degrees, scale 64); SGD with momentum 0.9 and weight decay 5e-4; a constant learning rate.
+- The peer with our loop: the same loss, with the neck, dropout, warm-up, schedule and clipping that are the
+  defaults of plsc; and the same with plsc's margin and scale, too. What is left is the head.
 - plsc: `Entry` with its defaults except the sizes. A variant changes some of its options.
 - Both run at every rate of --rates, plsc also at its default rate. A variant that sets optim.lr runs
   only at that rate.
@@ -24,6 +26,7 @@ import argparse
 import concurrent.futures
 import io
 import json
+import math
 import os
 import re
 import statistics
@@ -42,6 +45,12 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
+from plsc.config import Options
+from plsc.config.optim import CLIP_NORM, CLIPPED_STEP
+from plsc.models import build_model
+from plsc.run.build_heads import margin_of
+from plsc.run.build_updates import default_warmup
+
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
@@ -49,6 +58,7 @@ TRAINED = ("Japanese_(katakana)", "Sanskrit")  # alphabets of Omniglot
 UNSEEN_GLYPHS = 200  # classes
 PAIRS = 6000
 COLUMNS = ("accuracy", "TAR at FAR 1e-2")
+PEERS = ("peer", "peer with our loop", "peer with our loop, margin and scale")
 
 
 @dataclass(frozen=True)
@@ -138,19 +148,40 @@ def train_peer(images: Images, options: argparse.Namespace, way: Way) -> dict[st
     """Train in a plain PyTorch loop with pytorch-metric-learning."""
     from pytorch_metric_learning.losses import ArcFaceLoss
 
-    torch.manual_seed(options.seed)
-    network = nn.Sequential(_plain_network(options), nn.BatchNorm1d(options.emb_size))
-    loss_of = ArcFaceLoss(int(images.labels.max()) + 1, options.emb_size)
-    parameters = [*network.parameters(), *loss_of.parameters()]
     assert way.rate is not None
+    torch.manual_seed(options.seed)
+    classes = int(images.labels.max()) + 1
+    network: nn.Module
+    if way.name == "peer":
+        network = nn.Sequential(_plain_network(options), nn.BatchNorm1d(options.emb_size))
+    else:
+        shape = (3, options.size, options.size)
+        network = build_model(options.network, options.emb_size, shape, Options().get("model.dropout"))
+    settings = {}
+    if way.name == PEERS[2]:
+        margin = margin_of(Options().resolve())
+        margin.set_class_num(classes)
+        settings = {"margin": math.degrees(vars(margin)["margin"]), "scale": margin.scale}
+    loss_of = ArcFaceLoss(classes, options.emb_size, **settings)
+    parameters = [*network.parameters(), *loss_of.parameters()]
     sgd = torch.optim.SGD(parameters, way.rate, momentum=0.9, weight_decay=5e-4)
+    total = options.epochs * (len(images.train) // options.batch)
+    warmup = default_warmup(total)
+    step = 0
     for epoch in range(options.epochs):
         network.train()
         for chosen in torch.tensor(images.order(options.seed, epoch)).split(options.batch):
-            if len(chosen) == options.batch:
-                sgd.zero_grad()
-                loss_of(network(images.train[chosen]), images.labels[chosen]).backward()
-                sgd.step()
+            if len(chosen) < options.batch:
+                continue
+            sgd.zero_grad()
+            loss_of(network(images.train[chosen]), images.labels[chosen]).backward()
+            if way.name != "peer":
+                done = max(0, step - warmup) / max(1, total - warmup)
+                factor = (step + 1) / warmup if step < warmup else (1 + math.cos(math.pi * done)) / 2
+                sgd.param_groups[0]["lr"] = way.rate * factor
+                nn.utils.clip_grad_norm_(network.parameters(), min(CLIP_NORM, CLIPPED_STEP / way.rate))
+            sgd.step()
+            step += 1
     network.eval()
     with torch.no_grad():
         embeddings = torch.cat([network(part) for part in images.test.split(200)])
@@ -167,8 +198,6 @@ def _plain_network(options: argparse.Namespace) -> nn.Module:
         import timm
 
         return timm.create_model(name, num_classes=options.emb_size)
-    from plsc.models import build_model
-
     # Its neck ends in batch norm already; the caller adds another one.
     return build_model(options.network, options.emb_size, (3, options.size, options.size), 0.0)
 
@@ -302,7 +331,7 @@ def main() -> None:
     options = read_arguments()
     options.folder.mkdir(parents=True, exist_ok=True)
     images = Images(options)
-    changed: dict[str, tuple[str, ...]] = {} if options.no_peer else {"peer": ()}
+    changed: dict[str, tuple[str, ...]] = {} if options.no_peer else dict.fromkeys(PEERS, ())
     changed["plsc"] = ()
     for variant in options.variant:
         name, _, values = variant.partition(":")
@@ -310,7 +339,7 @@ def main() -> None:
     if options.run:
         way = Way(options.run, options.rate, changed[options.run])
         began = time.monotonic()
-        found = (train_peer if way.name == "peer" else train_ours)(images, options, way)
+        found = (train_peer if way.name in PEERS else train_ours)(images, options, way)
         found["seconds"] = time.monotonic() - began
         way.path(options.folder, options.seed).write_text(json.dumps(found))
         return
