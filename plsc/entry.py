@@ -370,7 +370,7 @@ class Entry(OriginalSetters):
         protocol, return its results by name, and write report.md, report.json and pictures to `output`.
 
         Args:
-            protocol: ``pairs``, ``all_pairs``, ``identify`` or ``templates``; see docs/evaluate.md.
+            protocol: one of `plsc.names.PROTOCOLS`, such as ``pairs``; see docs/evaluate.md.
             images: a labelled dataset (for ``identify``, the probes), by default that of set_dataset_dir; for
                 a text list of pairs or for templates, the folder of the images, by default that of the list.
             pairs: for ``pairs``: a .bin file or a text list; by default the pair files of set_val_targets.

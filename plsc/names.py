@@ -37,3 +37,11 @@ LOGGERS = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
 
 CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content")
 """Of plsc/actions/train.py."""
+
+PROTOCOLS = {
+    "pairs": ("images", "pairs"),
+    "all_pairs": ("images",),
+    "identify": ("images", "gallery", "distractors"),
+    "templates": ("images", "templates"),
+}
+"""Of plsc/actions/protocols.py, with the arguments that each takes."""

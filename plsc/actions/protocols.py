@@ -19,6 +19,7 @@ from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.report import Section, write_report
 from plsc.models import BaseModel
+from plsc.names import PROTOCOLS
 from plsc.parallel.world import World
 from plsc.run.build_data import align_source, open_training_source
 from plsc.run.build_network import evaluated
@@ -26,14 +27,6 @@ from plsc.run.targets import embed, load_targets, open_pairs, verify_target
 from plsc.run.user_parts import UserParts
 from plsc.state.network import open_trained
 from plsc.storage.urls import base_name, shown
-
-# The protocols, with the arguments that each takes.
-PROTOCOLS = {
-    "pairs": ("images", "pairs"),
-    "all_pairs": ("images",),
-    "identify": ("images", "gallery", "distractors"),
-    "templates": ("images", "templates"),
-}
 
 
 @dataclass(frozen=True)
@@ -50,8 +43,8 @@ class ProtocolData:
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
             raise OptionError(f"the protocol is {self.protocol!r}; {suggest(self.protocol, PROTOCOLS)}")
-        for name in ("images", "pairs", "gallery", "distractors", "templates"):
-            if getattr(self, name) is not None and name not in PROTOCOLS[self.protocol]:
+        for name, value in vars(self).items():
+            if value is not None and name not in ("protocol", *PROTOCOLS[self.protocol]):
                 takes = ", ".join(PROTOCOLS[self.protocol])
                 raise OptionError(f"{name} is not for the protocol {self.protocol!r}, which takes {takes}")
         if self.protocol == "templates" and self.templates is None:
@@ -106,15 +99,8 @@ class Evaluator:
     world: World
 
     def run(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
-        """Yield the results of a protocol."""
-        if data.protocol == "pairs":
-            yield from self._pairs(data, user)
-        elif data.protocol == "all_pairs":
-            yield self._all_pairs(data)
-        elif data.protocol == "identify":
-            yield self._identify(data)
-        else:
-            yield self._templates(data)
+        """Yield the results of a protocol, by the method of its name."""
+        yield from getattr(self, f"run_{data.protocol}")(data, user)
 
     def choices(self, data: ProtocolData) -> list[str]:
         """Return how images are embedded, one sentence each."""
@@ -132,7 +118,8 @@ class Evaluator:
             precision,
         ]
 
-    def _pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+    def run_pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+        """Yield the verification of each pair file."""
         if data.pairs is None:
             targets = load_targets(self.config, user.test_reader)
             if not targets:
@@ -146,16 +133,18 @@ class Evaluator:
             names = target.by_pair(target.names)
             yield _Outcome(target.name, result, partial(result.section, target.name, target.pictures, names))
 
-    def _all_pairs(self, data: ProtocolData) -> _Outcome:
+    def run_all_pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+        """Yield the verification of all pairs of the images."""
         from plsc.evaluate.all_pairs import all_pairs
 
         images = self._open(data.images, "images")
         embeddings = self.embed(images.images, images.place)
         result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
         choices = [f"Images: {images.place}."]
-        return _Outcome("all_pairs", result, partial(_section, result, base_name(images.place), choices))
+        yield _Outcome("all_pairs", result, partial(_section, result, base_name(images.place), choices))
 
-    def _identify(self, data: ProtocolData) -> _Outcome:
+    def run_identify(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+        """Yield the identification of probes in a gallery."""
         from plsc.evaluate.identification import identify, split_gallery
 
         probes = self._open(data.images, "images")
@@ -182,9 +171,10 @@ class Evaluator:
         result = identify(
             gallery, gallery_labels, embeddings, probe_labels, world=self.world, device=self.world.device
         )
-        return _Outcome("identify", result, partial(_section, result, "Identification", choices))
+        yield _Outcome("identify", result, partial(_section, result, "Identification", choices))
 
-    def _templates(self, data: ProtocolData) -> _Outcome:
+    def run_templates(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+        """Yield the comparison of templates."""
         from plsc.evaluate.template_files import read_protocol
         from plsc.evaluate.templates import evaluate_templates
 
@@ -196,7 +186,7 @@ class Evaluator:
         embeddings = self.embed(images, protocol.name)
         result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
         choices = [f"Meta files: {data.templates}; images: {protocol.images.root}."]
-        return _Outcome("templates", result, partial(_section, result, protocol.name, choices))
+        yield _Outcome("templates", result, partial(_section, result, protocol.name, choices))
 
     def _open(self, place: str | None, argument: str) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""

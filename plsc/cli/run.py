@@ -9,6 +9,7 @@ from plsc.cli.parser import REQUIRED, Argument, Command, word
 from plsc.config import Options
 from plsc.config.text import render_options
 from plsc.errors import OptionError
+from plsc.names import PROTOCOLS
 
 
 def _entry(options: Options) -> Any:
@@ -105,7 +106,7 @@ COMMANDS = {
         "test the network of --checkpoint.load_dir on pair files or held-out images, or by a protocol",
         _test,
         [
-            Argument("protocol", str, None, "pairs, all_pairs, identify or templates: write a report"),
+            Argument("protocol", str, None, f"write a report; one of {', '.join(PROTOCOLS)}"),
             Argument("images", str, None, "labelled dataset; pairs, templates: folder of their images"),
             Argument("pairs", str, None, "pairs: a .bin file or a text list; default: --data.val_targets"),
             Argument("gallery", str, None, "identify: labelled dataset; default: a part of images"),

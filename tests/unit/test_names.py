@@ -1,8 +1,10 @@
 """The names that options accept are those of what they name."""
 
+import dataclasses
 import inspect
 
 from plsc import names
+from plsc.actions.protocols import Evaluator, ProtocolData
 from plsc.actions.train import CALLBACKS
 from plsc.heads.margins import MARGINS
 from plsc.models.registry import NETWORKS
@@ -19,6 +21,13 @@ def test_names_are_those_of_the_owners():
         (names.CALLBACKS, CALLBACKS),
     ):
         assert listed == tuple(owned)
+
+
+def test_each_protocol_has_its_method_and_only_known_arguments():
+    known = {field.name for field in dataclasses.fields(ProtocolData)}
+    for name, arguments in names.PROTOCOLS.items():
+        assert hasattr(Evaluator, f"run_{name}")
+        assert known.issuperset(arguments)
 
 
 def test_losses_without_a_margin_have_no_argument_for_one():
