@@ -250,8 +250,9 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
         mode = run.options.runtime.dtype
     count = len(run.data.sets)
     heads = f"{count} head{'s' * (count > 1)}" if count else f"loss {run.options.head.loss_type}"
+    network = original_class_name(run.network) if run.is_custom else run.options.model.name
     text = (
-        f"training {original_class_name(run.network)} ({parameters:,} parameters), {heads}, "
+        f"training {network} ({parameters:,} parameters), {heads}, "
         f"{run.heads.class_num:,} classes, {images}, "
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
         f"{mode}"
