@@ -333,7 +333,7 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
         ),
         (
             ["--data_dir", "/nope", "--nranks", "2", "--memory", "lots"],
-            "expected a size such as 512M",
+            "expected a number of bytes, such as 512M",
         ),
     ],
 )
