@@ -140,6 +140,7 @@ def save_checkpoint(
                     files={name: info for part in files for name, info in part.items()},
                 )
                 text = complete.to_json().encode()
+                # After all files: a folder with a manifest is complete, whenever the process dies.
                 finish_folder(Store(folder.parent), temporary.name, name, text)
 
         on_every_rank(world, doing, finish, _ADVICE)

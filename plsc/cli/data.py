@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.cli.parser import Argument, Command, Group, arguments_of, word
+from plsc.config.option import Size
 from plsc.errors import OptionError
 
 
@@ -102,7 +103,7 @@ def run_unpack(archive: str, folder: str, max_bytes: int | None) -> None:
 
 _FOLDER = word("folder", "the local folder")
 _ARCHIVE = word("archive", "the archive: a path or fsspec URL that ends in .tar.zst")
-_MAX_BYTES = Argument("max_bytes", int, None, "most bytes of all files; default: 100 times the archive")
+_MAX_BYTES = Argument("max_bytes", Size, None, "most bytes of all files; default: 100 times the archive")
 _DESTINATION = word(
     "destination", "file to write, ending in .rec, .parquet or .tar, or a folder (no suffix) for base64 lines"
 )

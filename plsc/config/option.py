@@ -286,6 +286,12 @@ def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
     return found
 
 
+def check_fields(declared: Any) -> None:
+    """Convert the fields of a frozen dataclass of declared options; OptionError for an invalid value."""
+    for name, spec in specs_of("", type(declared)).items():
+        object.__setattr__(declared, name, spec.checked(getattr(declared, name)))
+
+
 def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a mapping into validated fields of a dataclass and the remaining items.
 

@@ -77,6 +77,7 @@ class RowOptimizer(torch.optim.Optimizer):
         settings = {name: group[name] for name in names if name in group}
         if "betas" in group:
             settings["beta1"], settings["beta2"] = group["betas"]
+        # Before consume(), which starts the next step: the rounding is keyed by this one.
         rule = Rule(kind=self.kind, key=hash_key(head.seed, head.step, 3), **settings)
         contexts = head.contexts.consume()
         for context in contexts:
@@ -102,6 +103,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         contexts = list(self.head.contexts)
         device = contexts[0].log_total.device if contexts else self.head.weight.device
+        # Up to C D squares are added: float32 would lose the small ones.
         total = torch.zeros((), dtype=torch.float64, device=device)
         if contexts:
             for _, dw, db in summed_gradients(contexts, rows_of(contexts)):

@@ -213,6 +213,7 @@ class ShardedHead(Head):
         all_rows = self.all_rows()
         classes = self._select_classes(all_rows, unit, batch.labels, backend.tile)
         if self.training:
+            # Before _find_target, where the margin updates the statistics that a skipped step restores.
             self.contexts.begin()
         target = self._find_target(unit, length, batch.labels, all_rows, classes)
         stored = all_rows if classes is None else all_rows.of_classes(classes)
@@ -305,6 +306,7 @@ class ShardedHead(Head):
         excess: log of the sum over the other classes, minus the label's logit. others: 1 - P(label).
         radial: derivative of the label's logit w.r.t. |x|, or None.
         """
+        # -log P(label), without cancellation when P is near 1.
         losses = nn.functional.softplus(excess)
         slope = None if radial is None else -others * radial
         with torch.enable_grad():
@@ -327,6 +329,7 @@ class ShardedHead(Head):
     ) -> EmbeddingGradient:
         """Start the reduce-scatter of this rank's part of dL / de [B, D] to the ranks of the embeddings."""
         assert sums.weighted is not None
+        # The forward pass did not know the sum over all ranks yet.
         partial = sums.weighted * (sums.shift - context.log_total).exp()[:, None]
         coefficients = context.target_coefficient[target.samples, None]
         partial.index_add_(0, target.samples, coefficients * target.w)
@@ -361,6 +364,7 @@ class ShardedHead(Head):
         positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
         count = math.ceil((stop - start) * self.sampling.ratio)
         rank = 0 if self.group is None else self.group.rank()
+        # Each micro-batch and rank draws its own classes; nothing has to be saved to resume.
         key = hash_key(self.seed, self.step, len(self.contexts), rank)
         near = None
         if self.sampling.hard:
@@ -380,6 +384,7 @@ class ShardedHead(Head):
         """Reduce the sums over the ranks: one collective of two or three values per sample."""
         parts = [target.logit] + ([] if target.radial is None else [target.radial])
         shift = self._fixed_shift()
+        # With one shift for all ranks, the exponentials can be added as they are.
         if shift is not None:
             reduced = sum_over_ranks(torch.stack([sums.total, *parts]), self.group)
             log_others, parts = shift + reduced[0].log(), list(reduced[1:])

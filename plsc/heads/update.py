@@ -70,6 +70,7 @@ class SavedContexts(list[ForwardContext]):
         contexts = list(self)
         self.clear()
         self._statistics = None
+        # Skipped steps count as well (`discard`), so a repeated batch draws other classes and other noise.
         self.step += 1
         return contexts
 

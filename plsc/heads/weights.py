@@ -154,5 +154,6 @@ def _selected_indices(stored: Rows) -> Tensor:
 def _copy_of(tensor: Tensor, selected: Tensor, device: torch.device) -> Tensor:
     taken = tensor.index_select(0, selected)
     if device.type == "cuda":
+        # A copy from pageable memory would wait for all kernels in the queue.
         return taken.pin_memory().to(device, non_blocking=True)
     return taken.to(device)

@@ -71,6 +71,7 @@ class FailureWatch:
 
     def _report(self, error: BaseException) -> None:
         """Post this rank's failure for the others, or raise that of the rank that failed first."""
+        # A lost connection mostly follows from another rank's failure, which is the one to report.
         is_consequence = _is_connection_failure(error)
         message = str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
         first = self._find_first(message) if is_consequence else self._post(message)
@@ -100,6 +101,8 @@ class FailureWatch:
     def _find_first(self, message: str) -> dict[str, Any]:
         """Return the failure of another rank, else post and return which ranks do not answer."""
         with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
+            # In a thread, with a limit: the store may have been on the machine that is lost, and its calls
+            # then block.
             asked = BackgroundThread("plsc-lost").submit(lambda: self._ask(self._watch_store, message))
             if first := asked.result(2 * _POST_SECONDS):
                 return first

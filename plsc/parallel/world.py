@@ -112,6 +112,7 @@ class World:
                 dist.init_process_group(first, store=meeting, rank=rank, world_size=size, timeout=timeout)
             backbone_group = _new_group(backend, timeout) if backend == "mpi" else dist.group.WORLD
             head_group = _new_group(backend, timeout)
+            # One group per thread: collectives of two threads in one group would pair up in any order.
             control_group, save_group, upload_group = (_new_group("gloo", timeout) for _ in range(3))
             private_store = _private_store(control_group)
         except PlscError:

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from plsc.config.option import Size, at_least, between, check_fields, declare, more_than
 from plsc.errors import OptionError
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of a server."""
+    """Options of a server. Raises OptionError for invalid values."""
 
-    gallery: str | None = field(
-        default=None, metadata={"meaning": "gallery to search; by default the classes in the model, if any"}
+    gallery: str | None = declare(None, "gallery to search; by default the classes in the model, if any")
+    store: str | None = declare(None, "SQLite file for enrolled entries; by default MODEL.sqlite")
+    host: str = declare("127.0.0.1", "address to listen on")
+    port: int = declare(8000, "port to listen on; 0: any free one", check=between(0, 65535))
+    api_key_file: str | None = declare(None, "file with the API key; or set PLSC_API_KEY")
+    far: float | None = declare(
+        None, "FAR of the threshold for unknown; by default 1e-3, or the next higher one"
     )
-    store: str | None = field(
-        default=None, metadata={"meaning": "SQLite file for enrolled entries; by default MODEL.sqlite"}
-    )
-    host: str = field(default="127.0.0.1", metadata={"meaning": "address to listen on"})
-    port: int = field(default=8000, metadata={"meaning": "port to listen on; 0: any free one"})
-    api_key_file: str | None = field(
-        default=None, metadata={"meaning": "file with the API key; or set PLSC_API_KEY"}
-    )
-    far: float | None = field(
-        default=None,
-        metadata={"meaning": "FAR of the threshold for unknown; by default 1e-3, or the next higher one"},
-    )
-    threads: int = field(default=0, metadata={"meaning": "threads of onnxruntime; 0: one per core"})
-    batch_size: int = field(default=32, metadata={"meaning": "maximum images per forward pass"})
-    queue_size: int = field(default=256, metadata={"meaning": "maximum images waiting; more get status 429"})
-    max_bytes: int = field(default=16 * 2**20, metadata={"meaning": "maximum bytes per request"})
-    max_pixels: int = field(default=32 * 10**6, metadata={"meaning": "maximum pixels per image"})
-    timeout: float = field(default=30.0, metadata={"meaning": "seconds to receive a request, and to queue"})
+    threads: int = declare(0, "threads of onnxruntime; 0: one per core", check=at_least(0))
+    batch_size: int = declare(32, "maximum images per forward pass", check=at_least(1))
+    queue_size: int = declare(256, "maximum images waiting; more get status 429", check=at_least(2))
+    max_bytes: Size = declare(16 * 2**20, "maximum bytes per request", check=at_least(1))
+    max_pixels: int = declare(32 * 10**6, "maximum pixels per image", check=at_least(1))
+    timeout: float = declare(30.0, "seconds to receive a request, and to queue", check=more_than(0))
 
     def __post_init__(self) -> None:
-        limits = {"port": 0, "threads": 0, "batch_size": 1, "queue_size": 2, "max_bytes": 1, "max_pixels": 1}
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                raise OptionError(f"--{name} is {getattr(self, name)}; expected {least} or more")
-        if self.port > 65535:
-            raise OptionError(f"--port is {self.port}; expected 0..65535")
-        if not self.timeout > 0:
-            raise OptionError(f"--timeout is {self.timeout}; expected seconds above 0")
+        check_fields(self)
 
     def api_key(self) -> str:
         """Return the key; empty if none is set. Raises OptionError if the file has none."""

@@ -66,6 +66,7 @@ class Saver:
         self._lineage = [] if resumed is None else resumed[1].lineage
         self._run = run
         self._options = run.options.checkpoint
+        # Its own group: the thread's collectives would meet those of the training steps in the other one.
         self._world = run.world.in_background(run.world.save_group)
         self._background = BackgroundThread("plsc-save")
         if directories.store is not None:

@@ -64,6 +64,8 @@ class Uploader:
         failed = [path for path, future in jobs if not _has_succeeded(future, give_up)]
         # A checkpoint that has been pruned since does not count.
         unsent = [path for path in failed if path.is_dir()]
+        # In order, and none after a failure: the newest checkpoint in the store should have no gaps before
+        # it.
         while unsent and give_up is None:
             again = self._background.submit(partial(self._send, unsent[0]))
             if not _has_succeeded(again, None):
@@ -111,6 +113,7 @@ class Uploader:
         transfer = Transfer(f"uploading {path} to {self._store.shown}{of}", total, self._world.is_main)
         upload(path, self._store, mine, self._world, transfer.add)
         transfer.end()
+        # Only now is the new checkpoint complete in the store, so older ones may go.
         if self._world.is_main:
             self._update_store(path)
 

@@ -158,6 +158,7 @@ class Trainer:
         run.losses.clear()
         has_failed = self._stop_if_asked(failure is not None)
         every = run.options.checkpoint.every_n_epochs
+        # After a failed evaluation or callback, too: the epoch's training is not lost.
         if has_failed or self._is_over() or (every and position.epoch % every == 0):
             self._save(wait=has_failed)
         if failure is not None:
@@ -173,6 +174,8 @@ class Trainer:
         window.batch_arrived()
         with span("synchronise ranks"):
             is_saving = self._saver is not None and not self._saver.is_done()
+            # One collective tells every rank of signals, ends of data, finished saves and stops: all act in
+            # the same step.
             status = exchange_status(
                 run.world, batch, run.heads.class_num, stop.number, is_saving, bool(run.stop_reason)
             )
@@ -300,6 +303,7 @@ class Trainer:
         if position.step_in_epoch:  # else the end of the previous epoch has been saved
             self._save(wait=True)
         saver = self._saver
+        # The other half is for what has to end after the uploads, before a scheduler kills the process.
         missing = saver.close(seconds=self._options.stop_deadline / 2) if saver is not None else ""
         self._update_result()
         saved = None if saver is None or saver.failure else self._result.checkpoint

@@ -79,6 +79,7 @@ class Step:
             self._before.take()
         with run.callbacks.keeping_outputs(run):
             output = self._forward_backward(batch, sizes, is_logged)
+        # DDP sums the backbone's gradients only; a replicated head is outside of it.
         run.heads.sync_gradients()
         with span("clip gradients"):
             is_skipped, is_excused = self._find_overflow(output)
@@ -210,6 +211,8 @@ class Step:
             return False, False
         gradients = (p.grad for p in run.network.parameters() if p.grad is not None)
         has_bad_gradient = unscale(gradients, run.scaler.scale).to(run.world.device)
+        # The maximum over the ranks: if only one skipped, the copies of the backbone would differ from then
+        # on.
         flags = torch.stack([~output.finite, has_bad_gradient]).float()
         overflowed = max_over_ranks(flags, run.world.head_group).tolist()
         return any(overflowed), bool(overflowed[0]) and run.scaler.scale > 1

@@ -8,7 +8,7 @@ import re
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from plsc.config.option import Size, between, declare, not_empty, one_of, specs_of
+from plsc.config.option import Size, between, check_fields, declare, not_empty, one_of
 from plsc.data.lines import Buffers
 from plsc.errors import OptionError
 from plsc.storage.urls import is_url
@@ -102,8 +102,7 @@ class PartitionOptions:
     verify: bool = declare(False, "check an existing output folder against its inputs; write nothing")
 
     def __post_init__(self) -> None:
-        for name, spec in specs_of("", PartitionOptions).items():
-            object.__setattr__(self, name, spec.checked(getattr(self, name)))
+        check_fields(self)
         if self.no_sync and self.engine == "spark":
             raise OptionError("--no_sync requires --engine local; with spark, the executors sync their parts")
         if self.master and self.engine != "spark":

@@ -163,6 +163,7 @@ class NativeBackend(TorchBackend):
             return super().update(context, rule, states)
         c_rule = _rule(rule, used, states.get("steps"), weight)
         bias = self._update(context, slice(0, len(context.rows)), c_rule, None)
+        # C writes unseen by autograd, which must refuse a backward pass through the old values.
         torch.autograd.graph.increment_version(weight)
         return bias
 
