@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -74,9 +75,12 @@ class FailureWatch:
         # A lost connection mostly follows from another rank's failure, which is the one to report.
         is_consequence = _is_connection_failure(error)
         message = str(error) if isinstance(error, PlscError) else f"{type(error).__name__}: {error}"
-        first = self._find_first(message) if is_consequence else self._post(message)
-        if first is None:
-            return
+        first = self._ask_store(lambda: self._find_first(message) if is_consequence else self._post(message))
+        if first is None:  # the machine of the store does not answer
+            if not is_consequence:
+                return
+            lost = _LOST.format(f"rank 0 on {self._hosts[0]}")
+            first = {"rank": self._world.rank, "host": self._host, "message": lost}
         if first["rank"] == self._world.rank:
             if is_consequence:
                 raise DistributedError(first["message"]) from error
@@ -88,28 +92,25 @@ class FailureWatch:
         if raised is not error:
             raise raised from error
 
+    def _ask_store(self, action: Callable[[], Any]) -> Any:
+        """Return the result of an action that uses the store; None if the store does not answer in time."""
+        # In a thread: if the store was on a machine that is lost, a call to it blocks for minutes.
+        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
+            return BackgroundThread("plsc-lost").submit(action).result(2 * _POST_SECONDS)
+        return None
+
     def _post(self, message: str) -> dict | None:
         """Post a message unless there already is one; return the one in the store."""
         failure = {"rank": self._world.rank, "host": self._host, "message": message}
         if self._world.store is None:
             return None
-        try:
+        with contextlib.suppress(ValueError):
             return json.loads(self._world.store.compare_set(_FAILURE, "", json.dumps(failure)))
-        except (RuntimeError, ValueError):
-            return None  # the host of the store is down, so all ranks stop anyway
+        return None
 
-    def _find_first(self, message: str) -> dict[str, Any]:
+    def _find_first(self, message: str) -> Any:
         """Return the failure of another rank, else post and return which ranks do not answer."""
-        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
-            # In a thread, with a limit: the store may have been on the machine that is lost, and its calls
-            # then block.
-            asked = BackgroundThread("plsc-lost").submit(lambda: self._ask(self._watch_store, message))
-            if first := asked.result(2 * _POST_SECONDS):
-                return first
-        lost = _LOST.format(f"rank 0 on {self._hosts[0]}")  # the machine of the store
-        return {"rank": self._world.rank, "host": self._host, "message": lost}
-
-    def _ask(self, store: dist.Store, message: str) -> Any:
+        store = self._watch_store
         store.set(_CALL, "")
         deadline = time.monotonic() + _POST_SECONDS
         while time.monotonic() < deadline:
@@ -165,7 +166,7 @@ def _is_connection_failure(error: BaseException) -> bool:
 
 def is_connection_text(text: str) -> bool:
     """Return whether a collective raises an error with this message when another rank is gone."""
-    return any(mark in text for mark in ("gloo", "Gloo", "NCCL", "Connection", "TCPStore"))
+    return any(mark in text for mark in ("gloo", "Gloo", "pair closure", "NCCL", "Connection", "TCPStore"))
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
