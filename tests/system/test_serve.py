@@ -521,4 +521,4 @@ def test_a_model_gallery_or_store_that_does_not_fit_is_one_message(folder, tmp_p
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         assert f"cannot listen on 127.0.0.1 port {port}" in refusal(capsys, model, *store, "--port", port)
-    assert "expected 1 or more" in refusal(capsys, model, "--batch_size", 0)
+    assert "expected a number of at least 1" in refusal(capsys, model, "--batch_size", 0)
