@@ -177,9 +177,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _zeros(self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False) -> Tensor:
         """Return zeros of the parameter's shape, or [rows] if `per_row`; for biases in full precision."""
-        shape = parameter.shape[:-1] if parameter.ndim > 1 else parameter.shape
-        if not per_row and parameter.ndim > 1:
-            shape = (*shape, self.head.emb_size)
+        shape = list(parameter.shape)
+        if parameter.ndim > 1:
+            shape[-1:] = [] if per_row else [self.head.emb_size]
         kept = parameter.dtype if parameter is self.head.bias else self._dtype
         return parameter.new_zeros(shape, dtype=dtype or kept)
 
