@@ -50,6 +50,7 @@ _SMALLER_BACKBONE = {
 _SMALLER: tuple[dict[str, Any], ...] = (
     {"head.row_dtype": "bfloat16", "head.state_dtype": "bfloat16"},
     {"head.row_dtype": "bfloat16", "head.state_dtype": "float32", "head.optimizer": "adagrad"},
+    {"head.row_dtype": "int8", "head.state_dtype": "float32", "head.optimizer": "adagrad"},
     {"head.sample_ratio": 0.1, "head.offload": True},
     *({path: value} for path, value in _SMALLER_BACKBONE.items()),
     _SMALLER_BACKBONE,

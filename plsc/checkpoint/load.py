@@ -31,6 +31,7 @@ from plsc.checkpoint.save import ShardedTensor, Tensors, info_of, local_of
 from plsc.checkpoint.shard_file import PIECE_BYTES, Part, bytes_of, checksum, read_header
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError
+from plsc.heads.weights import decode_rows
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular
 
@@ -103,7 +104,7 @@ def load_weights(
             of = "" if head is None else f" of the head {head!r}"
             raise CheckpointError(f"{path} has no {kind} tensor{of}; choose another checkpoint")
         return {
-            role.name: tensor.read()
+            role.name: decode_rows(tensor.read()) if tensor.is_coded else tensor.read()
             for role, tensor in (opened.averaged(chosen) if averaged else chosen).items()
         }
 
@@ -142,12 +143,14 @@ class StoredTensor:
     """A tensor of an open checkpoint; its rows, possibly in several files, are read on request.
 
     shape: of the whole tensor; a scalar counts as one row. shard: name of the file with its first part.
+    is_coded: its rows are 8-bit class weights, see `plsc.heads.weights.encode_rows`.
     """
 
     def __init__(self, info: TensorInfo, parts: list[Part], files: _Files) -> None:
         self.key = info.role.key
         self.shape = info.shape
         self.dtype: torch.dtype = getattr(torch, info.dtype)
+        self.is_coded = info.role.kind == CLASS_WEIGHTS and self.dtype is torch.int8
         self.shard = parts[0].path.name if parts else ""
         self._row_bytes = math.prod(info.shape[1:]) * self.dtype.itemsize
         self._parts = [part for part in parts if part.stop > part.start]
@@ -198,8 +201,9 @@ class StoredTensor:
         return out
 
     def values(self, rows: np.ndarray) -> Tensor:
-        """Return `rows` as float64 [n, ...]; zeros where an index is -1."""
-        return self._as_rows(self.take(rows)).double()
+        """Return `rows` as float64 [n, ...], decoded; zeros where an index is -1."""
+        stored = self._as_rows(self.take(rows))
+        return (decode_rows(stored) if self.is_coded else stored).double()
 
     def _as_rows(self, raw: np.ndarray) -> Tensor:
         return torch.from_numpy(raw.reshape(-1)).view(self.dtype).view(len(raw), *self.shape[1:])

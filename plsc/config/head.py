@@ -125,9 +125,9 @@ class HeadOptions:
     )
     row_dtype: str = of_run(
         "float32",
-        "dtype of class weights: float32, or bfloat16 with stochastic rounding",
+        "dtype of class weights: float32; with stochastic rounding bfloat16, or int8 with a scale per class",
         "set_row_dtype(dtype)",
-        one_of("float32", "bfloat16"),
+        one_of("float32", "bfloat16", "int8"),
         needs=SHARDED,
     )
     state_dtype: str = of_run(

@@ -131,8 +131,9 @@ class Setters:
         self.options.set("head.weight_decay", decay)
 
     def set_row_dtype(self, dtype: str) -> None:
-        """Set ``head.row_dtype``: dtype of class weights: float32, or bfloat16 with stochastic rounding;
-        only if class weights are sharded (a loss dist_...). Default: 'float32'.
+        """Set ``head.row_dtype``: dtype of class weights: float32; with stochastic rounding bfloat16, or
+        int8 with a scale per class; only if class weights are sharded (a loss dist_...). Default:
+        'float32'.
         """
         self.options.set("head.row_dtype", dtype)
 

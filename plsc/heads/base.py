@@ -16,7 +16,7 @@ from plsc.heads.geometry import Normalise, normalised, norms
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import Execution, Queries, TorchBackend, tile_size
 from plsc.heads.topk import REPORTED, count_hits, top_of_logits, top_of_ranks, top_of_rows
-from plsc.heads.weights import ROW_DTYPES, Rows, initial_rows, read_dtype
+from plsc.heads.weights import ROW_DTYPES, Rows, initial_rows, read_dtype, scale_bytes
 from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, send_rows, sum_over_ranks
 
 _EQUAL = 1e-6  # unit vectors with less variance count as equal
@@ -107,8 +107,9 @@ class Head(nn.Module):
         if initial_norm is not None and not 0 < initial_norm < math.inf:
             raise OptionError(f"initial_norm is {initial_norm}; expected a number greater than 0")
         rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm)
-        shape = (stop - start, emb_size) if centers == 1 else (stop - start, centers, emb_size)
-        self.weight = nn.Parameter(rows.view(shape))
+        width = emb_size + scale_bytes(row_dtype)
+        shape = (stop - start, width) if centers == 1 else (stop - start, centers, width)
+        self.weight = nn.Parameter(rows.view(shape), requires_grad=row_dtype is not torch.int8)
         bias_dtype = torch.float64 if row_dtype is torch.float64 else torch.float32
         self.bias = None if margin.is_cosine else nn.Parameter(torch.zeros(stop - start, dtype=bias_dtype))
 

@@ -9,6 +9,7 @@ from plsc.heads.base import gather_batch
 from plsc.heads.geometry import normalised
 from plsc.heads.optimizers import RowOptimizer
 from plsc.heads.sharded import ShardedHead
+from plsc.heads.weights import decode_rows
 
 
 def new_counts(head: ShardedHead) -> Tensor:
@@ -28,7 +29,7 @@ def count_choices(head: ShardedHead, embeddings: Tensor, labels: Tensor, counts:
     is_here = (batch.labels >= start) & (batch.labels < stop)
     classes = (batch.labels[is_here] - start).to(counts.device)
     x = batch.embeddings[is_here].to(counts.device, torch.float32)
-    w = head.weight.detach().view(stop - start, head.centers, -1)[classes].float()
+    w = decode_rows(head.weight.detach().view(stop - start, head.centers, -1)[classes]).float()
     chosen = (normalised(w)[0] * x[:, None, :]).sum(dim=2).argmax(dim=1)
     ones = torch.ones_like(chosen)
     counts.view(-1).index_add_(0, classes * head.centers + chosen, ones)

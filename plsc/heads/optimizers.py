@@ -177,7 +177,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _zeros(self, parameter: Tensor, dtype: torch.dtype | None = None, per_row: bool = False) -> Tensor:
         """Return zeros of the parameter's shape, or [rows] if `per_row`; for biases in full precision."""
-        shape = parameter.shape[:-1] if per_row and parameter.ndim > 1 else parameter.shape
+        shape = list(parameter.shape)
+        if parameter.ndim > 1:
+            shape[-1:] = [] if per_row else [self.head.emb_size]
         kept = parameter.dtype if parameter is self.head.bias else self._dtype
         return parameter.new_zeros(shape, dtype=dtype or kept)
 
@@ -210,7 +212,7 @@ class RowSGD(RowOptimizer):
             return {}
         states = {MOMENTUM: self._zeros(parameter)}
         if states[MOMENTUM].dtype is torch.int8:
-            blocks = -(-parameter.shape[-1] // BLOCK)
+            blocks = -(-states[MOMENTUM].shape[-1] // BLOCK)
             states[MOMENTUM_SCALE] = parameter.new_zeros(*parameter.shape[:-1], blocks, dtype=torch.float32)
         return states
 

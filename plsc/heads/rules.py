@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.heads.weights import Rows, States
+from plsc.heads.weights import Rows, States, encode_rows
 
 RowIndex = Tensor | slice
 
@@ -51,8 +51,7 @@ class Rule:
 def apply_rule(rule: Rule, rows: Rows, tile: slice, gradients: Tensor, states: States) -> None:
     """Update the class weights of a tile and their states from the gradients [t, D], in place."""
     where, indices = rows.positions(tile), rows.global_indices(tile).to(gradients.device)
-    stored = rows.weight[where]
-    w = stored.to(gradients.device, gradients.dtype)
+    w = rows.values(where).to(gradients.device, gradients.dtype)
     {"sgd": _sgd, "adamw": _adamw, "adagrad": _adagrad}[rule.kind](rule, w, gradients, states, where, indices)
     _write(rows.weight, where, w, indices, rule.key)
 
@@ -120,6 +119,9 @@ def _write_momentum(states: States, where: RowIndex, values: Tensor, indices: Te
 
 
 def _write(stored: Tensor, where: RowIndex, values: Tensor, indices: Tensor, key: int) -> None:
+    if stored.dtype is torch.int8:
+        fractions = (noise(indices, values.shape[1], key) >> 8).to(values.dtype) / 2**24  # [0, 1)
+        values = encode_rows(values, stored[where].to(values.device), fractions)
     if stored.dtype is torch.bfloat16:
         flat = values.reshape(len(values), -1)
         values = to_bfloat16(flat, indices, key).view_as(values)

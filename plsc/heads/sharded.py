@@ -80,7 +80,8 @@ class ShardedHead(Head):
             [C_local, D], or [C_local, K, D] if K > 1.
         sampling: class sampling (PartialFC); None: all classes.
         execution: how to compute; None: `Execution()`.
-        row_dtype: dtype of the class weights: float32, bfloat16 (stochastic rounding) or float64.
+        row_dtype: dtype of the class weights: float32, bfloat16, int8 with a scale per class (both with
+            stochastic rounding) or float64. int8 needs a row optimizer.
         initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
         offload: keep the class weights in CPU memory and copy those of a step to the device.
         on_nonfinite: "raise", or "pass" if the training loop checks the loss itself.
@@ -166,7 +167,10 @@ class ShardedHead(Head):
         loss = mean_loss
         if has_gradient:
             # The parameters are inputs so that backward() can return their gradients.
-            loss = HeadLoss.apply(embeddings, self.weight, self.bias, self, mean_loss, context, gradient)
+            weight: Tensor = self.weight
+            if weight.dtype is torch.int8:  # has no gradient, but backward() must be called
+                weight = mean_loss.new_zeros((), requires_grad=True)
+            loss = HeadLoss.apply(embeddings, weight, self.bias, self, mean_loss, context, gradient)
         return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5)
 
     def extra_repr(self) -> str:
@@ -259,13 +263,14 @@ class ShardedHead(Head):
         classes: the selected local classes, sorted; None: all.
         """
         start, stop = self.class_range
-        k, margin, weight = all_rows.centers, self.margin, all_rows.weight
+        k, margin, device = all_rows.centers, self.margin, all_rows.weight.device
         is_local = (labels >= start) & (labels < stop)
         samples = _local_samples(is_local) if start < stop else labels.new_empty(0)
         is_mine = is_local[samples]
-        local = (labels[samples] - start).where(is_mine, 0).to(weight.device)
+        local = (labels[samples] - start).where(is_mine, 0).to(device)
         position = local if classes is None else torch.searchsorted(classes, local)
-        w = weight.view(-1, k, weight.shape[1])[local].to(unit)
+        centers = (local[:, None] * k + torch.arange(k, device=device)).flatten()
+        w = all_rows.values(centers).view(len(local), k, -1).to(unit)
         if all_rows.cosine:
             w, _ = normalised(w)
         c, winner = (w * unit[samples, None, :]).sum(dim=2).max(dim=1)

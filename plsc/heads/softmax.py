@@ -273,7 +273,7 @@ def tile_weights(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor 
 
     dtype and device are those of `like`. Zero weights stay zero.
     """
-    w = rows.weight[rows.positions(tile)].to(like.device, like.dtype)
+    w = rows.values(rows.positions(tile)).to(like.device, like.dtype)
     return normalised(w) if rows.cosine else (w, None)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.errors import OptionError
 from plsc.heads.geometry import normalisation_backward
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import ForwardContext
@@ -182,6 +183,11 @@ class HeadLoss(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if head.contexts.has_consumer:
                 head.contexts.save(context)
+            elif head.weight.dtype is torch.int8:
+                raise OptionError(
+                    "int8 class weights have no gradient, so torch's optimizers cannot update them; use a "
+                    "row optimizer, such as plsc.heads.RowSGD"
+                )
             else:
                 to_weight, to_bias = _full_gradients(head, context)
                 head.contexts.step += 1

@@ -18,9 +18,19 @@ from plsc.spans import span
 States = dict[str, Tensor]
 """Optimizer states by name; the first dimension of each is that of the class weights."""
 
-ROW_DTYPES = ("float32", "bfloat16", "float64")
+ROW_DTYPES = ("float32", "bfloat16", "int8", "float64")
+
+SCALE_BYTES = 4
+"""An int8 row has D codes and, in its last bytes, their float32 scale: the weights are codes * scale.
+
+So a row is one piece of memory: copies, checkpoints and changes of classes move codes and scale together.
+"""
 
 _BLOCK = 4096
+_CODED_BLOCK = 32
+_TYPICAL_PEAK = 96.0  # largest code of a new scale; a third of headroom, because rows grow in training
+_HIGHEST_CODE = 127.0
+_LOWEST_PEAK = 63.0
 _STANDARD_DEVIATION = 0.01  # as in other implementations of margin softmax
 
 
@@ -44,23 +54,63 @@ def initial_rows(
 
     norm: expected norm of the weights of a class; None: a standard deviation of 0.01.
 
-    Each block of 4096 classes has its own generator, so a class gets the same weights on any number of ranks.
-    Threads draw the blocks in parallel: 6e7 x 512 values take five minutes on one core.
+    Each block of 4096 classes (of 32 for int8) has its own generator, so a class gets the same weights on any
+    number of ranks. Threads draw the blocks in parallel: 6e7 x 512 values take five minutes on one core.
+    int8: rows [stop - start, emb_size + 4] as in `encode_rows`, rounded to the nearest code.
     """
-    rows = torch.empty(stop - start, emb_size, dtype=dtype)
+    size = _CODED_BLOCK if dtype is torch.int8 else _BLOCK
+    rows = torch.empty(stop - start, emb_size + scale_bytes(dtype), dtype=dtype)
     deviation = _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
 
     def fill(block: int) -> None:
         generator = torch.Generator().manual_seed(hash_key(seed, block))
-        drawn = torch.empty(_BLOCK, emb_size, dtype=torch.float32)
+        drawn = torch.empty(size, emb_size, dtype=torch.float32)
         drawn.normal_(0, deviation, generator=generator)
-        base = block * _BLOCK
-        first, last = max(start, base), min(stop, base + _BLOCK)
+        if dtype is torch.int8:
+            drawn = encode_rows(drawn)
+        base = block * size
+        first, last = max(start, base), min(stop, base + size)
         rows[first - start : last - start] = drawn[first - base : last - base]
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(fill, range(start // _BLOCK, -(-stop // _BLOCK))))
+        list(threads.map(fill, range(start // size, -(-stop // size))))
     return rows
+
+
+def scale_bytes(dtype: torch.dtype | str) -> int:
+    """Return the number of values at the end of a stored row that are no weights."""
+    return SCALE_BYTES if dtype in (torch.int8, "int8") else 0
+
+
+def decode_rows(stored: Tensor) -> Tensor:
+    """Return the class weights [..., D] of stored rows [..., D + 4] of int8 as float32; others unchanged."""
+    if stored.dtype is not torch.int8:
+        return stored
+    return stored[..., :-SCALE_BYTES].float() * _scales_of(stored)
+
+
+def encode_rows(values: Tensor, stored: Tensor | None = None, noise: Tensor | float = 0.5) -> Tensor:
+    """Return float32 class weights [..., D] as int8 rows [..., D + 4].
+
+    stored: the rows that they replace, whose scale is kept while the largest code stays in 63..127: with a
+    new scale every code would be rounded again. noise: numbers in [0, 1), [..., D], for stochastic rounding.
+    Weights that are not finite make the row NaN.
+    """
+    peak = values.abs().amax(dim=-1, keepdim=True)
+    scale = peak / _TYPICAL_PEAK
+    if stored is not None:
+        old = _scales_of(stored)
+        scale = torch.where((peak <= old * _HIGHEST_CODE) & (peak >= old * _LOWEST_PEAK), old, scale)
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    codes = (values * inverse + noise).floor().clamp(-_HIGHEST_CODE, _HIGHEST_CODE)
+    coded = scale.flatten().view(torch.int8).view(*values.shape[:-1], SCALE_BYTES)
+    return torch.cat([codes.nan_to_num(0).to(torch.int8), coded], dim=-1)
+
+
+def _scales_of(stored: Tensor) -> Tensor:
+    """Return the scales [..., 1] of int8 rows, float32."""
+    scales = stored[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)  # aligned
+    return scales.flatten().view(torch.float32).view(*stored.shape[:-1], 1)
 
 
 @dataclass
@@ -68,7 +118,7 @@ class Rows:
     """The class weights of this rank, one row per class (or sub-centre), and which of them a step uses.
 
     Attributes:
-        weight: [rows, D], float64, float32 or bfloat16.
+        weight: [rows, D], float64, float32 or bfloat16; or int8 [rows, D + 4], see `encode_rows`.
         bias: [rows] or None.
         selected: indices of the n selected rows, int64 [n], sorted; None: all rows.
         centers: number of consecutive rows that form one class, K.
@@ -87,6 +137,15 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.weight) if self.selected is None else len(self.selected)
+
+    @property
+    def dimension(self) -> int:
+        """The embedding size D."""
+        return self.weight.shape[1] - scale_bytes(self.weight.dtype)
+
+    def values(self, positions: Tensor | slice) -> Tensor:
+        """Return the class weights at these indices of `weight`, [n, D], floating point."""
+        return decode_rows(self.weight[positions])
 
     def of_classes(self, classes: Tensor) -> Rows:
         """Return a copy that selects the rows of these classes, sorted int64; `weight` is shared."""

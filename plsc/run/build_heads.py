@@ -29,6 +29,7 @@ from plsc.heads import (
 )
 from plsc.heads.joint import Heads
 from plsc.heads.margins import Margin
+from plsc.heads.weights import scale_bytes
 from plsc.parallel.world import World
 
 ONLY_SHARDED = tuple(spec.path for spec in all_options() if SHARDED in spec.needs)
@@ -194,7 +195,7 @@ def load_head(path: Path, manifest: Manifest, world: World, name: str = "") -> H
     head = build_head(
         f"dist_{options.head.loss_type.removeprefix('dist_')}",
         class_num,
-        emb_size,
+        emb_size - scale_bytes(weight.dtype),
         margin=margin_of(options),
         centers=centers[0] if centers else 1,
         row_dtype=weight.dtype,

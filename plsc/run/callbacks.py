@@ -25,6 +25,7 @@ from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
 from plsc.heads import Head, HeadOutput
 from plsc.heads.joint import Heads
+from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
@@ -208,7 +209,8 @@ class Context:
 
         For a sharded backbone, it is the part of this rank.
         """
-        return local_part(self._parameter(name)).detach()
+        weight = local_part(self._parameter(name)).detach()
+        return decode_rows(weight) if name.startswith("head") else weight
 
     def gradient(self, name: str) -> Tensor | None:
         """Return the gradient of a parameter, from after_backward on; None if it has none.

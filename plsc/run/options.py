@@ -18,6 +18,7 @@ from plsc.config import Config, Options, find_option
 from plsc.config.options import CHECKPOINT
 from plsc.data.order import is_limited
 from plsc.errors import CheckpointError, OptionError
+from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.run.build_heads import with_margin
@@ -154,7 +155,11 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
         for info in manifest.tensors.values()
         if (info.role.kind, info.role.name) == (CLASS_WEIGHTS, "weight")
     ]
-    shapes = [info.shape for info in infos if len(info.shape) in (2, 3)]
+    shapes = [
+        (*info.shape[:-1], info.shape[-1] - scale_bytes(info.dtype))
+        for info in infos
+        if len(info.shape) in (2, 3)
+    ]
     sizes = {
         "head.class_num": [rows for rows, *_ in shapes],
         "head.sub_centers": [(*centers, 1)[0] for _, *centers, _ in shapes],

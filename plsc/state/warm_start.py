@@ -29,6 +29,7 @@ from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, STATISTICS, head_p
 from plsc.checkpoint.remote import fetch
 from plsc.heads import Head
 from plsc.heads.joint import Heads
+from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from plsc.run.run import Run
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown
@@ -146,9 +147,13 @@ def _take_head(
         if here is None:
             started.head_left[name] = "does not exist in this head"
             continue
-        wanted = (owner.class_num, *here.shape[1:]) if owner is not None else tuple(here.shape)
-        if parts.shape != wanted:
-            started.head_left[name] = f"has shape {str(list(parts.shape))[:80]}, expected {list(wanted)}"
+        shape, added = parts.shape, scale_bytes(here.dtype) if owner is not None else 0
+        if getattr(parts, "is_coded", False):
+            shape = (*shape[:-1], shape[-1] - SCALE_BYTES)
+        wanted = (*here.shape[:-1], here.shape[-1] - added) if here.ndim else ()
+        wanted = (owner.class_num, *wanted[1:]) if owner is not None else wanted
+        if shape != wanted:
+            started.head_left[name] = f"has shape {str(list(shape))[:80]}, expected {list(wanted)}"
         elif owner is not None and (order >= owner.class_num).any():
             started.head_left[name] = "has classes with other names"
         elif owner is not None:
@@ -169,10 +174,12 @@ def _copy_rows(
     places = np.argsort(order)
     numbers = order[places]
     for row, piece in parts.pieces(int(numbers[0]), int(numbers[-1]) + 1):
+        piece = decode_rows(piece) if getattr(parts, "is_coded", False) else piece
         check_finite(piece, f"{source}: {name}")
         low, high = np.searchsorted(numbers, [row, row + len(piece)])
-        values = piece[torch.from_numpy(numbers[low:high] - row)].to(here)
-        here[torch.from_numpy(places[low:high]).to(here.device)] = values
+        values = piece[torch.from_numpy(numbers[low:high] - row)]
+        values = encode_rows(values.float()) if here.dtype is torch.int8 else values
+        here[torch.from_numpy(places[low:high]).to(here.device)] = values.to(here)
 
 
 @contextmanager

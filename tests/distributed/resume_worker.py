@@ -35,6 +35,7 @@ ROWS = {
     "fp32-sgd": ("arcface", 1, "float32", "sgd", "float32"),
     "bf16-int8": ("cosface", 1, "bfloat16", "sgd", "int8"),
     "bf16-adamw": ("adaface", 3, "bfloat16", "adamw", "bfloat16"),
+    "int8-adagrad": ("arcface", 3, "int8", "adagrad", "float32"),
     "fp32-adagrad": ("softmax", 1, "float32", "adagrad", "float32"),
 }
 
@@ -178,7 +179,7 @@ def check_same_ranks(world: World | None, dataset: Path, folder: Path) -> None:
     if world is not None:
         settings = {
             "train__batch_size": 3, "head__loss_type": "dist_curricularface", "train__test_period": 2,
-            "head__sample_ratio": 0.5, "data__val_targets": "lfw", "head__row_dtype": "bfloat16",
+            "head__sample_ratio": 0.5, "data__val_targets": "lfw", "head__row_dtype": "int8",
         }  # fmt: skip
 
         def start(name: str, **more) -> None:

@@ -69,7 +69,7 @@ def step(head, batch, embedding):
     [
         (rows, optimizer, state)
         for rows, optimizer, state in itertools.product(
-            ("float32", "bfloat16"), ("sgd", "adamw", "adagrad"), ("float32", "bfloat16", "int8")
+            ("float32", "bfloat16", "int8"), ("sgd", "adamw", "adagrad"), ("float32", "bfloat16", "int8")
         )
         if state != "int8" or optimizer == "sgd"
     ],
@@ -101,6 +101,7 @@ def test_stored_bytes_of_the_head_equal_those_of_real_tensors(rows, optimizer, s
         ({"head.row_dtype": "bfloat16", "head.state_dtype": "bfloat16"}, 2048),
         ({"head.row_dtype": "bfloat16", "head.state_dtype": "int8"}, 1544),
         ({"head.row_dtype": "bfloat16", "head.optimizer": "adagrad"}, 1028),
+        ({"head.row_dtype": "int8", "head.optimizer": "adagrad"}, 520),
     ],
 )
 def test_bytes_per_class(options, expected):

@@ -30,6 +30,7 @@ from plsc.checkpoint.classes.rows import (
     Change,
     Directions,
     average_merged,
+    dimension_of,
     initialise_new,
     rows_of,
     set_directions,
@@ -187,7 +188,7 @@ def _changes(
 ) -> dict[str, tuple[Change, ...]]:
     """Return the changes to tensors other than moving rows, by key."""
     weight = opened.tensors[_WEIGHT]
-    wanted = (plan.added, weight.shape[-1])
+    wanted = (plan.added, dimension_of(weight))
     if directions is not None and tuple(directions.shape) != wanted:
         raise OptionError(
             f"directions have the shape {list(directions.shape)}; expected {list(wanted)}, one per new class"

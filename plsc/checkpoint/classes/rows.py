@@ -15,7 +15,7 @@ from plsc.checkpoint.load import StoredTensor
 from plsc.checkpoint.shard_file import Chunks, bytes_of
 from plsc.errors import CheckpointError, DataError
 from plsc.heads.geometry import normalised
-from plsc.heads.weights import initial_rows
+from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, initial_rows
 
 _BLOCK = 4096  # rows that `initial_rows` draws at once
 
@@ -54,7 +54,7 @@ def initialise_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | No
     @functools.lru_cache(maxsize=1)  # consecutive pieces share a block
     def block(number: int) -> Tensor:
         return initial_rows(
-            seed, number * _BLOCK, (number + 1) * _BLOCK, weight.shape[-1], weight.dtype, norm
+            seed, number * _BLOCK, (number + 1) * _BLOCK, dimension_of(weight), weight.dtype, norm
         )
 
     def draw(first: int, rows: np.ndarray) -> None:
@@ -89,7 +89,7 @@ def set_directions(weight: StoredTensor, plan: Plan, directions: Directions) -> 
                 f"the direction of new class {low + int(wrong[0])} has the norm "
                 f"{float(norm[wrong[0, 0]])}; expected a finite vector that is not zero"
             )
-        values = _rows_as_bytes((wanted / norm * length).to(weight.dtype))
+        values = _rows_as_bytes(_stored(weight, wanted / norm * length))
         rows[low - first :, : values.shape[1]] = values  # sets the first sub-centre
 
     return point
@@ -115,7 +115,8 @@ def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
             return
         targets, index, counts = np.unique(joined, return_inverse=True, return_counts=True)
         raw = torch.from_numpy(rows[targets - first].reshape(-1)).view(tensor.dtype)
-        own = _finite(tensor, raw.view(len(targets), *tensor.shape[1:]).double())
+        old = raw.view(len(targets), *tensor.shape[1:])
+        own = _finite(tensor, (decode_rows(old) if tensor.is_coded else old).double())
         total = summand(own)
         for low in range(0, len(members), tensor.rows_per_piece):
             some = slice(low, low + tensor.rows_per_piece)
@@ -129,7 +130,7 @@ def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
             direction, length = mean[..., :-1], mean[..., -1:]
             is_clear = direction.norm(dim=-1, keepdim=True) > 1e-6
             mean = torch.where(is_clear, _unit(direction) * length, own)
-        rows[targets - first] = _rows_as_bytes(mean.to(tensor.dtype))
+        rows[targets - first] = _rows_as_bytes(_stored(tensor, mean))
 
     return average
 
@@ -166,6 +167,16 @@ def _finite(tensor: StoredTensor, values: Tensor) -> Tensor:
 
 def _unit(vectors: Tensor) -> Tensor:
     return normalised(vectors)[0]
+
+
+def dimension_of(weight: StoredTensor) -> int:
+    """Return the embedding size of class weights."""
+    return weight.shape[-1] - (SCALE_BYTES if weight.is_coded else 0)
+
+
+def _stored(tensor: StoredTensor, values: Tensor) -> Tensor:
+    """Return values as the tensor stores them."""
+    return encode_rows(values.float()) if tensor.is_coded else values.to(tensor.dtype)
 
 
 def _rows_as_bytes(values: Tensor) -> np.ndarray:

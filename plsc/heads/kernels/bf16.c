@@ -102,12 +102,12 @@ INLINE void pack_pair(const struct plan *plan, struct scratch *scratch, int64_t 
 void plsc_bf16_pack_rows(const struct plan *plan, struct scratch *scratch, struct block block) {
   int64_t dimension = plan->rows.dimension, padded = round_up(block.rows, DEPTH);
   int is_bf16 = plan->rows.is_bf16;
-  int64_t row_bytes = dimension * (is_bf16 ? 2 : 4);
   for (int64_t r = 0; r < padded; r += 2) {
     const char *row[2] = {0, 0};
     float inverse[2] = {1, 1};
     for (int p = 0; p < 2 && r + p < block.rows; p++) {
-      row[p] = (const char *)plan->rows.weight + row_position(plan, block.first + r + p) * row_bytes;
+      int64_t position = row_position(plan, block.first + r + p);
+      row[p] = readable_row(plan, position, scratch->decoded + p * plan->padded_dimension);
       if (plan->rows.cosine) inverse[p] = inverse_length(row[p], is_bf16, dimension);
     }
     if (is_bf16)

@@ -84,7 +84,6 @@ static void pack_queries(const struct plan *plan, int64_t panel) {
 static void pack_rows(const struct plan *plan, struct scratch *scratch, struct block block) {
   int64_t dimension = plan->rows.dimension, line = leading(plan);
   int is_bf16 = plan->rows.is_bf16;
-  int64_t row_bytes = dimension * (is_bf16 ? 2 : 4);
   int64_t padded = round_up(block.rows, HEIGHT);
   for (int64_t r = 0; r < padded; r++) {
     float *out = (float *)scratch->rows + r * line;
@@ -93,7 +92,7 @@ static void pack_rows(const struct plan *plan, struct scratch *scratch, struct b
         _mm512_store_ps(out + 16 * i, _mm512_setzero_ps());
       continue;
     }
-    const char *row = (const char *)plan->rows.weight + row_position(plan, block.first + r) * row_bytes;
+    const char *row = readable_row(plan, row_position(plan, block.first + r), scratch->decoded);
     __m512 by = _mm512_set1_ps(plan->rows.cosine ? inverse_length(row, is_bf16, dimension) : 1);
     for (int64_t i = 0; i < plan->padded_dimension / 16; i++) {
       __m512 w = load_row(row, is_bf16, i, row_mask(i, dimension));

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PLSC_ABI 1
+#define PLSC_ABI 2
 #define PLSC_API __attribute__((visibility("default")))
 
 /* Instruction sets for matrix products. */
@@ -19,7 +19,7 @@ enum plsc_status { PLSC_OK = 0, PLSC_NO_MEMORY = 1, PLSC_NO_ENGINE = 2 };
 enum plsc_rule_kind { PLSC_NO_RULE = 0, PLSC_SGD = 1, PLSC_ADAMW = 2, PLSC_ADAGRAD = 3 };
 
 struct plsc_rows {
-  void *weight;            /* [rows, D], float or bfloat16 */
+  void *weight;            /* [rows, D], float or bfloat16; or D codes of 8 bits and their float scale */
   const float *bias;       /* one per row of weight, or NULL */
   const int64_t *position; /* [n] indices of the selected rows in weight; NULL: 0..n-1 */
   const int64_t *number;   /* [n] their global indices minus first_row; NULL: 0..n-1 */
@@ -28,6 +28,7 @@ struct plsc_rows {
   int64_t centers;         /* K */
   int64_t first_row;
   int32_t is_bf16;
+  int32_t is_coded;
   int32_t cosine;
 };
 

@@ -23,7 +23,7 @@ from plsc.heads.rules import Rule, kernel_states
 from plsc.heads.softmax import ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.weights import Rows, States
 
-_ABI = 1  # PLSC_ABI of native.h
+_ABI = 2  # PLSC_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libnative.so")
 _PANEL = 16  # samples per panel; the number of panels is even
 _FP32, _BF16_VECTOR, _BF16_TILES = 0, 1, 2
@@ -45,7 +45,7 @@ class _Rows(ctypes.Structure):
     _fields_ = [
         *_fields(_pointer, "weight bias position number"),
         *_fields(_long, "count dimension centers first_row"),
-        *_fields(_int, "is_bf16 cosine"),
+        *_fields(_int, "is_bf16 is_coded cosine"),
     ]
 
 
@@ -115,7 +115,7 @@ def _engine(products: torch.dtype) -> int | None:
 
 @dataclass(frozen=True)
 class NativeBackend(TorchBackend):
-    """The softmax in C, for float32 or bfloat16 class weights in CPU memory.
+    """The softmax in C, for float32, bfloat16 or int8 class weights in CPU memory.
 
     tile: class weights per tile for callers that iterate over tiles; forward and update use their own blocks.
     threads: number of threads per call. The order of the forward pass's sums depends only on the number of
@@ -161,7 +161,7 @@ class NativeBackend(TorchBackend):
         used = kernel_states(rule, states, weight)
         if used is None:
             return super().update(context, rule, states)
-        c_rule = _rule(rule, used, states.get("steps"), weight)
+        c_rule = _rule(rule, used, states.get("steps"), context.rows)
         bias = self._update(context, slice(0, len(context.rows)), c_rule, None)
         # C writes unseen by autograd, which must refuse a backward pass through the old values.
         torch.autograd.graph.increment_version(weight)
@@ -196,7 +196,7 @@ def _call(function: str, *arguments: ctypes.Structure | Tensor | int | None) -> 
 def _rows(rows: Rows) -> _Rows:
     weight, selected = rows.weight, rows.selected
     is_bf16 = weight.dtype is torch.bfloat16
-    row_dtype = torch.bfloat16 if is_bf16 else torch.float32
+    row_dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.int8) else torch.float32
     number = _checked("selected", selected, torch.int64, (len(rows),))
     return _Rows(
         weight=_checked("class weights", weight, row_dtype, tuple(weight.shape)),
@@ -204,16 +204,17 @@ def _rows(rows: Rows) -> _Rows:
         position=None if rows.is_compact else number,
         number=number,
         count=len(rows),
-        dimension=weight.shape[1],
+        dimension=rows.dimension,
         centers=rows.centers,
         first_row=rows.first_row,
         is_bf16=is_bf16,
+        is_coded=weight.dtype is torch.int8,
         cosine=rows.cosine,
     )
 
 
 def _queries(queries: Queries, rows: Rows) -> _Queries:
-    batch, dimension = len(queries.unit), rows.weight.shape[1]
+    batch, dimension = len(queries.unit), rows.dimension
     return _Queries(
         unit=_checked("embeddings", queries.unit, torch.float32, (batch, dimension)),
         target=_checked("targets", queries.target, torch.int64, (batch,)),
@@ -245,9 +246,10 @@ def _kept_shape(batch: int, rows: Rows) -> tuple[int, int, int]:
     return 2 * -(-batch // (2 * _PANEL)), len(rows), _PANEL
 
 
-def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, weight: Tensor) -> _Rule:
+def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, rows: Rows) -> _Rule:
     """Return the C structure of a rule; states: from `kernel_states`."""
-    shape = (len(weight),) if rule.kind == "adagrad" else tuple(weight.shape)
+    count = len(rows.weight)
+    shape = (count,) if rule.kind == "adagrad" else (count, rows.dimension)
     c_rule = _Rule(
         kind=_KINDS[rule.kind],
         nesterov=rule.nesterov,
@@ -258,7 +260,7 @@ def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, weight: Tensor
         beta2=rule.beta2,
         eps=rule.eps,
         key=rule.key & 0xFFFFFFFF,
-        steps=_checked("steps", steps, torch.int32, (len(weight),)),
+        steps=_checked("steps", steps, torch.int32, (count,)),
     )
     for i, state in enumerate(states):
         c_rule.state[i] = _checked("states", state, state.dtype, shape)

@@ -90,6 +90,7 @@ struct scratch {
   void *rows, *rows_for_weighted;
   void *operand;
   float *bias_sums;    /* [capacity][16] */
+  float *decoded;      /* [2][padded dimension], of 8-bit rows */
   double *total;       /* [samples] */
   float *maximum;      /* [samples], running maximum */
   struct prefetch prefetch;
@@ -132,6 +133,12 @@ void plsc_reduce_panel(const struct plan *, int64_t panel);
 
 /* rules.c */
 void plsc_finish_rows(const struct plan *, struct scratch *, struct block);
+
+/* Bytes of a row of class weights. */
+static inline int64_t row_bytes(const struct plsc_rows *rows) {
+  if (rows->is_coded) return rows->dimension + (int64_t)sizeof(float);
+  return rows->dimension * (rows->is_bf16 ? 2 : 4);
+}
 
 static inline int64_t row_position(const struct plan *plan, int64_t row) {
   return plan->rows.position ? plan->rows.position[row] : row;

@@ -45,6 +45,7 @@ static void take_scratch(const struct plan *plan, struct scratch *scratch, struc
   mine.logits = take(arena, chunk * capacity * sizeof(float));
   mine.rows = take(arena, rows);
   mine.rows_for_weighted = take(arena, plan->want_weighted ? rows : 0);
+  mine.decoded = take(arena, plan->rows.is_coded ? 2 * dimension * sizeof(float) : 0);
   mine.operand = take(arena, chunk * capacity * plan->engine->operand_bytes);
   if (plan->is_update) {
     mine.result = take(arena, capacity * dimension * sizeof(float));
@@ -157,7 +158,7 @@ static int64_t count_blocks(const struct plan *plan) {
  * hardware prefetcher is better. */
 static void plan_prefetch(const struct plan *plan, struct prefetch *prefetch, int64_t number,
                           int64_t blocks) {
-  size_t width = (size_t)plan->rows.dimension * (plan->rows.is_bf16 ? 2 : 4);
+  size_t width = (size_t)row_bytes(&plan->rows);
   memset(prefetch, 0, sizeof *prefetch);
   if (number >= blocks || !plan->rows.position) return;
   struct block block = block_at(plan, number);

@@ -31,7 +31,7 @@ static struct row open_row(const struct plan *plan, struct scratch *scratch, str
   struct row row;
   row.is_bf16 = plan->rows.is_bf16;
   row.dimension = dimension;
-  row.weight = (char *)plan->rows.weight + position * dimension * (row.is_bf16 ? 2 : 4);
+  row.weight = readable_row(plan, position, scratch->decoded);
   row.result = scratch->result + (r / LANES) * (plan->padded_dimension / LANES) * TILE +
                (r % LANES) * LANES;
   float factor = plan->gradient.factor;
@@ -210,7 +210,12 @@ void plsc_finish_rows(const struct plan *plan, struct scratch *scratch, struct b
       write_gradient(&row, plan->out + (place - plan->begin) * plan->rows.dimension);
     } else {
       int64_t number = plan->rows.number ? plan->rows.number[place] : place;
-      apply(plan, &row, row_position(plan, place), number + plan->rows.first_row, &corrections);
+      int64_t position = row_position(plan, place);
+      number += plan->rows.first_row;
+      apply(plan, &row, position, number, &corrections);
+      if (plan->rows.is_coded)
+        encode_row(stored_row(plan, position), scratch->decoded, plan->rows.dimension,
+                   noise_key(number, plan->rule.key));
     }
     if (plan->bias_out) {
       __m512 sums = _mm512_load_ps(scratch->bias_sums + r * LANES);

@@ -1,9 +1,12 @@
-/* AVX-512 functions: exp, bfloat16, noise. Included only by files that are compiled for AVX-512. */
+/* AVX-512 functions: exp, bfloat16, noise, 8-bit rows. Included only by files that are compiled for AVX-512. */
 #ifndef PLSC_VECTOR_H
 #define PLSC_VECTOR_H
 
 #include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
+
+#include "pass.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define SHORTEST 0x1p-120f /* as in plsc/heads/geometry.py */
@@ -104,16 +107,21 @@ INLINE __m512i mix_vector(__m512i x) {
   return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
 }
 
+/* Random bits for the elements [16 i, 16 i + 16) of a row. */
+INLINE __m512i noise_vector(int64_t i, uint32_t row_key) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i lanes = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)GOLDEN)); /* a constant */
+  __m512i column = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(GOLDEN * 16 * (uint32_t)i)));
+  return mix_vector(_mm512_xor_si512(column, _mm512_set1_epi32((int)row_key)));
+}
+
 /* Stores the elements [16 i, 16 i + 16) of a row; bfloat16 is rounded stochastically. */
 INLINE void store_row(void *row, int is_bf16, int64_t i, __mmask16 mask, __m512 x, uint32_t row_key) {
   if (!is_bf16) {
     _mm512_mask_storeu_ps((float *)row + 16 * i, mask, x);
     return;
   }
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i lanes = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)GOLDEN)); /* a constant */
-  __m512i column = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(GOLDEN * 16 * (uint32_t)i)));
-  __m512i noise = mix_vector(_mm512_xor_si512(column, _mm512_set1_epi32((int)row_key)));
+  __m512i noise = noise_vector(i, row_key);
   __m512i bits = _mm512_castps_si512(x);
   __m512i exponent = _mm512_set1_epi32(0x7f800000);
   __mmask16 finite = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
@@ -122,6 +130,52 @@ INLINE void store_row(void *row, int is_bf16, int64_t i, __mmask16 mask, __m512 
   bits = _mm512_mask_or_epi32(bits, nan, bits, _mm512_set1_epi32(0x400000));
   __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
   _mm256_mask_storeu_epi16((uint16_t *)row + 16 * i, mask, half);
+}
+
+INLINE char *stored_row(const struct plan *plan, int64_t position) {
+  return (char *)plan->rows.weight + position * row_bytes(&plan->rows);
+}
+
+/* A row that load_row can read: the stored one, or the values of an 8-bit row, which are written to `out`. */
+INLINE char *readable_row(const struct plan *plan, int64_t position, float *out) {
+  char *row = stored_row(plan, position);
+  if (!plan->rows.is_coded) return row;
+  int64_t dimension = plan->rows.dimension;
+  float scale;
+  memcpy(&scale, row + dimension, sizeof scale);
+  for (int64_t i = 0; 16 * i < dimension; i++) {
+    __m128i codes = _mm_maskz_loadu_epi8(row_mask(i, dimension), row + 16 * i);
+    __m512 w = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+    _mm512_store_ps(out + 16 * i, _mm512_mul_ps(w, _mm512_set1_ps(scale)));
+  }
+  return (char *)out;
+}
+
+/* encode_rows of plsc/heads/weights.py, with stochastic rounding. */
+INLINE void encode_row(char *row, const float *values, int64_t dimension, uint32_t row_key) {
+  __m512 highest = _mm512_setzero_ps();
+  __mmask16 bad = 0;
+  for (int64_t i = 0; 16 * i < dimension; i++) {
+    __m512 w = _mm512_maskz_loadu_ps(row_mask(i, dimension), values + 16 * i);
+    bad |= _mm512_fpclass_ps_mask(w, 0x99); /* NaN and infinities */
+    highest = _mm512_max_ps(highest, _mm512_abs_ps(w));
+  }
+  float peak = _mm512_reduce_max_ps(highest), scale;
+  memcpy(&scale, row + dimension, sizeof scale);
+  if (!(peak <= scale * 127 && peak >= scale * 63)) scale = peak / 96;
+  if (bad) scale = __builtin_nanf("");
+  __m512 inverse = _mm512_set1_ps(scale > 0 ? 1 / scale : 0);
+  __m512 most = _mm512_set1_ps(127), least = _mm512_set1_ps(-127);
+  for (int64_t i = 0; 16 * i < dimension; i++) {
+    __mmask16 mask = row_mask(i, dimension);
+    __m512 fraction = _mm512_cvtepi32_ps(_mm512_srli_epi32(noise_vector(i, row_key), 8));
+    __m512 w = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, values + 16 * i), inverse);
+    w = _mm512_fmadd_ps(fraction, _mm512_set1_ps(0x1p-24f), w);
+    w = _mm512_roundscale_ps(w, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    w = bad ? _mm512_setzero_ps() : _mm512_max_ps(least, _mm512_min_ps(most, w));
+    _mm_mask_storeu_epi8(row + 16 * i, mask, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(w)));
+  }
+  memcpy(row + dimension, &scale, sizeof scale);
 }
 
 #endif
