@@ -270,7 +270,7 @@ class ShardedHead(Head):
         local = (labels[samples] - start).where(is_mine, 0).to(device)
         position = local if classes is None else torch.searchsorted(classes, local)
         centers = (local[:, None] * k + torch.arange(k, device=device)).flatten()
-        w = all_rows.values(centers).view(len(local), k, -1).to(unit)
+        w = all_rows.values(centers).view(len(local), k, all_rows.dimension).to(unit)
         if all_rows.cosine:
             w, _ = normalised(w)
         c, winner = (w * unit[samples, None, :]).sum(dim=2).max(dim=1)

@@ -243,7 +243,7 @@ def test_the_page_has_no_code_that_is_not_run_here():
         "Accelerate": 1,
         "Sub-centres": 2,
     }
-    assert len(table_of_bytes()) == 6
+    assert len(table_of_bytes()) == 7
 
 
 def test_the_dominant_sub_centres_make_a_head_with_one_row_a_class():
@@ -290,7 +290,7 @@ def test_a_batch_of_another_kind_is_refused_in_words(loss_type, embeddings, labe
         ({"class_num": 0}, "class_num is 0; expected 1 or more"),
         ({"emb_size": 0}, "emb_size is 0"),
         ({"centers": -1}, "centers is -1"),
-        ({"row_dtype": "half"}, "row_dtype is 'half'; expected one of float32, bfloat16, float64"),
+        ({"row_dtype": "half"}, "row_dtype is 'half'; expected one of float32, bfloat16, int8, float64"),
     ],
 )
 def test_a_head_that_cannot_be_is_refused_in_words(settings, said):

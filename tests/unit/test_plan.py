@@ -252,6 +252,10 @@ def test_the_answer_lists_changes_that_make_the_run_fit():
             "head.row_dtype": "bfloat16",
             "head.optimizer": "adagrad",
         },
+        "--head.row_dtype int8 --head.state_dtype float32 --head.optimizer adagrad": {
+            "head.row_dtype": "int8",
+            "head.optimizer": "adagrad",
+        },
         "--head.sample_ratio 0.1 --head.offload True": {"head.sample_ratio": 0.1, "head.offload": True},
     }
     assert big.smaller == {
