@@ -21,6 +21,7 @@ from plsc.state.saving import Saver
 from plsc.state.snapshot import seed_generators
 from plsc.state.start import Start, open_directories, open_start
 from plsc.state.warm_start import start_from_pretrained
+from plsc.state.weights_files import opened_files
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.watch.advice import DataWait, LearningCheck
 from plsc.train.watch.average import WeightAverage
@@ -45,16 +46,17 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         world.log(start.note)
         lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
-        if start.checkpoint:
-            more = restore(run, *start.checkpoint)
-            lines += [f"differs from the checkpoint: {line}" for line in more]
-        else:
-            warm_start = start_from_pretrained(run)
-            lines += warm_start.lines() if warm_start else []
-            seed_generators(world, config.train.seed)
-        for line in [*describe_run(run, start.checkpoint), *lines]:
-            world.log(line)
-        return Trainer(run, None if is_trial else Saver(run, directories), warm_start).train()
+        with opened_files(run.heads, world, start.checkpoint):
+            if start.checkpoint:
+                more = restore(run, *start.checkpoint)
+                lines += [f"differs from the checkpoint: {line}" for line in more]
+            else:
+                warm_start = start_from_pretrained(run)
+                lines += warm_start.lines() if warm_start else []
+                seed_generators(world, config.train.seed)
+            for line in [*describe_run(run, start.checkpoint), *lines]:
+                world.log(line)
+            return Trainer(run, None if is_trial else Saver(run, directories), warm_start).train()
     finally:
         directories.release()
         if is_trial:

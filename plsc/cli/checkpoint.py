@@ -120,6 +120,18 @@ def run_classes(source: str, destination: str, images: str | None, model: str | 
     print(f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}")
 
 
+def run_copy(source: str, destination: str, weights_file: str) -> None:
+    """Write a copy of a checkpoint with the class weights that are in files."""
+    from pathlib import Path
+
+    from plsc.checkpoint.complete import copy_complete
+    from plsc.storage.store import format_bytes
+
+    manifest = copy_complete(Path(source), Path(destination), Path(weights_file))
+    size = format_bytes(sum(file.bytes for file in manifest.files.values()))
+    print(f"wrote {destination}: {manifest.class_num} classes, {size}, step {manifest.step}")
+
+
 def run_import(
     source: str, target: str, model: str | None, emb_size: int | None, image_shape: str | None, **given: Any
 ) -> None:
@@ -205,6 +217,15 @@ GROUP = Group(
             "download a checkpoint from a store, and verify it",
             run_pull,
             (_CHECKPOINT, word("folder", "the checkpoint folder to write")),
+        ),
+        "copy": Command(
+            "write a copy of a checkpoint that includes the class weights in head.weights_file",
+            run_copy,
+            (
+                word("source", "the newest checkpoint of a run, which is unchanged"),
+                word("destination", "the checkpoint to write"),
+                Argument("weights_file", str, REQUIRED, "the folder that was head.weights_file"),
+            ),
         ),
         "classes": Command(
             "write a copy of a checkpoint with classes added, dropped, merged or reordered",

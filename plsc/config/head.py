@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plsc.config.option import Need, at_least, between, more_than, of_run, one_of
+from plsc.config.option import Need, at_least, between, declare, more_than, need, not_empty, of_run, one_of
 from plsc.names import LOSS_TYPES, MARGINS, NO_MARGIN
 
 
@@ -33,6 +33,12 @@ _SAMPLED = Need(
     "head.sample_ratio",
     "head.sample_ratio is below 1",
     lambda config: config.head.sample_ratio < 1,
+    is_strict=True,
+)
+_LOCAL = Need(
+    "checkpoint.save_dir",
+    "checkpoints are not uploaded: they lack the class weights (plsc checkpoint copy adds them)",
+    lambda config: config.checkpoint.upload_dir is None and "://" not in config.checkpoint.save_dir,
     is_strict=True,
 )
 _WITH_MARGIN = Need(
@@ -142,6 +148,21 @@ class HeadOptions:
         "keep class weights and their optimizer state in CPU memory",
         "set_head_offload(offload)",
         needs=SHARDED,
+    )
+    weights_file: str | None = declare(
+        None,
+        "folder on a local disk: keep class weights and their optimizer state in a file per rank, of which a "
+        "step reads and writes only what it uses",
+        "set_weights_file(folder)",
+        not_empty,
+        needs=(
+            SHARDED,
+            _SAMPLED,
+            need("head.row_dtype", "int8", is_strict=True),
+            need("head.hard_share", 0, is_strict=True),
+            need("head.sub_centers", 1, is_strict=True),
+            _LOCAL,
+        ),
     )
     products: str = of_run(
         "auto",

@@ -149,6 +149,15 @@ class Setters:
         """
         self.options.set("head.offload", offload)
 
+    def set_weights_file(self, folder: str | None) -> None:
+        """Set ``head.weights_file``: folder on a local disk: keep class weights and their optimizer state
+        in a file per rank, of which a step reads and writes only what it uses; only if class weights
+        are sharded (a loss dist_...) and head.sample_ratio is below 1 and head.row_dtype is int8 and
+        head.hard_share is 0 and head.sub_centers is 1 and checkpoints are not uploaded: they lack the
+        class weights (plsc checkpoint copy adds them). Default: None.
+        """
+        self.options.set("head.weights_file", folder)
+
     def set_head_products(self, dtype: str) -> None:
         """Set ``head.products``: dtype of the inputs of the head's matrix products: float32, bfloat16, or
         auto (bfloat16 if precision.mode has 16 bits); only if class weights are sharded (a loss

@@ -16,7 +16,14 @@ from plsc.heads.rules import BLOCK, MOMENTUM, MOMENTUM_SCALE, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
 from plsc.heads.softmax import ForwardContext
 from plsc.heads.update import SavedContexts, rows_of, summed_gradients
-from plsc.heads.weights import Rows, States, copy_states_to_device, read_dtype, write_back
+from plsc.heads.weights import (
+    Rows,
+    States,
+    copy_states_to_device,
+    copy_to_device,
+    read_dtype,
+    write_back,
+)
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.seeds import hash_key
 
@@ -54,6 +61,8 @@ class RowOptimizer(torch.optim.Optimizer):
         head.contexts.has_consumer = True
         for parameter in parameters:
             self.state[parameter] = self._empty_states(parameter)
+        if head.file is not None:
+            head.file.add_states(self.state[head.weight])
 
     def _empty_states(self, parameter: Tensor) -> States:
         raise NotImplementedError
@@ -147,11 +156,17 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _accumulate(self, contexts: list[ForwardContext], rule: Rule) -> None:
         """Update from several forward contexts with the sum of their gradients."""
-        rows, states, biases = rows_of(contexts), self._states(self.head.weight), []
+        stored, states, biases = rows_of(contexts), self._states(self.head.weight), []
+        rows, copies = stored, states
+        if stored.file is not None:
+            device = contexts[0].rows.weight.device
+            rows, copies = copy_to_device(stored, device), copy_states_to_device(states, stored, device)
         for tile, dw, db in summed_gradients(contexts, rows):
-            apply_rule(rule, rows, tile, dw, states)
+            apply_rule(rule, rows, tile, dw, copies)
             if db is not None:
                 biases.append(db)
+        if rows is not stored:
+            write_back(rows, stored, copies, states)
         if biases:
             self._update_biases(rows, torch.cat(biases), rule)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plsc.errors import OptionError
 from plsc.heads.softmax import Queries, TorchBackend
-from plsc.heads.weights import Rows
+from plsc.heads.weights import PAGE, Rows
 from plsc.seeds import hash_key
 
 
@@ -24,11 +24,13 @@ class Sampling:
     """Settings of class sampling.
 
     ratio: fraction of the classes used in each step, in (0, 1]. hard: fraction of the sampled classes that
-    are the nearest to the batch, in [0, 1); the others are drawn uniformly.
+    are the nearest to the batch, in [0, 1); the others are drawn uniformly. in_pages: draw whole pages of 32
+    consecutive classes, as class weights in a file need; the classes of the batch are used in addition.
     """
 
     ratio: float = 1.0
     hard: float = 0.0
+    in_pages: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -40,6 +42,30 @@ class Sampling:
                 f"the hard fraction is {self.hard}, but the sample ratio is 1, so all classes are used; set "
                 "a sample ratio below 1"
             )
+        if self.hard and self.in_pages:
+            raise OptionError("hard negatives are single classes, which cannot be drawn in pages; set hard=0")
+
+
+def draw_pages(classes: range, count: int, key: int, device: torch.device) -> Tensor:
+    """Return the pages of about `count` of a rank's classes, sorted int64, drawn uniformly.
+
+    Page 0 has the first of these classes. The draw does not depend on the batch, so it is known in advance.
+    """
+    pages = count_pages(classes)
+    return draw_classes(torch.empty(0, dtype=torch.int64, device=device), pages, -(-count // PAGE), key)
+
+
+def count_pages(classes: range) -> int:
+    """Return the number of pages of a rank's classes. All ranks cut the pages at multiples of 32 classes."""
+    return -(-classes.stop // PAGE) - classes.start // PAGE if classes else 0
+
+
+def classes_of(pages: Tensor, classes: range, positives: Tensor) -> Tensor:
+    """Return the local indices of the classes in `pages` and of `positives`, sorted int64."""
+    offsets = torch.arange(PAGE, device=pages.device) - classes.start % PAGE
+    drawn = (pages[:, None] * PAGE + offsets).flatten()
+    drawn = drawn[(drawn >= 0) & (drawn < len(classes))]
+    return torch.unique(torch.cat([drawn, positives]))
 
 
 def draw_classes(positives: Tensor, classes: int, count: int, key: int, near: Tensor | None = None) -> Tensor:

@@ -13,8 +13,10 @@ a second time and updates them tile by tile (update.py), so it never allocates t
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +28,12 @@ from plsc.heads.base import GlobalBatch, Head, HeadOutput
 from plsc.heads.geometry import normalised, norms
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
-from plsc.heads.sampling import Sampling, draw_classes, nearest_classes
+from plsc.heads.sampling import Sampling, classes_of, draw_classes, draw_pages, nearest_classes
 from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import Rows, copy_to_device
+from plsc.heads.weights_file import WeightsFile
 from plsc.parallel.collectives import ScatteredSum, gather_rows, sum_over_ranks
 from plsc.seeds import hash_key
 from plsc.spans import span
@@ -84,6 +87,8 @@ class ShardedHead(Head):
             stochastic rounding) or float64. int8 needs a row optimizer.
         initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
         offload: keep the class weights in CPU memory and copy those of a step to the device.
+        weights_file: keep int8 class weights and their optimizer states in this rank's folder on a local
+            disk, and copy those of a step to the device; needs a sampling in pages and a row optimizer.
         on_nonfinite: "raise", or "pass" if the training loop checks the loss itself.
         seed: of initial weights, sampling and stochastic rounding.
         group: the ranks that share classes and global batch.
@@ -109,6 +114,7 @@ class ShardedHead(Head):
         row_dtype: str | torch.dtype = torch.float32,
         initial_norm: float | None = None,
         offload: bool = False,
+        weights_file: str | os.PathLike[str] | None = None,
         on_nonfinite: str = "raise",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -128,10 +134,19 @@ class ShardedHead(Head):
             centers=centers,
             row_dtype=row_dtype,
             initial_norm=initial_norm,
+            in_file=weights_file is not None,
             seed=seed,
             group=group,
         )
         self.sampling = sampling or Sampling()
+        if weights_file is not None:
+            if self.weight.dtype is not torch.int8 or not self.sampling.in_pages or centers > 1:
+                raise OptionError(
+                    f"class weights in a file are {self.weight.dtype} with {self.sampling} and {centers} "
+                    "sub-centres; expected int8, a sampling with in_pages=True, and no sub-centres"
+                )
+            classes = range(*self.class_range)
+            self.file = WeightsFile(Path(weights_file), classes, emb_size, seed, initial_norm)
         self.execution = execution or Execution()
         self.offload = offload
         self.on_nonfinite = on_nonfinite
@@ -193,8 +208,8 @@ class ShardedHead(Head):
         self.step = int(state[0])
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Move to a device or dtype, except offloaded class weights."""
-        if not self.offload:
+        """Move to a device or dtype, except offloaded class weights and those in a file."""
+        if not self.offload and self.file is None:
             return super()._apply(fn, recurse)
         self.margin._apply(fn, recurse)
         return self
@@ -221,7 +236,8 @@ class ShardedHead(Head):
             self.contexts.begin()
         target = self._find_target(unit, length, batch.labels, all_rows, classes)
         stored = all_rows if classes is None else all_rows.of_classes(classes)
-        rows = copy_to_device(stored, x.device) if self.offload else stored
+        is_elsewhere = self.offload or (self.file is not None and classes is not None)
+        rows = copy_to_device(stored, x.device) if is_elsewhere else stored
         with span("logits"):
             sums = backend.forward(
                 rows,
@@ -263,7 +279,7 @@ class ShardedHead(Head):
         classes: the selected local classes, sorted; None: all.
         """
         start, stop = self.class_range
-        k, margin, device = all_rows.centers, self.margin, all_rows.weight.device
+        k, margin, device = all_rows.centers, self.margin, all_rows.device
         is_local = (labels >= start) & (labels < stop)
         samples = _local_samples(is_local) if start < stop else labels.new_empty(0)
         is_mine = is_local[samples]
@@ -350,7 +366,9 @@ class ShardedHead(Head):
     def _backend(self, x: Tensor, products: torch.dtype) -> TorchBackend:
         """Return the backend for this device; warn if the checkpoint was computed by another one."""
         how = self.execution
-        backend = choose_backend(how.kernels, x.device, self.weight.dtype, products, how.tile, len(x))
+        # Only PyTorch can read class weights from a file while it computes.
+        kernels = "torch" if self.file is not None and not self.training else how.kernels
+        backend = choose_backend(kernels, x.device, self.weight.dtype, products, how.tile, len(x))
         before, self.computed_by = self.computed_by, str(backend)
         if before not in (None, self.computed_by) and before == self.resumed_from:
             warnings.warn(
@@ -365,12 +383,21 @@ class ShardedHead(Head):
         start, stop = self.class_range
         if self.sampling.ratio == 1 or not self.training or start == stop:
             return None
-        device = all_rows.weight.device
+        device = all_rows.device
         positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
         count = math.ceil((stop - start) * self.sampling.ratio)
         rank = 0 if self.group is None else self.group.rank()
         # Each micro-batch and rank draws its own classes; nothing has to be saved to resume.
         key = hash_key(self.seed, self.step, len(self.contexts), rank)
+        if self.sampling.in_pages:
+            local = range(start, stop)
+            classes = classes_of(draw_pages(local, count, key, device), local, positives)
+            if self.file is not None:
+                self.file.hold(classes, is_first=not self.contexts)
+                if not self.contexts:
+                    following = hash_key(self.seed, self.step + 1, 0, rank)
+                    self.file.expect(draw_pages(local, count, following, device))
+            return classes
         near = None
         if self.sampling.hard:
             wanted = min(int(count * self.sampling.hard), max(0, count - len(positives.unique())))

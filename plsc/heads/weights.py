@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ SCALE_BYTES = 4
 So a row is one piece of memory: copies, checkpoints and changes of classes move codes and scale together.
 """
 
+PAGE = 32
+"""Consecutive classes that are drawn, read and written together when class weights are in a file."""
+
 _BLOCK = 4096
-_CODED_BLOCK = 32
 _TYPICAL_PEAK = 96.0  # largest code of a new scale; a third of headroom, because rows grow in training
 _HIGHEST_CODE = 127.0
 _LOWEST_PEAK = 63.0
@@ -58,14 +61,11 @@ def initial_rows(
     number of ranks. Threads draw the blocks in parallel: 6e7 x 512 values take five minutes on one core.
     int8: rows [stop - start, emb_size + 4] as in `encode_rows`, rounded to the nearest code.
     """
-    size = _CODED_BLOCK if dtype is torch.int8 else _BLOCK
+    size = PAGE if dtype is torch.int8 else _BLOCK
     rows = torch.empty(stop - start, emb_size + scale_bytes(dtype), dtype=dtype)
-    deviation = _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
 
     def fill(block: int) -> None:
-        generator = torch.Generator().manual_seed(hash_key(seed, block))
-        drawn = torch.empty(size, emb_size, dtype=torch.float32)
-        drawn.normal_(0, deviation, generator=generator)
+        drawn = _draw_blocks(seed, [block], size, emb_size, norm)
         if dtype is torch.int8:
             drawn = encode_rows(drawn)
         base = block * size
@@ -75,6 +75,21 @@ def initial_rows(
     with ThreadPoolExecutor() as threads:
         list(threads.map(fill, range(start // size, -(-stop // size))))
     return rows
+
+
+def initial_pages(seed: int, pages: Sequence[int], emb_size: int, norm: float | None) -> Tensor:
+    """Return the initial int8 rows of these pages of `PAGE` classes, [pages * PAGE, emb_size + 4]."""
+    return encode_rows(_draw_blocks(seed, pages, PAGE, emb_size, norm))
+
+
+def _draw_blocks(seed: int, blocks: Sequence[int], size: int, emb_size: int, norm: float | None) -> Tensor:
+    """Return float32 class weights of blocks of `size` classes, each from its own generator."""
+    deviation = _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
+    drawn = torch.empty(len(blocks), size, emb_size, dtype=torch.float32)
+    generator = torch.Generator()
+    for rows, block in zip(drawn, blocks, strict=True):
+        rows.normal_(0, deviation, generator=generator.manual_seed(hash_key(seed, block)))
+    return drawn.flatten(0, 1)
 
 
 def scale_bytes(dtype: torch.dtype | str) -> int:
@@ -113,6 +128,16 @@ def _scales_of(stored: Tensor) -> Tensor:
     return scales.flatten().view(torch.float32).view(*stored.shape[:-1], 1)
 
 
+class RowFile(Protocol):
+    """Class weights and their states in a file; see `plsc.heads.weights_file`."""
+
+    def read(self, rows: Tensor | slice, name: str = "weight") -> Tensor:
+        """Return the weights or a state of some rows, on the CPU."""
+
+    def write(self, rows: Tensor, values: States) -> None:
+        """Replace weights and states of rows that the current step holds."""
+
+
 @dataclass
 class Rows:
     """The class weights of this rank, one row per class (or sub-centre), and which of them a step uses.
@@ -125,6 +150,7 @@ class Rows:
         cosine: whether class weights and embeddings are normalised.
         first_row: global index of ``weight[0]``.
         is_compact: `weight` and `bias` contain only the selected rows (copies on another device).
+        file: where the class weights are; `weight` then has no memory (it is on the device ``meta``).
     """
 
     weight: Tensor
@@ -134,6 +160,7 @@ class Rows:
     cosine: bool = True
     first_row: int = 0
     is_compact: bool = False
+    file: RowFile | None = None
 
     def __len__(self) -> int:
         return len(self.weight) if self.selected is None else len(self.selected)
@@ -143,8 +170,15 @@ class Rows:
         """The embedding size D."""
         return self.weight.shape[1] - scale_bytes(self.weight.dtype)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the class weights; the CPU if they are in a file."""
+        return self.weight.device if self.file is None else torch.device("cpu")
+
     def values(self, positions: Tensor | slice) -> Tensor:
         """Return the class weights at these indices of `weight`, [n, D], floating point."""
+        if self.file is not None:
+            return decode_rows(self.file.read(positions))
         return decode_rows(self.weight[positions])
 
     def of_classes(self, classes: Tensor) -> Rows:
@@ -170,35 +204,47 @@ class Rows:
         if self.selected is not None:
             return self.selected[tile] + self.first_row
         start, stop = tile.start + self.first_row, tile.stop + self.first_row
-        return torch.arange(start, stop, device=self.weight.device)
+        return torch.arange(start, stop, device=self.device)
 
 
-# Offload: the selected class weights are copied from CPU memory to the device, and back after the update.
+# The selected class weights are copied from CPU memory (offload) or a file to the device, and back after the
+# update.
 
 
 @span("copy to device")
 def copy_to_device(stored: Rows, device: torch.device) -> Rows:
     """Return a copy of the selected rows on the device; `selected` still indexes the stored weights."""
     selected = _selected_indices(stored)
+    if stored.file is None:
+        weight = _copy_of(stored.weight, selected, device)
+    else:
+        weight = stored.file.read(selected).to(device)
     return dataclasses.replace(
         stored,
-        weight=_copy_of(stored.weight, selected, device),
+        weight=weight,
         bias=None if stored.bias is None else _copy_of(stored.bias, selected, device),
         selected=selected.to(device),
         is_compact=True,
+        file=None,
     )
 
 
 @span("copy to device")
 def copy_states_to_device(states: States, stored: Rows, device: torch.device) -> States:
     """Return copies of the states of the selected rows on the device."""
-    return {name: _copy_of(state, _selected_indices(stored), device) for name, state in states.items()}
+    selected = _selected_indices(stored)
+    if stored.file is not None:
+        return {name: stored.file.read(selected, name).to(device) for name in states}
+    return {name: _copy_of(state, selected, device) for name, state in states.items()}
 
 
 @span("copy to device")
 def write_back(rows: Rows, stored: Rows, copies: States, states: States) -> None:
     """Write the updated copies of class weights and states back to the stored ones."""
     selected = _selected_indices(stored)
+    if stored.file is not None:
+        stored.file.write(selected, {"weight": rows.weight, **copies})
+        return
     stored.weight.index_copy_(0, selected, rows.weight.to(stored.weight.device))
     for name, copy in copies.items():
         states[name].index_copy_(0, selected, copy.to(states[name].device))

@@ -83,7 +83,7 @@ def sampling_of(options: Config) -> Sampling | None:
     head = options.head
     if not head.loss_type.startswith("dist_"):
         return None
-    return Sampling(head.sample_ratio, head.hard_share)
+    return Sampling(head.sample_ratio, head.hard_share, in_pages=head.weights_file is not None)
 
 
 def with_margin(options: Config) -> Config:
@@ -124,7 +124,9 @@ def build_heads(options: Config, class_num: int, sets: Sequence[TrainingSet], wo
     """Return the heads on their device, one per dataset of `sets`, and the optimizers of their rows."""
     named = {one.name: (one.options, one.class_num, one.seed) for one in sets}
     named = named or {"": (options, class_num, options.train.seed)}
-    heads = {name: _build_one(own, classes, world, seed) for name, (own, classes, seed) in named.items()}
+    heads = {
+        name: _build_one(name, own, classes, world, seed) for name, (own, classes, seed) in named.items()
+    }
     rows = {
         name: _row_optimizer(named[name][0], head)
         for name, head in heads.items()
@@ -133,8 +135,14 @@ def build_heads(options: Config, class_num: int, sets: Sequence[TrainingSet], wo
     return Heads(heads, rows, world.head_group)
 
 
-def _build_one(options: Config, class_num: int, world: World, seed: int) -> Head:
+def rank_folder(folder: str, name: str, rank: int) -> Path:
+    """Return the folder of a rank's class weights in `head.weights_file`; name: of the head."""
+    return Path(folder, name, f"rank{rank}")
+
+
+def _build_one(name: str, options: Config, class_num: int, world: World, seed: int) -> Head:
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
+    folder = head.weights_file
     if dtype is not torch.float64:
         dtype = getattr(torch, head.row_dtype)
     return build_head(
@@ -148,6 +156,7 @@ def _build_one(options: Config, class_num: int, world: World, seed: int) -> Head
         row_dtype=dtype,
         initial_norm=head.initial_norm,
         offload=head.offload,
+        weights_file=None if folder is None else rank_folder(folder, name, world.rank),
         on_nonfinite="pass",  # the training loop checks the loss, and names the images
         seed=seed,
         group=world.head_group,
@@ -166,7 +175,10 @@ def choose_head(path: Path, manifest: Manifest, name: str | None) -> str:
     if name and name in known:
         return name
     if not known:
-        problem = "no class weights; choose the checkpoint of a training run"
+        problem = (
+            "no class weights; choose the checkpoint of a training run, or, if they are in "
+            "head.weights_file, the result of `plsc checkpoint copy`"
+        )
     elif known == [""]:
         problem = "a single head, which has no name; remove head"
     elif name is None:

@@ -160,6 +160,8 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
         for info in infos
         if len(info.shape) in (2, 3)
     ]
+    if not shapes and config.head.weights_file is not None:
+        return
     sizes = {
         "head.class_num": [rows for rows, *_ in shapes],
         "head.sub_centers": [(*centers, 1)[0] for _, *centers, _ in shapes],
@@ -169,9 +171,14 @@ def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
         # Without a head, only the network has an embedding size.
         is_known = bool(shapes) or option != "model.emb_size"
         if is_known and config.get(option) not in (None, *sizes[option]):
+            if not shapes:
+                raise CheckpointError(
+                    f"{path} has no class weights; if they are in files of its run, set head.weights_file "
+                    "to their folder, or resume a copy that has them (plsc checkpoint copy)"
+                )
             raise CheckpointError(
                 f"{path} is damaged: {option} is {config.get(option)}, but its class weights have the shapes "
-                f"{', '.join(str(list(shape)) for shape in shapes[:3]) or 'none'}; choose another checkpoint"
+                f"{', '.join(str(list(shape)) for shape in shapes[:3])}; choose another checkpoint"
             )
 
 

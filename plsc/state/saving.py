@@ -16,11 +16,13 @@ from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
 from plsc.checkpoint.retention import best_in, prune, write_best
 from plsc.errors import CheckpointError, OptionError, suggest
+from plsc.heads.rollback import mark_of
 from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.run.run import Run
 from plsc.state.snapshot import take_snapshot
 from plsc.state.start import Directories
 from plsc.state.upload import Uploader, problem_of
+from plsc.state.weights_files import files_of
 from plsc.storage.store import Store, format_bytes
 
 _SHARE_OF_MEMORY = 0.8  # maximum share of the available memory for a copy of the state
@@ -65,6 +67,7 @@ class Saver:
         self.retention = retention_of(run)
         self._lineage = [] if resumed is None else resumed[1].lineage
         self._run = run
+        self._files = list(files_of(run.heads).values())
         self._options = run.options.checkpoint
         # Its own group: the thread's collectives would meet those of the training steps in the other one.
         self._world = run.world.in_background(run.world.save_group)
@@ -85,6 +88,8 @@ class Saver:
         """
         began = time.monotonic()
         self.finish_save()  # at most one copy is in memory
+        for file in self._files:
+            file.begin(mark_of(self._run.position.step, self.directories.start.run_id))
         state = take_snapshot(self._run, metrics, self.directories.start.run_id, self._lineage)
         wait = wait or not self._can_copy(state)
         if not wait:
@@ -176,6 +181,8 @@ class Saver:
         began = time.monotonic()
         is_shared = self.directories.is_shared or self.directories.store is None
         save_checkpoint(path.parent, path.name, state, self._world, is_shared=is_shared)
+        for file in self._files:
+            file.forget(mark_of(state.manifest.step, state.manifest.run_id))
         seconds = time.monotonic() - began
         pruned = on_every_rank(self._world, f"prune {path.parent}", lambda: self._prune_and_find_best(path))
         best, size, _ = pruned[0]

@@ -40,6 +40,7 @@ def collect_tensors(
     """Return the replicated and sharded tensors of a run, by their roles in a checkpoint.
 
     Tensors are not copied. Parameters of a sharded backbone and states of their shape are sharded tensors.
+    Class weights in a file are left out, with their states.
     """
     tensors: dict[Role, Tensor | ShardedTensor] = {}
     rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
@@ -47,6 +48,8 @@ def collect_tensors(
         row_optimizer = heads.rows.get(of)
         tensors |= {Role(STATISTICS, name, of): buffer for name, buffer in head.named_buffers()}
         for name, parameter in head.named_parameters():
+            if parameter.is_meta:
+                continue
             role = Role(CLASS_WEIGHTS, name, of)
             own: dict[Role, Tensor] = {role: parameter.detach()}
             states = {} if row_optimizer is None else row_optimizer.state[parameter]

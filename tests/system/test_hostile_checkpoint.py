@@ -205,7 +205,7 @@ def without(folder, parts):
 ABSENT = {
     "a huge embedding": ("predict", {"model": {"emb_size": 10**9}}, "with embedding size 1000000000"),
     "huge images": ("predict", {"model": {"image_shape": [3, 9008, 9008]}}, "of [3, 9008, 9008]: neck.fc"),
-    "many classes": ("train", {"head": {"class_num": 10**11}}, "but its class weights have the shapes none"),
+    "many classes": ("train", {"head": {"class_num": 10**11}}, "has no class weights"),
 }  # fmt: skip
 
 

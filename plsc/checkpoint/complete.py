@@ -1,0 +1,94 @@
+"""Write a complete copy of a checkpoint whose class weights are in files (`head.weights_file`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from plsc.checkpoint.load import check_checksums, check_files
+from plsc.checkpoint.manifest import (
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
+    MANIFEST_NAME,
+    FileInfo,
+    Manifest,
+    Role,
+    TensorInfo,
+    read_manifest,
+)
+from plsc.checkpoint.save import check_destination, check_space
+from plsc.checkpoint.shard_file import Entry, bytes_of, shard_name, write_shard
+from plsc.errors import CheckpointError
+from plsc.heads.rollback import mark_of
+from plsc.heads.weights_file import WeightsFile
+from plsc.storage.publish import publishing_folder
+
+_ROWS = 2**16  # class weights that are read at a time
+
+
+def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manifest:
+    """Copy a checkpoint with its class weights, so that it needs no files; return the new manifest.
+
+    The files are set back to the state of the checkpoint, as when it is resumed. They must not be in use.
+
+    weights_file: the folder of `head.weights_file`, with the files of all ranks.
+
+    Raises:
+        CheckpointError: a part is missing or damaged; nothing is published.
+        OptionError: the destination cannot be created, or a run uses the files.
+    """
+    check_destination(source, destination)
+    manifest = read_manifest(source)
+    check_files(source, manifest)
+    check_checksums(source, manifest, sorted(manifest.files))
+    tensors, files = dict(manifest.tensors), dict(manifest.files)
+    with publishing_folder(destination) as temporary:
+        for name in manifest.files:
+            shutil.copyfile(source / name, temporary / name)
+        for of, head in manifest.heads.items():
+            if Role(CLASS_WEIGHTS, "weight", of).key in tensors:
+                continue
+            for rank, (start, stop) in enumerate(head.class_ranges):
+                if start == stop and rank:
+                    continue
+                path = temporary / shard_name(rank, f"weights{of and '-' + of}")
+                folder = weights_file / of / f"rank{rank}"
+                mark = mark_of(manifest.step, manifest.run_id)
+                infos, files[path.name] = _write(folder, mark, of, head.class_num, path)
+                tensors |= infos
+        if tensors == manifest.tensors:
+            raise CheckpointError(f"{source} has its class weights already; copy the folder")
+        result = dataclasses.replace(manifest, tensors=tensors, files=files)
+        (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
+    return result
+
+
+def _write(
+    folder: Path, mark: str, of: str, class_num: int, path: Path
+) -> tuple[dict[str, TensorInfo], FileInfo]:
+    """Write the class weights of one rank to a data file of a checkpoint."""
+    weight = Role(CLASS_WEIGHTS, "weight", of)
+    file = WeightsFile.existing(folder)
+    file.open(mark)
+    try:
+        check_space(path.parent, file.nbytes, "free some space, or write elsewhere")
+        infos, entries = {}, []
+        for name, column in file.columns.items():
+            role = weight if name == "weight" else Role(CLASS_OPTIMIZER, name, weight.key)
+            kind = str(column.dtype).removeprefix("torch.")
+            infos[role.key] = TensorInfo((class_num, *column.shape), kind, True, role)
+            of_rank = (len(file.classes), *column.shape)
+            entries.append(
+                Entry(role.key, column.dtype, of_rank, file.classes.start, partial(_chunks, file, name))
+            )
+        return infos, write_shard(path, entries)
+    finally:
+        file.close()
+
+
+def _chunks(file: WeightsFile, name: str) -> Iterator[memoryview]:
+    for rows in file.pieces(_ROWS):
+        yield bytes_of(file.read(rows, name)).numpy().data

@@ -1,0 +1,446 @@
+"""Class weights and their optimizer states in a file on a local disk, of which a step touches a few pages.
+
+A page is 32 consecutive classes: int8 rows (`plsc.heads.weights.encode_rows`) and their states, class by
+class. Pages are drawn, read, written and journaled as a whole. A row whose scale is 0 was never drawn: its
+page gets its initial values when it is read, so a new file is only allocated.
+
+    folder/header.json       layout, and the boot id of the system while the file is in use
+    folder/pages             the pages, which change in place
+    folder/journal-<mark>    their old bytes, to undo the changes after a checkpoint (rollback.py)
+
+`open` with the mark of a checkpoint undoes all changes after it, so a killed process loses nothing. A power
+cut may lose writes: a file that was in use then is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.errors import CheckpointError, OptionError, TrainingError
+from plsc.heads.rollback import START, Journal, move, step_of
+from plsc.heads.sampling import count_pages
+from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
+
+_THREADS = 8  # reads that wait for the disk at a time
+_CHUNK = 2**15  # values that torch computes in one thread
+_PATIENCE = 3.0  # seconds; a process that was just killed may not have exited yet
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS = Path("/proc/self/mounts")
+_REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gluster", "beegfs", "gpfs", "afs", "fuse.")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Bytes [begin, end) of the record of a class: dtype and shape of the weights, or of a state."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _Pages:
+    """Pages in memory: number int64 [n], sorted; data uint8 [n, bytes]; is_new bool [n], never drawn."""
+
+    number: Tensor
+    data: Tensor
+    is_new: Tensor
+
+    def at(self, index: Tensor) -> _Pages:
+        """Return a copy of the pages at an index, or of those that a mask selects."""
+        return _Pages(self.number[index], self.data[index], self.is_new[index])
+
+    def among(self, wanted: Tensor) -> _Pages:
+        """Return the pages whose number is in `wanted`."""
+        return self.at(torch.isin(self.number, wanted, assume_unique=True))
+
+
+class WeightsFile:
+    """The class weights of one rank in a folder. Not thread-safe.
+
+    A step calls `hold` for the classes it uses, `read`, and `write` for those it updates. Writes run in the
+    background; an error in one is raised by all later calls.
+
+    Args:
+        folder: of this rank, on a local disk.
+        classes: the classes of this rank.
+        emb_size: embedding size D.
+        seed, norm: of the initial class weights, see `plsc.heads.weights.initial_rows`.
+    """
+
+    def __init__(self, folder: Path, classes: range, emb_size: int, seed: int, norm: float | None) -> None:
+        self.folder, self.classes = folder, classes
+        self._initial = (seed, emb_size, norm)
+        self._width = emb_size + SCALE_BYTES
+        self.columns = {"weight": _Column(0, self._width, torch.int8, (self._width,))}
+        self._count = count_pages(classes)
+        self._pages = self._lock = -1
+        self._threads = ThreadPoolExecutor(_THREADS, "plsc-pages")
+        self._reader, self._writer = ThreadPoolExecutor(1, "plsc-read"), ThreadPoolExecutor(1, "plsc-write")
+        self._expecting: Future[_Pages] | None = None
+        self._writing: Future[None] | None = None
+        self.add_states({})
+
+    def add_states(self, states: States) -> None:
+        """Add the states of the optimizer to the layout; only their dtypes and shapes are used."""
+        for name, state in states.items():
+            begin, self._width = self._width, self._width + state[:1].numel() * state.dtype.itemsize
+            self.columns[name] = _Column(begin, self._width, state.dtype, tuple(state.shape[1:]))
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._held = self._expected = _Pages(nothing, nothing.byte().view(0, 1), nothing.bool())
+        self._journal = Journal(self.folder, PAGE * self._width, self._count)
+
+    @classmethod
+    def existing(cls, folder: Path) -> WeightsFile:
+        """Return the class weights in a folder with the layout in its header; not opened yet."""
+        try:
+            header = json.loads((folder / "header.json").read_text())
+            file = cls(folder, range(*header["classes"]), header["emb_size"], header["seed"], header["norm"])
+            columns = {name: kind for name, kind in header["columns"].items() if name != "weight"}
+            file.add_states({n: torch.empty(1, *s, dtype=getattr(torch, d)) for n, (d, s) in columns.items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} has no class weights of a run ({error}); expected the folder that was "
+                "head.weights_file, with the files of all ranks"
+            ) from error
+        return file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self._count * PAGE * self._width
+
+    # Opening and closing.
+
+    def open(self, mark: str | None = None) -> None:
+        """Open the file at the state of a checkpoint, or create a new one without `mark`.
+
+        Raises:
+            CheckpointError: the file does not have that state, or is damaged.
+            OptionError: the folder cannot be used.
+        """
+        try:
+            with self._as_option_error():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._refuse_remote()
+                self._lock_folder()
+                if mark is None:
+                    self._create()
+                else:
+                    self._check_header(mark)
+                    self._pages = os.open(self.folder / "pages", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    if os.fstat(self._pages).st_size != self.nbytes:
+                        raise self._damaged("pages", f"does not have {self.nbytes} bytes")
+                    self._roll_back(mark)
+                self._write_header(_boot_id())
+                self._journal.begin(mark or START)
+        except BaseException:
+            self._release()
+            raise
+
+    def close(self) -> None:
+        """Wait for writes and flush the files, which can then be used after a power cut."""
+        if self._pages < 0:
+            return
+        with contextlib.suppress(TrainingError):
+            self._finish_writes()
+        for pool in (self._reader, self._writer, self._threads):
+            pool.shutdown()
+        os.fsync(self._pages)
+        self._journal.close()
+        self._write_header("")
+        self._release()
+
+    def _release(self) -> None:
+        for descriptor in {self._pages, self._lock} - {-1}:
+            os.close(descriptor)
+        self._pages = self._lock = -1
+
+    def begin(self, mark: str) -> None:
+        """Journal later changes as those after this checkpoint; call it before that is published."""
+        self._finish_writes()
+        self._journal.begin(mark)
+
+    def forget(self, mark: str) -> None:
+        """Delete the journals of earlier checkpoints than this one, which is published."""
+        for older in self._journal.marks():
+            if older < mark:
+                self._journal.delete(older)
+
+    def _roll_back(self, mark: str) -> None:
+        """Undo the changes after a checkpoint, the newest journal first. A kill meanwhile does no harm."""
+        for newer in reversed(self._journal.marks()):
+            if newer >= mark:
+                for numbers, data in self._journal.blocks(newer):
+                    number = torch.from_numpy(numbers.copy())
+                    self._transfer(os.pwritev, _Pages(number, torch.from_numpy(data), number))
+                if newer != mark:
+                    self._journal.delete(newer)
+
+    # A step.
+
+    def hold(self, rows: Tensor, *, is_first: bool = True) -> None:
+        """Keep the pages of these rows in memory, int64, sorted; if not `is_first`, in addition."""
+        if self._pages < 0:
+            self.open()
+        if self._expecting is not None:
+            self._expected, self._expecting = self._expecting.result(), None
+        wanted = torch.unique_consecutive(self._page_of(rows))
+        parts = [self._held.among(wanted) if is_first else self._held]
+        parts.append(self._expected.among(wanted[~torch.isin(wanted, parts[0].number)]))
+        missing = wanted[~torch.isin(wanted, torch.cat([part.number for part in parts]))]
+        if len(missing):
+            self._finish_writes()
+        parts.append(self._load(missing))
+        number, order = torch.cat([part.number for part in parts]).sort()
+        data = torch.cat([part.data for part in parts if len(part.data)])[order]
+        self._held = _Pages(number, data, torch.cat([part.is_new for part in parts])[order])
+
+    def expect(self, pages: Tensor) -> None:
+        """Read these pages in the background, except those held now; the next step will hold them."""
+        missing, writing = pages[~torch.isin(pages, self._held.number)], self._writing
+
+        def load() -> _Pages:
+            if writing is not None:  # the last step may have changed some of them
+                writing.result()
+            return self._load(missing)
+
+        self._expecting = self._reader.submit(load)
+
+    def read(self, rows: Tensor | slice, name: str = "weight") -> Tensor:
+        """Return the weights or a state of some rows; from the disk if their pages are not held."""
+        if self._pages < 0:
+            self.open()
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop)
+        column, pages, wanted = self.columns[name], self._held, self._page_of(rows)
+        if not bool(torch.isin(wanted, pages.number).all()):
+            self._finish_writes()
+            pages = self._load(torch.unique(wanted))
+        records = pages.data.view(-1, self._width)[:, column.begin : column.end]
+        taken = records.index_select(0, self._records_of(rows, pages))
+        return taken.contiguous().view(column.dtype).view(len(rows), *column.shape)
+
+    def write(self, rows: Tensor, values: States) -> None:
+        """Replace weights and states of rows that are held; journal and write their pages."""
+        self._finish_writes()
+        held = self._held
+        changed = torch.searchsorted(held.number, torch.unique_consecutive(self._page_of(rows)))
+        before = held.at(changed)
+        before = before.at(torch.from_numpy(self._journal.lacks(before.number.numpy())))
+        old, new = before.at(~before.is_new), before.number[before.is_new]
+        held.is_new[changed] = False
+        parts = [
+            values[name].cpu().contiguous().view(len(rows), -1).view(torch.uint8) for name in self.columns
+        ]
+        records = held.data.view(-1, self._width)
+        records.index_copy_(0, self._records_of(rows, held), torch.cat(parts, dim=1))
+        after = held.at(changed)
+
+        def save() -> None:
+            with self._as_training_error():
+                self._journal.append(old.number.numpy(), old.data.numpy(), new.numpy())
+            self._transfer(os.pwritev, after)
+
+        self._writing = self._writer.submit(save)
+
+    def pieces(self, count: int) -> Iterator[Tensor]:
+        """Yield the indices of all rows in order, about `count` at a time; no page is split."""
+        skipped, pages = self.classes.start % PAGE, max(1, count // PAGE)
+        for page in range(0, self._count, pages):
+            end = min(len(self.classes), (page + pages) * PAGE - skipped)
+            yield torch.arange(max(0, page * PAGE - skipped), end)
+
+    def _finish_writes(self) -> None:
+        """Wait for the writes of the last step. Raises TrainingError."""
+        if self._writing is not None:
+            self._writing.result()  # after an error, it raises in each later call too
+            self._writing = None
+
+    def _page_of(self, rows: Tensor) -> Tensor:
+        return (rows + self.classes.start % PAGE) // PAGE
+
+    def _records_of(self, rows: Tensor, pages: _Pages) -> Tensor:
+        """Return the index of each row among the records of `pages`."""
+        slot = (rows + self.classes.start % PAGE) % PAGE
+        return torch.searchsorted(pages.number, self._page_of(rows)) * PAGE + slot
+
+    # Pages on the disk.
+
+    def _load(self, number: Tensor) -> _Pages:
+        """Return pages from the disk; those that were never drawn with initial values."""
+        pages = _Pages(number, torch.empty(len(number), PAGE * self._width, dtype=torch.uint8), number.bool())
+        self._transfer(os.preadv, pages)
+        weights = pages.data.view(len(number), PAGE, self._width)[..., : self.columns["weight"].end]
+        pages.is_new = (weights[..., -SCALE_BYTES:] == 0).flatten(1).all(dim=1)
+        seed, emb_size, norm = self._initial
+        block, several = self.classes.start // PAGE, max(1, _CHUNK // (PAGE * emb_size))
+
+        def fill(some: Tensor) -> None:
+            drawn = initial_pages(seed, (number[some] + block).tolist(), emb_size, norm)
+            weights[some] = drawn.view(torch.uint8).view(len(some), *weights.shape[1:])
+
+        list(self._threads.map(fill, pages.is_new.nonzero()[:, 0].split(several)))
+        return pages
+
+    def _transfer(self, call: Callable[..., int], pages: _Pages) -> None:
+        """Read (os.preadv) or write (os.pwritev) pages; consecutive ones at once."""
+        size, data, number = PAGE * self._width, pages.data.numpy(), pages.number.numpy()
+        ends = np.flatnonzero(np.diff(number, append=-2) != 1) + 1
+        runs = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)) if len(number) else []
+
+        def transfer(some: list[tuple[int, int]]) -> None:
+            with self._as_training_error():
+                for first, end in some:
+                    move(call, self._pages, data[first:end], int(number[first]) * size)
+
+        share = -(-len(runs) // _THREADS) or 1
+        list(self._threads.map(transfer, (runs[i : i + share] for i in range(0, len(runs), share))))
+
+    # The folder.
+
+    def _layout(self) -> dict[str, Any]:
+        seed, emb_size, norm = self._initial
+        kinds = {
+            name: [str(c.dtype).removeprefix("torch."), list(c.shape)] for name, c in self.columns.items()
+        }
+        classes = [self.classes.start, self.classes.stop]
+        return {"classes": classes, "emb_size": emb_size, "seed": seed, "norm": norm, "columns": kinds}
+
+    def _write_header(self, boot: str) -> None:
+        temporary = self.folder / "header.new"
+        temporary.write_text(json.dumps({**self._layout(), "boot": boot}))
+        temporary.replace(self.folder / "header.json")
+
+    def _create(self) -> None:
+        """Create the files. Those of a run that had not published a checkpoint are replaced."""
+        if saved := [mark for mark in self._journal.marks() if mark != START]:
+            raise OptionError(
+                f"{self.folder} has the class weights of a run, of its checkpoint of step "
+                f"{step_of(saved[-1])}; resume that checkpoint, or set head.weights_file to another folder"
+            )
+        if {path.name for path in self.folder.iterdir()} - {".lock"} and not self._has_header():
+            raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
+        self._write_header("")
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._pages = os.open(self.folder / "pages", flags, 0o666)
+        missing = self.nbytes - shutil.disk_usage(self.folder).free
+        if missing > 0:
+            raise OptionError(
+                f"{self.folder} needs {self.nbytes} bytes for the class weights, {missing} more than the "
+                "disk has free; free some space, or set head.weights_file to another disk"
+            )
+        if self.nbytes:
+            os.posix_fallocate(self._pages, 0, self.nbytes)
+
+    def _has_header(self) -> bool:
+        return (self.folder / "header.json").is_file()
+
+    def _check_header(self, mark: str) -> None:
+        """Raise CheckpointError unless the files belong to this run and have the state of the checkpoint."""
+        copy = "; or resume a copy from `plsc checkpoint copy` with head.weights_file in an empty folder"
+        marks = self._journal.marks()
+        if not self._has_header() or mark not in marks:
+            steps = " and ".join(str(step_of(other)) for other in marks if other != START)
+            there = f"step {steps}" if steps else "no checkpoint"
+            raise CheckpointError(
+                f"{self.folder} has the class weights of {there}, not of this checkpoint of step "
+                f"{step_of(mark)}; resume the newest checkpoint of the run that used them, on as many "
+                f"ranks{copy}"
+            )
+        try:
+            header = json.loads((self.folder / "header.json").read_text())
+            boot = header.pop("boot")
+        except (ValueError, AttributeError, KeyError) as error:
+            raise self._damaged("header.json", "is not the header of class weights") from error
+        layout = self._layout()
+        if odd := [name for name in layout if header.get(name) != layout[name]]:
+            raise CheckpointError(
+                f"the class weights in {self.folder} have {odd[0]} {header.get(odd[0])}, but this run has "
+                f"{layout[odd[0]]}; use the options and the number of ranks that they were made with{copy}"
+            )
+        if boot not in ("", _boot_id()):
+            raise CheckpointError(
+                f"the system was restarted while the class weights in {self.folder} were in use, so some of "
+                f"their changes may be lost; delete the folder and start again{copy}"
+            )
+
+    def _refuse_remote(self) -> None:
+        """Raise OptionError if the folder is on a network share."""
+        with contextlib.suppress(FileNotFoundError):
+            mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
+            here = self.folder.resolve()
+            over = [one for one in mounts if here.is_relative_to(one[1].replace("\\040", " "))]
+            kind = max(over, key=lambda one: len(one[1]))[2] if over else ""
+            if kind.startswith(_REMOTE):
+                raise OptionError(
+                    f"{self.folder} is on a network file system ({kind}); set head.weights_file to a folder "
+                    "on a local disk"
+                )
+
+    def _lock_folder(self) -> None:
+        """Keep other processes out until this one ends. Raises OptionError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open(self.folder / ".lock", flags, 0o666)
+        give_up = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                if time.monotonic() > give_up:
+                    raise OptionError(
+                        f"another run uses the class weights in {self.folder}; wait for it, stop it, or set "
+                        "head.weights_file to another folder"
+                    ) from error
+            time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def _as_option_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OptionError(
+                f"cannot use {error.filename or self.folder} for the class weights: {error.strerror}; set "
+                "head.weights_file to a folder on a local disk that this user can write to"
+            ) from error
+
+    @contextlib.contextmanager
+    def _as_training_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(
+                f"cannot read or write the class weights in {self.folder}: {error.strerror}; free some space "
+                "or replace the disk, and resume from the last checkpoint"
+            ) from error
+
+    def _damaged(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder / name} {problem}; delete {self.folder}, and resume a copy from `plsc checkpoint "
+            "copy` or start again"
+        )
+
+
+def _boot_id() -> str:
+    """Return an id of this start of the system; 'unknown' where there is none."""
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return "unknown"

@@ -1,0 +1,141 @@
+"""A run whose class weights are in files: resume, kills, other numbers of ranks, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
+from plsc.cli import main
+from plsc.errors import CheckpointError, OptionError
+from tests.distributed import job
+from tests.distributed.launch import Ranks, run_ranks
+from tests.images import write_dataset
+from tests.resuming import different
+from tests.system.small_entry import entry
+
+pytestmark = pytest.mark.slow
+
+CODED = {"set_row_dtype": "int8", "set_head_optimizer": "adagrad", "set_sample_ratio": 0.3}
+CLASSES = 150
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", CLASSES, per_class=2)
+
+
+def words(**settings):
+    return [f"{name}={value!r}" for name, value in {**CODED, **settings}.items()]
+
+
+def copy(checkpoint, files):
+    """Return a copy of a checkpoint with its class weights."""
+    target = checkpoint.with_name(f"{checkpoint.name}-whole")
+    shutil.rmtree(target, ignore_errors=True)
+    main(["checkpoint", "copy", str(checkpoint), str(target), "--weights_file", str(files)])
+    return target
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset, tmp_path_factory):
+    """The last checkpoint of two ranks and two epochs, with class weights; and that of the first epoch."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for epochs in (1, 2):
+        more = {} if epochs == 1 else {"set_checkpoint_dir": str(folder / "run" / "0")}
+        files = words(set_weights_file=str(folder / "files"), set_train_epochs=epochs, **more)
+        run_ranks(job.__file__, 2, str(dataset), str(folder / "run"), *files)
+        copy(folder / "run" / f"{epochs - 1}", folder / "files")
+    return folder / "run" / "0-whole", folder / "run" / "1-whole"
+
+
+def test_killed_runs_resume_to_the_same_bits(dataset, undisturbed, tmp_path):
+    settings = {"set_weights_file": str(tmp_path / "files"), "set_save_every_n_steps": 3}
+    chance, kills = random.Random(5), 0
+    while kills < 4:
+        resume = {"set_checkpoint_dir": "last"}
+        run = Ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *words(**settings, **resume))
+        begun = time.monotonic()
+        while not list_checkpoints(tmp_path / "run") and time.monotonic() < begun + 60:
+            time.sleep(0.02)
+        code = run.wait(chance.uniform(0.1, 1.2))
+        if code is not None:
+            break
+        run.kill()
+        run.communicate()
+        kills += 1
+    run_ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *words(**settings, **resume))
+    assert kills
+    newest = list_checkpoints(tmp_path / "run")[-1][0]
+    assert different(copy(newest, tmp_path / "files"), undisturbed[1]) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, undisturbed, tmp_path, ranks):
+    first, _ = undisturbed
+    shutil.copytree(first, tmp_path / "start")
+    found, steps = {}, read_manifest(first).step + 1
+    for kind, settings in (("files", {"set_weights_file": str(tmp_path / "files")}), ("memory", {})):
+        given = words(**settings, set_checkpoint_dir=str(tmp_path / "start"), set_train_steps=steps)
+        run_ranks(job.__file__, ranks, str(dataset), str(tmp_path / kind), *given)
+        newest = list_checkpoints(tmp_path / kind)[-1][0]
+        whole = copy(newest, tmp_path / "files") if kind == "files" else newest
+        found[kind] = load_weights(whole, "class_weights")["weight"]
+    before = load_weights(first, "class_weights")["weight"]
+    for weight in found.values():
+        assert weight.shape == (CLASSES, 16)
+        changed = (weight != before).any(dim=1).float().mean()
+        assert 0.3 <= changed < 0.9  # one step: the sampled classes only
+
+
+def test_what_cannot_be_resumed_is_refused(dataset, tmp_path):
+    files = {**CODED, "set_weights_file": str(tmp_path / "files")}
+    first = entry(dataset, tmp_path / "run", **files, set_train_steps=3).train().checkpoint
+    with pytest.raises(CheckpointError, match=r"has no class weights; if they are in files of .* copy"):
+        entry(dataset, tmp_path / "b", **CODED, set_checkpoint_dir=str(first)).train()
+    with pytest.raises(CheckpointError, match=r"have norm None, but this run has 0\.5; use the options"):
+        entry(dataset, tmp_path / "b", **files, set_checkpoint_dir=str(first), set_initial_norm=0.5).train()
+    with pytest.raises(CheckpointError, match=r"has the class weights of a run, of its checkpoint of step 3"):
+        entry(dataset, tmp_path / "c", **files).train()
+    second = entry(
+        dataset, tmp_path / "run", **files, set_train_steps=5, set_checkpoint_dir=str(first)
+    ).train()
+    with pytest.raises(
+        CheckpointError, match=r"of step 5, not of this checkpoint of step 3; resume the newest"
+    ):
+        entry(dataset, tmp_path / "d", **files, set_checkpoint_dir=str(first)).train()
+    entry(
+        dataset, tmp_path / "run", **files, set_train_steps=7, set_checkpoint_dir=str(second.checkpoint)
+    ).train()
+
+
+def test_settings_that_do_not_fit_a_file_are_refused(dataset, tmp_path):
+    file = str(tmp_path / "files")
+    for change, message in (
+        ({"set_row_dtype": "float32"}, r"only if head\.row_dtype is int8, but"),
+        ({"set_sample_ratio": 1.0}, r"only if head\.sample_ratio is below 1, but"),
+        ({"set_hard_share": 0.5}, r"only if head\.hard_share is 0, but"),
+        ({"set_upload_dir": "memory://run"}, r"only if checkpoints are not uploaded"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            entry(dataset, tmp_path / "run", **{**CODED, **change}, set_weights_file=file).train()
+
+
+def test_a_stopped_run_saves_and_resumes(dataset, tmp_path):
+    settings = words(set_weights_file=str(tmp_path / "files"), set_train_epochs=50)
+    run = Ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *settings)
+    while not list_checkpoints(tmp_path / "run"):
+        assert run.wait(0.05) is None
+    os.killpg(run.pid, signal.SIGTERM)
+    run.communicate()
+    newest = list_checkpoints(tmp_path / "run")[-1][1].step
+    more = words(
+        set_weights_file=str(tmp_path / "files"), set_checkpoint_dir="last", set_train_steps=newest + 2
+    )
+    run_ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *more)
+    assert list_checkpoints(tmp_path / "run")[-1][1].step == newest + 2

@@ -1,0 +1,301 @@
+"""Class weights in a file: the same as in memory, bit for bit, and undone to the state of a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+
+from plsc.errors import CheckpointError, OptionError, TrainingError
+from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
+from plsc.heads import weights_file as module
+from plsc.heads.rollback import mark_of
+
+CLASSES, DIMENSION = 330, 24  # 11 pages, the last one with 10 classes
+PAGES = Sampling(0.3, in_pages=True)
+
+
+def make_head(folder=None, sampling=PAGES, **settings):
+    settings = {"row_dtype": "int8", "seed": 4, **settings}
+    return ShardedHead(
+        CLASSES, DIMENSION, build_margin("arcface"), sampling=sampling, weights_file=folder, **settings
+    )
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(40, DIMENSION, generator=generator)
+    return x.requires_grad_(), torch.randint(CLASSES, (40,), generator=generator)
+
+
+def train(head, rows, steps, micro_batches=1):
+    losses = []
+    for step in steps:
+        for part in range(micro_batches):
+            x, y = batch(10 * step + part)
+            output = head(x, y)
+            output.loss.backward()
+            losses.append((output.loss.item(), x.grad.sum().item()))
+        rows.step()
+    return losses
+
+
+def contents(head):
+    """Return weights and states of all classes."""
+    everything = slice(0, CLASSES)
+    return head.file.read(everything).clone(), head.file.read(everything, "sum_of_squares").clone()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Return a function that makes a head in a file, with its optimizer; all are closed at the end."""
+    heads = []
+
+    def make(mark=None, folder=tmp_path / "rows", **settings):
+        head = make_head(folder, **settings)
+        heads.append(head)
+        rows = RowAdagrad(head, lr=0.3)
+        if mark is not None:
+            head.file.open(mark)
+            head.step = int(mark[:12])
+        return head, rows
+
+    yield make
+    for head in heads:
+        head.file.close()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_file_gives_the_bits_of_memory(opened, micro_batches):
+    memory = make_head()
+    rows = RowAdagrad(memory, lr=0.3)
+    head, of_file = opened()
+    assert train(memory, rows, range(6), micro_batches) == train(head, of_file, range(6), micro_batches)
+    weight, states = contents(head)
+    assert torch.equal(weight, memory.weight)
+    assert torch.equal(states, rows.state[memory.weight]["sum_of_squares"])
+    x, _ = batch(99)
+    for found, expected in zip(head.topk(x, 4), memory.topk(x, 4), strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(head.classify(x)[1], memory.classify(x)[1])
+    head.eval(), memory.eval()
+    torch.testing.assert_close(head(*batch(5)).loss, memory(*batch(5)).loss, rtol=1e-6, atol=0)
+
+
+def test_an_update_that_is_skipped_changes_nothing(opened):
+    head, rows = opened()
+    train(head, rows, range(2))
+    before = contents(head)
+    head(*batch(7)).loss.backward()
+    rows.skip()
+    assert all(map(torch.equal, contents(head), before))
+    memory = make_head()
+    in_memory = RowAdagrad(memory, lr=0.3)
+    train(memory, in_memory, range(2))
+    memory(*batch(7)).loss.backward()
+    in_memory.skip()
+    assert train(head, rows, range(3, 5)) == train(memory, in_memory, range(3, 5))
+
+
+def test_a_new_file_takes_no_pages_and_a_drawn_page_its_place(opened, tmp_path):
+    head, rows = opened()
+    head.file.open()
+    path = tmp_path / "rows" / "pages"
+    assert path.stat().st_size == head.file.nbytes == 11 * 32 * (DIMENSION + 8)
+    assert not any(path.read_bytes())
+    train(head, rows, [0])
+    head.file.begin(mark_of(1, "a"))  # waits for the writes
+    drawn = [any(path.read_bytes()[n * 1024 : (n + 1) * 1024]) for n in range(11)]
+    assert 3 <= sum(drawn) <= 11
+
+
+@pytest.mark.parametrize("checkpoint", [0, 1, 2])
+def test_opening_at_a_checkpoint_undoes_what_came_after_it(opened, checkpoint):
+    head, rows = opened()
+    states = []
+    for k in range(3):
+        train(head, rows, [2 * k, 2 * k + 1])
+        head.file.begin(mark_of(2 * k + 2, "run"))
+        states.append(contents(head))
+        head.file.forget(mark_of(2, "run"))
+    later = train(head, rows, [6, 7])
+    head.file.close()
+    again, rows = opened(mark_of(2 * checkpoint + 2, "run"))
+    assert all(map(torch.equal, contents(again), states[checkpoint]))
+    remaining = train(again, rows, range(2 * checkpoint + 2, 8))
+    assert remaining[-2:] == later
+
+
+def test_opening_finishes_an_undo_that_was_killed(opened, monkeypatch):
+    head, rows = opened()
+    train(head, rows, range(3))
+    head.file.begin(mark_of(3, "run"))
+    head.file.forget(mark_of(3, "run"))
+    expected = contents(head)
+    train(head, rows, range(3, 6))
+    head.file.close()
+
+    class Killed(BaseException):
+        pass
+
+    transfer = module.WeightsFile._transfer
+
+    def dying(self, call, pages):
+        transfer(self, call, pages.among(pages.number[::2]))
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.WeightsFile, "_transfer", dying)
+        broken = make_head(head.file.folder)
+        RowAdagrad(broken)
+        with pytest.raises(Killed):
+            broken.file.open(mark_of(3, "run"))
+    again, _ = opened(mark_of(3, "run"))
+    assert all(map(torch.equal, contents(again), expected))
+
+
+def test_a_block_that_was_cut_off_is_ignored_and_a_damaged_one_refused(opened):
+    head, rows = opened()
+    train(head, rows, range(3))
+    head.file.begin(mark_of(3, "run"))
+    expected = contents(head)
+    train(head, rows, [3])
+    head.file.close()
+    journal = head.file.folder / f"journal-{mark_of(3, 'run')}"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + whole[:-5])
+    again, _ = opened(mark_of(3, "run"))
+    assert all(map(torch.equal, contents(again), expected))
+    again.file.close()
+    journal.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    with pytest.raises(CheckpointError, match=r"journal-0+3-run has a damaged block .*; delete"):
+        opened(mark_of(3, "run"))
+
+
+def spoil_other_run(head):
+    return (
+        mark_of(4, "other"),
+        CheckpointError,
+        r"has the class weights of step 2, not of this checkpoint of step 4; resume the newest",
+    )
+
+
+def spoil_size(head):
+    os.truncate(head.file.folder / "pages", 100)
+    return mark_of(2, "run"), CheckpointError, "pages does not have 11264 bytes; delete .*checkpoint copy"
+
+
+def spoil_header(head):
+    (head.file.folder / "header.json").write_text("[")
+    return mark_of(2, "run"), CheckpointError, "header.json is not the header of class weights"
+
+
+def spoil_ranks(head):
+    text = (head.file.folder / "header.json").read_text()
+    (head.file.folder / "header.json").write_text(text.replace("330]", "165]"))
+    return mark_of(2, "run"), CheckpointError, r"have classes \[0, 165\], but this run has \[0, 330\]; use"
+
+
+def spoil_boot(head):
+    header = json.loads((head.file.folder / "header.json").read_text())
+    (head.file.folder / "header.json").write_text(json.dumps({**header, "boot": "earlier"}))
+    return mark_of(2, "run"), CheckpointError, "the system was restarted while .* were in use"
+
+
+def spoil_scratch(head):
+    return None, OptionError, "has the class weights of a run, of its checkpoint of step 2; resume"
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_other_run, spoil_size, spoil_header, spoil_ranks, spoil_boot, spoil_scratch]
+)
+def test_files_that_do_not_fit_are_refused(opened, spoil):
+    head, rows = opened()
+    train(head, rows, range(2))
+    head.file.begin(mark_of(2, "run"))
+    head.file.forget(mark_of(2, "run"))
+    head.file.close()
+    mark, error, message = spoil(head)
+    again = make_head(head.file.folder)
+    RowAdagrad(again)
+    with pytest.raises(error, match=message):
+        again.file.open(mark)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(opened):
+    head, rows = opened()
+    losses = train(head, rows, range(2))
+    head.file.close()
+    again, rows = opened()
+    assert train(again, rows, range(2)) == losses
+
+
+def test_folders_that_cannot_be_used_are_refused(opened, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.jpg").touch()
+    for folder, message in (
+        ("file", "cannot use .*File exists"),
+        ("photos", "has other files; .* empty folder"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            opened(folder=tmp_path / folder)[0].file.open()
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"disk / ext4 rw\nserver:/x {tmp_path} nfs4 rw\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_MOUNTS", mounts)
+        with pytest.raises(OptionError, match=r"is on a network file system \(nfs4\)"):
+            opened()[0].file.open()
+    usage = module.shutil.disk_usage("/")
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=100))
+        with pytest.raises(OptionError, match=r"needs 11264 bytes .*, 11164 more than the disk has"):
+            opened()[0].file.open()
+
+
+def test_a_second_run_is_refused_while_the_first_lives(opened, monkeypatch, tmp_path):
+    head, _ = opened()
+    head.file.open()
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    if not (child := os.fork()):
+        try:
+            make_head(tmp_path / "rows").file.open()
+        except OptionError as error:
+            os._exit(7 if "another run uses the class weights in" in str(error) else 8)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.parametrize("call", ["writev", "pwritev"])
+def test_a_full_disk_stops_the_run_and_loses_nothing(opened, monkeypatch, call):
+    head, rows = opened()
+    train(head, rows, range(2))
+    head.file.begin(mark_of(2, "run"))
+    head.file.forget(mark_of(2, "run"))
+    expected = contents(head)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, call, full)
+        with pytest.raises(TrainingError, match=r"No space left .* last checkpoint"):
+            train(head, rows, range(2, 4))
+    with pytest.raises(TrainingError, match="No space left"):
+        head.file.begin(mark_of(3, "run"))
+    head.file.close()
+    again, _ = opened(mark_of(2, "run"))
+    assert all(map(torch.equal, contents(again), expected))
+
+
+def test_settings_that_a_file_cannot_have_are_refused(tmp_path):
+    for settings in ({"row_dtype": "float32"}, {"sampling": Sampling(0.5)}, {"centers": 2}):
+        with pytest.raises(
+            OptionError, match=r"class weights in a file are .*; expected int8, a sampling with"
+        ):
+            make_head(tmp_path, **settings)
+    with pytest.raises(OptionError, match="single classes, which cannot be drawn in pages"):
+        Sampling(0.5, hard=0.1, in_pages=True)
