@@ -14,7 +14,7 @@ from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.run.options import settle
+from plsc.run.settle import settle
 from plsc.run.user_parts import UserParts
 from plsc.state.find import open_load_dir, open_to_resume
 from plsc.state.snapshot import pack_generators, unpack_generators
