@@ -2,6 +2,9 @@
 
 Calls to a remote store are retried for a limited time and abandoned when the store stops answering. Where a
 client may fail silently, the result is checked. Errors are DataError, without secrets.
+
+`publish`, `withdraw` and `clean` are for folders with a manifest, such as checkpoints. An object store such
+as S3 cannot rename: there the manifest, which is written last, publishes the folder.
 """
 
 from __future__ import annotations
