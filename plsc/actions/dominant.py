@@ -19,8 +19,8 @@ from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.run.build_data import NO_AUGMENTATION
 from plsc.run.build_heads import build_heads
-from plsc.run.options import settle
 from plsc.run.run import Run, build_run
+from plsc.run.settle import settle
 from plsc.run.user_parts import UserParts
 from plsc.state.find import open_load_dir
 from plsc.state.restore import restore

@@ -29,8 +29,8 @@ from plsc.config.option import shown_value
 from plsc.errors import OptionError, TrainingError
 from plsc.parallel.world import World
 from plsc.run.callbacks import Callback, Callbacks, Context
-from plsc.run.options import settle
 from plsc.run.run import Run, build_run
+from plsc.run.settle import settle
 from plsc.run.user_parts import UserParts
 from plsc.spans import PREFIX
 from plsc.state.find import open_to_resume

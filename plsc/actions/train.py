@@ -12,8 +12,8 @@ from plsc.errors import OptionError, refusing
 from plsc.parallel.world import World
 from plsc.run.callbacks import Callback, Callbacks
 from plsc.run.loggers import Logger, check_packages
-from plsc.run.options import settle
 from plsc.run.run import Run, build_run, describe_run
+from plsc.run.settle import settle
 from plsc.run.targets import HeldOutSet, Target
 from plsc.run.user_parts import UserParts
 from plsc.state.restore import restore

@@ -34,6 +34,7 @@ _RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 # From SIGTERM to SIGKILL: more than the 60 seconds that a rank may take to save (train.stop_deadline).
 _SECONDS_TO_END = 70
 _UNSAVED = 3  # exit status of a run that could not save or upload; a restart would not repair that
+_STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}  # exit statuses of ranks that saved after a signal
 _ANSWER_SECONDS = 5.0  # for the other machines to answer a launcher
 _RECONNECT_SECONDS = 600  # how long a launcher waits for the network before a restart
 _LATE_SECONDS = 20  # torchrun sends SIGKILL 30 seconds after SIGTERM
@@ -98,7 +99,7 @@ def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher import api
 
-    api.LocalElasticAgent = _agent_class(logs)  # type: ignore[misc] # there is no parameter for it
+    api.LocalElasticAgent = _agent_class(logs, config.max_nodes == 1)  # type: ignore[misc] # there is no parameter for it
     for name in ("multiprocessing", "agent"):  # their reports of each signal and exit code
         reports = logging.getLogger(f"torch.distributed.elastic.{name}")
         reports.addHandler(logging.NullHandler())
@@ -118,8 +119,11 @@ def _run_ranks(config: LaunchConfig, arguments: list[str], logs: dict[int, Path]
         raise SystemExit(128 + error.sigval) from None
 
 
-def _agent_class(logs: dict[int, Path]) -> type[LocalElasticAgent]:
-    """Return torchrun's agent, which reports each restart and does not hang when the network is down."""
+def _agent_class(logs: dict[int, Path], is_alone: bool) -> type[LocalElasticAgent]:
+    """Return torchrun's agent, which reports each restart and does not hang when the network is down.
+
+    is_alone: there are no other machines.
+    """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
@@ -130,7 +134,11 @@ def _agent_class(logs: dict[int, Path]) -> type[LocalElasticAgent]:
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
-            if any(one.exitcode == _UNSAVED for one in result.failures.values()):
+            codes = {one.exitcode for one in result.failures.values()}
+            # A rank that is slow to exit gets torchrun's SIGTERM, too. With several machines, all ranks stop
+            # like this when one machine joins or leaves, and those of the others have to start again.
+            is_stopped = bool(codes & _STOPPED) and codes <= {*_STOPPED, -signal.SIGTERM}
+            if _UNSAVED in codes or (is_alone and is_stopped):
                 self._remaining_restarts = 0
             if result.failures and self._remaining_restarts:
                 attempts = worker_group.spec.max_restarts

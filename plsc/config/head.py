@@ -64,6 +64,7 @@ class HeadOptions:
         "set_loss_type(**loss_arguments)",
         _loss_arguments,
     )
+    # None: `with_margin` in plsc/run/build_heads.py decides.
     margin: float | None = of_run(
         None,
         "margin: an angle in radians; cosface: a cosine; sphereface: a factor of the angle; None: the "
@@ -71,6 +72,7 @@ class HeadOptions:
         "set_margin(margin)",
         at_least(0),
     )
+    # None: `count_classes` in plsc/run/classes.py decides.
     class_num: int | None = of_run(
         None, "number of classes; None: largest label + 1", "set_class_num(num)", at_least(1)
     )
@@ -81,6 +83,7 @@ class HeadOptions:
         at_least(0),
         needs=_WITH_MARGIN,
     )
+    # auto: `Margin.set_class_num` in plsc/heads/margins.py decides.
     scale: float | str = of_run(
         "auto",
         "factor of the cosines; auto: sqrt(2) ln(C - 1) for C classes (AdaCos), 64 from 10,000 classes on",

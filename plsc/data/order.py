@@ -70,7 +70,10 @@ class BatchPlan:
         return self.samples_at(epoch, np.arange(start, stop) % self.num_samples)
 
     def indices(self, epoch: int, step: int, rank: int) -> np.ndarray:
-        """Return this rank's contiguous part of the global batch; sizes differ by at most one."""
+        """Return this rank's contiguous part of the global batch; sizes differ by at most one.
+
+        epoch, step: count from 0, as `Position` does; step: within the epoch. Log lines count from 1.
+        """
         batch = self.global_indices(epoch, step)
         return batch[len(batch) * rank // self.ranks : len(batch) * (rank + 1) // self.ranks]
 

@@ -13,6 +13,8 @@ from plsc.checkpoint.manifest import Checker
 class Position:
     """The position of a run: number of steps and of finished epochs.
 
+    So the next step has the index `step`, and its epoch the index `epoch`, from 0. Log lines count from 1.
+
     updates: steps that changed the weights, that is, were not skipped; the learning rate depends on it.
     """
 

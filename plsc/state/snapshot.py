@@ -27,8 +27,8 @@ from plsc.optim.optimizers import describe_implementation
 from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
 from plsc.run.build_updates import collect_group_numbers
-from plsc.run.options import ARGUMENTS_KEY
 from plsc.run.run import Run, global_batch_size
+from plsc.run.settle import ARGUMENTS_KEY
 from plsc.seeds import hash_key
 from plsc.state.tensors import collect_numbers, collect_tensors
 from plsc.storage.urls import without_secrets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
@@ -16,21 +17,22 @@ from plsc.checkpoint.retention import checkpoints_in
 from plsc.checkpoint.save import check_replaceable
 from plsc.config import Config, Options
 from plsc.data.samples import LIST_NAME
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.run.classes import OpenedCheckpoint
 from plsc.run.loggers import CSV_NAME, METRICS_NAME, PLOT_NAME
 from plsc.state.find import resolve_checkpoint
 from plsc.state.folders import (
     START_SECONDS,
+    VERSION_NAME,
     RunFolder,
     list_run_folders,
     open_run_folder,
     roots_of,
     version_number,
 )
-from plsc.storage.publish import FolderLock
-from plsc.storage.store import Store
+from plsc.storage.publish import FolderLock, lock_note
+from plsc.storage.store import Store, hidden_versions
 from plsc.storage.urls import join, shown
 
 # Files that a run writes next to its checkpoints.
@@ -147,8 +149,7 @@ def open_directories(options: Options | Config, world: World, start: Start) -> D
             return
         locks.append(FolderLock(local, {"launches": start.launches}))
         folder = Store(local)
-        for name in clean(folder):
-            logger.warning(f"a run was killed while it replaced {local / name}; the old version was restored")
+        _clean(folder)
         for name in folder.names():
             if name in SMALL_FILES and not stat.S_ISREG((local / name).lstat().st_mode):
                 raise CheckpointError(
@@ -165,6 +166,30 @@ def open_directories(options: Options | Config, world: World, start: Start) -> D
     if start.url is not None:
         store = _open_store(start.url, options, world, bool(start.resumed))
     return Directories(start, store, is_shared, is_owner, lock)
+
+
+def _clean(folder: Store) -> None:
+    """Remove what a killed run left in a local folder, whose lock this process holds."""
+    for name in clean(folder):
+        logger.warning(
+            f"a run was killed while it replaced {folder.child(name)}; the old version was restored"
+        )
+
+
+def _restore_replaced(options: Options | Config) -> None:
+    """Restore checkpoints that a killed run was replacing, in the folders of save_dir on this machine."""
+    top = Store(roots_of(options)[0])
+    versions = filter(VERSION_NAME.fullmatch, top.names(only_folders=True))
+    for folder in [top, *(Store(top.child(name)) for name in versions if not top.is_link(name))]:
+        if not hidden_versions(folder):
+            continue
+        here = Path(folder.url)
+        with contextlib.suppress(DataError):  # a run that lives is about to publish the replacement
+            lock = FolderLock(here, lock_note(here))  # `find_interrupted` reads the note
+            try:
+                _clean(folder)
+            finally:
+                lock.release()
 
 
 def _open_store(url: str, options: Options | Config, world: World, is_own: bool) -> Store:
@@ -191,11 +216,18 @@ def open_start(options: Options | Config, world: World) -> Start:
     Ranks that a launcher restarts after a failure resume the interrupted run.
     """
     launches = {launch for launch in world.all_gather_object(world.launch_id) if launch}
+
+    def restore() -> None:
+        if world.local_rank == 0:
+            _restore_replaced(options)
+
+    doing = f"look into {shown(options.checkpoint.save_dir)}"
+    on_every_rank(world, doing, restore)  # before the choice, which must find them
     checkpoint, locations, interrupted = resolve_checkpoint(options, world, launches)
     run_id = "" if checkpoint is None else checkpoint[1].run_id
 
     def choose() -> Start:
         return choose_start(options, launches, interrupted, locations, run_id)
 
-    start = on_main_rank(world, f"look into {shown(options.checkpoint.save_dir)}", choose)
+    start = on_main_rank(world, doing, choose)
     return replace(start, checkpoint=checkpoint)

@@ -1,8 +1,10 @@
-"""Publish files and folders atomically, on a local disk or in a remote store.
+"""Locks, hidden names, and files and folders that appear at once: what the commands write.
 
-Data are written under a hidden name in the same folder, synced, then renamed. On an object store such as S3,
-which cannot rename, a folder is published when its manifest, the last file, is written. A lock keeps a
-second process out. It is released when its process ends; the next process removes unfinished files.
+Data are written under a hidden name in the same folder, synced, then renamed. A lock keeps a second process
+out. It is released when its process ends; the next process removes unfinished files.
+
+Checkpoints and other folders with a manifest, local or remote, are published by `publish`, `withdraw` and
+`clean` in plsc/storage/store.py.
 """
 
 from __future__ import annotations
@@ -310,6 +312,3 @@ class _Sink(io.RawIOBase):
         self._file.write(data)
         self._position += len(data)
         return len(data)
-
-
-# Folders with a manifest, in a `Store`: checkpoints and uploaded partitions.

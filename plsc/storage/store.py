@@ -2,6 +2,9 @@
 
 Calls to a remote store are retried for a limited time and abandoned when the store stops answering. Where a
 client may fail silently, the result is checked. Errors are DataError, without secrets.
+
+`publish`, `withdraw` and `clean` are for folders with a manifest, such as checkpoints. An object store such
+as S3 cannot rename: there the manifest, which is written last, publishes the folder.
 """
 
 from __future__ import annotations
@@ -361,20 +364,29 @@ def clean(store: Store) -> list[str]:
     Call from one process, while no other writes there. A hidden older version whose replacement was never
     published gets its name back.
     """
-    restored = []
-    names, folders = store.names(), store.names(only_folders=True)
-    for name in names:
+    old, folders = hidden_versions(store), store.names(only_folders=True)
+    for name in store.names():
         match = HIDDEN.fullmatch(name)
         if match is None or store.is_link(name):
             continue
         if match[1] == SAVING:
             store.delete(name)
-        elif match[1] == REPLACED and match[2] not in names and MANIFEST_NAME in store.names(name):
-            store.rename(name, match[2])
-            restored.append(match[2])
+        elif name in old:
+            store.rename(name, old[name])
         elif name in folders:
             delete(store, name)
-    return restored
+    return list(old.values())
+
+
+def hidden_versions(store: Store) -> dict[str, str]:
+    """Return the hidden older versions whose replacement was never published, with the names they had."""
+    names = store.names()
+    matches = [match for match in map(HIDDEN.fullmatch, names) if match and match[1] == REPLACED]
+    return {
+        match[0]: match[2]
+        for match in matches
+        if match[2] not in names and not store.is_link(match[0]) and MANIFEST_NAME in store.names(match[0])
+    }
 
 
 @contextlib.contextmanager

@@ -83,10 +83,11 @@ def stop_at_bad_loss(
 ) -> NoReturn:
     """Raise TrainingError with the step, the learning rate, the layer and the samples; a collective.
 
-    batch, layer: of this rank. note: about the layer. Writes the names of the global batch to bad_batch.json,
-    and the images and labels of the first rank with the layer to bad_batch.safetensors.
+    position: before the step; the message counts the step, as log lines do. batch, layer: of this rank.
+    note: about the layer. Writes the names of the global batch to bad_batch.json, and the images and labels
+    of the first rank with the layer to bad_batch.safetensors.
     """
-    names = list(batch.names)
+    names, step = list(batch.names), position.step + 1
     mine = layer.order, layer.name, names, [names[index] for index in layer.images]
     orders, layers, all_names, bad_names = zip(*world.all_gather_object(mine), strict=True)
     ranks = [rank for rank, order in enumerate(orders) if order == min(orders)]
@@ -95,7 +96,7 @@ def stop_at_bad_loss(
     bad = [sample for rank in ranks for sample in bad_names[rank]] if min(orders) < _NO_LAYER else []
     if world.is_main:
         report = {
-            "step": position.step, "loss": str(loss), "lr": rate, "layer": name, "ranks": ranks,
+            "step": step, "loss": str(loss), "lr": rate, "layer": name, "ranks": ranks,
             "bad_samples": bad, "samples": everywhere,
         }  # fmt: skip
         (folder / BAD_BATCH_NAME).write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -112,7 +113,7 @@ def stop_at_bad_loss(
     shown = ", ".join((bad or everywhere)[:_NAMES_SHOWN])
     more = len(bad or everywhere) - _NAMES_SHOWN
     raise TrainingError(
-        f"the loss is {loss} at step {position.step} (epoch {position.epoch + 1}, learning rate "
+        f"the loss is {loss} at step {step} (epoch {position.epoch + 1}, learning rate "
         f"{rate:g}); {where}; samples{'' if bad else ' of the batch'}: {shown}"
         f"{f' and {more} more' if more > 0 else ''}; the batch is saved to {folder / BAD_IMAGES_NAME}, its "
         f"names to {BAD_BATCH_NAME}. Lower the learning rate or use a longer warm-up, check these images, "

@@ -80,6 +80,7 @@ class Trainer:
         self._losses = self._step.losses
         self._window = Meter()
         self._evaluated_at = -1
+        self._saved_at = run.position.step
         self._has_warned_of_length = False
         self._bad_samples = BadSampleReport(run.world, run.folder, run.options.data.bad_images)
         self._result = TrainResult(run.position.step, run.position.epoch, metrics={}, warm_start=warm_start)
@@ -295,12 +296,14 @@ class Trainer:
             metrics |= run.evaluation_metrics()
         if self._saver is not None:
             self._saver.save(name, metrics, wait=wait)
+        self._saved_at = position.step
         self._update_result()
 
     def _save_and_stop(self, signal_number: int) -> NoReturn:
         """Save, upload until the deadline, and raise TrainingInterrupted."""
         position = self._position
-        if position.step_in_epoch:  # else the end of the previous epoch has been saved
+        # Between two epochs, too: not every epoch is saved (checkpoint.every_n_epochs).
+        if position.step_in_epoch or position.step > self._saved_at:
             self._save(wait=True)
         saver = self._saver
         # The other half is for what has to end after the uploads, before a scheduler kills the process.

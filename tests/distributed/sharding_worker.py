@@ -20,8 +20,8 @@ from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
-from plsc.run.options import settle
 from plsc.run.run import Run, build_run
+from plsc.run.settle import settle
 from plsc.run.targets import Target, evaluate_targets
 from plsc.run.user_parts import UserParts
 from plsc.state.find import open_checkpoint

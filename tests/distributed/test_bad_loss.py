@@ -19,7 +19,7 @@ def test_the_rank_with_the_bad_image_is_named_on_all_ranks(tmp_path, setting):
     run_ranks(WORKER, 2, str(dataset), str(tmp_path), setting)
     (_, first), (bad, second) = ((tmp_path / f"{rank}.txt").read_text().split("\n", 1) for rank in range(2))
     assert first == second
-    assert "the loss is nan at step 3 " in first
+    assert "the loss is nan at step 4 " in first
     assert f"the first layer with a nan or inf: block.1 (rank 1); samples: {bad}; the batch" in first
     images = load_file(tmp_path / "run/bad_batch.safetensors")["images"]
     assert len(images) == 4

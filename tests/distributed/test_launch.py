@@ -34,6 +34,8 @@ if what == "plsc" and rank == 1:
     sys.exit(3)
 if what == "unsaved" and rank == 1:
     sys.exit(3)
+if what == "stopped" and rank == 1:
+    sys.exit(143)
 if what == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if what != "done":
@@ -202,10 +204,17 @@ def test_a_restart_is_reported_with_rank_reason_and_attempt_on_the_console_and_i
         assert (folder / f"logs/{log}.log").read_text().endswith(f"plsc: error: {line}\n")
 
 
-def test_ranks_are_not_started_again_after_exit_status_3(folder):
-    code, _, err = run("--nproc", "2", "--max-restarts", "2", "job.py", "unsaved", cwd=folder)
-    assert code == 3
-    assert err.endswith("plsc: error: rank 1 failed: exit code 3, its output is above\n")
+@pytest.mark.parametrize(
+    ("what", "status", "message"),
+    [
+        ("unsaved", 3, "rank 1 failed: exit code 3, its output is above"),
+        ("stopped", 143, "rank 0 failed: ended by SIGTERM"),  # by the launcher, as a rank that exits late
+    ],
+)
+def test_ranks_that_could_not_save_or_were_told_to_stop_are_not_started_again(what, status, message, folder):
+    code, _, err = run("--nproc", "2", "--max-restarts", "2", "job.py", what, cwd=folder)
+    assert code == status
+    assert err.endswith(f"plsc: error: {message}\n")
     assert "again" not in err
     assert err.count("rank 1 has") == 1
 

@@ -95,7 +95,7 @@ def test_a_loss_is_read_late_unless_told_and_then_only_a_fused_optimizer_skips_i
     with pytest.raises(TrainingError) as caught:
         train_network(options, World.single("cuda"), Spoiled, UserParts(callbacks=(spoil,)))
     text = str(caught.value)
-    assert "the loss is nan at step 3 " in text
+    assert "the loss is nan at step 4 " in text
     if arguments is None or not is_late:
         assert f"a nan or inf: block.1; samples: {spoil.names[4]}; the batch" in text
     else:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import random
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from PIL import Image
 
 from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.config import Options
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
 from plsc.parallel.world import World
-from plsc.run.options import settle
+from plsc.run.callbacks import FunctionCallback
+from plsc.run.settle import settle
 from plsc.run.user_parts import UserParts
 from plsc.state.find import open_load_dir, open_to_resume
 from plsc.state.snapshot import pack_generators, unpack_generators
@@ -278,6 +281,21 @@ def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(datase
     assert sorted(losses_of(save_dir)) == [1, 2, 3, 4, 5, 6]
     assert not list(save_dir.glob(".saving*"))
     assert again.checkpoint.load_dir == "last"  # a later test() means the newest then
+
+
+def test_a_signal_between_two_epochs_saves_what_no_checkpoint_has(dataset, tmp_path):
+    def stop(context):
+        if context.step == 9:  # after the third epoch
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    user = UserParts(callbacks=(FunctionCallback(stop, "epoch_end", 1, ()),))
+    options = options_of(
+        dataset, tmp_path / "run", train__batch_size=6, train__epochs=4, data__val_targets="",
+        checkpoint__every_n_epochs=2,
+    )  # fmt: skip
+    with pytest.raises(TrainingInterrupted, match=r"after step 9; the state was saved to \S+/run/2;"):
+        train(options, WORLD, user=user)
+    assert read_manifest(tmp_path / "run/2").step == 9
 
 
 def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):

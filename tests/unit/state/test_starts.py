@@ -98,6 +98,27 @@ def test_ranks_that_a_launcher_started_anew_resume_the_run_of_the_dead(start, tm
     assert list(saved(run / "version_2")) == ["0", "1"]
 
 
+@pytest.mark.parametrize("way", ["last", "path", "launcher"])
+@pytest.mark.parametrize("version", ["", "version_1"])
+def test_a_checkpoint_that_a_killed_run_was_replacing_is_found_by_the_next_start(
+    way, version, start, tmp_path, capsys
+):
+    for _ in range(2 if version else 1):
+        start()
+    folder = tmp_path / "run" / version
+    launched = dataclasses.replace(WORLD, launch_id="host:/tmp/torchelastic_1/none_2")
+    note = {"host": "host", "pid": 1, "launches": [launched.launch_id] if way == "launcher" else []}
+    (folder / ".lock").write_text(json.dumps(note))
+    before = saved(folder)
+    (folder / "1").rename(folder / ".replaced-1-0123abcd")
+    load = {"last": "last", "path": str(folder / "1"), "launcher": None}[way]
+    start(launched, checkpoint__load_dir=load, train__epochs=3)
+    shown = capsys.readouterr()
+    assert f"a run was killed while it replaced {folder / '1'}; the old version was restored" in shown.err
+    assert f"resuming from {folder / '1'} at step 4" in shown.out
+    assert saved(folder) == {**before, "2": before["1"]}
+
+
 def test_a_run_deletes_its_own_checkpoints_alone_and_not_the_one_it_resumed(start, tmp_path):
     run = tmp_path / "run"
     start(train__epochs=3)

@@ -15,7 +15,7 @@ from plsc.run.user_parts import UserParts
 from plsc.train import step as step_module
 from plsc.train.losses import LossReader
 from tests.images import write_dataset
-from tests.resuming import options_of, train
+from tests.resuming import losses_of, options_of, train
 from tests.spoiled import Spoiled, SpoilImage
 
 WORLD = World.single()
@@ -50,9 +50,11 @@ def test_the_layer_and_the_image_are_named_and_the_batch_is_saved(dataset, tmp_p
     spoil = SpoilImage()
     text = failure(dataset, tmp_path / "run", spoil, **settings)
     bad = spoil.names[4]
-    assert "the loss is nan at step 3 (epoch 1, learning rate 0.02)" in text
+    assert "the loss is nan at step 4 (epoch 1, learning rate 0.02)" in text
     assert f"the first layer with a nan or inf: block.1; samples: {bad}; the batch is saved to" in text
     report = json.loads((tmp_path / "run/bad_batch.json").read_text())
+    assert report["step"] == 4
+    assert list(losses_of(tmp_path / "run")) == [1, 2, 3]  # so log lines count, too
     assert report["layer"] == "block.1"
     assert report["bad_samples"] == [bad]
     assert report["samples"] == spoil.names
@@ -75,9 +77,9 @@ def test_a_late_loss_names_the_same_layer_because_a_fused_optimizer_skips_the_up
         )
         for name, arguments in (("fused", None), ("for_loop", {"foreach": False}))
     )
-    assert "at step 3 " in fused
+    assert "at step 4 " in fused
     assert "a nan or inf: block.1; samples: " in fused
-    assert "at step 3 " in loop
+    assert "at step 4 " in loop
     assert ", after an update with this loss; set_late_losses(False) stops before it;" in loop
 
 
@@ -89,6 +91,6 @@ class SpoilClassWeights(Callback):
 
 def test_the_head_is_named_if_all_layers_are_finite(dataset, tmp_path):
     text = failure(dataset, tmp_path / "run", SpoilClassWeights())
-    assert "at step 2 " in text
+    assert "at step 3 " in text
     assert "no layer of the network has a nan or inf, so the head produced it; samples of the batch:" in text
     assert "and 2 more" in text

@@ -91,12 +91,12 @@ def test_a_scale_changes_no_bit_of_what_is_learnt_and_a_skipped_step_none_of_wha
 
 
 STOPS = {
-    "a loss that is nan though nothing overflowed": (SCALED, "...l", "the loss is nan at step 3"),
+    "a loss that is nan though nothing overflowed": (SCALED, "...l", "the loss is nan at step 4"),
     "an overflow in the forward pass with nothing left to scale down": (
-        scaled(1.0), "..e", "the loss is nan at step 2",
+        scaled(1.0), "..e", "the loss is nan at step 3",
     ),
-    "an overflow without scaling": ({}, ".e", "the loss is nan at step 1"),
-    "an overflow in bfloat16": ({"precision__mode": "bfloat16"}, ".e", "the loss is nan at step 1"),
+    "an overflow without scaling": ({}, ".e", "the loss is nan at step 2"),
+    "an overflow in bfloat16": ({"precision__mode": "bfloat16"}, ".e", "the loss is nan at step 2"),
     "overflows without end": (
         {**scaled(2.0), "train__epochs": 4}, "." + "g" * 30,
         f"{MOST_SKIPS} steps in a row had .* loss scale of 1, which cannot be lower than 1",
@@ -133,7 +133,7 @@ def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anyth
     with pytest.MonkeyPatch.context() as patch:
         make = Step.make
         patch.setattr(Step, "make", lambda *args: made.append(1) or make(*args))
-        with pytest.raises(TrainingError, match=r"the loss is nan at step 4 \(epoch 1"):
+        with pytest.raises(TrainingError, match=r"the loss is nan at step 5 \(epoch 1"):
             train_scripted(late, WORLD, "....l.....")
     # The fifth step's loss is looked at when the sixth has begun, or is to be saved.
     assert len(made) == (6 if every_n_steps == 3 else 5)
