@@ -3,10 +3,12 @@
 python benchmarks/kill.py results/                100 kills, 205 MB of head state: an hour
 python benchmarks/kill.py results/ --kills 20     20 more kills, appended to the log
 python benchmarks/kill.py results/ --quick --phases save upload retention     3 kills of a small head
+python benchmarks/kill.py results/ --files        100 kills with the class weights in files, without uploads
 
 Two gloo ranks train. They save asynchronously every second step, keep two checkpoints, and upload each to an
 HDFS on this machine (needs java). SIGKILL ends a random rank, or the launcher and both ranks, at a random
-moment of a phase: a save, an upload, a deletion of old checkpoints, or the start. Then the newest checkpoints
+moment of a phase: a save, an upload, a deletion of old checkpoints, or the start; with --files, also while
+pages or the journal are written, or undone. Then the newest checkpoints
 are verified, and the run resumes from one of them, until it is complete. Its last checkpoint must be
 identical to that of an uninterrupted run. Then the next run starts.
 
@@ -37,8 +39,11 @@ import plsc.checkpoint.retention
 import plsc.state.saving
 import plsc.state.upload
 from plsc.checkpoint import read_manifest
+from plsc.checkpoint.complete import copy_complete
 from plsc.checkpoint.remote import clean, verify
 from plsc.checkpoint.retention import checkpoints_in
+from plsc.heads.rollback import Journal
+from plsc.heads.weights_file import WeightsFile
 from plsc.storage.store import Store
 from tests.distributed.job import small_entry
 from tests.distributed.launch import run_ranks
@@ -46,6 +51,7 @@ from tests.hdfs_server import hdfs_server
 from tests.images import write_dataset
 
 WEIGHTS = {"save": 38, "upload": 30, "retention": 22, "start": 10}  # percent of the kills
+OF_FILES = {"save": 30, "journal": 20, "pages": 30, "undo": 10, "start": 10}
 NOT_CHECKPOINTS = {
     "metrics.jsonl",
     "loss.png",
@@ -108,6 +114,9 @@ def train(job: Facts) -> None:
     watch(plsc.state.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
     watch(plsc.state.upload, "upload", "upload", lambda folder, *_: read_manifest(folder).step)
     watch(plsc.checkpoint.retention, "withdraw", "retention", lambda *_: 0)
+    watch(WeightsFile, "_transfer", "pages", lambda *_: 0)
+    watch(WeightsFile, "_roll_back", "undo", lambda *_: 0)
+    watch(Journal, "append", "journal", lambda *_: 0)
     begin("start")
     ins = small_entry(job["dataset"], job["local"])
     ins.set_class_num(job["classes"])
@@ -118,7 +127,13 @@ def train(job: Facts) -> None:
     ins.set_save_every_n_epochs(0)
     ins.set_max_last_checkpoint_num(2)
     ins.set_save_top_k(0)
-    ins.set_upload_dir(job["remote"])
+    if job["files"]:
+        ins.set_weights_file(job["files"])
+        ins.set_row_dtype("int8")
+        ins.set_head_optimizer("adagrad")
+        ins.set_sample_ratio(0.1)
+    else:
+        ins.set_upload_dir(job["remote"])
     if job["load"]:
         ins.set_checkpoint_dir(job["load"])
     ins.train()
@@ -167,6 +182,15 @@ def differences(ours: str | None, theirs: str) -> list[str]:
     return [f"{ours}/{name}" for name in names if mine.files.get(name) != other.files.get(name)]
 
 
+def with_weights(checkpoint: str | None, files: str | None) -> str | None:
+    """Return a complete copy of a checkpoint whose class weights are in files."""
+    if checkpoint is None or files is None:
+        return checkpoint
+    whole = f"{files}-whole"
+    copy_complete(Path(checkpoint), Path(whole), Path(files))
+    return whole
+
+
 def new_job(given: argparse.Namespace, url: str, name: str) -> Facts:
     """Return the job of a new run."""
     folder = given.results.resolve() / "work" / name
@@ -179,6 +203,7 @@ def new_job(given: argparse.Namespace, url: str, name: str) -> Facts:
         "local": str(folder / "run"),
         "remote": f"{url}/{name}",
         "journal": str(folder / "journal-0"),
+        "files": str(folder / "files") if given.files else None,
         "classes": 2000 if given.quick else 200_000,
         "steps": 30 if given.quick else 40,
         "load": None,
@@ -186,12 +211,14 @@ def new_job(given: argparse.Namespace, url: str, name: str) -> Facts:
     }
 
 
-def plan_kill(dice: random.Random, phase: str | None) -> Facts:
+def plan_kill(dice: random.Random, phase: str | None, has_files: bool) -> Facts:
     """Plan a random kill, in this phase if one is given."""
-    phase = phase or dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    weights = OF_FILES if has_files else WEIGHTS
+    phase = phase or dice.choices(list(weights), list(weights.values()))[0]
+    most = {"pages": 60, "journal": 20}.get(phase, 3)
     return {
         "phase": phase,
-        "nth": 1 if phase == "start" else dice.randint(1, 3),
+        "nth": 1 if phase in ("start", "undo") else dice.randint(1, most),
         "rank": 0 if phase == "retention" else dice.randrange(2),  # only rank 0 deletes
         "delay": dice.uniform(0, 3) if phase == "start" else 10 ** dice.uniform(-3, -0.3),
         "all": dice.random() < 0.5,
@@ -204,7 +231,7 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
     published: Counter[str] = Counter()  # the highest step of a save and of an upload
     is_complete = False
     while not is_complete:
-        job["plan"] = plan_kill(dice, phases[0]) if phases else None
+        job["plan"] = plan_kill(dice, phases[0], bool(job["files"])) if phases else None
         job["load"] = there if there and dice.random() < 0.25 else here
         is_complete, journal = launch(job)
         for line in journal:
@@ -212,10 +239,11 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
                 published[line["phase"]] = max(published[line["phase"]], line["step"])
         problems: list[str] = []
         here = newest_in(job["local"], published["save"], problems)
-        there = newest_in(job["remote"], published["upload"], problems)
+        there = None if job["files"] else newest_in(job["remote"], published["upload"], problems)
         facts: Facts = {"run": job["local"], "here": here, "there": there}
         if is_complete:
-            problems += differences(here, reference) + differences(there, reference)
+            problems += differences(with_weights(here, job["files"]), reference)
+            problems += [] if job["files"] else differences(there, reference)
             facts["same_bits"] = not problems
         else:
             phases.pop(0)
@@ -233,7 +261,8 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
 def summarise(lines: list[Facts]) -> str:
     """Return the numbers of docs/benchmarks/checkpoints.md."""
     kills, runs = [x for x in lines if "phase" in x], [x for x in lines if "same_bits" in x]
-    within = {phase: sum(phase in x["in_phases"] for x in kills) for phase in list(WEIGHTS)[:3]}
+    named = sorted({phase for x in kills for phase in x["in_phases"]})
+    within = {phase: sum(phase in x["in_phases"] for x in kills) for phase in named}
     return (
         f"kills: {len(kills)}, {sum(x['all'] for x in kills)} of the launcher and both ranks at once\n"
         f"phases (a kill can be in several): {within}\n"
@@ -253,7 +282,9 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="folder for the log and the work")
     parser.add_argument("--kills", type=int, default=100, help="kills in this call")
     parser.add_argument("--quick", action="store_true", help="2,000 classes, 30 steps")
-    parser.add_argument("--phases", nargs="+", choices=WEIGHTS, help="one kill in each of these")
+    known = sorted(WEIGHTS | OF_FILES)
+    parser.add_argument("--phases", nargs="+", choices=known, help="one kill in each of these")
+    parser.add_argument("--files", action="store_true", help="class weights in files; no uploads")
     parser.add_argument("--store", help="URL of an empty folder to upload to, instead of a local HDFS")
     given = parser.parse_args()
     work, log = given.results.resolve() / "work", given.results / "kill.jsonl"
@@ -262,11 +293,12 @@ def main() -> None:
     phases: list[str | None] = list(given.phases or [None] * given.kills)
     dice = random.Random(len(read_lines(log)))
     with contextlib.ExitStack() as stack:
-        url = given.store or stack.enter_context(hdfs_server()).url
+        url = given.store or ("" if given.files else stack.enter_context(hdfs_server()).url)
         undisturbed = new_job(given, url, "reference")
         launch(undisturbed)
-        reference = newest_in(undisturbed["local"], undisturbed["steps"], [])
-        while phases and reference:
+        newest = newest_in(undisturbed["local"], undisturbed["steps"], [])
+        reference = with_weights(newest, undisturbed["files"])
+        while phases and reference is not None:
             job = new_job(given, url, f"run-{len(read_lines(log))}")
             disturb(job, dice, phases, reference, log)
     print(summarise(read_lines(log)))

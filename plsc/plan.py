@@ -39,6 +39,7 @@ _FLOAT, _INDEX = 4, 8  # bytes of a float32 and an int64
 # [B, tile] for the logits; [tile, D] for the update, and for one with stochastic rounding (int64 noise).
 _LOGITS = (3, 4)
 _UPDATE, _ROUNDED_UPDATE = 6, 11
+_DEVICE = "on the device"
 _DRAW_INDICES = 6  # int64 values per selected row while the classes of a step are sampled
 
 # Changes of options that reduce memory; those that make a run fit are suggested.
@@ -52,6 +53,13 @@ _SMALLER: tuple[dict[str, Any], ...] = (
     {"head.row_dtype": "bfloat16", "head.state_dtype": "float32", "head.optimizer": "adagrad"},
     {"head.row_dtype": "int8", "head.state_dtype": "float32", "head.optimizer": "adagrad"},
     {"head.sample_ratio": 0.1, "head.offload": True},
+    {
+        "head.row_dtype": "int8",
+        "head.state_dtype": "float32",
+        "head.optimizer": "adagrad",
+        "head.sample_ratio": 0.01,
+        "head.weights_file": "FOLDER",
+    },
     *({path: value} for path, value in _SMALLER_BACKBONE.items()),
     _SMALLER_BACKBONE,
 )
@@ -65,13 +73,13 @@ class PartPlan:
         title: what is planned.
         stored: persistent tensors, by name.
         step: additional device memory during a step, by name.
-        is_offloaded: `stored` is in CPU memory.
+        place: where `stored` is.
     """
 
     title: str
     stored: dict[str, int]
     step: dict[str, int]
-    is_offloaded: bool = field(default=False, kw_only=True)
+    place: str = field(default=_DEVICE, kw_only=True)
 
     @property
     def stored_bytes(self) -> int:
@@ -81,12 +89,11 @@ class PartPlan:
     @property
     def device_bytes(self) -> int:
         """Peak device memory."""
-        return sum(self.step.values()) + (0 if self.is_offloaded else self.stored_bytes)
+        return sum(self.step.values()) + (self.stored_bytes if self.place == _DEVICE else 0)
 
     def render(self) -> str:
         """Return a table of the sizes."""
-        place = "in CPU memory" if self.is_offloaded else "on the device"
-        lines = [self.title, f"  stored {place}", *map(_row, self.stored.items())]
+        lines = [self.title, f"  stored {self.place}", *map(_row, self.stored.items())]
         lines += ["  additional during a step, at most", *map(_row, self.step.items())]
         return "\n".join([*lines, f"  total on the device{format_bytes(self.device_bytes):>36}"])
 
@@ -266,10 +273,11 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
     }
     if kept:
         step["kept softmax terms"] = kept
-    if head.sample_ratio < 1 or head.offload:
+    is_copied = head.offload or head.weights_file is not None
+    if head.sample_ratio < 1 or is_copied:
         step["indices of the sampled classes"] = n * _INDEX * (_DRAW_INDICES if head.sample_ratio < 1 else 1)
     copies = n // k * sum(per_class.values())
-    if head.offload:
+    if is_copied:
         step |= {f"copy of {name}": n // k * size for name, size in per_class.items()}
         moved = 2 * copies
     else:  # forward pass and update read the class weights; states are read once; the update writes both
@@ -281,7 +289,7 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
         bytes_per_class=sum(per_class.values()),
         operations=(6 if kept else 8) * b * n * d,  # without kept terms, the update computes the logits again
         rows_moved=moved,
-        is_offloaded=head.offload,
+        place="in CPU memory" if head.offload else _DEVICE if head.weights_file is None else "in a file",
     )
 
 
