@@ -46,8 +46,7 @@ def choose_backend(
     else:
         from plsc.heads.kernels import triton_backend
 
-        is_coded = row_dtype is torch.int8
-        reason = "they do not read int8 class weights" if is_coded else triton_backend.unavailable(device)
+        reason = triton_backend.unavailable(device)
         if reason is None:
             return triton_backend.TritonBackend(products, rows)
     if kernels != "auto":

@@ -26,7 +26,7 @@ _COLUMN_PROGRAM = {"size": _COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
 _LARGEST = 4096  # D: one program holds a class weight, its gradient and its states in registers
 _LEAST_CAPABILITY = (8, 0)  # supports bfloat16
 _ALIGNED = 16  # elements: cuBLAS and loads are slower for rows that are not aligned
-_STORED = (torch.float32, torch.bfloat16)
+_STORED = (torch.float32, torch.bfloat16, torch.int8)
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def unavailable(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class TritonBackend(TorchBackend):
-    """The softmax with fused kernels, for float32 and bfloat16 class weights on a CUDA device.
+    """The softmax with fused kernels, for float32, bfloat16 or int8 class weights on a CUDA device.
 
     tile: class weights per tile; a larger tile needs 4 to 6 bytes x B more per class weight and saves
     launches. `TorchBackend` handles sub-centres, unbounded logits, and D above 4096. Results are
@@ -139,7 +139,7 @@ class TritonBackend(TorchBackend):
 
     def _tile_weights(self, rows: Rows, tile: slice) -> Tensor:
         """Return the class weights of a tile [t, D] in the products' dtype, normalised if `rows.cosine`."""
-        dimension = rows.weight.shape[1]
+        dimension = rows.dimension
         out = rows.weight.new_empty(tile.stop - tile.start, dimension, dtype=self.products)
         _kernels().tile_weights[(len(out),)](
             rows.weight,
@@ -184,7 +184,7 @@ class TritonBackend(TorchBackend):
     def _launch_update(
         self, rows: Rows, tile: slice, dw: Tensor, rule: Rule, states: list[Tensor], steps: Tensor | None
     ) -> None:
-        dimension = rows.weight.shape[1]
+        dimension = rows.dimension
         state, second_state = [*states, None, None][:2]
         _kernels().update[(len(dw),)](
             dw,
@@ -219,7 +219,7 @@ def _fits(rows: Rows, queries: Queries) -> bool:
     return (
         rows.centers == 1
         and weight.dtype in _STORED
-        and weight.shape[1] <= _LARGEST
+        and rows.dimension <= _LARGEST
         and weight.is_contiguous()
         and (bias is None or bias.is_contiguous())
         and queries.unit.dtype is torch.float32

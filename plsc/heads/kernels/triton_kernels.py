@@ -28,13 +28,14 @@ def tile_weights(
 ):
     """Write class weight `start` + program, normalised if is_cosine, to row `program` of out [count, D].
 
-    weight: [rows, D]. position: int64, indices of the selected rows in weight; None: consecutive.
+    weight: [rows, D], or int8 [rows, D + 4] as `encode_rows` of plsc/heads/weights.py. position: int64,
+    indices of the selected rows in weight; None: consecutive.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, size)
     inside = column < dimension
     row = _position(position, start + program)
-    w = tl.load(weight + row * dimension + column, mask=inside, other=0.0).to(tl.float32)
+    w = _load_row(weight, row, column, inside, dimension)
     if is_cosine:
         w = w * _inverse_length(w)
     tl.store(out + program * dimension + column, w.to(out.dtype.element_ty), mask=inside)
@@ -107,7 +108,7 @@ def update(
     inside = column < dimension
     row = _position(position, start + program)
     place = row * dimension + column
-    w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    w = _load_row(weight, row, column, inside, dimension)
     g = tl.load(dw + program * dimension + column, mask=inside, other=0.0)
     if is_cosine:  # backward of the normalisation: (dw - (dw . w) w) / |W|
         inverse = _inverse_length(w)
@@ -130,7 +131,10 @@ def update(
             )  # fmt: skip
         else:
             w = _adagrad(w, g, state + row, inside, row_number, noise_key, lr, weight_decay, eps, dimension)
-        _store(weight + place, w, inside, row_number, column, noise_key)
+        if weight.dtype.element_ty == tl.int8:
+            _encode(weight + row * (dimension + 4), w, inside, row_number, column, noise_key, dimension)
+        else:
+            _store(weight + place, w, inside, row_number, column, noise_key)
 
 
 # The update formulas, as in plsc/heads/rules.py and rules.c.
@@ -187,6 +191,18 @@ def _position(positions, index):
 
 
 @triton.jit
+def _load_row(weight, row, column, inside, dimension: tl.constexpr):
+    """Return a class weight as float32; 0 in columns that are not inside."""
+    if weight.dtype.element_ty == tl.int8:
+        place = weight + row * (dimension + 4)
+        codes = tl.load(place + column, mask=inside, other=0)
+        w = codes.to(tl.float32) * _load_scale(place + dimension)
+    else:
+        w = tl.load(weight + row * dimension + column, mask=inside, other=0.0).to(tl.float32)
+    return w
+
+
+@triton.jit
 def _logits(
     c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
 ):  # fmt: skip
@@ -230,14 +246,45 @@ def _one_minus_exp(x):
 def _store(place, values, inside, row_number, column, key):
     """Store float32 values in the dtype of `place`; bfloat16 is rounded as in plsc/heads/rules.py."""
     if place.dtype.element_ty == tl.bfloat16:
-        row_key = _mix((row_number >> 32).to(tl.uint32) ^ key)
-        row_key = _mix(row_number.to(tl.uint32) ^ row_key)
-        noise = _mix(row_key ^ (column.to(tl.uint32) * 0x9E3779B9))
         bits = values.to(tl.uint32, bitcast=True)
-        rounded = (bits + (noise >> 16)) & 0xFFFF0000
+        rounded = (bits + (_noise(row_number, column, key) >> 16)) & 0xFFFF0000
         is_finite = (bits & 0x7F800000) != 0x7F800000
         values = tl.where(is_finite, rounded, bits).to(tl.float32, bitcast=True)
     tl.store(place, values.to(place.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _encode(place, values, inside, row_number, column, key, dimension: tl.constexpr):
+    """Store float32 values as codes and scale at `place`, as `encode_rows` of plsc/heads/weights.py."""
+    old = _load_scale(place + dimension)
+    tl.debug_barrier()  # as in _adamw
+    # As integers, magnitudes have the same order, and NaN is the largest.
+    bits = tl.where(inside, values, 0.0).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    peak = tl.max(bits).to(tl.float32, bitcast=True)
+    scale = tl.where((peak <= old * 127) & (peak >= old * 63), old, tl.div_rn(peak, 96.0))
+    inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
+    noise = (_noise(row_number, column, key) >> 8).to(tl.float32) / 2**24  # [0, 1)
+    levels = tl.floor(values * inverse + noise)
+    codes = tl.where(levels == levels, tl.clamp(levels, -127.0, 127.0), 0.0)  # NaN: 0
+    tl.store(place + column, codes.to(tl.int8), mask=inside)
+    byte = tl.arange(0, 4)
+    tl.store(place + dimension + byte, (scale.to(tl.uint32, bitcast=True) >> 8 * byte).to(tl.int8))
+
+
+@triton.jit
+def _load_scale(place):
+    """Return the float32 whose four bytes, lowest first, begin at `place`, which need not be aligned."""
+    byte = tl.arange(0, 4)
+    bits = tl.load(place + byte).to(tl.uint8, bitcast=True).to(tl.uint32) << 8 * byte
+    return tl.sum(bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _noise(row_number, column, key):
+    """Return 32 random bits per column, as `noise` of plsc/heads/rules.py."""
+    row_key = _mix((row_number >> 32).to(tl.uint32) ^ key)
+    row_key = _mix(row_number.to(tl.uint32) ^ row_key)
+    return _mix(row_key ^ (column.to(tl.uint32) * 0x9E3779B9))
 
 
 @triton.jit

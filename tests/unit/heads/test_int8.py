@@ -32,6 +32,14 @@ def parts_of(rows):
     return raw[:, :-4].astype(np.float64), raw[:, -4:].copy().view(np.float32).astype(np.float64)
 
 
+def expected_codes(w, scale, bits):
+    """Return codes and scales of updated class weights, float64. scale: the old ones; bits: of `noise`."""
+    peak = np.abs(w).max(axis=1, keepdims=True)
+    scale = np.where((peak <= 127 * scale) & (peak >= 63 * scale), scale, peak / 96)
+    levels = np.divide(w, scale, out=np.zeros_like(w), where=scale > 0)
+    return np.clip(np.floor(levels + (bits >> 8) / 2**24), -127, 127), scale
+
+
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 def test_codes_equal_a_float64_reference_of_the_update(kernels):
     head = make_head(execution=Execution(kernels=kernels))
@@ -48,9 +56,7 @@ def test_codes_equal_a_float64_reference_of_the_update(kernels):
         bits = noise(torch.arange(CLASSES), DIMENSION, hash_key(head.seed, head.step, 3)).numpy()
         sums = sums + (g * g).mean(axis=1)
         w = codes * scale - 0.3 * g / (np.sqrt(sums) + 1e-10)[:, None]
-        peak = np.abs(w).max(axis=1, keepdims=True)
-        scale = np.where((peak <= 127 * scale) & (peak >= 63 * scale), scale, peak / 96)
-        expected = np.clip(np.floor(w / scale + (bits >> 8) / 2**24), -127, 127)
+        expected, scale = expected_codes(w, scale, bits)
 
         rows.step()
 

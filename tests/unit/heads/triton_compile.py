@@ -43,11 +43,13 @@ def compile_only(kernel, *args, grid, warmup, **options):
 launch, JITFunction.run = JITFunction.run, compile_only
 driver.set_active(NoDriver())
 
-FLOAT, BF16 = torch.float32, torch.bfloat16
+FLOAT, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
 for shape in (
     Shape(dimension=512, row_dtype=BF16, products=BF16, is_sampled=True),
     Shape(dimension=300, cosine=False),
+    Shape(dimension=512, row_dtype=INT8, products=BF16, is_sampled=True),
     Shape(dimension=4096, row_dtype=BF16),  # the largest dimension
+    Shape(dimension=4096, row_dtype=INT8),
     Shape(has_hard=True, is_sampled=True, dimension=1),
 ):
     rows, queries = make(shape)
