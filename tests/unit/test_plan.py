@@ -257,6 +257,13 @@ def test_the_answer_lists_changes_that_make_the_run_fit():
             "head.optimizer": "adagrad",
         },
         "--head.sample_ratio 0.1 --head.offload True": {"head.sample_ratio": 0.1, "head.offload": True},
+        "--head.row_dtype int8 --head.state_dtype float32 --head.optimizer adagrad --head.sample_ratio 0.01 "
+        "--head.weights_file FOLDER": {
+            "head.row_dtype": "int8",
+            "head.optimizer": "adagrad",
+            "head.sample_ratio": 0.01,
+            "head.weights_file": "FOLDER",
+        },
     }
     assert big.smaller == {
         flags: plan({"runtime.world_size": 4, **options, **change}).device_bytes
