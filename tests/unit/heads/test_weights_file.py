@@ -13,6 +13,7 @@ from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
 from plsc.heads import weights_file as module
 from plsc.heads.rollback import mark_of
+from tests.devices import GPU
 
 CLASSES, DIMENSION = 330, 24  # 11 pages, the last one with 10 classes
 PAGES = Sampling(0.3, in_pages=True)
@@ -83,6 +84,22 @@ def test_a_file_gives_the_bits_of_memory(opened, micro_batches):
     assert torch.equal(head.classify(x)[1], memory.classify(x)[1])
     head.eval(), memory.eval()
     torch.testing.assert_close(head(*batch(5)).loss, memory(*batch(5)).loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_device_computes_with_pages_of_a_file(opened, device):
+    losses = []
+    for make in (lambda: (head := make_head().to(device), RowAdagrad(head, lr=0.3)), opened):
+        head, rows = make()
+        found = []
+        for step in range(3):
+            x, y = batch(step)
+            loss = head(x.detach().to(device).requires_grad_(), y.to(device)).loss
+            loss.backward()
+            rows.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
 def test_an_update_that_is_skipped_changes_nothing(opened):
