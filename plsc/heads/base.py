@@ -113,7 +113,7 @@ class Head(nn.Module):
             raise OptionError(f"initial_norm is {initial_norm}; expected a number greater than 0")
         width = emb_size + scale_bytes(row_dtype)
         shape = (stop - start, width) if centers == 1 else (stop - start, centers, width)
-        if in_file:
+        if in_file and start < stop:
             rows = torch.empty(shape, dtype=row_dtype, device="meta")
         else:
             rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm)

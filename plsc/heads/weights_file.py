@@ -63,12 +63,13 @@ class _Pages:
     is_new: Tensor
 
     def at(self, index: Tensor) -> _Pages:
-        """Return a copy of the pages at an index, or of those that a mask selects."""
-        return _Pages(self.number[index], self.data[index], self.is_new[index])
+        """Return a copy of the pages at these places."""
+        # Not data[index]: torch takes six times as long for it.
+        return _Pages(self.number[index], self.data.index_select(0, index), self.is_new[index])
 
     def among(self, wanted: Tensor) -> _Pages:
         """Return the pages whose number is in `wanted`."""
-        return self.at(torch.isin(self.number, wanted, assume_unique=True))
+        return self.at(torch.isin(self.number, wanted, assume_unique=True).nonzero()[:, 0])
 
 
 class WeightsFile:
@@ -208,9 +209,10 @@ class WeightsFile:
         if len(missing):
             self._finish_writes()
         parts.append(self._load(missing))
-        number, order = torch.cat([part.number for part in parts]).sort()
-        data = torch.cat([part.data for part in parts if len(part.data)])[order]
-        self._held = _Pages(number, data, torch.cat([part.is_new for part in parts])[order])
+        number = torch.cat([part.number for part in parts])
+        data = torch.cat([part.data for part in parts if len(part.data)])
+        is_new = torch.cat([part.is_new for part in parts])
+        self._held = _Pages(number, data, is_new).at(number.argsort())
 
     def expect(self, pages: Tensor) -> None:
         """Read these pages in the background, except those held now; the next step will hold them."""
@@ -242,16 +244,15 @@ class WeightsFile:
         self._finish_writes()
         held = self._held
         changed = torch.searchsorted(held.number, torch.unique_consecutive(self._page_of(rows)))
-        before = held.at(changed)
-        before = before.at(torch.from_numpy(self._journal.lacks(before.number.numpy())))
-        old, new = before.at(~before.is_new), before.number[before.is_new]
+        first = changed[torch.from_numpy(self._journal.lacks(held.number[changed].numpy()))]
+        is_new = held.is_new[first]
+        old, new = held.at(first[~is_new]), held.number[first[is_new]]
         held.is_new[changed] = False
-        parts = [
-            values[name].cpu().contiguous().view(len(rows), -1).view(torch.uint8) for name in self.columns
-        ]
-        records = held.data.view(-1, self._width)
-        records.index_copy_(0, self._records_of(rows, held), torch.cat(parts, dim=1))
-        after = held.at(changed)
+        records, places = held.data.view(-1, self._width).numpy(), self._records_of(rows, held).numpy()
+        for name, column in self.columns.items():
+            value = values[name].cpu().contiguous().view(len(rows), -1).view(torch.uint8)
+            records[places, column.begin : column.end] = value.numpy()
+        after = held if len(changed) == len(held.number) else held.at(changed)
 
         def save() -> None:
             with self._as_training_error():

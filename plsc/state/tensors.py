@@ -48,7 +48,7 @@ def collect_tensors(
         row_optimizer = heads.rows.get(of)
         tensors |= {Role(STATISTICS, name, of): buffer for name, buffer in head.named_buffers()}
         for name, parameter in head.named_parameters():
-            if parameter.is_meta:
+            if head.file is not None and name == "weight":
                 continue
             role = Role(CLASS_WEIGHTS, name, of)
             own: dict[Role, Tensor] = {role: parameter.detach()}
