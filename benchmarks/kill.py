@@ -42,8 +42,8 @@ from plsc.checkpoint import read_manifest
 from plsc.checkpoint.complete import copy_complete
 from plsc.checkpoint.remote import clean, verify
 from plsc.checkpoint.retention import checkpoints_in
-from plsc.heads.rollback import Journal
-from plsc.heads.weights_file import WeightsFile
+from plsc.checkpoint.rollback import Journal
+from plsc.checkpoint.weights_file import WeightsFile
 from plsc.storage.store import Store
 from tests.distributed.job import small_entry
 from tests.distributed.launch import run_ranks

@@ -19,11 +19,11 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
     read_manifest,
 )
+from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import check_destination, check_space
 from plsc.checkpoint.shard_file import Entry, bytes_of, shard_name, write_shard
+from plsc.checkpoint.weights_file import WeightsFile
 from plsc.errors import CheckpointError
-from plsc.heads.rollback import mark_of
-from plsc.heads.weights_file import WeightsFile
 from plsc.storage.publish import publishing_folder
 
 _ROWS = 2**16  # class weights that are read at a time

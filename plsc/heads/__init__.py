@@ -71,6 +71,6 @@ def build_head(
             f"{loss_type} is a replicated head, which does not support sampling, offload, bfloat16 or int8 "
             f"class weights; use dist_{loss_type}"
         )
-    for unused in ("execution", "on_nonfinite", "weights_file"):  # how a sharded head computes
+    for unused in ("execution", "on_nonfinite", "file"):  # how a sharded head computes
         settings.pop(unused, None)
     return DenseHead(class_num, emb_size, margin, row_dtype=row_dtype, **settings)

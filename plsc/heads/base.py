@@ -16,8 +16,7 @@ from plsc.heads.geometry import Normalise, normalised, norms
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import Execution, Queries, TorchBackend, tile_size
 from plsc.heads.topk import REPORTED, count_hits, top_of_logits, top_of_ranks, top_of_rows
-from plsc.heads.weights import ROW_DTYPES, Rows, initial_rows, read_dtype, scale_bytes
-from plsc.heads.weights_file import WeightsFile
+from plsc.heads.weights import ROW_DTYPES, RowFile, Rows, initial_rows, read_dtype, scale_bytes
 from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, send_rows, sum_over_ranks
 
 _EQUAL = 1e-6  # unit vectors with less variance count as equal
@@ -61,19 +60,17 @@ class Head(nn.Module):
         centers: sub-centres per class, K. With K > 1 `weight` is [C_local, K, D].
         row_dtype: dtype of `weight`.
         initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
-        in_file: `weight` gets no memory, since the class weights are in a file.
+        file: where the class weights are; `weight` then has no memory. None: in memory.
         seed: of the initial weights, which do not depend on the number of ranks.
         group: the ranks that share the global batch; None: one process.
 
     Attributes:
         class_range: ``(start, stop)``, the classes whose weights this rank holds.
         execution: how the head computes.
-        file: where the class weights are, unless they are in memory.
     """
 
     is_sharded: bool
     execution = Execution()
-    file: WeightsFile | None = None
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class Head(nn.Module):
         centers: int = 1,
         row_dtype: str | torch.dtype = torch.float32,
         initial_norm: float | None = None,
-        in_file: bool = False,
+        file: RowFile | None = None,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -113,7 +110,8 @@ class Head(nn.Module):
             raise OptionError(f"initial_norm is {initial_norm}; expected a number greater than 0")
         width = emb_size + scale_bytes(row_dtype)
         shape = (stop - start, width) if centers == 1 else (stop - start, centers, width)
-        if in_file and start < stop:
+        self.file = file
+        if file is not None and start < stop:
             rows = torch.empty(shape, dtype=row_dtype, device="meta")
         else:
             rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm)

@@ -13,10 +13,8 @@ a second time and updates them tile by tile (update.py), so it never allocates t
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +30,7 @@ from plsc.heads.sampling import Sampling, classes_of, draw_classes, draw_pages, 
 from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
-from plsc.heads.weights import Rows, copy_to_device
-from plsc.heads.weights_file import WeightsFile
+from plsc.heads.weights import RowFile, Rows, copy_to_device
 from plsc.parallel.collectives import ScatteredSum, gather_rows, sum_over_ranks
 from plsc.seeds import hash_key
 from plsc.spans import span
@@ -87,8 +84,9 @@ class ShardedHead(Head):
             stochastic rounding) or float64. int8 needs a row optimizer.
         initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
         offload: keep the class weights in CPU memory and copy those of a step to the device.
-        weights_file: keep int8 class weights and their optimizer states in this rank's folder on a local
-            disk, and copy those of a step to the device; needs a sampling in pages and a row optimizer.
+        file: where int8 class weights and their optimizer states are, such as
+            plsc.checkpoint.weights_file.WeightsFile; those of a step are copied to the device. Needs a
+            sampling in pages and a row optimizer.
         on_nonfinite: "raise", or "pass" if the training loop checks the loss itself.
         seed: of initial weights, sampling and stochastic rounding.
         group: the ranks that share classes and global batch.
@@ -114,7 +112,7 @@ class ShardedHead(Head):
         row_dtype: str | torch.dtype = torch.float32,
         initial_norm: float | None = None,
         offload: bool = False,
-        weights_file: str | os.PathLike[str] | None = None,
+        file: RowFile | None = None,
         on_nonfinite: str = "raise",
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -134,19 +132,17 @@ class ShardedHead(Head):
             centers=centers,
             row_dtype=row_dtype,
             initial_norm=initial_norm,
-            in_file=weights_file is not None,
+            file=file,
             seed=seed,
             group=group,
         )
         self.sampling = sampling or Sampling()
-        if weights_file is not None:
-            if self.weight.dtype is not torch.int8 or not self.sampling.in_pages or centers > 1:
-                raise OptionError(
-                    f"class weights in a file are {self.weight.dtype} with {self.sampling} and {centers} "
-                    "sub-centres; expected int8, a sampling with in_pages=True, and no sub-centres"
-                )
-            classes = range(*self.class_range)
-            self.file = WeightsFile(Path(weights_file), classes, emb_size, seed, initial_norm)
+        is_coded = self.weight.dtype is torch.int8
+        if file is not None and not (is_coded and self.sampling.in_pages and centers == 1):
+            raise OptionError(
+                f"class weights in a file are {self.weight.dtype} with {self.sampling} and {centers} "
+                "sub-centres; expected int8, a sampling with in_pages=True, and no sub-centres"
+            )
         self.execution = execution or Execution()
         self.offload = offload
         self.on_nonfinite = on_nonfinite

@@ -129,7 +129,16 @@ def _scales_of(stored: Tensor) -> Tensor:
 
 
 class RowFile(Protocol):
-    """Class weights and their states in a file; see `plsc.heads.weights_file`."""
+    """Int8 class weights of this rank and their states in a file (`plsc.checkpoint.weights_file`)."""
+
+    def add_states(self, states: States) -> None:
+        """Add the states of the optimizer, of which only dtypes and shapes are used."""
+
+    def hold(self, rows: Tensor, *, is_first: bool = True) -> None:
+        """Keep the pages of these rows in memory, int64, sorted; if not `is_first`, in addition."""
+
+    def expect(self, pages: Tensor) -> None:
+        """Read these pages in the background, for the next step."""
 
     def read(self, rows: Tensor | slice, name: str = "weight") -> Tensor:
         """Return the weights or a state of some rows, on the CPU."""

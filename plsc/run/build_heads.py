@@ -12,6 +12,7 @@ import torch
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Checker, Role
+from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config import Config, Options, all_options, find_option
 from plsc.config.data import HEAD_OPTIONS, DataSet, read_data_sets
 from plsc.config.head import SHARDED
@@ -30,6 +31,7 @@ from plsc.heads import (
 from plsc.heads.joint import Heads
 from plsc.heads.margins import Margin
 from plsc.heads.weights import scale_bytes
+from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
 
 ONLY_SHARDED = tuple(spec.path for spec in all_options() if SHARDED in spec.needs)
@@ -142,7 +144,11 @@ def rank_folder(folder: str, name: str, rank: int) -> Path:
 
 def _build_one(name: str, options: Config, class_num: int, world: World, seed: int) -> Head:
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
-    folder = head.weights_file
+    file = None
+    if head.weights_file is not None:
+        classes = range(*class_range(class_num, world.rank, world.size))
+        folder = rank_folder(head.weights_file, name, world.rank)
+        file = WeightsFile(folder, classes, options.model.emb_size, seed, head.initial_norm)
     if dtype is not torch.float64:
         dtype = getattr(torch, head.row_dtype)
     return build_head(
@@ -156,7 +162,7 @@ def _build_one(name: str, options: Config, class_num: int, world: World, seed: i
         row_dtype=dtype,
         initial_norm=head.initial_norm,
         offload=head.offload,
-        weights_file=None if folder is None else rank_folder(folder, name, world.rank),
+        file=file,
         on_nonfinite="pass",  # the training loop checks the loss, and names the images
         seed=seed,
         group=world.head_group,

@@ -15,8 +15,8 @@ from pathlib import Path
 from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
 from plsc.checkpoint.retention import best_in, prune, write_best
+from plsc.checkpoint.rollback import mark_of
 from plsc.errors import CheckpointError, OptionError, suggest
-from plsc.heads.rollback import mark_of
 from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.run.run import Run
 from plsc.state.snapshot import take_snapshot

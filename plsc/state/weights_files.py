@@ -10,10 +10,10 @@ import torch
 from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.load import OpenCheckpoint, StoredTensor
 from plsc.checkpoint.manifest import CLASS_OPTIMIZER, CLASS_WEIGHTS, Role
+from plsc.checkpoint.rollback import mark_of
+from plsc.checkpoint.weights_file import WeightsFile
 from plsc.errors import CheckpointError
 from plsc.heads.joint import Heads
-from plsc.heads.rollback import mark_of
-from plsc.heads.weights_file import WeightsFile
 from plsc.parallel.world import World
 from plsc.run.classes import OpenedCheckpoint
 
@@ -22,7 +22,7 @@ _ROWS = 2**16  # class weights that are copied at a time
 
 def files_of(heads: Heads) -> dict[str, WeightsFile]:
     """Return the files of class weights by the names of their heads."""
-    return {name: head.file for name, head in heads.by_name.items() if head.file is not None}
+    return {name: head.file for name, head in heads.by_name.items() if isinstance(head.file, WeightsFile)}
 
 
 @contextlib.contextmanager

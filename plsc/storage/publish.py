@@ -73,7 +73,7 @@ def _try_lock(lock: Callable[[int, int], None], descriptor: int) -> bool:
 
 
 class FolderLock:
-    """Prevent a second run from saving to a checkpoint folder while this process lives.
+    """Prevent a second run from using a folder while this process lives.
 
     The lock is a record lock: forked children do not inherit it.
 
@@ -96,8 +96,7 @@ class FolderLock:
                 there = lock_note(folder)
                 holder = f" (process {there['pid']} on {there['host']})" if there else ""
                 raise DataError(
-                    f"another run{holder} is saving to {folder}; wait for it, stop it, or save elsewhere "
-                    "(set_model_save_dir)"
+                    f"another run{holder} is using {folder}; wait for it, stop it, or choose another folder"
                 )
             time.sleep(0.1)
         content = {"host": socket.gethostname(), "pid": os.getpid(), **(note or {})}

@@ -15,12 +15,9 @@ cut may lose writes: a file that was in use then is refused.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,14 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.checkpoint.rollback import START, Journal, move, step_of
 from plsc.errors import CheckpointError, OptionError, TrainingError
-from plsc.heads.rollback import START, Journal, move, step_of
 from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
+from plsc.storage.publish import FolderLock
 
 _THREADS = 8  # reads that wait for the disk at a time
 _CHUNK = 2**15  # values that torch computes in one thread
-_PATIENCE = 3.0  # seconds; a process that was just killed may not have exited yet
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mounts")
 _REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gluster", "beegfs", "gpfs", "afs", "fuse.")
@@ -91,7 +88,8 @@ class WeightsFile:
         self._width = emb_size + SCALE_BYTES
         self.columns = {"weight": _Column(0, self._width, torch.int8, (self._width,))}
         self._count = count_pages(classes)
-        self._pages = self._lock = -1
+        self._pages = -1
+        self._lock: FolderLock | None = None
         self._threads = ThreadPoolExecutor(_THREADS, "plsc-pages")
         self._reader, self._writer = ThreadPoolExecutor(1, "plsc-read"), ThreadPoolExecutor(1, "plsc-write")
         self._expecting: Future[_Pages] | None = None
@@ -110,16 +108,13 @@ class WeightsFile:
     @classmethod
     def existing(cls, folder: Path) -> WeightsFile:
         """Return the class weights in a folder with the layout in its header; not opened yet."""
+        header = _read_header(folder)
         try:
-            header = json.loads((folder / "header.json").read_text())
             file = cls(folder, range(*header["classes"]), header["emb_size"], header["seed"], header["norm"])
             columns = {name: kind for name, kind in header["columns"].items() if name != "weight"}
             file.add_states({n: torch.empty(1, *s, dtype=getattr(torch, d)) for n, (d, s) in columns.items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{folder} has no class weights of a run ({error}); expected the folder that was "
-                "head.weights_file, with the files of all ranks"
-            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise _damaged(folder, "header.json", f"is not the header of class weights ({error})") from error
         return file
 
     @property
@@ -137,23 +132,22 @@ class WeightsFile:
             OptionError: the folder cannot be used.
         """
         try:
-            with self._as_option_error():
-                self.folder.mkdir(parents=True, exist_ok=True)
+            with self._reporting():
+                self._lock = FolderLock(self.folder)
                 self._refuse_remote()
-                self._lock_folder()
                 if mark is None:
                     self._create()
                 else:
                     self._check_header(mark)
                     self._pages = os.open(self.folder / "pages", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                     if os.fstat(self._pages).st_size != self.nbytes:
-                        raise self._damaged("pages", f"does not have {self.nbytes} bytes")
+                        raise _damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
                     self._roll_back(mark)
                 self._write_header(_boot_id())
                 self._journal.begin(mark or START)
-        except BaseException:
-            self._release()
-            raise
+        finally:
+            if not self._journal.is_open:
+                self._release()
 
     def close(self) -> None:
         """Wait for writes and flush the files, which can then be used after a power cut."""
@@ -169,9 +163,11 @@ class WeightsFile:
         self._release()
 
     def _release(self) -> None:
-        for descriptor in {self._pages, self._lock} - {-1}:
-            os.close(descriptor)
-        self._pages = self._lock = -1
+        if self._pages >= 0:
+            os.close(self._pages)
+            self._pages = -1
+        if self._lock is not None:
+            self._lock.release()
 
     def begin(self, mark: str) -> None:
         """Journal later changes as those after this checkpoint; call it before that is published."""
@@ -255,7 +251,7 @@ class WeightsFile:
         after = held if len(changed) == len(held.number) else held.at(changed)
 
         def save() -> None:
-            with self._as_training_error():
+            with self._reporting():
                 self._journal.append(old.number.numpy(), old.data.numpy(), new.numpy())
             self._transfer(os.pwritev, after)
 
@@ -307,7 +303,7 @@ class WeightsFile:
         runs = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)) if len(number) else []
 
         def transfer(some: list[tuple[int, int]]) -> None:
-            with self._as_training_error():
+            with self._reporting():
                 for first, end in some:
                     move(call, self._pages, data[first:end], int(number[first]) * size)
 
@@ -336,7 +332,9 @@ class WeightsFile:
                 f"{self.folder} has the class weights of a run, of its checkpoint of step "
                 f"{step_of(saved[-1])}; resume that checkpoint, or set head.weights_file to another folder"
             )
-        if {path.name for path in self.folder.iterdir()} - {".lock"} and not self._has_header():
+        if (
+            not (self.folder / "header.json").is_file() and len(list(self.folder.iterdir())) > 1
+        ):  # not the lock
             raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
         self._write_header("")
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -350,14 +348,11 @@ class WeightsFile:
         if self.nbytes:
             os.posix_fallocate(self._pages, 0, self.nbytes)
 
-    def _has_header(self) -> bool:
-        return (self.folder / "header.json").is_file()
-
     def _check_header(self, mark: str) -> None:
         """Raise CheckpointError unless the files belong to this run and have the state of the checkpoint."""
         copy = "; or resume a copy from `plsc checkpoint copy` with head.weights_file in an empty folder"
         marks = self._journal.marks()
-        if not self._has_header() or mark not in marks:
+        if mark not in marks:
             steps = " and ".join(str(step_of(other)) for other in marks if other != START)
             there = f"step {steps}" if steps else "no checkpoint"
             raise CheckpointError(
@@ -365,18 +360,14 @@ class WeightsFile:
                 f"{step_of(mark)}; resume the newest checkpoint of the run that used them, on as many "
                 f"ranks{copy}"
             )
-        try:
-            header = json.loads((self.folder / "header.json").read_text())
-            boot = header.pop("boot")
-        except (ValueError, AttributeError, KeyError) as error:
-            raise self._damaged("header.json", "is not the header of class weights") from error
+        header = _read_header(self.folder)
         layout = self._layout()
         if odd := [name for name in layout if header.get(name) != layout[name]]:
             raise CheckpointError(
                 f"the class weights in {self.folder} have {odd[0]} {header.get(odd[0])}, but this run has "
                 f"{layout[odd[0]]}; use the options and the number of ranks that they were made with{copy}"
             )
-        if boot not in ("", _boot_id()):
+        if header.get("boot") not in ("", _boot_id()):
             raise CheckpointError(
                 f"the system was restarted while the class weights in {self.folder} were in use, so some of "
                 f"their changes may be lost; delete the folder and start again{copy}"
@@ -395,49 +386,38 @@ class WeightsFile:
                     "on a local disk"
                 )
 
-    def _lock_folder(self) -> None:
-        """Keep other processes out until this one ends. Raises OptionError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._lock = os.open(self.folder / ".lock", flags, 0o666)
-        give_up = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                return fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                if time.monotonic() > give_up:
-                    raise OptionError(
-                        f"another run uses the class weights in {self.folder}; wait for it, stop it, or set "
-                        "head.weights_file to another folder"
-                    ) from error
-            time.sleep(0.1)
-
     @contextlib.contextmanager
-    def _as_option_error(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OptionError(
-                f"cannot use {error.filename or self.folder} for the class weights: {error.strerror}; set "
-                "head.weights_file to a folder on a local disk that this user can write to"
-            ) from error
-
-    @contextlib.contextmanager
-    def _as_training_error(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise TrainingError(
-                f"cannot read or write the class weights in {self.folder}: {error.strerror}; free some space "
-                "or replace the disk, and resume from the last checkpoint"
+                f"cannot read or write {error.filename or self.folder}: {error.strerror}; head.weights_file "
+                "must be a folder on a local disk with enough space that this user can write to. The last "
+                "checkpoint can be resumed"
             ) from error
 
-    def _damaged(self, name: str, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder / name} {problem}; delete {self.folder}, and resume a copy from `plsc checkpoint "
-            "copy` or start again"
-        )
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    try:
+        header = json.loads((folder / "header.json").read_text())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} has no class weights: {error.strerror}; expected the folder that was "
+            "head.weights_file, with the files of all ranks"
+        ) from error
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise _damaged(folder, "header.json", "is not the header of class weights")
+    return header
+
+
+def _damaged(folder: Path, name: str, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / name} {problem}; delete {folder}, and resume a copy from `plsc checkpoint copy` or start "
+        "again"
+    )
 
 
 def _boot_id() -> str:

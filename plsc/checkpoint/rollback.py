@@ -47,6 +47,11 @@ class Journal:
         self._file, self._mark = -1, ""
         self._has = np.zeros(pages, dtype=bool)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `begin` was called."""
+        return self._file >= 0
+
     def marks(self) -> list[str]:
         """Return the marks of the checkpoints that have a journal, oldest first."""
         return sorted(path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))

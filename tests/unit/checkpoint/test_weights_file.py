@@ -9,10 +9,12 @@ import os
 import pytest
 import torch
 
-from plsc.errors import CheckpointError, OptionError, TrainingError
+from plsc.checkpoint import weights_file as module
+from plsc.checkpoint.rollback import mark_of
+from plsc.checkpoint.weights_file import WeightsFile
+from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
-from plsc.heads import weights_file as module
-from plsc.heads.rollback import mark_of
+from plsc.storage import publish
 from tests.devices import GPU
 
 CLASSES, DIMENSION = 330, 24  # 11 pages, the last one with 10 classes
@@ -21,9 +23,8 @@ PAGES = Sampling(0.3, in_pages=True)
 
 def make_head(folder=None, sampling=PAGES, **settings):
     settings = {"row_dtype": "int8", "seed": 4, **settings}
-    return ShardedHead(
-        CLASSES, DIMENSION, build_margin("arcface"), sampling=sampling, weights_file=folder, **settings
-    )
+    file = None if folder is None else WeightsFile(folder, range(CLASSES), DIMENSION, 4, None)
+    return ShardedHead(CLASSES, DIMENSION, build_margin("arcface"), sampling=sampling, file=file, **settings)
 
 
 def batch(seed):
@@ -254,11 +255,11 @@ def test_folders_that_cannot_be_used_are_refused(opened, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").touch()
-    for folder, message in (
-        ("file", "cannot use .*File exists"),
-        ("photos", "has other files; .* empty folder"),
+    for folder, error, message in (
+        ("file", DataError, r"cannot write .*file: File exists"),
+        ("photos", OptionError, r"has other files; .* empty folder"),
     ):
-        with pytest.raises(OptionError, match=message):
+        with pytest.raises(error, match=message):
             opened(folder=tmp_path / folder)[0].file.open()
     mounts = tmp_path / "mounts"
     mounts.write_text(f"disk / ext4 rw\nserver:/x {tmp_path} nfs4 rw\n")
@@ -276,12 +277,12 @@ def test_folders_that_cannot_be_used_are_refused(opened, tmp_path, monkeypatch):
 def test_a_second_run_is_refused_while_the_first_lives(opened, monkeypatch, tmp_path):
     head, _ = opened()
     head.file.open()
-    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(publish, "_PATIENCE", 0.1)
     if not (child := os.fork()):
         try:
             make_head(tmp_path / "rows").file.open()
-        except OptionError as error:
-            os._exit(7 if "another run uses the class weights in" in str(error) else 8)
+        except DataError as error:
+            os._exit(7 if "is using" in str(error) and "wait for it" in str(error) else 8)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
