@@ -174,6 +174,10 @@ class WeightsFile:
         self._finish_writes()
         self._journal.begin(mark)
 
+    def has(self, mark: str) -> bool:
+        """Return whether the file can be opened at the state of this checkpoint."""
+        return mark in self._journal.marks()
+
     def forget(self, mark: str) -> None:
         """Delete the journals of earlier checkpoints than this one, which is published."""
         for older in self._journal.marks():
@@ -332,9 +336,8 @@ class WeightsFile:
                 f"{self.folder} has the class weights of a run, of its checkpoint of step "
                 f"{step_of(saved[-1])}; resume that checkpoint, or set head.weights_file to another folder"
             )
-        if (
-            not (self.folder / "header.json").is_file() and len(list(self.folder.iterdir())) > 1
-        ):  # not the lock
+        others = {path.name for path in self.folder.iterdir()} - {".lock"}
+        if others and "header.json" not in others:
             raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
         self._write_header("")
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -351,8 +354,8 @@ class WeightsFile:
     def _check_header(self, mark: str) -> None:
         """Raise CheckpointError unless the files belong to this run and have the state of the checkpoint."""
         copy = "; or resume a copy from `plsc checkpoint copy` with head.weights_file in an empty folder"
-        marks = self._journal.marks()
-        if mark not in marks:
+        if not self.has(mark):
+            marks = self._journal.marks()
             steps = " and ".join(str(step_of(other)) for other in marks if other != START)
             there = f"step {steps}" if steps else "no checkpoint"
             raise CheckpointError(

@@ -41,7 +41,8 @@ def opened_files(heads: Heads, world: World, checkpoint: OpenedCheckpoint | None
                 file.open()
                 continue
             mark = mark_of(checkpoint[1].step, checkpoint[1].run_id)
-            if Role(CLASS_WEIGHTS, "weight", name).key not in checkpoint[1].tensors:
+            is_complete = Role(CLASS_WEIGHTS, "weight", name).key in checkpoint[1].tensors
+            if file.has(mark) or not is_complete:
                 file.open(mark)
                 continue
             file.open()

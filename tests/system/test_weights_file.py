@@ -79,6 +79,12 @@ def test_killed_runs_resume_to_the_same_bits(dataset, undisturbed, tmp_path):
 def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, undisturbed, tmp_path, ranks):
     first, _ = undisturbed
     shutil.copytree(first, tmp_path / "start")
+    again = words(set_weights_file=str(tmp_path / "files"), set_checkpoint_dir=str(tmp_path / "start"))
+    killed = Ranks(job.__file__, ranks, str(dataset), str(tmp_path / "killed"), *again)
+    while not (tmp_path / "files" / "rank0" / "pages").exists():
+        assert killed.wait(0.05) is None
+    killed.kill()  # while the files are filled, or before the first save
+    killed.communicate()
     found, steps = {}, read_manifest(first).step + 1
     for kind, settings in (("files", {"set_weights_file": str(tmp_path / "files")}), ("memory", {})):
         given = words(**settings, set_checkpoint_dir=str(tmp_path / "start"), set_train_steps=steps)
