@@ -98,16 +98,16 @@ def _ours(
     keep: bool = False,
     ratio: float = 1.0,
     hard: float = 0.0,
-    light: bool = False,
+    light: str = "",
     kernels: str = "auto",
     tile: int | None = None,
 ) -> Built:
-    """Build plsc. light: bf16 weights and row-wise Adagrad, 1,028 bytes per class instead of 4,096."""
+    """Build plsc. light: bfloat16 or int8 class weights with row-wise Adagrad, 1,028 or 520 bytes each."""
     from plsc.heads import Execution, RowAdagrad, RowSGD, Sampling, ShardedHead, build_margin
 
     def make_light() -> tuple[ShardedHead, RowAdagrad]:
         margin = build_margin("arcface", scale=SCALE, margin=MARGIN)
-        head = ShardedHead(store.classes, store.dimension, margin, row_dtype=torch.bfloat16)
+        head = ShardedHead(store.classes, store.dimension, margin, row_dtype=light)
         head.to(store.device)
         return head, RowAdagrad(head, lr=LR, weight_decay=WEIGHT_DECAY)
 
@@ -120,7 +120,7 @@ def _ours(
         states["momentum_buffer"] = store.get("momentum", lambda: states["momentum_buffer"])
         return head, rows
 
-    head, rows = store.get("light", make_light) if light else store.get("full", make_full)
+    head, rows = store.get(light, make_light) if light else store.get("full", make_full)
     sampling = Sampling(ratio=ratio, hard=hard)
     keep_bytes = EVERYTHING if keep else 0
     execution = Execution(products, keep_bytes=keep_bytes, kernels=kernels, tile=tile)
@@ -294,13 +294,13 @@ def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = Fal
     if how.get("keep"):
         planned["head.keep_mb"] = EVERYTHING / 2**20
     if how.get("light"):
-        planned |= {"head.row_dtype": "bfloat16", "head.optimizer": "adagrad"}
+        planned |= {"head.row_dtype": how["light"], "head.optimizer": "adagrad"}
     return Way(
         name,
         "arcface",
         lambda store: _ours(store, products, **how),
         needs_gpu=needs_gpu,
-        for_millions=how.get("light", False) and "ratio" in how,
+        for_millions="light" in how and "ratio" in how,
         planned=planned,
         tf32=tf32,
     )
@@ -333,8 +333,10 @@ WAYS = (
     _our_way("plsc, bf16, no kernels", "bfloat16", kernels="torch"),
     _our_way("plsc, bf16, 0.1", "bfloat16", ratio=0.1),
     _our_way("plsc, bf16, 0.1, half hard", "bfloat16", ratio=0.1, hard=0.5),
-    _our_way("plsc, bf16 rows, Adagrad", "bfloat16", light=True),
-    _our_way("plsc, bf16 rows, Adagrad, 0.1", "bfloat16", ratio=0.1, light=True),
-    _our_way("plsc, bf16 rows, Adagrad, 0.01", "bfloat16", ratio=0.01, light=True),
+    _our_way("plsc, bf16 rows, Adagrad", "bfloat16", light="bfloat16"),
+    _our_way("plsc, bf16 rows, Adagrad, 0.1", "bfloat16", ratio=0.1, light="bfloat16"),
+    _our_way("plsc, bf16 rows, Adagrad, 0.01", "bfloat16", ratio=0.01, light="bfloat16"),
+    _our_way("plsc, bf16, int8 rows, Adagrad", "bfloat16", light="int8"),
+    _our_way("plsc, bf16, int8 rows, Adagrad, 0.1", "bfloat16", ratio=0.1, light="int8"),
 )
 BY_NAME = {way.name: way for way in WAYS}
