@@ -168,9 +168,9 @@ def test_update_changes_only_the_selected_class_weights(
 @pytest.mark.parametrize("rule", RULES, **NAMES)
 def test_codes_equal_a_float64_reference_of_the_update(rule: Rule) -> None:
     # 301 columns: most scales are not aligned. Short rows get new scales, long ones keep theirs.
-    context = replace(there(case(Shape(18, 100, 301, row_dtype=INT8))), factor=30.0)
-    rows, everything = context.rows, slice(0, 100)
-    lengths = torch.logspace(-3, 0, 100, device=DEVICE)[:, None]
+    context = replace(there(case(Shape(18, 40, 301, row_dtype=INT8))), factor=30.0)
+    rows, everything = context.rows, slice(0, 40)
+    lengths = torch.logspace(-3, 0, 40, device=DEVICE)[:, None]
     rows.weight.copy_(encode_rows(decode_rows(rows.weight) * lengths))
     states = {name: state.to(DEVICE) for name, state in states_of(rule, rows, FLOAT).items()}
     codes, scale = parts_of(rows.weight.cpu())
