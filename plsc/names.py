@@ -43,5 +43,6 @@ PROTOCOLS = {
     "all_pairs": ("images",),
     "identify": ("images", "gallery", "distractors"),
     "templates": ("images", "templates"),
+    "retrieval": ("images",),
 }
 """Of plsc/actions/protocols.py, with the arguments that each takes."""

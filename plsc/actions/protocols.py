@@ -188,6 +188,16 @@ class Evaluator:
         choices = [f"Meta files: {data.templates}; images: {protocol.images.root}."]
         yield _Outcome("templates", result, partial(_section, result, protocol.name, choices))
 
+    def run_retrieval(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+        """Yield the retrieval of the other images of the class of each image."""
+        from plsc.evaluate.retrieval import retrieval
+
+        images = self._open(data.images, "images")
+        embeddings = self.embed(images.images, images.place)
+        result = retrieval(embeddings, images.labels, self.world, self.world.device, self.world.log)
+        choices = [f"Images: {images.place}."]
+        yield _Outcome("retrieval", result, partial(_section, result, base_name(images.place), choices))
+
     def _open(self, place: str | None, argument: str) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""
         place = place or self.config.data.dataset_dir

@@ -19,6 +19,7 @@ CASES = {
     "identify": {},
     "gallery": {"images": "", "gallery": "gallery", "distractors": "distractors"},
     "templates": {"images": "", "templates": "templates"},
+    "retrieval": {},
 }
 PROTOCOLS = {"bin": "pairs", "gallery": "identify"}  # of cases with another name
 

@@ -9,6 +9,7 @@ from plsc.errors import DataError
 from plsc.evaluate import templates
 from plsc.evaluate.identification import identify
 from plsc.evaluate.report import write_report
+from plsc.evaluate.retrieval import retrieval
 from plsc.evaluate.template_files import read_protocol
 from plsc.evaluate.templates import evaluate_templates, pool_templates
 from plsc.evaluate.verification import FARS
@@ -238,10 +239,12 @@ def test_results_are_identical_on_every_number_of_ranks(tmp_path, ranks):
     np.savez(tmp_path / "data.npz", images=images, **data)
     run_ranks(Path(__file__).with_name("identify_rank.py"), ranks, str(tmp_path))
     alone, pooled = identify(*data.values()), evaluate_templates(images, read_protocol(tmp_path))
+    found = retrieval(*list(data.values())[:2])
     assert alone.non_mated == 2
     for rank in range(ranks):
         stored = np.load(tmp_path / f"{ranks}-{rank}.npz")
         assert np.array_equal(stored["ranks"], alone.ranks)
         assert np.array_equal(stored["mate_scores"], alone.mate_scores)
         assert np.array_equal(stored["top_scores"], alone.top_scores)
-        assert str(stored["values"]) == repr((alone.as_dict(), pooled.as_dict()))
+        assert np.array_equal(stored["retrieval"], found.values)
+        assert str(stored["values"]) == repr((alone.as_dict(), pooled.as_dict(), found.as_dict()))
