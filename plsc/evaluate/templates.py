@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ import torch
 
 from plsc.errors import DataError
 from plsc.evaluate.curves import roc_curve
+from plsc.evaluate.groups import GroupRates, Groups, pair_rates, search_rates
 from plsc.evaluate.identification import FPIRS, RANKS, IdentificationResult, identify, norms_of, unit_rows
 from plsc.evaluate.report import Section, Table
 from plsc.evaluate.template_files import TemplateProtocol
@@ -41,6 +42,7 @@ class TemplatePairs:
     positives: int
     negatives: int
     curve: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)  # FAR and TAR, thinned
+    scores: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; FARs are strings such as ``"0.001"``."""
@@ -231,6 +233,22 @@ def evaluate_templates(
     )
 
 
+def template_rates(
+    groups: Groups, protocol: TemplateProtocol, result: TemplateResult
+) -> dict[str, GroupRates]:
+    """Return the rates per group of images of 1:1 and of each gallery, by ``1:1`` and its name."""
+    groups = groups.pooled(protocol.templates, len(protocol.template_ids))
+    found = {}
+    if result.verification is not None and protocol.pairs is not None and protocol.is_same is not None:
+        found["1:1"] = pair_rates(groups, protocol.pairs, result.verification.scores, protocol.is_same)
+    if result.identification is not None and protocol.probes is not None:
+        own = replace(groups, of=groups.of[protocol.probes.templates])
+        for name, one in result.identification.galleries.items():
+            is_mated = np.isin(protocol.probes.subjects, protocol.galleries[name].subjects)
+            found[name] = search_rates(own, is_mated, one)
+    return found
+
+
 def pool_templates(
     embeddings: np.ndarray, templates: np.ndarray, media: np.ndarray, weights: np.ndarray | None = None
 ) -> np.ndarray:
@@ -308,6 +326,7 @@ def _pair_rates(scores: np.ndarray, is_same: np.ndarray) -> TemplatePairs:
         positives=positives,
         negatives=negatives,
         curve=(shown, tar[np.searchsorted(far, shown, side="right") - 1]),
+        scores=scores,
     )
 
 
