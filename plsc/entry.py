@@ -361,6 +361,7 @@ class Entry(OriginalSetters):
         gallery: str | os.PathLike[str] | None = None,
         distractors: str | os.PathLike[str] | None = None,
         templates: str | os.PathLike[str] | None = None,
+        groups: str | os.PathLike[str] | None = None,
         output: str | os.PathLike[str] = "evaluation",
         head: str | None = None,
     ) -> dict[str, Any]:
@@ -377,6 +378,7 @@ class Entry(OriginalSetters):
             gallery: for ``identify``: a labelled dataset; by default the first image of every other class.
             distractors: for ``identify``: a dataset of other classes, added to the gallery.
             templates: for ``templates``: the folder of the meta files.
+            groups: file with a line ``<image><tab><group>`` per image; adds results such as ``lfw groups``.
             output: folder of the report.
             head: of several heads, the one that classifies the images of set_val_dir.
         """
@@ -384,7 +386,7 @@ class Entry(OriginalSetters):
             raise OptionError("head is for the images of set_val_dir, without a protocol; remove head")
         data = {
             "images": images, "pairs": pairs, "gallery": gallery, "distractors": distractors,
-            "templates": templates,
+            "templates": templates, "groups": groups,
         }  # fmt: skip
         places = {name: os.fspath(place) for name, place in data.items() if place is not None}
         if protocol is None:

@@ -39,9 +39,10 @@ CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content")
 """Of plsc/actions/train.py."""
 
 PROTOCOLS = {
-    "pairs": ("images", "pairs"),
-    "all_pairs": ("images",),
-    "identify": ("images", "gallery", "distractors"),
-    "templates": ("images", "templates"),
+    "pairs": ("images", "pairs", "groups"),
+    "all_pairs": ("images", "groups"),
+    "identify": ("images", "gallery", "distractors", "groups"),
+    "templates": ("images", "templates", "groups"),
+    "retrieval": ("images", "groups"),
 }
 """Of plsc/actions/protocols.py, with the arguments that each takes."""

@@ -17,6 +17,7 @@ from plsc.config import Config, Options
 from plsc.data.class_names import ClassNames, class_names_of
 from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.embed import ImagesOf
+from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
 from plsc.evaluate.report import Section, write_report
 from plsc.models import BaseModel
 from plsc.names import PROTOCOLS
@@ -39,6 +40,7 @@ class ProtocolData:
     gallery: str | None = None
     distractors: str | None = None
     templates: str | None = None
+    groups: str | None = None
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -128,31 +130,41 @@ class Evaluator:
                 )
         else:
             targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, self.config, data.images)]
-        for target in targets:
+        groups = [self._groups(data, target.images) for target in targets]
+        for target, own in zip(targets, groups, strict=True):
             result = verify_target(self.embed(target.images, target.name), target, self.world)
             names = target.by_pair(target.names)
             yield _Outcome(target.name, result, partial(result.section, target.name, target.pictures, names))
+            if own is not None:
+                pairs = np.arange(len(target.images)).reshape(-1, 2) if target.pairs is None else target.pairs
+                yield _by_group(target.name, pair_rates(own, pairs, result.cosines, result.is_same))
 
     def run_all_pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
         """Yield the verification of all pairs of the images."""
-        from plsc.evaluate.all_pairs import all_pairs
+        from plsc.evaluate.all_pairs import all_pair_rates, all_pairs
 
         images = self._open(data.images, "images")
+        groups = self._groups(data, images.images)
         embeddings = self.embed(images.images, images.place)
         result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
         choices = [f"Images: {images.place}."]
         yield _Outcome("all_pairs", result, partial(_section, result, base_name(images.place), choices))
+        if groups is not None:
+            rates = all_pair_rates(embeddings, images.labels, groups, result, self.world)
+            yield _by_group("all_pairs", rates)
 
     def run_identify(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
         """Yield the identification of probes in a gallery."""
         from plsc.evaluate.identification import identify, split_gallery
 
         probes = self._open(data.images, "images")
+        groups = self._groups(data, probes.images)
         embeddings, labels = self.embed(probes.images, probes.place), probes.labels
         if data.gallery is None:
             is_gallery = split_gallery(labels)
             gallery, gallery_labels = embeddings[is_gallery], labels[is_gallery]
             embeddings, probe_labels = embeddings[~is_gallery], labels[~is_gallery]
+            groups = groups and replace(groups, of=groups.of[~is_gallery])
             choice = (
                 f"Gallery: the first image of the first, third, fifth, ... class of {probes.place}. Probes: "
                 "the other images; those of classes that are not in the gallery are the non-mated searches."
@@ -172,21 +184,46 @@ class Evaluator:
             gallery, gallery_labels, embeddings, probe_labels, world=self.world, device=self.world.device
         )
         yield _Outcome("identify", result, partial(_section, result, "Identification", choices))
+        if groups is not None:
+            is_mated = np.isin(probe_labels, gallery_labels[gallery_labels >= 0])
+            yield _by_group("identify", search_rates(groups, is_mated, result))
 
     def run_templates(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
         """Yield the comparison of templates."""
         from plsc.evaluate.template_files import read_protocol
-        from plsc.evaluate.templates import evaluate_templates
+        from plsc.evaluate.templates import evaluate_templates, template_rates
 
         assert data.templates is not None
         protocol = read_protocol(data.templates, data.images)
         protocol.images.check()
         align_source(protocol.images, self.config)
         images = ImagesOf(protocol.images, range(len(protocol.images)))
+        groups = self._groups(data, images)
         embeddings = self.embed(images, protocol.name)
         result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
         choices = [f"Meta files: {data.templates}; images: {protocol.images.root}."]
         yield _Outcome("templates", result, partial(_section, result, protocol.name, choices))
+        if groups is not None:
+            rates = template_rates(groups, protocol, result)
+            yield from (_by_group(f"{protocol.name} {name}", found) for name, found in rates.items())
+
+    def run_retrieval(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+        """Yield the retrieval of the other images of the class of each image."""
+        from plsc.evaluate.retrieval import RATES, retrieval
+
+        images = self._open(data.images, "images")
+        groups = self._groups(data, images.images)
+        embeddings = self.embed(images.images, images.place)
+        result = retrieval(embeddings, images.labels, self.world, self.world.device, self.world.log)
+        choices = [f"Images: {images.place}."]
+        yield _Outcome("retrieval", result, partial(_section, result, base_name(images.place), choices))
+        if groups is not None:
+            queries = replace(groups, of=groups.of[result.is_query])
+            values = dict(zip(RATES.values(), result.values.T, strict=True))
+            yield _by_group("retrieval", mean_rates(queries, values, "all queries"))
+
+    def _groups(self, data: ProtocolData, images: Sequence[Any]) -> Groups | None:
+        return None if data.groups is None else read_groups(data.groups, images)
 
     def _open(self, place: str | None, argument: str) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""
@@ -205,6 +242,10 @@ class Evaluator:
         """Return the embeddings of images, float32 [N, D], on every rank."""
         flip = self.config.data.flip and self.network.example_input is None
         return embed(self.network, images, self.config, self.world, name, flip=flip)
+
+
+def _by_group(name: str, rates: GroupRates) -> _Outcome:
+    return _Outcome(f"{name} groups", rates, partial(rates.section, f"{name} groups"))
 
 
 def _section(result: Any, title: str, choices: Sequence[str]) -> Section:

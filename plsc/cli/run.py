@@ -112,6 +112,7 @@ COMMANDS = {
             Argument("gallery", str, None, "identify: labelled dataset; default: a part of images"),
             Argument("distractors", str, None, "identify: dataset of other classes, added to the gallery"),
             Argument("templates", str, None, "templates: folder of the meta files"),
+            Argument("groups", str, None, "file with the group of each image, for results per group"),
             Argument("output", str, "evaluation", "folder of the report"),
             Argument("head", str, None, "of several heads, the one that classifies --data.val_dir"),
         ],

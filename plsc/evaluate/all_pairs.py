@@ -24,6 +24,7 @@ from torch import Tensor
 from plsc.data.native import function
 from plsc.errors import DataError
 from plsc.evaluate.curves import equal_error_rate
+from plsc.evaluate.groups import GroupRates, Groups, count, rates_at
 from plsc.evaluate.report import Section, Table
 from plsc.evaluate.verification import FARS, GRID, warning_of
 from plsc.parallel.collectives import sum_over_ranks
@@ -167,7 +168,7 @@ def all_pairs(
     tiles = _Tiles(embeddings, labels, norms, torch.device(device))
     with _exact_products(), _counter(torch.device(device)) as counter:
         said = time.monotonic()
-        for index, (scores, first, split) in enumerate(tiles.scores(rank, ranks)):
+        for index, (scores, first, split, *_) in enumerate(tiles.scores(rank, ranks)):
             counter.add(scores, first, split)
             if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
                 said = time.monotonic()
@@ -177,6 +178,25 @@ def all_pairs(
         counts = sum_over_ranks(counts.to(world.device), world.head_group)
     same, different = counts.cpu().numpy()
     return result_of(same, different, len(labels), len(np.unique(labels)))
+
+
+def all_pair_rates(
+    embeddings: np.ndarray, labels: np.ndarray, groups: Groups, result: AllPairsResult, world: World
+) -> GroupRates:
+    """Return TAR and FAR per group at the thresholds of `all_pairs`, by its tiles; a collective."""
+    fars, size = result._resolved_fars(), len(groups.names)
+    limits = [round(result.threshold_at_far[far] * GRID) for far in fars]
+    tiles = _Tiles(embeddings, labels, _norms(embeddings), world.device)
+    of = torch.from_numpy(groups.of).to(world.device, torch.int32)
+    counts = torch.zeros(size + 1, 2, len(fars) + 1, dtype=torch.int64, device=world.device)
+    with _exact_products():
+        for scores, first, split, rows, columns in tiles.scores(world.rank, world.size):
+            bins = scores.mul_(GRID).clamp_(-GRID, GRID).round_().to(torch.int32)
+            begin, end = (torch.from_numpy(limit).to(bins.device)[:, None] for limit in (first, split))
+            column = torch.arange(bins.shape[1], device=bins.device)
+            own = of[rows][:, None].where(column >= begin, -1)  # on and below the diagonal: no pairs
+            counts += count(bins, own, of[columns], column < end, limits, size)
+    return rates_at(groups, sum_over_ranks(counts, world.head_group).cpu(), fars)
 
 
 def result_of(same: np.ndarray, different: np.ndarray, images: int, classes: int) -> AllPairsResult:
@@ -248,6 +268,9 @@ def _norms(embeddings: np.ndarray) -> np.ndarray:
     return np.where(norms == 0, 1, norms)
 
 
+_Tile = tuple[Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 class _Tiles:
     """The tiles of the upper triangle of the score matrix of the embeddings, sorted by label.
 
@@ -268,11 +291,12 @@ class _Tiles:
         blocks = -(-len(self._order) // TILE)
         return blocks * (blocks + 1) // 2
 
-    def scores(self, rank: int, ranks: int) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray]]:
+    def scores(self, rank: int, ranks: int) -> Iterator[_Tile]:
         """Yield this rank's tiles, float32 [r, c] on the device, with `first` and `split`, int64 [r].
 
         In row i, columns first[i] to split[i] - 1 are same pairs, the following ones different pairs.
-        The next tile overwrites the scores.
+        Then the numbers of the embeddings of the rows, int64 [r], and of the columns, int64 [c]. The next
+        tile overwrites the scores.
         """
         total = len(self._order)
         starts = range(0, total, TILE)
@@ -287,7 +311,7 @@ class _Tiles:
             indices = np.arange(top, top + len(rows))
             first = np.clip(indices + 1 - left, 0, len(columns))
             split = np.clip(self._end_of_label[indices] - left, first, len(columns))
-            yield scores, first, split
+            yield scores, first, split, self._order[indices], self._order[left : left + len(columns)]
 
     def _unit(self, start: int) -> Tensor:
         """Return normalised embeddings, float32 [at most TILE, D]."""

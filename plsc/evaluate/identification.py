@@ -301,19 +301,20 @@ def _share(
     *,
     world: World | None,
     progress: Callable[[str], None] | None,
+    width: int = 2,
 ) -> np.ndarray:
-    """Search for these probes, each rank for a part of them; return the values of all, float64 [n, 2]."""
+    """Search for these probes, each rank for a part of them; return the values of all, float64 [n, width]."""
     if start == stop:
-        return np.empty((0, 2))
+        return np.empty((0, width))
     ranks = class_ranges(stop - start, world.size if world is not None else 1)
     first, last = (start + bound for bound in ranks[world.rank if world is not None else 0])
-    found = [torch.empty((0, 2), dtype=torch.float64)]
+    found = [torch.empty((0, width), dtype=torch.float64)]
     said = time.monotonic()
     for chunk in _chunks(first, last):
         found.append(search(gallery, probes, *chunk).cpu())
         if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
             said = time.monotonic()
-            progress(f"identification: {chunk[1] - first:,} of {last - first:,} searches")
+            progress(f"searches: {chunk[1] - first:,} of {last - first:,}")
     mine = torch.cat(found)
     if world is not None:
         sizes = [last - first for first, last in ranks]

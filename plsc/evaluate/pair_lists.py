@@ -89,7 +89,7 @@ def read_pair_list(path: str | os.PathLike[str], folder: str | os.PathLike[str] 
     paths, numbers = PathTable(), dict[bytes, int]()
     first_lines, pairs, flags = array("q"), array("q"), array("b")
     lfw: _Lfw | None = None
-    for number, line in _lines(place):
+    for number, line in lines_of(place, _EXPECTED):
         if lfw is None and not flags and _is_lfw_header(line):
             lfw = _Lfw(line, root)
             continue
@@ -117,16 +117,14 @@ def read_pair_list(path: str | os.PathLike[str], folder: str | os.PathLike[str] 
     return PairList(images, np.array(pairs).reshape(-1, 2), np.array(flags, dtype=bool))
 
 
-def _lines(place: str) -> Iterator[tuple[int, bytes]]:
-    """Yield number and text of each line that is not blank."""
+def lines_of(place: str, expected: str) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of each line that is not blank; expected: what a line is, for the error."""
     with streamed(place) as file:
         number = 0
         while line := file.readline(_MAX_LINE_BYTES):
             number += 1
             if len(line) == _MAX_LINE_BYTES:
-                raise DataError(
-                    f"{shown(place)}:{number} is longer than {_MAX_LINE_BYTES} bytes; {_EXPECTED}"
-                )
+                raise DataError(f"{shown(place)}:{number} is longer than {_MAX_LINE_BYTES} bytes; {expected}")
             line = line.removeprefix(BOM) if number == 1 else line
             if line := line.strip(b" \r\n"):
                 yield number, line

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ import torch
 
 from plsc.errors import DataError
 from plsc.evaluate.curves import roc_curve
+from plsc.evaluate.groups import GroupRates, Groups, pair_rates, search_rates
 from plsc.evaluate.identification import FPIRS, RANKS, IdentificationResult, identify, norms_of, unit_rows
 from plsc.evaluate.report import Section, Table
 from plsc.evaluate.template_files import TemplateProtocol
@@ -41,6 +42,7 @@ class TemplatePairs:
     positives: int
     negatives: int
     curve: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)  # FAR and TAR, thinned
+    scores: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; FARs are strings such as ``"0.001"``."""
@@ -60,6 +62,7 @@ class TemplateSearch:
     rank5: float
     rank10: float
     tpir_at_fpir: dict[float, float]  # 1 - FNIR, of the FPIRs that every gallery resolves
+    insightface: dict[str, float]  # rank-k and TPIR at FPIR as its ijb_evals.py, by the names of the rows
     galleries: dict[str, IdentificationResult]
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class TemplateSearch:
         return {
             **{f"rank{k}": getattr(self, f"rank{k}") for k in RANKS},
             "tpir_at_fpir": {f"{fpir:g}": tpir for fpir, tpir in self.tpir_at_fpir.items()},
+            "insightface": self.insightface,
             "galleries": {name: result.as_dict() for name, result in self.galleries.items()},
         }
 
@@ -137,6 +141,12 @@ class TemplateResult:
             tables += _search_tables(search)
             choices += [
                 f"1:N: mean over the galleries {', '.join(results)}; TPIR is 1 - FNIR.",
+                "Column insightface: as its ijb_evals.py since pull request 1739 (its ijb_1n.py merges the "
+                "galleries). TPIR: the share of mated searches whose mate is first, without a tie, and above "
+                "the floor(FPIR x n)-th highest of the top scores of the n non-mated searches; mean over the "
+                "galleries. rank-k: the mates found in all galleries, as a share of the probes.",
+                "insightface adds the embedding of the mirror image (flip; here: see Embedding), keeps the "
+                f"norms of embeddings (as here), and weights them by the detector score (here: {weights}).",
                 *dict.fromkeys(choice for result in results.values() for choice in result.choices()),
             ]
             cmcs = {gallery: result.cmc() for gallery, result in results.items()}
@@ -157,22 +167,22 @@ def _pair_table(pairs: TemplatePairs) -> Table:
 def _search_tables(search: TemplateSearch) -> list[Table]:
     results = search.galleries
     ranks = [
-        (f"rank-{k}", f"{getattr(search, f'rank{k}'):.4f}",
+        (f"rank-{k}", f"{getattr(search, f'rank{k}'):.4f}", f"{search.insightface[f'rank-{k}']:.4f}",
          *(f"{getattr(result, f'rank{k}'):.4f}" for result in results.values()))
         for k in RANKS
     ]  # fmt: skip
     open_set = [
-        (f"TPIR at FPIR {fpir:g}", f"{tpir:.4f}",
+        (f"TPIR at FPIR {fpir:g}", f"{tpir:.4f}", f"{search.insightface[f'TPIR at FPIR {fpir:g}']:.4f}",
          *(f"{1 - result.fnir_at_fpir[fpir]:.4f}" for result in results.values()))
         for fpir, tpir in search.tpir_at_fpir.items()
     ]  # fmt: skip
     counts = [
-        (what, "", *(f"{getattr(result, name):,}" for result in results.values()))
+        (what, "", "", *(f"{getattr(result, name):,}" for result in results.values()))
         for what, name in (
             ("subjects", "identities"), ("mated searches", "mated"), ("non-mated searches", "non_mated"),
         )
     ]  # fmt: skip
-    return [Table(("1:N", "mean", *results), [*ranks, *open_set, *counts])]
+    return [Table(("1:N", "mean", "insightface", *results), [*ranks, *open_set, *counts])]
 
 
 def evaluate_templates(
@@ -221,6 +231,22 @@ def evaluate_templates(
         verification=pairs,
         identification=search,
     )
+
+
+def template_rates(
+    groups: Groups, protocol: TemplateProtocol, result: TemplateResult
+) -> dict[str, GroupRates]:
+    """Return the rates per group of images of 1:1 and of each gallery, by ``1:1`` and its name."""
+    groups = groups.pooled(protocol.templates, len(protocol.template_ids))
+    found = {}
+    if result.verification is not None and protocol.pairs is not None and protocol.is_same is not None:
+        found["1:1"] = pair_rates(groups, protocol.pairs, result.verification.scores, protocol.is_same)
+    if result.identification is not None and protocol.probes is not None:
+        own = replace(groups, of=groups.of[protocol.probes.templates])
+        for name, one in result.identification.galleries.items():
+            is_mated = np.isin(protocol.probes.subjects, protocol.galleries[name].subjects)
+            found[name] = search_rates(own, is_mated, one)
+    return found
 
 
 def pool_templates(
@@ -300,6 +326,7 @@ def _pair_rates(scores: np.ndarray, is_same: np.ndarray) -> TemplatePairs:
         positives=positives,
         negatives=negatives,
         curve=(shown, tar[np.searchsorted(far, shown, side="right") - 1]),
+        scores=scores,
     )
 
 
@@ -312,5 +339,19 @@ def _mean_over_galleries(results: dict[str, IdentificationResult]) -> TemplateSe
     return TemplateSearch(
         **{f"rank{k}": mean([getattr(result, f"rank{k}") for result in found]) for k in RANKS},
         tpir_at_fpir={fpir: mean([1 - result.fnir_at_fpir[fpir] for result in found]) for fpir in resolved},
+        insightface=_as_insightface(found, resolved),
         galleries=results,
     )
+
+
+def _as_insightface(results: list[IdentificationResult], fpirs: list[float]) -> dict[str, float]:
+    """Return rank-k and TPIR as `evaluation_1N` of insightface's ijb_evals.py, ties against the mate."""
+    probes = results[0].mated + results[0].non_mated
+    rates = {f"rank-{k}": sum(int((one.ranks <= k).sum()) for one in results) / probes for k in RANKS}
+    for fpir in fpirs:
+        tpirs = []
+        for one in results:
+            limit = np.sort(one.top_scores)[::-1][max(int(one.non_mated * fpir) - 1, 0)]
+            tpirs.append(np.mean((one.ranks == 1) & (one.mate_scores > limit)))
+        rates[f"TPIR at FPIR {fpir:g}"] = float(np.mean(tpirs))
+    return rates

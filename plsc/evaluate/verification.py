@@ -210,7 +210,7 @@ def write_scores(
             file.write(f"{cosine!r}\t{same:d}\t{first}\t{second}\n")
 
 
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     """Return the 95% Wilson score interval of a rate (Wilson, 1927)."""
     rate, square = successes / trials, _Z95**2 / trials
     centre = rate + square / 2

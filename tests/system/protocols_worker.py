@@ -19,8 +19,15 @@ CASES = {
     "identify": {},
     "gallery": {"images": "", "gallery": "gallery", "distractors": "distractors"},
     "templates": {"images": "", "templates": "templates"},
+    "retrieval": {},
+    "pairs_groups": {"pairs": "pairs.txt", "groups": "groups.tsv"},
+    "all_pairs_groups": {"groups": "groups.tsv"},
+    "identify_groups": {"groups": "groups.tsv"},
+    "templates_groups": {"images": "", "templates": "templates", "groups": "groups.tsv"},
+    "retrieval_groups": {"groups": "groups.tsv"},
 }
 PROTOCOLS = {"bin": "pairs", "gallery": "identify"}  # of cases with another name
+PROTOCOLS |= {case: case.removesuffix("_groups") for case in CASES if case.endswith("_groups")}
 
 
 def places(dataset: str, case: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from plsc import names
 from plsc.cli import main
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError
@@ -33,11 +34,13 @@ def faces(tmp_path_factory):
     (faces / "gallery" / "label.txt").write_text("".join(f"images/{n}_0.png {n}\n" for n in range(4)))
     # The pairs of lfw.bin as a list
     pairs = read_pairs(faces / "lfw.bin")
-    names = {path.read_bytes(): f"images/{path.name}" for path in (faces / "images").iterdir()}
-    paths = np.array([names[image] for image in pairs.images]).reshape(-1, 2)
+    by_content = {path.read_bytes(): f"images/{path.name}" for path in (faces / "images").iterdir()}
+    paths = np.array([by_content[image] for image in pairs.images]).reshape(-1, 2)
     lines = (f"{a} {b} {flag:d}\n" for (a, b), flag in zip(paths, pairs.is_same, strict=True))
     (faces / "pairs.txt").write_text("".join(lines))
     write_templates(faces / "templates")
+    grouped = [f"images/{n}_{k}.png\t{'odd' if n % 2 else 'even'}\n" for n in range(5) for k in range(5)]
+    (faces / "groups.tsv").write_text("".join([*grouped, "images/6_0.png\teven\n"]))
     return faces
 
 
@@ -81,7 +84,7 @@ def reports(output):
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_results_and_reports_do_not_depend_on_the_number_of_ranks(faces, checkpoint, alone, ranks):
     output = run(faces, checkpoint, ranks)
     expected = (alone / "results-0.json").read_text()
@@ -100,6 +103,19 @@ def test_the_command_gives_the_same_report(faces, checkpoint, alone, tmp_path, c
     ]  # fmt: skip
     assert main(words) == 0
     assert (tmp_path / "report.json").read_text() == (alone / case / "report.json").read_text()
+
+
+@pytest.mark.parametrize("protocol", names.PROTOCOLS)
+def test_groups_add_results_and_change_none(alone, protocol):
+    plain, grouped = (
+        json.loads((alone / case / "report.json").read_text()) for case in (protocol, f"{protocol}_groups")
+    )
+    assert grouped.items() >= plain.items()
+    added = [values for title, values in grouped.items() if title not in plain]
+    assert len(added) == (3 if protocol == "templates" else 1)
+    for values in added:
+        assert "of 26 names are of no image, such as 'images/" in values["notes"][1]
+        assert all({"even", "odd"} <= set(table) for table in values["tables"].values())
 
 
 def test_a_list_gives_the_results_of_the_same_pairs_in_a_bin_file(alone):
@@ -186,6 +202,8 @@ def test_folders_of_classes_are_matched_by_name(faces, checkpoint, alone, tmp_pa
         ({"protocol": "pairs", "output": "s3://a/b"}, OptionError, "output is the URL .* a local folder"),
         ({"protocol": "pairs", "pairs": "nothing.txt"}, DataError, "nothing.txt does not exist"),
         ({"protocol": "all_pairs", "images": "nothing"}, DataError, "nothing does not exist"),
+        ({"protocol": "retrieval", "groups": "none.tsv"}, DataError, "none.tsv does not exist"),
+        ({"groups": "groups.tsv"}, OptionError, "groups needs a protocol"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_errors_before_a_report_is_written(

@@ -8,8 +8,10 @@ import torch
 from plsc.errors import DataError
 from plsc.evaluate import all_pairs as module
 from plsc.evaluate.all_pairs import BINS, all_pairs
+from plsc.evaluate.groups import ACROSS, Groups
 from plsc.evaluate.report import write_report
 from plsc.evaluate.verification import FARS, GRID
+from plsc.parallel.world import World
 from tests.devices import GPU
 from tests.distributed.launch import run_ranks
 
@@ -120,6 +122,28 @@ def test_scores_are_rounded_half_to_even_and_clipped():
     assert len(same) == len(different) == BINS
 
 
+@pytest.mark.parametrize("tile", [7, 100])
+def test_pairs_per_group_equal_brute_force(tile, monkeypatch):
+    monkeypatch.setattr(module, "TILE", tile)
+    embeddings, rng = exact_embeddings(101), np.random.default_rng(1)
+    labels, of = rng.integers(0, 20, 101), rng.integers(-1, 2, 101)
+    result = all_pairs(embeddings, labels)
+    rates = module.all_pair_rates(embeddings, labels, Groups(("a", "b"), of), result, World.single())
+    assert list(rates.tables) == ["FAR 0.1", "FAR 0.01", "FAR 0.001"]
+    steps = matrix_of_scores(embeddings, labels, tile)
+    known = (of[:, None] >= 0) & (of >= 0) & np.triu(np.ones(steps.shape, bool), 1)
+    is_same, is_within = labels[:, None] == labels, known & (of[:, None] == of)
+    for far, table in zip((0.1, 0.01, 0.001), rates.tables.values(), strict=True):
+        accepted = steps >= result.threshold_at_far[far] * GRID
+        rows = {"a": is_within & (of == 0), "b": is_within & (of == 1), ACROSS: known & ~is_within}
+        assert list(table) == list(rows)
+        for name, where in rows.items():
+            for rate, kind in (("TAR", is_same), ("FAR", ~is_same)):
+                total = int((where & kind).sum())
+                assert table[name][rate]["count"] == total
+                assert table[name][rate]["value"] == (where & kind & accepted).sum() / total
+
+
 def test_a_different_pair_with_score_1_leaves_no_threshold():
     embeddings = np.array([[2, 0], [1, 0], [3, 0]], np.float32)
     result = all_pairs(embeddings, np.array([5, 5, 7]))
@@ -213,15 +237,18 @@ def test_counts_are_moved_before_they_overflow(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_counts_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
     embeddings, labels = random_embeddings(9000, size=32)  # six tiles
     np.save(tmp_path / "embeddings.npy", embeddings)
     np.save(tmp_path / "labels.npy", labels)
     run_ranks(Path(__file__).with_name("all_pairs_rank.py"), ranks, str(tmp_path))
     alone = all_pairs(embeddings, labels)
+    groups = Groups(("a", "b"), labels % 2)
+    rates = module.all_pair_rates(embeddings, labels, groups, alone, World.single()).as_dict()
     for rank in range(ranks):
         assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), [alone.same, alone.different])
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == rates
 
 
 @pytest.mark.parametrize("device", [GPU])

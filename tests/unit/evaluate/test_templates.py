@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -6,8 +7,10 @@ import pytest
 
 from plsc.errors import DataError
 from plsc.evaluate import templates
+from plsc.evaluate.groups import Groups
 from plsc.evaluate.identification import identify
 from plsc.evaluate.report import write_report
+from plsc.evaluate.retrieval import retrieval
 from plsc.evaluate.template_files import read_protocol
 from plsc.evaluate.templates import evaluate_templates, pool_templates
 from plsc.evaluate.verification import FARS
@@ -107,6 +110,70 @@ def test_rates_equal_the_protocol_as_written(tmp_path, monkeypatch, weighted, ch
     assert result.media == len({(template, medium) for _, template, medium in rows})
 
 
+def as_insightface(galleries, probes, fpir):
+    """Rank-1 and TPIR as pull request 1739 describes them; galleries and probes: (subjects, unit vectors)."""
+    subjects, vectors = probes
+    tpirs, hits = [], 0
+    for enrolled, enrolled_vectors in galleries:
+        tops, found = [], []
+        for subject, vector in zip(subjects, vectors, strict=True):
+            scores = enrolled_vectors @ vector
+            is_mate = np.array(enrolled) == subject
+            if is_mate.any():
+                mate, other = scores[is_mate][0], scores[~is_mate].max()
+                found.append((mate > other, mate))
+            else:
+                tops.append(scores.max())
+        threshold = sorted(tops, reverse=True)[max(int(len(tops) * fpir) - 1, 0)]
+        hits += sum(first for first, _ in found)
+        tpirs.append(sum(first and mate > threshold for first, mate in found) / len(found))
+    return hits / len(subjects), sum(tpirs) / len(tpirs)
+
+
+@pytest.mark.parametrize(
+    ("seed", "subjects", "fpirs"), [(0, 24, [0.1]), (1, 24, [0.1]), (2, 180, [0.1, 0.01])]
+)
+def test_rates_as_insightface_equal_plain_code_of_its_definition(
+    tmp_path, monkeypatch, seed, subjects, fpirs
+):
+    monkeypatch.setattr(sys.modules[__name__], "SUBJECTS", subjects)
+    *_, rows, weights, subject_of, _, lists, probes = write_protocol(tmp_path, seed, weighted=True)
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(SUBJECTS, 16))
+    subject_of_row = [subject_of[template] for _, template, _ in rows]
+    embeddings = (centres[subject_of_row] + 1.5 * rng.normal(size=(len(rows), 16))).astype(np.float32)
+    found = evaluate_templates(embeddings, read_protocol(tmp_path)).identification
+    _, template_of, media_of = zip(*rows, strict=True)
+    pooled = pooled_as_written(embeddings, template_of, media_of, weights)
+    sides = [
+        ([subject_of[t] for t in listed], np.array([pooled[t] / np.linalg.norm(pooled[t]) for t in listed]))
+        for listed in (*lists.values(), probes)
+    ]
+    assert list(found.tpir_at_fpir) == fpirs
+    for fpir in fpirs:
+        rank1, tpir = as_insightface(sides[:-1], sides[-1], fpir)
+        assert 0.01 < tpir < 0.99
+        assert found.insightface["rank-1"] == pytest.approx(rank1)
+        assert found.insightface[f"TPIR at FPIR {fpir:g}"] == pytest.approx(tpir)
+        assert found.insightface[f"TPIR at FPIR {fpir:g}"] <= found.tpir_at_fpir[fpir]
+
+
+def test_groups_of_images_are_those_of_the_templates_pairs_and_searches(tmp_path):
+    embeddings, *_ = write_protocol(tmp_path, 5)
+    protocol = read_protocol(tmp_path)
+    result = evaluate_templates(embeddings, protocol)
+    one = templates.template_rates(Groups(("x",), np.zeros(len(embeddings), int)), protocol, result)
+    assert list(one) == ["1:1", "G1", "G2"]
+    rates = one["1:1"].tables["FAR 0.1"]["x"]
+    assert rates["TAR"]["value"] == result.verification.tar_at_far[0.1]
+    assert rates["TAR"]["interval"] == list(result.verification.tar_intervals[0.1])
+    for name, search in result.identification.galleries.items():
+        assert one[name].tables["closed set"]["x"]["rank-1"]["value"] == search.rank1
+        found = one[name].tables["FPIR 0.1"]["x"]
+        assert found["TPIR"]["value"] == pytest.approx(1 - search.fnir_at_fpir[0.1])
+        assert found["FPIR"]["value"] <= 0.1
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 8192])
 def test_media_are_averaged_before_templates(monkeypatch, chunk):
     monkeypatch.setattr(templates, "_CHUNK", chunk)
@@ -144,7 +211,8 @@ def test_report_has_both_protocols(tmp_path):
     embeddings, *_ = write_protocol(tmp_path, 3)
     result = evaluate_templates(embeddings, read_protocol(tmp_path))
     report = write_report(tmp_path / "report", "Templates", [result.section("IJB-C")]).read_text()
-    assert "| 1:N | mean | G1 | G2 |" in report
+    assert "| 1:N | mean | insightface | G1 | G2 |" in report
+    assert "weights them by the detector score (here: not weighted)" in report
     assert "not weighted" in report
     values = json.loads((tmp_path / "report/report.json").read_text())["IJB-C"]
     assert values.items() >= result.as_dict().items()
@@ -188,10 +256,12 @@ def test_results_are_identical_on_every_number_of_ranks(tmp_path, ranks):
     np.savez(tmp_path / "data.npz", images=images, **data)
     run_ranks(Path(__file__).with_name("identify_rank.py"), ranks, str(tmp_path))
     alone, pooled = identify(*data.values()), evaluate_templates(images, read_protocol(tmp_path))
+    found = retrieval(*list(data.values())[:2])
     assert alone.non_mated == 2
     for rank in range(ranks):
-        found = np.load(tmp_path / f"{ranks}-{rank}.npz")
-        assert np.array_equal(found["ranks"], alone.ranks)
-        assert np.array_equal(found["mate_scores"], alone.mate_scores)
-        assert np.array_equal(found["top_scores"], alone.top_scores)
-        assert str(found["values"]) == repr((alone.as_dict(), pooled.as_dict()))
+        stored = np.load(tmp_path / f"{ranks}-{rank}.npz")
+        assert np.array_equal(stored["ranks"], alone.ranks)
+        assert np.array_equal(stored["mate_scores"], alone.mate_scores)
+        assert np.array_equal(stored["top_scores"], alone.top_scores)
+        assert np.array_equal(stored["retrieval"], found.values)
+        assert str(stored["values"]) == repr((alone.as_dict(), pooled.as_dict(), found.as_dict()))
