@@ -117,7 +117,7 @@ def train(options: argparse.Namespace, part: str) -> None:
     ins.set_emb_size(options.dim)
     ins.set_row_dtype("int8")
     ins.set_head_optimizer("adagrad")
-    ins.set_sample_ratio(options.ratio)
+    ins.set_sample_ratio(options.ratio * options.classes / classes)
     ins.set_train_batch_size(options.batch)
     ins.set_train_epochs(1)
     ins.set_precision("bfloat16")

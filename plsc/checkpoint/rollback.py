@@ -11,13 +11,12 @@ The page cache of the system keeps what a killed process wrote, so nothing is fl
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from plsc.data.native import crc32, move_bytes
 from plsc.errors import CheckpointError
 
 _MAGIC = 0x314C4E4A  # "JNL1"
@@ -80,7 +79,7 @@ class Journal:
         if len(numbers):
             head = np.array([_MAGIC, len(old), len(new), _checksum(numbers, data)], dtype=np.uint32)
             for part in (head, numbers, data):
-                move(lambda file, parts, _: os.writev(file, parts), self._file, part, 0)
+                move_bytes(lambda file, parts, _: os.writev(file, parts), self._file, part, 0)
 
     def blocks(self, mark: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield numbers [n] and old bytes [n, page_bytes] of each block, zeros for pages that were new.
@@ -121,15 +120,5 @@ class Journal:
         return self._folder / f"{_PREFIX}{mark}"
 
 
-def move(call: Any, descriptor: int, data: np.ndarray, offset: int) -> None:
-    """Read (os.preadv) or write (os.pwritev) all bytes of a contiguous array. Raises OSError."""
-    left = data.reshape(-1).view(np.uint8).data
-    while left.nbytes:
-        moved = call(descriptor, [left], offset)  # one call may move fewer bytes
-        if not moved:
-            raise OSError(5, "the file ended early")
-        left, offset = left[moved:], offset + moved
-
-
 def _checksum(numbers: np.ndarray, data: np.ndarray) -> int:
-    return zlib.crc32(data.reshape(-1).data, zlib.crc32(numbers.data))
+    return crc32(data.reshape(-1).data, crc32(numbers.data))

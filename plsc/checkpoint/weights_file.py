@@ -18,24 +18,24 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.rollback import START, Journal, move, step_of
+from plsc.checkpoint.rollback import START, Journal, step_of
+from plsc.data.native import move_blocks
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
 from plsc.storage.publish import FolderLock
 
-_THREADS = 8  # reads that wait for the disk at a time
-_CHUNK = 2**15  # values that torch computes in one thread
+_THREADS = 8  # requests to the disk at a time
+_CHUNK = 2**15  # values that torch computes in one thread; the others compute the step
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mounts")
 _REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gluster", "beegfs", "gpfs", "afs", "fuse.")
@@ -190,7 +190,7 @@ class WeightsFile:
             if newer >= mark:
                 for numbers, data in self._journal.blocks(newer):
                     number = torch.from_numpy(numbers.copy())
-                    self._transfer(os.pwritev, _Pages(number, torch.from_numpy(data), number))
+                    self._transfer(True, _Pages(number, torch.from_numpy(data), number))
                 if newer != mark:
                     self._journal.delete(newer)
 
@@ -257,7 +257,7 @@ class WeightsFile:
         def save() -> None:
             with self._reporting():
                 self._journal.append(old.number.numpy(), old.data.numpy(), new.numpy())
-            self._transfer(os.pwritev, after)
+            self._transfer(True, after)
 
         self._writing = self._writer.submit(save)
 
@@ -287,32 +287,27 @@ class WeightsFile:
     def _load(self, number: Tensor) -> _Pages:
         """Return pages from the disk; those that were never drawn with initial values."""
         pages = _Pages(number, torch.empty(len(number), PAGE * self._width, dtype=torch.uint8), number.bool())
-        self._transfer(os.preadv, pages)
+        self._transfer(False, pages)
         weights = pages.data.view(len(number), PAGE, self._width)[..., : self.columns["weight"].end]
         pages.is_new = (weights[..., -SCALE_BYTES:] == 0).flatten(1).all(dim=1)
         seed, emb_size, norm = self._initial
         block, several = self.classes.start // PAGE, max(1, _CHUNK // (PAGE * emb_size))
 
-        def fill(some: Tensor) -> None:
+        for some in pages.is_new.nonzero()[:, 0].split(several):
             drawn = initial_pages(seed, (number[some] + block).tolist(), emb_size, norm)
             weights[some] = drawn.view(torch.uint8).view(len(some), *weights.shape[1:])
-
-        list(self._threads.map(fill, pages.is_new.nonzero()[:, 0].split(several)))
         return pages
 
-    def _transfer(self, call: Callable[..., int], pages: _Pages) -> None:
-        """Read (os.preadv) or write (os.pwritev) pages; consecutive ones at once."""
-        size, data, number = PAGE * self._width, pages.data.numpy(), pages.number.numpy()
-        ends = np.flatnonzero(np.diff(number, append=-2) != 1) + 1
-        runs = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)) if len(number) else []
+    def _transfer(self, is_write: bool, pages: _Pages) -> None:
+        """Read or write pages, several at a time: a disk is slow with one request at a time."""
+        number, data = pages.number.numpy(), pages.data.numpy()
+        share = -(-len(number) // _THREADS) or 1
 
-        def transfer(some: list[tuple[int, int]]) -> None:
+        def transfer(first: int) -> None:
             with self._reporting():
-                for first, end in some:
-                    move(call, self._pages, data[first:end], int(number[first]) * size)
+                move_blocks(self._pages, is_write, number[first : first + share], data[first : first + share])
 
-        share = -(-len(runs) // _THREADS) or 1
-        list(self._threads.map(transfer, (runs[i : i + share] for i in range(0, len(runs), share))))
+        list(self._threads.map(transfer, range(0, len(number), share)))
 
     # The folder.
 

@@ -33,6 +33,7 @@ PAGE = 32
 _BLOCK = 4096
 _TYPICAL_PEAK = 96.0  # largest code of a new scale; a third of headroom, because rows grow in training
 _HIGHEST_CODE = 127.0
+_CODES = 28.0  # standard deviation of the codes of initial rows, whose largest is then about 80
 _LOWEST_PEAK = 63.0
 _STANDARD_DEVIATION = 0.01  # as in other implementations of margin softmax
 
@@ -59,15 +60,16 @@ def initial_rows(
 
     Each block of 4096 classes (of 32 for int8) has its own generator, so a class gets the same weights on any
     number of ranks. Threads draw the blocks in parallel: 6e7 x 512 values take five minutes on one core.
-    int8: rows [stop - start, emb_size + 4] as in `encode_rows`, rounded to the nearest code.
+    int8: rows [stop - start, emb_size + 4] as in `encode_rows`, see `initial_pages`.
     """
     size = PAGE if dtype is torch.int8 else _BLOCK
     rows = torch.empty(stop - start, emb_size + scale_bytes(dtype), dtype=dtype)
 
     def fill(block: int) -> None:
-        drawn = _draw_blocks(seed, [block], size, emb_size, norm)
         if dtype is torch.int8:
-            drawn = encode_rows(drawn)
+            drawn = initial_pages(seed, [block], emb_size, norm)
+        else:
+            drawn = _draw_blocks(seed, [block], size, emb_size, _deviation(emb_size, norm))
         base = block * size
         first, last = max(start, base), min(stop, base + size)
         rows[first - start : last - start] = drawn[first - base : last - base]
@@ -78,13 +80,21 @@ def initial_rows(
 
 
 def initial_pages(seed: int, pages: Sequence[int], emb_size: int, norm: float | None) -> Tensor:
-    """Return the initial int8 rows of these pages of `PAGE` classes, [pages * PAGE, emb_size + 4]."""
-    return encode_rows(_draw_blocks(seed, pages, PAGE, emb_size, norm))
+    """Return the initial int8 rows of these pages of `PAGE` classes, [pages * PAGE, emb_size + 4].
+
+    All have the same scale: with one per row, a step that draws new pages would take longer.
+    """
+    codes = _draw_blocks(seed, pages, PAGE, emb_size, _CODES).round_().clamp_(-_HIGHEST_CODE, _HIGHEST_CODE)
+    scale = torch.tensor([_deviation(emb_size, norm) / _CODES], dtype=torch.float32).view(torch.int8)
+    return torch.cat([codes.to(torch.int8), scale.expand(len(codes), -1)], dim=1)
 
 
-def _draw_blocks(seed: int, blocks: Sequence[int], size: int, emb_size: int, norm: float | None) -> Tensor:
-    """Return float32 class weights of blocks of `size` classes, each from its own generator."""
-    deviation = _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
+def _deviation(emb_size: int, norm: float | None) -> float:
+    return _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
+
+
+def _draw_blocks(seed: int, blocks: Sequence[int], size: int, emb_size: int, deviation: float) -> Tensor:
+    """Return normally distributed float32 rows of blocks of `size` classes, each from its own generator."""
     drawn = torch.empty(len(blocks), size, emb_size, dtype=torch.float32)
     generator = torch.Generator()
     for rows, block in zip(drawn, blocks, strict=True):

@@ -7,17 +7,19 @@ library in a source checkout, run ``python setup.py build_ext --inplace``.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
+import os
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import c_char_p, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_ABI = 9  # PLSC_DATA_ABI of native.h
+_ABI = 10  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 
@@ -112,6 +114,32 @@ def read_ranges(descriptors: np.ndarray, offsets: np.ndarray, lengths: np.ndarra
     call = function("plsc_read_ranges", (c_void_p, c_void_p, c_void_p, c_int64, *_BUFFER))
     places = tuple(np.ascontiguousarray(array, np.int64) for array in (offsets, lengths))
     return _read(call, (), (np.ascontiguousarray(descriptors, np.int32), *places))
+
+
+def move_blocks(descriptor: int, is_write: bool, numbers: np.ndarray, data: np.ndarray) -> None:
+    """Read or write the blocks of an open file: data uint8 [n, size], block i at numbers[i] * size.
+
+    One call for all blocks, which releases the interpreter lock once. Raises OSError.
+    """
+    size, numbers = data.shape[1], np.ascontiguousarray(numbers, np.int64)
+    call = function("plsc_move_blocks", (c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p))
+    if call is not None:
+        status = call(descriptor, is_write, numbers.ctypes.data, len(numbers), size, data.ctypes.data)
+        if status:
+            raise OSError(-status, os.strerror(-status))
+        return
+    for number, row in zip(numbers.tolist(), data, strict=True):
+        move_bytes(os.pwritev if is_write else os.preadv, descriptor, row, number * size)
+
+
+def move_bytes(call: Callable[..., int], descriptor: int, data: np.ndarray, offset: int) -> None:
+    """Read (os.preadv) or write (os.pwritev) all bytes of a contiguous array. Raises OSError."""
+    left = data.reshape(-1).view(np.uint8).data
+    while left.nbytes:
+        moved = call(descriptor, [left], offset)  # one call may move fewer bytes
+        if not moved:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        left, offset = left[moved:], offset + moved
 
 
 def _read(call: Any, table: tuple[Any, ...], wanted: tuple[np.ndarray, ...]) -> Iterator[bytes | None]:

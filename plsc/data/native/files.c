@@ -18,6 +18,8 @@ PLSC_API int64_t plsc_read_files(const char *folder, int64_t may_leave, const ch
 PLSC_API int64_t plsc_read_ranges(const int32_t *descriptors, const int64_t *offsets,
                                   const int64_t *lengths, int64_t count, unsigned char *buffer,
                                   int64_t capacity, int64_t *sizes);
+PLSC_API int64_t plsc_move_blocks(int64_t descriptor, int64_t is_write, const int64_t *numbers, int64_t count,
+                                  int64_t size, unsigned char *data);
 
 static int read_whole(int descriptor, unsigned char *to, int64_t length, int64_t offset) {
     while (length > 0) {
@@ -102,4 +104,22 @@ int64_t plsc_read_ranges(const int32_t *descriptors, const int64_t *offsets, con
         used += lengths[i];
     }
     return count;
+}
+
+/* Read or write the blocks numbers[i] of a file; they are stored consecutively in data. Return 0 or -errno. */
+int64_t plsc_move_blocks(int64_t descriptor, int64_t is_write, const int64_t *numbers, int64_t count,
+                         int64_t size, unsigned char *data) {
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t done = 0; done < size;) {
+            unsigned char *at = data + i * size + done;
+            size_t left = (size_t)(size - done);
+            off_t offset = (off_t)(numbers[i] * size + done);
+            ssize_t moved = is_write ? pwrite((int)descriptor, at, left, offset)
+                                     : pread((int)descriptor, at, left, offset);
+            if (moved < 0 && errno == EINTR) continue;
+            if (moved <= 0) return moved < 0 ? -errno : -EIO;
+            done += moved;
+        }
+    }
+    return 0;
 }

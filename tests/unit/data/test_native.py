@@ -18,7 +18,7 @@ from plsc.data import native
 from plsc.data.augment import Augmentation
 from plsc.data.files import PathTable
 from plsc.data.loader import SourceLoader
-from plsc.data.native import crc32, read_files, read_ranges
+from plsc.data.native import crc32, move_blocks, read_files, read_ranges
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import open_source
@@ -163,3 +163,20 @@ def test_crc32_equals_zlib_for_every_length_offset_and_start_value(first, length
 def test_without_the_library_crc32_is_zlib_s(monkeypatch):
     monkeypatch.setattr(native, "function", lambda *_: None)
     assert crc32(DATA) == zlib.crc32(DATA)
+
+
+@pytest.mark.parametrize("has_library", [pytest.param(True, marks=needs_library), False])
+def test_blocks_are_moved_in_any_order_and_a_short_file_is_an_error(tmp_path, monkeypatch, has_library):
+    if not has_library:
+        monkeypatch.setattr(native, "function", lambda *_: None)
+    data = np.random.default_rng(0).integers(0, 256, (4, 5000), np.uint8)
+    numbers = np.array([3, 0, 9, 1])
+    with (tmp_path / "blocks").open("w+b", buffering=0) as file:
+        move_blocks(file.fileno(), True, numbers, data)
+        found = np.empty_like(data)
+        move_blocks(file.fileno(), False, numbers, found)
+        assert np.array_equal(found, data)
+        with pytest.raises(OSError, match="Input/output error"):
+            move_blocks(file.fileno(), False, np.array([10]), found[:1])
+    with (tmp_path / "blocks").open("rb", buffering=0) as file, pytest.raises(OSError, match="Bad file"):
+        move_blocks(file.fileno(), True, numbers, data)
