@@ -161,10 +161,10 @@ def report(file: Data, m: int, times: tuple[int, ...], draws: int, seed: int) ->
         for size, n in enumerate(sizes):
             for w, wanted in enumerate(WANTED):
                 fars = (1 - (1 - wanted) ** (1 / n), wanted / n)
-                thresholds = [table.threshold(wanted, n), *map(draw.threshold, fars)]
-                for way, threshold in enumerate(thresholds):
-                    if threshold is not None:
-                        asked[size, w, index, way] = draw.measured(size, threshold)
+                answers = [table.threshold(wanted, n), *map(draw.threshold, fars)]
+                for way, answer in enumerate(answers):
+                    if answer is not None:
+                        asked[size, w, index, way] = draw.measured(size, answer)
     for line in (*_cells(cells, sizes, times, m, found), "", *_asked(sizes, asked)):
         print(line, flush=True)
 

@@ -3,8 +3,8 @@
 python benchmarks/capacity_data.py demo/output/glyphs build/capacity --omniglot omniglot_small2.zip
 
 Trains as demo/train_glyphs.py does, in one process, on 1,500 characters of the output of demo/make_glyphs.py,
-from class --first on. Writes glyphs.npz, all other characters, and omniglot.npz, all characters of the archive
-by the same network. A file has `embeddings`, float32 [n, D], and `labels`, int64 [n]. About 3 minutes.
+from class --first on. Writes glyphs.npz, all other characters, and omniglot.npz, all characters of the
+archive, of the same network: `embeddings`, float32 [n, D], and `labels`, int64 [n]. About 3 minutes.
 """
 
 from __future__ import annotations

@@ -1,30 +1,28 @@
 """FPIR of galleries of any size, predicted from classes that the network never saw.
 
 A probe of an unknown identity is a false positive if its best score against N enrolled identities, one image
-each, is at least the threshold t. With q the share of identities that a probe reaches at t,
+each, is at least the threshold t. With q the share of identities that score at least t with a probe,
 
-    FPIR(t, N) = 1 - E[(1 - q)^N]      over probes;      FAR(t) = E[q].
+    FPIR(t, N) = 1 - E[(1 - q)^N]    over probes,       FAR(t) = E[q].
 
-Probes differ: some have many look-alikes. If q has a gamma distribution with mean FAR and squared coefficient of
-variation s ("spread"), this is, for small q, the zero term of a negative binomial distribution:
+Probes differ: some have many look-alikes. If q has a gamma distribution with mean FAR and squared coefficient
+of variation s ("spread"), this is, for small q, the zero term of a negative binomial distribution:
 
-    FPIR(t, N) = 1 - (1 + s N FAR)^(-1 / s),      for s = 0: 1 - exp(-N FAR).
+    FPIR(t, N) = 1 - (1 + s N FAR)^(-1 / s),    for s = 0: 1 - exp(-N FAR).
 
-N may be larger than the number m of calibration classes. A row of the table has, for one threshold, from all
+N may be larger than the number m of calibration classes. For each threshold, the table has, from all
 between-class pairs and with the same weight per class:
 
 - FAR.
-- s = E[q q'] / FAR^2 - 1, where q and q' are of one probe and two other classes, so it is unbiased. The higher
-  the threshold, the fewer pairs there are: s is shrunk to that of the next lower threshold times
-  (ratio of the FARs)^0.5, about its growth among characters.
-- w: the mean share of image pairs that exceed t, in a class pair that does, weighted by this share; it is
+- s = E[q q'] / FAR^2 - 1, where q and q' are of one probe and two other classes. Where few probes have two
+  look-alikes, s is shrunk to that of the next lower threshold times (ratio of the FARs)^0.5.
+- w: of the class pairs that exceed t with some images, the share of images that does, weighted by this share;
   shrunk to that of the next lower threshold.
 
-The variance of FAR has two terms, from class pairs and from classes (Hoeffding's decomposition of a
-U-statistic): FAR w / pairs + 4 s FAR^2 / m. One gallery of N identities adds s FAR^2 / N. With the ratio of
-variance and FAR as the unit, FAR is a Poisson count; its interval is that of Fay and Feuer (1997, "Confidence
-intervals for directly standardized rates"), which is Garwood's for equal weights. It needs no tail model, and
-becomes the rule of three where no pair exceeds t.
+The variance of FAR has a term of class pairs and one of classes (Hoeffding's decomposition of a U-statistic),
+FAR w / pairs + 4 s FAR^2 / m. One gallery of N identities adds s FAR^2 / N. In units of variance / FAR, FAR
+is about a Poisson count. Its interval is that of Fay and Feuer (1997, "Confidence intervals for directly
+standardized rates"): no model of the tail, and the rule of three where no pair exceeds t.
 """
 
 from __future__ import annotations
@@ -40,21 +38,19 @@ from plsc.errors import DataError
 from plsc.evaluate.identification import norms_of
 
 FEWEST_CLASSES = 20
-HIGHEST_FAR = 0.05  # of the first row
-ROWS = 6  # per factor of ten of the FAR
-FEWEST_PAIRS = 5.0  # exceeding class pairs for a point prediction
-FEWEST_EVENTS = 5.0  # the same as independent events: 1 / squared relative error of the FAR
-GROWTH = 0.5  # spread ~ FAR^-GROWTH, if the data do not say otherwise
-PRIOR = 20.0  # weight of this assumption, as a number of wedges: a probe class with two look-alikes
+FEWEST_PAIRS = 5.0  # exceeding class pairs, and independent events among them, for a point prediction
+HIGHEST_FAR = 0.05  # of the table
+_ROWS = 6  # per factor of ten of the FAR
+_GROWTH, _WEDGES = 0.5, 20.0  # s ~ FAR^-0.5 counts like 20 probes with two look-alikes,
+_EVENTS = 4.0  # and the w of the next lower threshold like 4 class pairs
 _Z90 = 1.6448536269514722  # 95 % quantile of the normal distribution
-_SAME = 1 - 1e-6  # cosine from which two images are the same image
-EVENTS = 4.0  # weight of the assumption that w is that of the next lower threshold
-_MOST = 20_000_000  # scores in memory
+_ROUNDING = 1e-6  # above that of a cosine in float32
+_SCORES = 20_000_000  # in memory
 _FORMAT = 1
 
 
 class Prediction(NamedTuple):
-    """An FPIR, 0..1, with a 90 % interval; estimate None: these data give only the interval."""
+    """An FPIR, 0..1, with its 90 % interval; estimate None: these data give only the interval."""
 
     estimate: float | None
     low: float
@@ -62,60 +58,58 @@ class Prediction(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A lower bound of the size of a gallery: at least `identities` with this FPIR at this threshold."""
+    """A gallery of at least so many identities has at most this FPIR at the threshold."""
 
     identities: int
     fpir: float
     threshold: float
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """What the calibration classes say about one threshold; rates are fractions, 0..1."""
 
     threshold: float  # cosine; a score at the threshold is accepted
-    far: float  # of one image per class
-    spread: float  # squared coefficient of variation of FAR over probes, at least 0
-    weight: float  # w above, 0..1
+    far: float
+    spread: float  # s of the module, at least 0
+    weight: float  # w of the module, 0..1
     accepted: float | None  # share of same-class pairs; None: one image per class
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Table of a network's tail; see the module. Rows in the order of the thresholds."""
+    """FPIR of galleries by threshold and size; build it with `measure_capacity`."""
 
     classes: int
     images: int
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # by rising threshold; the last one is above all scores, with FAR 0
 
     def fpir(self, threshold: float, identities: int) -> Prediction:
-        """Predict the FPIR of a gallery of this many identities, one image each.
+        """Predict the FPIR of one gallery of this many identities, one image each.
 
-        The interval is that of one such gallery, not of the mean over galleries. Below the first threshold of
-        the table, only the lower limit is known.
+        Below the first threshold of the table, only the lower limit is known.
         """
         if identities < 1 or not math.isfinite(threshold):
             raise DataError(
                 f"cannot predict the FPIR of {identities} identities at threshold {threshold}; expected at "
-                "least 1 and a finite threshold"
+                "least 1 identity and a finite threshold"
             )
         if threshold < self.rows[0].threshold:
-            return Prediction(None, self._at(self.rows[0], identities).low, 1.0)
-        return self._at(self._row(threshold), identities)
+            return Prediction(None, self._predict(self.rows[0], identities).low, 1.0)
+        return self._predict(self._row(threshold), identities)
 
     def threshold(self, fpir: float, identities: int, sure: bool = False) -> float | None:
-        """Return the lowest threshold with at most this FPIR; None: these data cannot say.
+        """Return the lowest threshold of the table with at most this FPIR; None: these data cannot say.
 
         Decides by the estimate or, where there is none, by the upper limit. sure: always by the upper limit.
         """
 
         def passes(threshold: float) -> bool:
-            found = self.fpir(threshold, identities)
-            return (found.high if sure or found.estimate is None else found.estimate) <= fpir
+            estimate, _, high = self.fpir(threshold, identities)
+            return (high if sure or estimate is None else estimate) <= fpir
 
-        _check_fpir(fpir)
+        _check(fpir)
         first = next((k for k, row in enumerate(self.rows) if passes(row.threshold)), None)
-        if not first:  # no row, or the first one: lower thresholds are not in the table
+        if not first:
             return None if first is None else self.rows[0].threshold
         low, high = self.rows[first - 1].threshold, self.rows[first].threshold
         for _ in range(40):
@@ -129,18 +123,20 @@ class Capacity:
         """Return how many identities a gallery holds at least (95 % confidence), one image each.
 
         Args:
-            fpir: allowed FPIR; None: the lowest of 0.001, 0.002, 0.005, ... that the classes could show for as
-                many identities as there are classes.
-            threshold: None: the highest at which this share of same-class pairs is `accepted`.
+            fpir: None: the lowest of 0.001, 0.002, 0.005, 0.01, ... that m classes can show for m identities:
+                at least 6 / m, three times one of their pairs.
+            threshold: None: the highest of the table that accepts this share of same-class pairs.
+            accepted: see threshold.
 
-        Returns None if these data cannot say: there is no such threshold in the table.
+        Returns:
+            None if these data cannot say: the threshold is below the table.
         """
-        steps = [step * 10.0**power for power in range(-9, 0) for step in (1, 2, 5)]
         if fpir is None:
-            fpir = next((step for step in steps if step * self.classes >= 6), 0.5)
-        _check_fpir(fpir)
+            steps = (step * 10.0**power for power in (-3, -2, -1) for step in (1, 2, 5))
+            fpir = next(step for step in steps if step * self.classes >= 6)
+        _check(fpir)
         if threshold is None:
-            fitting = [one.threshold for one in self.rows if (one.accepted or 0.0) >= accepted]
+            fitting = [row.threshold for row in self.rows if (row.accepted or 0.0) >= accepted]
             threshold = max(fitting, default=-math.inf)
         if threshold < self.rows[0].threshold:
             return None
@@ -154,194 +150,172 @@ class Capacity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        columns = {name: [getattr(row, name) for row in self.rows] for name in Row.__dataclass_fields__}
-        return {"format": _FORMAT, "classes": self.classes, "images": self.images, **columns}
+        rows = [list(row) for row in self.rows]
+        values = {"format": _FORMAT, "classes": self.classes, "images": self.images}
+        return {**values, "columns": list(Row._fields), "rows": rows}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Capacity:
         """Return the table that `as_dict` wrote; DataError if it is damaged."""
         try:
-            if values["format"] != _FORMAT:
-                raise DataError(f"the capacity table has format {values['format']}; expected {_FORMAT}")
-            columns = zip(*(values[name] for name in Row.__dataclass_fields__), strict=True)
-            return cls(int(values["classes"]), int(values["images"]), tuple(Row(*one) for one in columns))
+            if values["format"] != _FORMAT or values["columns"] != list(Row._fields):
+                raise ValueError(f"format {values['format']}, expected {_FORMAT}")
+            rows = tuple(Row(*row) for row in values["rows"])
+            if not rows or not all(math.isfinite(number) for row in rows for number in row[:4]):
+                raise ValueError("a value is missing or not finite")
+            return cls(int(values["classes"]), int(values["images"]), rows)
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the capacity table is damaged ({error!r}); write it again") from error
+            raise DataError(f"the capacity table is damaged ({error!r}); measure it again") from error
 
     def _row(self, threshold: float) -> Row:
-        """Interpolate between two rows: log FAR linearly in the threshold. Above the table, FAR is 0."""
-        place = bisect_right([row.threshold for row in self.rows], threshold) - 1
-        row = self.rows[place]
-        if place + 1 == len(self.rows) or threshold == row.threshold:
+        """Interpolate between two rows, the FAR on a logarithmic scale."""
+        place = bisect_right(self.rows, threshold, key=lambda row: row.threshold) - 1
+        row, after = self.rows[place], self.rows[min(place + 1, len(self.rows) - 1)]
+        if threshold == row.threshold or not after.far:
             return row
-        after = self.rows[place + 1]
         share = (threshold - row.threshold) / (after.threshold - row.threshold)
-        if not after.far:
-            return Row(threshold, row.far, row.spread, row.weight, after.accepted)
         far = row.far ** (1 - share) * after.far**share
-        spread = row.spread + share * (after.spread - row.spread)
-        return Row(threshold, far, spread, row.weight + share * (after.weight - row.weight), after.accepted)
+        spread, weight = (a + share * (b - a) for a, b in zip(row[2:4], after[2:4], strict=True))
+        return Row(threshold, far, spread, weight, after.accepted)
 
-    def _at(self, row: Row, identities: int) -> Prediction:
+    def _predict(self, row: Row, identities: int) -> Prediction:
         pairs = self.classes * (self.classes - 1) / 2
         unit = row.weight / pairs + row.spread * row.far * (4 / self.classes + 1 / identities)
         events = row.far / unit
-        low, high = unit * _gamma_quantile(events, -_Z90), unit * _gamma_quantile(events + 1, _Z90)
-        enough = row.far * pairs >= FEWEST_PAIRS and events >= FEWEST_EVENTS
-        estimate = _fpir(row.far, row.spread, identities) if enough else None
-        return Prediction(estimate, _fpir(low, row.spread, identities), _fpir(high, row.spread, identities))
+        fars = row.far, unit * _gamma_quantile(events, -_Z90), unit * _gamma_quantile(events + 1, _Z90)
+        estimate, low, high = (_fpir(far, row.spread, identities) for far in fars)
+        return Prediction(estimate if min(row.far * pairs, events) >= FEWEST_PAIRS else None, low, high)
 
 
 def _fpir(far: float, spread: float, identities: int) -> float:
     expected = identities * far
-    if spread * expected < 1e-9:
-        return -math.expm1(-expected)
-    return -math.expm1(-math.log1p(spread * expected) / spread)
+    exponent = math.log1p(spread * expected) / spread if spread * expected > 1e-9 else expected
+    return -math.expm1(-exponent)
 
 
 def _gamma_quantile(shape: float, z: float) -> float:
-    """Return a quantile of the gamma distribution with scale 1, z standard deviations from the middle.
+    """Return a quantile of the gamma distribution, z standard deviations from the middle.
 
     Wilson and Hilferty (1931); for z = 1.645 and shape >= 1 within 1 %.
     """
-    if shape <= 0:
-        return 0.0
-    return float(shape * max(0.0, 1 - 1 / (9 * shape) + z / (3 * math.sqrt(shape))) ** 3)
+    root = 1 - 1 / (9 * shape) + z / (3 * math.sqrt(shape)) if shape > 0 else 0.0
+    return shape * max(0.0, root) ** 3
 
 
-def _check_fpir(fpir: float) -> None:
+def _check(fpir: float) -> None:
     if not 0 < fpir < 1:
-        raise DataError(f"FPIR {fpir} is not a probability; expected a value between 0 and 1, such as 0.01")
+        raise DataError(f"FPIR {fpir} is not between 0 and 1; use a value such as 0.01")
 
 
 def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:
-    """Measure the table from images of classes that the network was not trained on.
+    """Measure the table from images of m >= 20 classes that the network was not trained on.
 
-    The time grows with (images)^2: 10 seconds for 6,000 images of 500 classes on one core.
+    Takes 2 seconds for 6,000 images of 500 classes on one core, and grows with the square of the images.
 
     Args:
         embeddings: [n, D], not necessarily normalised.
-        labels: int64 [n]; at least 20 classes. One image per class is enough, except for `Row.accepted`.
+        labels: int64 [n]. One image per class is enough, except for `Row.accepted`.
 
     Raises:
         DataError: the shapes do not match, an embedding is not finite, there are too few classes, or an image
             is in two classes.
     """
-    labels = np.asarray(labels)
-    unit, number, order = _sorted_by_class(embeddings, labels)
-    grid, pair = _choose_thresholds(unit, number)
-    if pair is not None:
-        first, second = (int(order[place]) for place in pair)
+    embeddings, labels = np.asarray(embeddings), np.asarray(labels)
+    number, counts = _number_classes(embeddings, labels)
+    norms = norms_of(embeddings, "calibration")
+    order = np.argsort(number, kind="stable")
+    unit = (embeddings / np.where(norms == 0, 1, norms)[:, None])[order].astype(np.float32)
+    scores, *pair = _highest_scores(unit, number[order])
+    if scores[0] > 1 - _ROUNDING:
+        first, second = order[pair]
         raise DataError(
-            f"images {first} and {second} have the same embedding, but the labels {labels[first]} and "
-            f"{labels[second]}; expected each image in one class: remove one of them"
+            f"images {first} and {second} have the same embedding, but labels {labels[first]} and "
+            f"{labels[second]}; an image must be in one class only: remove one of them"
         )
-    counts = np.bincount(number)
-    m, sums = len(counts), _Sums.zeros(len(grid))
-    parts = np.split(unit, np.cumsum(counts)[:-1])
-    for own, images in enumerate(parts):
-        sums.add(images @ unit.T, own, number, counts, grid)
-    return Capacity(m, len(unit), _rows(sums, m, grid))
+    grid = _choose_thresholds(scores)
+    sums = np.zeros((4, len(grid)))
+    for own, end in enumerate(np.cumsum(counts)):
+        sums += _sum_class(unit[end - counts[own] : end] @ unit.T, own, number[order], counts, grid)
+    return Capacity(len(counts), len(unit), _rows(sums, grid, counts))
 
 
-def _rows(sums: _Sums, m: int, grid: np.ndarray) -> tuple[Row, ...]:
-    far = sums.pairs / (m * (m - 1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        spread = sums.wedges / (m * (m - 1) * (m - 2)) / far**2 - 1
-    rows: list[Row] = []
-    before, weight = max(0.0, float(spread[0])), float(sums.squares[0] / sums.pairs[0])
-    for k, threshold in enumerate(grid):
-        if far[k]:
-            known = sums.wedges[k] / 2
-            grown = before * (far[k - 1] / far[k]) ** GROWTH if k else before
-            before = max(0.0, float((known * spread[k] + PRIOR * grown) / (known + PRIOR)))
-        # One more pair, of the weight of the row before, so that a few small shares do not decide.
-        weight = float((sums.squares[k] / 2 + EVENTS * weight**2) / (sums.pairs[k] / 2 + EVENTS * weight))
-        accepted = float(sums.same[k] / sums.repeated) if sums.repeated else None
-        rows.append(Row(float(threshold), float(far[k]), before, weight, accepted))
-    return tuple(rows)
-
-
-def _sorted_by_class(embeddings: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the normalised embeddings by class, float32 [n, D], their classes 0 to m - 1, and the order."""
+def _number_classes(embeddings: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the classes as numbers from 0, int64 [n], and their images, int64 [m]; check the input."""
     if embeddings.ndim != 2 or labels.shape != embeddings.shape[:1]:
         raise DataError(
             f"the embeddings have shape {list(embeddings.shape)} and the labels {list(labels.shape)}; "
             "expected [n, embedding size] and [n]"
         )
-    classes, number = np.unique(labels, return_inverse=True)
-    if len(classes) < FEWEST_CLASSES:
+    _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    if len(counts) < FEWEST_CLASSES:
         raise DataError(
-            f"there are images of {len(classes)} classes; expected at least {FEWEST_CLASSES} that the network "
-            "was not trained on, and hundreds for a narrow interval"
+            f"there are images of {len(counts)} classes; expected at least {FEWEST_CLASSES} classes that the "
+            "network was not trained on, better hundreds"
         )
-    norms = norms_of(embeddings, "calibration")
-    order = np.argsort(number, kind="stable")
-    unit = (embeddings[order] / np.where(norms == 0, 1, norms)[order, None]).astype(np.float32)
-    return unit, number[order], order
+    return number, counts
 
 
-def _choose_thresholds(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, tuple[int, int] | None]:
-    """Return rising scores of between-class pairs, `ROWS` per factor of ten, and one above all of them.
-
-    Also returns the pair with the highest score, if these are the same image.
-    """
+def _highest_scores(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Return about the highest `HIGHEST_FAR` of the between-class scores, falling, and the first pair."""
     n = len(unit)
     some = np.random.default_rng(0).choice(n, min(n, 1000), replace=False)
-    scores = unit[some] @ unit.T
-    floor = np.quantile(scores[number[some][:, None] != number], 1 - min(HIGHEST_FAR, 2 * _MOST / n**2))
-    found = []
-    pair = None
+    sample = (unit[some] @ unit.T)[number[some, None] != number]
+    floor = np.quantile(sample, 1 - min(HIGHEST_FAR, 2 * _SCORES / n**2))
+    found, best = [], (-math.inf, 0, 0)
     for start in range(0, n, 1000):  # each pair once
         scores = unit[start : start + 1000] @ unit[start:].T
-        x, y = np.nonzero(scores >= floor)
-        is_pair = number[start + x] < number[start + y]
-        x, y = x[is_pair], y[is_pair]
-        found.append(scores[x, y])
-        if len(x) and found[-1].max() > _SAME:
-            highest = int(found[-1].argmax())
-            pair = (start + int(x[highest]), start + int(y[highest]))
-    ranked = np.sort(np.concatenate(found))[::-1]
-    size = max(2, round(ROWS * math.log10(len(ranked))))
-    wanted = np.unique(np.geomspace(1, len(ranked), size).round().astype(int)) - 1
-    grid = np.unique(ranked[wanted])
-    return np.append(grid, np.nextafter(grid[-1], np.float32(2))).astype(np.float64), pair
+        scores[number[start : start + 1000, None] >= number[start:]] = -math.inf
+        x, y = divmod(int(scores.argmax()), scores.shape[1])
+        best = max(best, (float(scores[x, y]), start + x, start + y))
+        found.append(scores[scores >= floor])
+    return np.sort(np.concatenate(found))[::-1], *best[1:]
 
 
-@dataclass
-class _Sums:
-    """Sums over classes per threshold, float64 [K]; each class has weight 1. See the module."""
+def _choose_thresholds(scores: np.ndarray) -> np.ndarray:
+    """Return rising thresholds: `_ROWS` of the scores per factor of ten, and one above all of them."""
+    size = max(2, round(_ROWS * math.log10(len(scores))))
+    grid = np.unique(scores[np.geomspace(1, len(scores), size).round().astype(int) - 1])
+    return np.append(grid, grid[-1] + _ROUNDING).astype(np.float64)
 
-    pairs: np.ndarray  # FAR of each ordered pair of classes
-    squares: np.ndarray  # its square
-    wedges: np.ndarray  # q q' of each probe and two other classes, in order
-    same: np.ndarray  # share of same-class pairs, of classes with several images
-    repeated: int = 0  # classes with several images
 
-    @classmethod
-    def zeros(cls, size: int) -> _Sums:
-        return cls(*(np.zeros(size) for _ in range(4)))
+def _sum_class(
+    scores: np.ndarray, own: int, number: np.ndarray, counts: np.ndarray, grid: np.ndarray
+) -> np.ndarray:
+    """Return the sums of one class for `_rows`, [4, K]; scores: of its images with all images, [images, n].
 
-    def add(
-        self, scores: np.ndarray, own: int, number: np.ndarray, counts: np.ndarray, grid: np.ndarray
-    ) -> None:
-        """Add a class; scores: of its images with all images, [own images, n]."""
-        images, m, size = len(scores), len(counts), len(grid)
-        mean = np.zeros((size, m))  # share of image pairs, by class
-        step = max(1, 4_000_000 // (size * m))
-        for start in range(0, images, step):
-            part = scores[start : start + step]
-            x, y = np.nonzero(part >= grid[0])
-            level = np.searchsorted(grid, part[x, y], side="right") - 1
-            cells = (level * len(part) + x) * m + number[y]
-            hits = np.bincount(cells, minlength=size * len(part) * m).reshape(size, len(part), m)
-            share = hits[::-1].cumsum(0)[::-1] / counts  # [K, images, m]
-            mean += share.sum(1) / images
-            share[:, :, own] = 0
-            self.wedges += (share.sum(2) ** 2 - (share**2).sum(2)).sum(1) / images
-        if images > 1:
-            self.same += (mean[:, own] * images**2 - images) / (images * (images - 1))
-            self.repeated += 1
-        mean[:, own] = 0
-        self.pairs += mean.sum(1)
-        self.squares += (mean**2).sum(1)
+    Over other classes: the share of image pairs that exceed a threshold, its square, and, over pairs of other
+    classes, the mean product of the shares of one image. Then the share of its own pairs.
+    """
+    images, m, size = len(scores), len(counts), len(grid)
+    mean, wedges = np.zeros((size, m)), np.zeros(size)
+    step = max(1, 4_000_000 // (size * m))
+    for start in range(0, images, step):
+        part = scores[start : start + step]
+        x, y = np.nonzero(part >= grid[0])
+        level = np.searchsorted(grid, part[x, y], side="right") - 1
+        cells = np.bincount((level * len(part) + x) * m + number[y], minlength=size * len(part) * m)
+        share = cells.reshape(size, len(part), m)[::-1].cumsum(0)[::-1] / counts
+        mean += share.sum(1) / images
+        share[:, :, own] = 0
+        wedges += (share.sum(2) ** 2 - (share**2).sum(2)).sum(1) / images
+    same = (mean[:, own] * images - 1) / max(1, images - 1)  # without the pairs of an image with itself
+    mean[:, own] = 0
+    return np.stack([mean.sum(1), (mean**2).sum(1), wedges, same])
+
+
+def _rows(sums: np.ndarray, grid: np.ndarray, counts: np.ndarray) -> tuple[Row, ...]:
+    m, repeated = len(counts), int((counts > 1).sum())
+    pairs, squares, wedges, same = sums
+    far = pairs / (m * (m - 1))
+    spread, weight = 0.0, float(squares[0] / pairs[0])
+    rows = []
+    for k, threshold in enumerate(grid):
+        if far[k]:
+            grown = spread * (far[max(0, k - 1)] / far[k]) ** _GROWTH
+            found = wedges[k] / (m * (m - 1) * (m - 2)) / far[k] ** 2 - 1
+            known = wedges[k] / 2
+            spread = max(0.0, float((known * found + _WEDGES * grown) / (known + _WEDGES)) if k else found)
+        weight = float((squares[k] / 2 + _EVENTS * weight**2) / (pairs[k] / 2 + _EVENTS * weight))
+        accepted = float(same[k] / repeated) if repeated else None
+        rows.append(Row(float(threshold), float(far[k]), float(spread), weight, accepted))
+    return tuple(rows)
