@@ -84,10 +84,7 @@ class Capacity:
     rows: tuple[Row, ...]  # by rising threshold; the last one is above all scores, with FAR 0
 
     def fpir(self, threshold: float, identities: int) -> Prediction:
-        """Predict the FPIR of one gallery of this many identities, one image each.
-
-        Below the first threshold of the table, only the lower limit is known.
-        """
+        """Predict the FPIR of one gallery of so many identities; below the table, only the lower limit."""
         if identities < 1 or not math.isfinite(threshold):
             raise DataError(
                 f"cannot predict the FPIR of {identities} identities at threshold {threshold}; expected at "
@@ -120,7 +117,10 @@ class Capacity:
     def holds(
         self, fpir: float | None = None, threshold: float | None = None, accepted: float = 0.9
     ) -> Holding | None:
-        """Return how many identities a gallery holds at least (95 % confidence), one image each.
+        """Return how many identities a gallery holds at least (95 % confidence).
+
+        Stricter than the upper limit of `fpir`: a pair of classes that the data do not show may exceed the
+        threshold as often as two images of one class.
 
         Args:
             fpir: None: the lowest of 0.001, 0.002, 0.005, 0.01, ... that m classes can show for m identities:
@@ -128,8 +128,7 @@ class Capacity:
             threshold: None: the highest of the table that accepts this share of same-class pairs.
             accepted: see threshold.
 
-        Returns:
-            None if these data cannot say: the threshold is below the table.
+        Returns None if these data cannot say: the threshold is below the table.
         """
         if fpir is None:
             steps = (step * 10.0**power for power in (-3, -2, -1) for step in (1, 2, 5))
@@ -140,12 +139,14 @@ class Capacity:
             threshold = max(fitting, default=-math.inf)
         if threshold < self.rows[0].threshold:
             return None
+        row = self._row(threshold)
+        row = row._replace(weight=max(row.weight, 1.0 if row.accepted is None else row.accepted))
         low, high = 0, 1
-        while high < 2**40 and self.fpir(threshold, high).high <= fpir:
+        while high < 2**40 and self._predict(row, high).high <= fpir:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fpir(threshold, middle).high <= fpir else (low, middle)
+            low, high = (middle, high) if self._predict(row, middle).high <= fpir else (low, middle)
         return Holding(low, fpir, threshold)
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class Capacity:
         share = (threshold - row.threshold) / (after.threshold - row.threshold)
         far = row.far ** (1 - share) * after.far**share
         spread, weight = (a + share * (b - a) for a, b in zip(row[2:4], after[2:4], strict=True))
-        return Row(threshold, far, spread, weight, after.accepted)
+        return Row(threshold, far, spread, weight, row.accepted)
 
     def _predict(self, row: Row, identities: int) -> Prediction:
         pairs = self.classes * (self.classes - 1) / 2
@@ -225,14 +226,13 @@ def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:
     norms = norms_of(embeddings, "calibration")
     order = np.argsort(number, kind="stable")
     unit = (embeddings / np.where(norms == 0, 1, norms)[:, None])[order].astype(np.float32)
-    scores, *pair = _highest_scores(unit, number[order])
-    if scores[0] > 1 - _ROUNDING:
+    grid, pair = _choose_thresholds(unit, number[order])
+    if grid[-1] > 1:  # `_ROUNDING` above the highest score
         first, second = order[pair]
         raise DataError(
             f"images {first} and {second} have the same embedding, but labels {labels[first]} and "
             f"{labels[second]}; an image must be in one class only: remove one of them"
         )
-    grid = _choose_thresholds(scores)
     sums = np.zeros((4, len(grid)))
     for own, end in enumerate(np.cumsum(counts)):
         sums += _sum_class(unit[end - counts[own] : end] @ unit.T, own, number[order], counts, grid)
@@ -255,27 +255,23 @@ def _number_classes(embeddings: np.ndarray, labels: np.ndarray) -> tuple[np.ndar
     return number, counts
 
 
-def _highest_scores(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Return about the highest `HIGHEST_FAR` of the between-class scores, falling, and the first pair."""
+def _choose_thresholds(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return rising between-class scores, `_ROWS` per factor of ten, one above all, and the highest pair."""
     n = len(unit)
     some = np.random.default_rng(0).choice(n, min(n, 1000), replace=False)
     sample = (unit[some] @ unit.T)[number[some, None] != number]
     floor = np.quantile(sample, 1 - min(HIGHEST_FAR, 2 * _SCORES / n**2))
-    found, best = [], (-math.inf, 0, 0)
+    found, best = [], [-math.inf, 0, 0]
     for start in range(0, n, 1000):  # each pair once
         scores = unit[start : start + 1000] @ unit[start:].T
         scores[number[start : start + 1000, None] >= number[start:]] = -math.inf
         x, y = divmod(int(scores.argmax()), scores.shape[1])
-        best = max(best, (float(scores[x, y]), start + x, start + y))
+        best = max(best, [float(scores[x, y]), start + x, start + y])
         found.append(scores[scores >= floor])
-    return np.sort(np.concatenate(found))[::-1], *best[1:]
-
-
-def _choose_thresholds(scores: np.ndarray) -> np.ndarray:
-    """Return rising thresholds: `_ROWS` of the scores per factor of ten, and one above all of them."""
-    size = max(2, round(_ROWS * math.log10(len(scores))))
-    grid = np.unique(scores[np.geomspace(1, len(scores), size).round().astype(int) - 1])
-    return np.append(grid, grid[-1] + _ROUNDING).astype(np.float64)
+    ranked = np.sort(np.concatenate(found))[::-1]
+    size = max(2, round(_ROWS * math.log10(len(ranked))))
+    grid = np.unique(ranked[np.geomspace(1, len(ranked), size).round().astype(int) - 1])
+    return np.append(grid, grid[-1] + _ROUNDING).astype(np.float64), [int(place) for place in best[1:]]
 
 
 def _sum_class(

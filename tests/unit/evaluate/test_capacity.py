@@ -162,16 +162,26 @@ def test_a_threshold_that_these_data_cannot_give_is_none(table):
     assert table.threshold(1e-6, 10_000) is None
 
 
-def test_holds_is_the_largest_gallery_whose_upper_limit_is_allowed(table):
-    for fpir in (0.05, 0.2):
-        held = table.holds(fpir, threshold=table.rows[-5].threshold)
-        assert held.identities > 1
-        assert table.fpir(held.threshold, held.identities).high <= fpir
-        assert table.fpir(held.threshold, held.identities + 1).high > fpir
-    default = table.holds()
-    assert default.fpir == 0.1  # 6 / 100 classes, rounded up
-    chosen = next(row for row in table.rows if row.threshold == default.threshold)
-    assert chosen.accepted >= 0.9
+def test_holds_is_stricter_than_the_upper_limit_and_rises_with_the_allowed_fpir(table):
+    held = [table.holds(fpir, threshold=table.rows[-5].threshold) for fpir in (0.05, 0.2)]
+    assert 1 < held[0].identities < held[1].identities
+    for one in held:
+        assert table.fpir(one.threshold, one.identities).high <= one.fpir
+
+
+def test_above_all_scores_holds_is_the_rule_of_three_for_pairs_of_classes():
+    found = measure_capacity(*images_of(100, 1))
+    assert found.rows[0].accepted is None
+    held = found.holds(0.05, threshold=0.9999)
+    assert held.identities == pytest.approx(0.05 * (100 * 99 / 2) / 3, rel=0.1)
+
+
+def test_holds_chooses_the_threshold_and_the_fpir(table):
+    held = table.holds()
+    assert held.fpir == 0.1  # 6 / 100 classes, rounded up
+    accepted = {row.threshold: row.accepted for row in table.rows}
+    assert accepted[held.threshold] >= 0.9
+    assert all(share < 0.9 for threshold, share in accepted.items() if threshold > held.threshold)
 
 
 def test_holds_needs_same_class_pairs_or_a_threshold():
