@@ -14,8 +14,9 @@ N may be larger than the number m of calibration classes. For each threshold, th
 between-class pairs and with the same weight per class:
 
 - FAR.
-- s = E[q q'] / FAR^2 - 1, where q and q' are of one probe and two other classes. Where few probes have two
-  look-alikes, s is shrunk to that of the next lower threshold times (ratio of the FARs)^0.5.
+- s: that of the formula for the measured FPIR of galleries of classes, each enrolled with the probability that
+  makes N FAR about 1, at most 1. Where few probes have two look-alikes, s is shrunk to that of the next lower
+  threshold times (ratio of the FARs)^0.5.
 - w: of the class pairs that exceed t with some images, the share of images that does, weighted by this share;
   shrunk to that of the next lower threshold.
 
@@ -226,17 +227,19 @@ def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:
     norms = norms_of(embeddings, "calibration")
     order = np.argsort(number, kind="stable")
     unit = (embeddings / np.where(norms == 0, 1, norms)[:, None])[order].astype(np.float32)
-    grid, pair = _choose_thresholds(unit, number[order])
+    grid, far, pair = _choose_thresholds(unit, number[order])
     if grid[-1] > 1:  # `_ROUNDING` above the highest score
         first, second = order[pair]
         raise DataError(
             f"images {first} and {second} have the same embedding, but labels {labels[first]} and "
             f"{labels[second]}; an image must be in one class only: remove one of them"
         )
+    # Probability to enrol a class: N FAR is about 1.
+    enrolled = np.minimum(1, 1 / (len(counts) * far))
     sums = np.zeros((4, len(grid)))
     for own, end in enumerate(np.cumsum(counts)):
-        sums += _sum_class(unit[end - counts[own] : end] @ unit.T, own, number[order], counts, grid)
-    return Capacity(len(counts), len(unit), _rows(sums, grid, counts))
+        sums += _sum_class(unit[end - counts[own] : end] @ unit.T, own, number[order], counts, grid, enrolled)
+    return Capacity(len(counts), len(unit), _rows(sums, grid, counts, enrolled))
 
 
 def _number_classes(embeddings: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -255,8 +258,11 @@ def _number_classes(embeddings: np.ndarray, labels: np.ndarray) -> tuple[np.ndar
     return number, counts
 
 
-def _choose_thresholds(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Return rising between-class scores, `_ROWS` per factor of ten, one above all, and the highest pair."""
+def _choose_thresholds(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Return rising between-class scores, `_ROWS` per factor of ten, and one above all.
+
+    Also returns about their FARs, and the pair with the highest score.
+    """
     n = len(unit)
     some = np.random.default_rng(0).choice(n, min(n, 1000), replace=False)
     sample = (unit[some] @ unit.T)[number[some, None] != number]
@@ -271,19 +277,26 @@ def _choose_thresholds(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray
     ranked = np.sort(np.concatenate(found))[::-1]
     size = max(2, round(_ROWS * math.log10(len(ranked))))
     grid = np.unique(ranked[np.geomspace(1, len(ranked), size).round().astype(int) - 1])
-    return np.append(grid, grid[-1] + _ROUNDING).astype(np.float64), [int(place) for place in best[1:]]
+    grid = np.append(grid, grid[-1] + _ROUNDING).astype(np.float64)
+    far = np.maximum(1, np.searchsorted(-ranked, -grid, side="right")) / (n * (n - 1) / 2)
+    return grid, far, [int(place) for place in best[1:]]
 
 
 def _sum_class(
-    scores: np.ndarray, own: int, number: np.ndarray, counts: np.ndarray, grid: np.ndarray
+    scores: np.ndarray,
+    own: int,
+    number: np.ndarray,
+    counts: np.ndarray,
+    grid: np.ndarray,
+    enrolled: np.ndarray,
 ) -> np.ndarray:
     """Return the sums of one class for `_rows`, [4, K]; scores: of its images with all images, [images, n].
 
-    Over other classes: the share of image pairs that exceed a threshold, its square, and, over pairs of other
-    classes, the mean product of the shares of one image. Then the share of its own pairs.
+    Over other classes: the share of image pairs that exceed a threshold, and its square. Then the FPIR of the
+    other classes, each enrolled with a probability, and the share of its own pairs.
     """
     images, m, size = len(scores), len(counts), len(grid)
-    mean, wedges = np.zeros((size, m)), np.zeros(size)
+    mean, fpir = np.zeros((size, m)), np.ones(size)
     step = max(1, 4_000_000 // (size * m))
     for start in range(0, images, step):
         part = scores[start : start + step]
@@ -293,25 +306,35 @@ def _sum_class(
         share = cells.reshape(size, len(part), m)[::-1].cumsum(0)[::-1] / counts
         mean += share.sum(1) / images
         share[:, :, own] = 0
-        wedges += (share.sum(2) ** 2 - (share**2).sum(2)).sum(1) / images
+        fpir -= np.prod(1 - share * enrolled[:, None, None], axis=2).sum(1) / images
     same = (mean[:, own] * images - 1) / max(1, images - 1)  # without the pairs of an image with itself
     mean[:, own] = 0
-    return np.stack([mean.sum(1), (mean**2).sum(1), wedges, same])
+    return np.stack([mean.sum(1), (mean**2).sum(1), fpir, same])
 
 
-def _rows(sums: np.ndarray, grid: np.ndarray, counts: np.ndarray) -> tuple[Row, ...]:
+def _rows(sums: np.ndarray, grid: np.ndarray, counts: np.ndarray, enrolled: np.ndarray) -> tuple[Row, ...]:
     m, repeated = len(counts), int((counts > 1).sum())
-    pairs, squares, wedges, same = sums
+    pairs, squares, fpir, same = sums
     far = pairs / (m * (m - 1))
     spread, weight = 0.0, float(squares[0] / pairs[0])
     rows = []
     for k, threshold in enumerate(grid):
         if far[k]:
             grown = spread * (far[max(0, k - 1)] / far[k]) ** _GROWTH
-            found = wedges[k] / (m * (m - 1) * (m - 2)) / far[k] ** 2 - 1
-            known = wedges[k] / 2
-            spread = max(0.0, float((known * found + _WEDGES * grown) / (known + _WEDGES)) if k else found)
+            expected = float(enrolled[k] * pairs[k] / m)
+            found = _spread(expected, float(fpir[k] / m))
+            known = max(0.0, pairs[k] * enrolled[k] - fpir[k])  # second and further look-alikes
+            spread = float((known * found + _WEDGES * grown) / (known + _WEDGES)) if k else found
         weight = float((squares[k] / 2 + _EVENTS * weight**2) / (pairs[k] / 2 + _EVENTS * weight))
         accepted = float(same[k] / repeated) if repeated else None
-        rows.append(Row(float(threshold), float(far[k]), float(spread), weight, accepted))
+        rows.append(Row(float(threshold), float(far[k]), spread, weight, accepted))
     return tuple(rows)
+
+
+def _spread(expected: float, fpir: float) -> float:
+    """Return the spread, at least 0, with this FPIR for this product of FAR and identities."""
+    low, high = 0.0, 1000.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _fpir(expected, middle, 1) > fpir else (low, middle)
+    return low
