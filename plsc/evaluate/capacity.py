@@ -14,9 +14,9 @@ N may be larger than the number m of calibration classes. For each threshold, th
 between-class pairs and with the same weight per class:
 
 - FAR.
-- s: that of the formula for the measured FPIR of galleries of classes, each enrolled with the probability that
-  makes N FAR about 1, at most 1. Where few probes have two look-alikes, s is shrunk to that of the next lower
-  threshold times (ratio of the FARs)^0.5.
+- s: gives the FPIR of galleries of these classes, each enrolled with a probability, at most 1, that makes
+  N FAR about 1. Where few probes have two look-alikes, s is shrunk to that of the next lower threshold times
+  (ratio of the FARs)^0.5.
 - w: of the class pairs that exceed t with some images, the share of images that does, weighted by this share;
   shrunk to that of the next lower threshold.
 
@@ -234,8 +234,7 @@ def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:
             f"images {first} and {second} have the same embedding, but labels {labels[first]} and "
             f"{labels[second]}; an image must be in one class only: remove one of them"
         )
-    # Probability to enrol a class: N FAR is about 1.
-    enrolled = np.minimum(1, 1 / (len(counts) * far))
+    enrolled = np.minimum(1, 1 / (len(counts) * far))  # probability of each class
     sums = np.zeros((4, len(grid)))
     for own, end in enumerate(np.cumsum(counts)):
         sums += _sum_class(unit[end - counts[own] : end] @ unit.T, own, number[order], counts, grid, enrolled)
