@@ -35,6 +35,9 @@ Also reported: the measured FPIR at the threshold that each way returns for a wa
 
 Development used another network and other classes (--first 1500 of capacity_data.py, only the characters
 0 to 1,499, seeds [1, m, draw]), and synthetic embeddings.
+
+After the first measurement the estimator was changed, with the development files; hence --seed 2025, see
+docs/benchmarks/evaluation.md.
 """
 
 from __future__ import annotations
