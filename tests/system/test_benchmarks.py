@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.distributed.launch import run_ranks
@@ -151,3 +152,15 @@ def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(t
         for log in logs:
             log.unlink()  # a second time nothing is trained, and nothing logged
         assert (tmp_path / "learning.png").stat().st_size > 10_000
+
+
+def test_the_capacity_benchmark_has_a_row_for_each_gallery_and_level(tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(150), 2)
+    embeddings = rng.normal(size=(150, 8))[labels] + 0.2 * rng.normal(size=(300, 8))
+    np.savez(tmp_path / "drawn.npz", embeddings=embeddings, labels=labels)
+    done = run_ranks(BENCHMARKS / "capacity.py", 0, str(tmp_path), "--draws", "3", cwd=REPO)
+    rows = [line.strip("|").split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [(int(row[0]), float(row[1])) for row in rows if len(row) == 11 and row[0].strip().isdigit()] == [
+        (n, level) for n in (30, 60) for level in (0.01, 0.05, 0.2, 0.4)
+    ]

@@ -1,0 +1,241 @@
+import json
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from plsc.errors import DataError
+from plsc.evaluate.capacity import Capacity, _fpir, _gamma_quantile, measure_capacity
+
+
+def images_of(classes, images, seed=0, families=0, size=16):
+    """Embeddings of classes on a sphere; families: of look-alikes, whose sizes differ."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(classes, size))
+    if families:
+        shares = rng.pareto(1.5, families) + 0.2
+        centres = (
+            0.7 * centres
+            + rng.normal(size=(families, size))[rng.choice(families, classes, p=shares / shares.sum())]
+        )
+    labels = np.repeat(np.arange(classes), images)
+    return (centres[labels] + 0.4 * rng.normal(size=(len(labels), size))).astype(np.float32), labels
+
+
+@pytest.fixture(scope="module")
+def table():
+    return measure_capacity(*images_of(100, 4, families=40))
+
+
+def brute_force(embeddings, labels, probes, threshold, identities, seed):
+    """Enrol an image of each of the first identities; count the probes that any of them accepts."""
+    rng = np.random.default_rng(seed)
+    enrolled = [rng.choice(np.flatnonzero(labels == label)) for label in np.unique(labels)[:identities]]
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    return ((unit[probes] @ unit[enrolled].T).max(1) >= threshold).mean()
+
+
+@pytest.mark.parametrize("families", [0, 300])
+@pytest.mark.parametrize(("images", "times"), [(3, 1), (3, 4), (1, 2)])
+def test_the_interval_covers_the_fpir_of_a_drawn_gallery_and_the_estimate_is_near(families, images, times):
+    embeddings, labels = images_of(1200, images, 1, families)
+    covered, near = [], []
+    for seed in range(8):
+        classes = np.random.default_rng(seed).permutation(1200)
+        place = classes[labels]  # classes 0 to 99 calibrate, 100 to 899 are enrolled, the others are unknown
+        found = measure_capacity(embeddings[place < 100], labels[place < 100])
+        pool = (place >= 100) & (place < 900)
+        probes = np.concatenate([embeddings[place >= 900], embeddings[pool]])
+        enrolled = np.concatenate([np.full((place >= 900).sum(), 10**6), place[pool]])
+        is_probe = np.flatnonzero(enrolled == 10**6)
+        for wanted in (0.3, 0.5):
+            identities = 100 * times
+            threshold = found.threshold(wanted, identities, sure=True)
+            truth = brute_force(probes, enrolled, is_probe, threshold, identities, seed)
+            estimate, low, high = found.fpir(threshold, identities)
+            covered.append(low <= truth <= high)
+            if estimate is not None:
+                near.append(truth / 1.5 <= estimate <= truth * 1.5)
+    assert np.mean(covered) >= 0.75  # 16 draws of about 0.9, not independent
+    assert not near or np.mean(near) >= 0.75
+
+
+def test_fpir_is_that_of_gamma_distributed_probes():
+    rng = np.random.default_rng(0)
+    for far, spread, identities in [(1e-3, 2.0, 100), (1e-4, 8.0, 5000), (1e-3, 0.1, 1000)]:
+        q = rng.gamma(1 / spread, far * spread, 200_000)
+        assert _fpir(far, spread, identities) == pytest.approx(1 - np.mean((1 - q) ** identities), rel=0.02)
+    assert _fpir(1e-3, 0, 1000) == pytest.approx(1 - np.exp(-1))
+    assert _fpir(1e-3, 1e-12, 1000) == pytest.approx(1 - np.exp(-1))
+
+
+def test_far_and_spread_are_those_of_all_pairs_with_equal_weight_per_class():
+    rng = np.random.default_rng(0)
+    embeddings, labels = images_of(25, 4, families=8)
+    kept = rng.permutation(len(labels))[:70]  # unequal numbers of images
+    embeddings, labels = embeddings[kept], labels[kept]
+    found = measure_capacity(embeddings, labels)
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    classes = np.unique(labels)
+    for row in found.rows:
+        hit = unit @ unit.T >= row.threshold - 5e-7  # rounding of float32 products
+        far = np.mean([
+            hit[labels == a][:, labels == b].mean() for a in classes for b in classes if a != b
+        ])  # fmt: skip
+        assert row.far == pytest.approx(far, abs=1e-3 * far + 1e-9)
+        same = [np.mean([hit[x, y] for x, y in combinations(np.flatnonzero(labels == c), 2)])
+                for c in classes if (labels == c).sum() > 1]  # fmt: skip
+        assert row.accepted == pytest.approx(np.mean(same))
+    hit = unit @ unit.T >= found.rows[0].threshold - 5e-7
+    shares = np.stack([hit[:, labels == c].mean(1) for c in classes], 1)  # [images, classes]
+    first = found.rows[0]
+    different = labels[:, None] < labels
+    enrolled = 1 / (len(classes) * (hit & different).sum() / (70 * 69 / 2))
+    assert enrolled < 1
+    misses = [
+        np.mean([np.prod(1 - enrolled * np.delete(shares[x], place)) for x in np.flatnonzero(labels == own)])
+        for place, own in enumerate(classes)
+    ]
+    assert _fpir(first.far, first.spread, enrolled * (len(classes) - 1)) == pytest.approx(
+        1 - np.mean(misses), rel=1e-6
+    )
+
+
+def test_order_labels_and_norms_do_not_matter(table):
+    embeddings, labels = images_of(100, 4, families=40)
+    order = np.random.default_rng(1).permutation(len(labels))
+    again = measure_capacity(embeddings[order] * np.float32(2.0), 7 * labels[order] + 3)
+    assert len(again.rows) == len(table.rows)
+    np.testing.assert_allclose(np.array(again.rows), np.array(table.rows), rtol=0.05, atol=1e-6)
+
+
+def test_intervals_narrow_with_more_classes_and_hold_the_estimate():
+    widths = []
+    for classes in (30, 100, 300):
+        found = measure_capacity(*images_of(classes, 3))
+        threshold = found.threshold(0.5, 20)
+        estimate, low, high = found.fpir(threshold, 20)
+        assert low < estimate < high
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_limits_rise_with_identities_and_fall_with_the_threshold(table):
+    thresholds = np.linspace(table.rows[0].threshold, table.rows[-1].threshold + 0.01, 60)
+    for identities in (1, 50, 5000):
+        highs = [table.fpir(threshold, identities).high for threshold in thresholds]
+        assert all(after <= before * 1.1 for before, after in pairwise(highs))
+    for threshold in thresholds:
+        highs = [table.fpir(threshold, 2**power).high for power in range(20)]
+        assert all(before <= after + 1e-12 for before, after in pairwise(highs))
+
+
+def test_without_exceeding_pairs_the_limit_is_the_rule_of_three(table):
+    estimate, low, high = table.fpir(0.9999, 10)
+    assert (estimate, low) == (None, 0)
+    assert high == pytest.approx(10 * 3 * table.rows[-1].weight / (100 * 99 / 2), rel=0.05)
+
+
+def test_below_the_table_only_the_lower_limit_is_known(table):
+    estimate, low, high = table.fpir(-1.0, 10)
+    assert estimate is None
+    assert 0 < low < high == 1
+
+
+def test_a_few_pairs_give_an_interval_but_no_estimate(table):
+    row = next(row for row in table.rows if 0 < row.far * 4950 < 4)
+    estimate, low, high = table.fpir(row.threshold, 100)
+    assert estimate is None
+    assert high > 3 * max(low, 1e-9)
+
+
+def test_threshold_is_the_lowest_with_at_most_this_fpir(table):
+    for identities in (50, 200):
+        threshold = table.threshold(0.4, identities)
+        assert table.fpir(threshold, identities).estimate == pytest.approx(0.4, abs=1e-6)
+        sure = table.threshold(0.4, identities, sure=True)
+        assert sure > threshold
+        assert table.fpir(sure, identities).high == pytest.approx(0.4, abs=0.02)
+    assert table.threshold(0.99, 1) == table.rows[0].threshold
+
+
+def test_a_threshold_that_these_data_cannot_give_is_none(table):
+    assert table.threshold(1e-6, 10_000) is None
+
+
+def test_holds_is_stricter_than_the_upper_limit_and_rises_with_the_allowed_fpir(table):
+    held = [table.holds(fpir, threshold=table.rows[-5].threshold) for fpir in (0.05, 0.2)]
+    assert 1 < held[0].identities < held[1].identities
+    for one in held:
+        assert table.fpir(one.threshold, one.identities).high <= one.fpir
+
+
+def test_above_all_scores_holds_is_the_rule_of_three_for_pairs_of_classes():
+    found = measure_capacity(*images_of(100, 1))
+    assert found.rows[0].accepted is None
+    held = found.holds(0.05, threshold=0.9999)
+    assert held.identities == pytest.approx(0.05 * (100 * 99 / 2) / 3, rel=0.1)
+
+
+def test_holds_chooses_the_threshold_and_the_fpir(table):
+    held = table.holds()
+    assert held.fpir == 0.1  # 6 / 100 classes, rounded up
+    accepted = {row.threshold: row.accepted for row in table.rows}
+    assert accepted[held.threshold] >= 0.9
+    assert all(share < 0.9 for threshold, share in accepted.items() if threshold > held.threshold)
+
+
+def test_holds_needs_same_class_pairs_or_a_threshold():
+    found = measure_capacity(*images_of(60, 1))
+    assert found.rows[0].accepted is None
+    assert found.holds() is None
+    assert found.holds(threshold=-0.5) is None
+    assert found.holds(threshold=0.95).identities > 0
+
+
+def test_json_keeps_the_table(table):
+    text = json.dumps(table.as_dict(), allow_nan=False)
+    assert len(text) < 5000
+    assert Capacity.from_dict(json.loads(text)) == table
+
+
+@pytest.mark.parametrize("change", [
+    {"format": 2}, {"rows": []}, {"rows": [[0.5, 0.1]]}, {"rows": [[0.5, float("nan"), 0, 0, None]]},
+    {"classes": None},
+])  # fmt: skip
+def test_a_damaged_table_is_an_error(table, change):
+    with pytest.raises(DataError, match="capacity table is damaged"):
+        Capacity.from_dict({**table.as_dict(), **change})
+
+
+def test_bad_input_is_named():
+    embeddings, labels = images_of(30, 3)
+    with pytest.raises(DataError, match="19 classes; expected at least 20"):
+        measure_capacity(embeddings[:57], labels[:57])
+    with pytest.raises(DataError, match=r"shape \[90, 16\] and the labels \[89\]"):
+        measure_capacity(embeddings, labels[:-1])
+    broken = embeddings.copy()
+    broken[7, 3] = np.nan
+    with pytest.raises(DataError, match="embedding 7 is not finite"):
+        measure_capacity(broken, labels)
+    copied = embeddings.copy()
+    copied[80] = 2 * copied[4]
+    with pytest.raises(DataError, match="images 4 and 80 have the same embedding, but labels 1 and 26"):
+        measure_capacity(copied, labels)
+
+
+def test_bad_arguments_are_named(table):
+    with pytest.raises(DataError, match="0 identities"):
+        table.fpir(0.5, 0)
+    with pytest.raises(DataError, match="threshold nan"):
+        table.fpir(float("nan"), 5)
+    for call in (table.holds, lambda fpir: table.threshold(fpir, 5)):
+        with pytest.raises(DataError, match=r"FPIR 1.5 is not between 0 and 1"):
+            call(1.5)
+
+
+def test_gamma_quantiles_are_those_of_tables():
+    # 2 x is chi-squared with 2 x shape degrees of freedom.
+    for shape, low, high in [(1, 0.0513, 2.996), (5, 1.970, 9.154), (50, 38.965, 62.171)]:
+        assert _gamma_quantile(shape, 1.6449) == pytest.approx(high, rel=0.01)
+        assert _gamma_quantile(shape, -1.6449) == pytest.approx(low, rel=0.01, abs=0.02)
