@@ -325,8 +325,12 @@ class WeightsFile:
         temporary.replace(self.folder / "header.json")
 
     def _create(self) -> None:
-        """Create the files. Those of a run that had not published a checkpoint are replaced."""
-        if saved := [mark for mark in self._journal.marks() if mark != START]:
+        """Create the files. Those of a run that had not published a checkpoint are replaced.
+
+        A run that was killed in its first save may have a journal of that save; it still has the first one.
+        """
+        saved = self._journal.marks()
+        if saved and START not in saved:
             raise OptionError(
                 f"{self.folder} has the class weights of a run, of its checkpoint of step "
                 f"{step_of(saved[-1])}; resume that checkpoint, or set head.weights_file to another folder"
@@ -335,6 +339,8 @@ class WeightsFile:
         if others and "header.json" not in others:
             raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
         self._write_header("")
+        for mark in saved:
+            self._journal.delete(mark)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._pages = os.open(self.folder / "pages", flags, 0o666)
         missing = self.nbytes - shutil.disk_usage(self.folder).free

@@ -243,12 +243,17 @@ def test_files_that_do_not_fit_are_refused(opened, spoil):
         again.file.open(mark)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(opened):
+@pytest.mark.parametrize("is_saving", [False, True])
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(opened, is_saving):
     head, rows = opened()
     losses = train(head, rows, range(2))
+    if is_saving:
+        head.file.begin(mark_of(2, "killed"))  # and the checkpoint was never published
+        train(head, rows, [2])
     head.file.close()
     again, rows = opened()
     assert train(again, rows, range(2)) == losses
+    assert [path.name for path in again.file.folder.glob("journal-*")] == ["journal-000000000000-"]
 
 
 def test_folders_that_cannot_be_used_are_refused(opened, tmp_path, monkeypatch):
