@@ -340,7 +340,8 @@ class WeightsFile:
             raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
         self._write_header("")
         for mark in saved:
-            self._journal.delete(mark)
+            if mark != START:  # kept, or a kill now would leave files that look like those of a checkpoint
+                self._journal.delete(mark)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._pages = os.open(self.folder / "pages", flags, 0o666)
         missing = self.nbytes - shutil.disk_usage(self.folder).free
