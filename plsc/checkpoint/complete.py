@@ -22,7 +22,7 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import check_destination, check_space
 from plsc.checkpoint.shard_file import Entry, bytes_of, shard_name, write_shard
-from plsc.checkpoint.weights_file import WeightsFile
+from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.errors import CheckpointError
 from plsc.storage.publish import publishing_folder
 
@@ -55,7 +55,7 @@ def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manife
                 if start == stop and rank:
                     continue
                 path = temporary / shard_name(rank, f"weights{of and '-' + of}")
-                folder = weights_file / of / f"rank{rank}"
+                folder = rank_folder(weights_file, of, rank)
                 mark = mark_of(manifest.step, manifest.run_id)
                 infos, files[path.name] = _write(folder, mark, of, head.class_num, path)
                 tensors |= infos

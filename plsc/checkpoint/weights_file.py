@@ -41,6 +41,11 @@ _MOUNTS = Path("/proc/self/mounts")
 _REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gluster", "beegfs", "gpfs", "afs", "fuse.")
 
 
+def rank_folder(folder: str | Path, name: str, rank: int) -> Path:
+    """Return the folder of a rank's class weights in `head.weights_file`; name: of the head."""
+    return Path(folder, name, f"rank{rank}")
+
+
 @dataclass(frozen=True)
 class _Column:
     """Bytes [begin, end) of the record of a class: dtype and shape of the weights, or of a state."""

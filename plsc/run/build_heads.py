@@ -12,7 +12,7 @@ import torch
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Checker, Role
-from plsc.checkpoint.weights_file import WeightsFile
+from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options, all_options, find_option
 from plsc.config.data import HEAD_OPTIONS, DataSet, read_data_sets
 from plsc.config.head import SHARDED
@@ -135,11 +135,6 @@ def build_heads(options: Config, class_num: int, sets: Sequence[TrainingSet], wo
         if isinstance(head, ShardedHead)
     }
     return Heads(heads, rows, world.head_group)
-
-
-def rank_folder(folder: str, name: str, rank: int) -> Path:
-    """Return the folder of a rank's class weights in `head.weights_file`; name: of the head."""
-    return Path(folder, name, f"rank{rank}")
 
 
 def _build_one(name: str, options: Config, class_num: int, world: World, seed: int) -> Head:
