@@ -115,8 +115,9 @@ def run_protocols(unseen: Path, run: Path, checkpoint: Path) -> str:
     }
     rows = ["| protocol | result |", "| --- | --- |"]
     for protocol, places in arguments.items():
-        (result,) = ins.test(protocol, **places, output=run / "protocols" / protocol).values()
-        rows.append(f"| [{protocol}](protocols/{protocol}/report.md) | {result.summary()} |")
+        results = ins.test(protocol, **places, output=run / "protocols" / protocol).values()
+        found = "; ".join(result.summary() for result in results)
+        rows.append(f"| [{protocol}](protocols/{protocol}/report.md) | {found} |")
     return "\n".join(rows)
 
 

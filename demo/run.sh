@@ -36,7 +36,7 @@ python demo/recompute.py "$run"
 python demo/recompute_protocols.py "$data" "$run"
 
 plsc export last "$model" --checkpoint.save_dir "$run" --data.dataset_dir "$data" \
-  --data.val_targets glyphs_unseen --classes --thumbnails
+  --data.val_targets glyphs_unseen --classes --thumbnails --unseen "$data/unseen"
 plsc index "$model" "$gallery" --images "$data/unseen/images"
 echo "search with a picture of a class that the network never saw:"
 echo "  .venv/bin/plsc search $model $gallery $(find "$data/unseen/images" -name '*.png' | sort | head -n 1)"

@@ -463,6 +463,7 @@ class Entry(OriginalSetters):
         classes: bool = False,
         thumbnails: bool = False,
         head: str | None = None,
+        unseen: str | None = None,
     ) -> Path:
         """Write the network of the checkpoint to a new folder, and return the folder.
 
@@ -480,8 +481,10 @@ class Entry(OriginalSetters):
             classes: also write the class weights.
             thumbnails: also write one image per class.
             head: of several heads, the one whose class weights are written.
+            unseen: labelled dataset (path or URL) of at least 20 classes that were not trained: model.json
+                gets the FPIR of galleries of any size, for ``plsc serve --fpir``.
         """
-        conversion = Conversion(graph, precision, flip, classes, thumbnails, head)
+        conversion = Conversion(graph, precision, flip, classes, thumbnails, head, unseen)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
 

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from plsc.actions.predict_images import Samples, open_samples
+from plsc.actions.protocols import Evaluator
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
@@ -22,6 +23,7 @@ from plsc.config import Config, Options
 from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.evaluate.capacity_report import CapacityResult, evaluate_capacity
 from plsc.evaluate.plots import plot_roc
 from plsc.evaluate.verification import VerificationResult
 from plsc.export.check import Embed, check_accuracy, compare, load_graph
@@ -39,7 +41,7 @@ from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.run.build_heads import choose_head
-from plsc.run.classes import OpenedCheckpoint
+from plsc.run.classes import OpenedCheckpoint, check_unseen
 from plsc.run.targets import Target, evaluate_targets, load_targets
 from plsc.run.user_parts import UserParts
 from plsc.state.network import open_trained
@@ -62,6 +64,8 @@ class Conversion:
         classes: also write the class weights.
         thumbnails: also write one image per class.
         head: of several heads, the one whose class weights are written.
+        unseen: path or URL of a labelled dataset of classes that were not trained; also write how many
+            strangers a gallery accepts.
     """
 
     graph: str | None = None
@@ -70,6 +74,7 @@ class Conversion:
     classes: bool = False
     thumbnails: bool = False
     head: str | None = None
+    unseen: str | None = None
 
     def __post_init__(self) -> None:
         if self.graph is None:
@@ -81,8 +86,9 @@ class Conversion:
             raise OptionError(
                 f"precision is {self.precision!r}; a graph {self.graph!r} can have {', '.join(known)}"
             )
-        if self.graph == "none" and self.flip:
-            raise OptionError("flip is set, but there is no graph; remove flip, or choose a graph")
+        if self.graph == "none" and (self.flip or self.unseen):
+            name = "flip" if self.flip else "unseen"
+            raise OptionError(f"{name} is set, but there is no graph; remove {name}, or choose a graph")
 
 
 def run_conversion(
@@ -115,7 +121,8 @@ def run_conversion(
     folder = output or Path(config.checkpoint.save_dir) / "model"
     exporter = Exporter(network, config, checkpoint, user, world, conversion)
     results = exporter.evaluate() if conversion.graph != "none" else []
-    on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results))
+    capacity = exporter.capacity(network, world)
+    on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results, capacity))
     world.log(f"wrote the network of {checkpoint[0]} to {folder}")
     return folder
 
@@ -141,7 +148,18 @@ class Exporter:
         results = evaluate_targets(self.network, targets, options, self.world)
         return [(target, results[target.name]) for target in targets]
 
-    def write(self, folder: Path, results: Results) -> None:
+    def capacity(self, network: BaseModel, world: World) -> CapacityResult | None:
+        """Return what a gallery holds, from the unseen classes; None if none are given; a collective."""
+        if self.conversion.unseen is None:
+            return None
+        flip = self.conversion.flip and network is self.network
+        options = self.config.changed({"data.flip": flip})
+        evaluator = Evaluator(network, options, world, self.checkpoint)
+        unseen = evaluator.open(self.conversion.unseen, "unseen")
+        check_unseen(unseen.place, unseen.class_names, self.checkpoint)
+        return evaluate_capacity(evaluator.embed(unseen.images, unseen.place), unseen.labels)
+
+    def write(self, folder: Path, results: Results, capacity: CapacityResult | None = None) -> None:
         """Write the folder. Raises CheckpointError if the graph differs from the network; nothing is left."""
         samples = self._open_samples()
         with publishing_folder(folder) as temporary:
@@ -152,7 +170,12 @@ class Exporter:
                 assert samples is not None
                 about["thumbnails"] = self._write_thumbnails(temporary / THUMBNAILS_NAME, samples)
             if self.conversion.graph != "none":
-                self._write_graph(temporary, about, samples, results)
+                embed = self._write_graph(temporary, about, samples, results)
+                if self.conversion.precision == "int8":
+                    capacity = self.capacity(_Graph(embed), World.single())
+                if capacity is not None:
+                    about["capacity"] = capacity.as_dict()
+                    logger.info(capacity.summary())
             write_about(temporary, about)
 
     def _open_samples(self) -> Samples | None:
@@ -174,8 +197,8 @@ class Exporter:
 
     def _write_graph(
         self, folder: Path, about: dict[str, Any], samples: Samples | None, results: Results
-    ) -> None:
-        """Write and check the graph; add its description and the thresholds to `about`."""
+    ) -> Embed:
+        """Write, check and return the graph; add its description and the thresholds to `about`."""
         kind, precision = self.conversion.graph, self.conversion.precision
         assert kind is not None
         served = as_served(self.network, self.conversion.flip)
@@ -199,6 +222,7 @@ class Exporter:
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)
             plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
+        return embed
 
     def _images(self, samples: Samples | None, count: int) -> np.ndarray:
         """Return images, random ones or of many classes, pre-processed, float32 [n, C, H, W]."""

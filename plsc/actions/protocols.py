@@ -16,6 +16,7 @@ from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.config import Config, Options
 from plsc.data.class_names import ClassNames, class_names_of
 from plsc.errors import DataError, OptionError, suggest
+from plsc.evaluate.capacity_report import CapacityResult, evaluate_capacity
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
 from plsc.evaluate.report import Section, write_report
@@ -24,6 +25,7 @@ from plsc.names import PROTOCOLS
 from plsc.parallel.world import World
 from plsc.run.build_data import align_source, open_training_source
 from plsc.run.build_network import evaluated
+from plsc.run.classes import OpenedCheckpoint, check_unseen
 from plsc.run.targets import embed, load_targets, open_pairs, verify_target
 from plsc.run.user_parts import UserParts
 from plsc.state.network import open_trained
@@ -70,7 +72,7 @@ def run_protocol(
 ) -> dict[str, Any]:
     """Return the results of the checkpoint's network by name, and write the report; a collective."""
     network, config, (path, manifest) = open_trained(options, world, user.model)
-    evaluator = Evaluator(evaluated(network, config, world), config, world)
+    evaluator = Evaluator(evaluated(network, config, world), config, world, (path, manifest))
     outcomes = list(evaluator.run(data, user))
     results = {outcome.name: outcome.result for outcome in outcomes}
     log_results(world, results)
@@ -99,6 +101,7 @@ class Evaluator:
     network: BaseModel
     config: Config
     world: World
+    checkpoint: OpenedCheckpoint
 
     def run(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
         """Yield the results of a protocol, by the method of its name."""
@@ -143,7 +146,7 @@ class Evaluator:
         """Yield the verification of all pairs of the images."""
         from plsc.evaluate.all_pairs import all_pair_rates, all_pairs
 
-        images = self._open(data.images, "images")
+        images = self.open(data.images, "images")
         groups = self._groups(data, images.images)
         embeddings = self.embed(images.images, images.place)
         result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
@@ -157,9 +160,10 @@ class Evaluator:
         """Yield the identification of probes in a gallery."""
         from plsc.evaluate.identification import identify, split_gallery
 
-        probes = self._open(data.images, "images")
+        probes = self.open(data.images, "images")
         groups = self._groups(data, probes.images)
         embeddings, labels = self.embed(probes.images, probes.place), probes.labels
+        datasets = [probes]
         if data.gallery is None:
             is_gallery = split_gallery(labels)
             gallery, gallery_labels = embeddings[is_gallery], labels[is_gallery]
@@ -170,13 +174,17 @@ class Evaluator:
                 "the other images; those of classes that are not in the gallery are the non-mated searches."
             )
         else:
-            other = self._open(data.gallery, "gallery")
+            other = self.open(data.gallery, "gallery")
+            datasets.append(other)
             gallery, gallery_labels = self.embed(other.images, other.place), other.labels
             probe_labels = probes.labels_in(other)
             choice = f"Gallery: {other.place}; probes: {probes.place}."
-        choices = [choice]
+        capacity = self._capacity(
+            datasets, np.concatenate([gallery, embeddings]), np.append(gallery_labels, probe_labels)
+        )
+        choices = [choice, capacity] if isinstance(capacity, str) else [choice]
         if data.distractors is not None:
-            others = self._open(data.distractors, "distractors")
+            others = self.open(data.distractors, "distractors")
             gallery = np.concatenate([gallery, self.embed(others.images, others.place)])
             gallery_labels = np.append(gallery_labels, np.full(len(others.labels), -1))
             choices.append(f"Distractors in the gallery: {others.place}, {len(others.labels):,} images.")
@@ -184,9 +192,22 @@ class Evaluator:
             gallery, gallery_labels, embeddings, probe_labels, world=self.world, device=self.world.device
         )
         yield _Outcome("identify", result, partial(_section, result, "Identification", choices))
+        if not isinstance(capacity, str):
+            yield _Outcome("capacity", capacity, partial(_section, capacity, "Capacity", choices[:1]))
         if groups is not None:
             is_mated = np.isin(probe_labels, gallery_labels[gallery_labels >= 0])
             yield _by_group("identify", search_rates(groups, is_mated, result))
+
+    def _capacity(
+        self, datasets: Sequence[_Dataset], embeddings: np.ndarray, labels: np.ndarray
+    ) -> CapacityResult | str:
+        """Return the capacity of a gallery of these images, or why there is none."""
+        try:
+            for dataset in datasets:
+                check_unseen(dataset.place, dataset.class_names, self.checkpoint)
+            return evaluate_capacity(embeddings, labels)
+        except DataError as error:
+            return f"The capacity of a gallery is absent: {error}."
 
     def run_templates(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
         """Yield the comparison of templates."""
@@ -211,7 +232,7 @@ class Evaluator:
         """Yield the retrieval of the other images of the class of each image."""
         from plsc.evaluate.retrieval import RATES, retrieval
 
-        images = self._open(data.images, "images")
+        images = self.open(data.images, "images")
         groups = self._groups(data, images.images)
         embeddings = self.embed(images.images, images.place)
         result = retrieval(embeddings, images.labels, self.world, self.world.device, self.world.log)
@@ -225,7 +246,7 @@ class Evaluator:
     def _groups(self, data: ProtocolData, images: Sequence[Any]) -> Groups | None:
         return None if data.groups is None else read_groups(data.groups, images)
 
-    def _open(self, place: str | None, argument: str) -> _Dataset:
+    def open(self, place: str | None, argument: str) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""
         place = place or self.config.data.dataset_dir
         source = open_training_source(self.config.changed({"data.dataset_dir": place}), None)

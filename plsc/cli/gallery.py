@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, word
@@ -25,15 +26,28 @@ def run_index(
     print(f"wrote {gallery}: {len(made):,} {'images' if images or embeddings else 'classes'}, {kind}")
 
 
-def run_search(model: str, gallery: str, images: list[str], k: int, **options: Any) -> None:
-    """Print the nearest entries of each image."""
+def run_search(
+    model: str, gallery: str, images: list[str], k: int, fpir: float | None, **options: Any
+) -> None:
+    """Print the nearest entries of each image, and how many strangers would score as high."""
+    from plsc.evaluate.capacity import capacity_of_search
+    from plsc.gallery import open_gallery
     from plsc.gallery.embedder import open_embedder, search_images
 
     embedder = open_embedder(model, options["model.name"])
-    for name, nearest in search_images(embedder, gallery, images, k):
+    opened = open_gallery(gallery, embedder.fingerprint)
+    capacity = capacity_of_search(embedder.capacity, opened.is_classes, fpir)
+    threshold, size = embedder.threshold, len(opened)
+    if capacity is not None and fpir is not None:
+        threshold = capacity.strictest(fpir, size)
+    if capacity is not None and (warning := capacity.warning(size, fpir)):
+        print(f"warning: {warning}", file=sys.stderr)
+    for name, nearest in search_images(embedder, opened, images, k):
         lines = [f"  {cosine:7.4f}  {entry}" for cosine, entry in nearest]
-        if embedder.threshold is not None and nearest[0][0] < embedder.threshold:
-            lines.insert(0, f"  unknown: no entry reaches the threshold, {embedder.threshold:.4f}")
+        if threshold is not None and nearest[0][0] < threshold:
+            lines.insert(0, f"  unknown: no entry reaches the threshold, {threshold:.4f}")
+        if capacity is not None:
+            lines.append(f"  {capacity.fpir(nearest[0][0], size).sentence(size)}")
         print(name, *lines, sep="\n")
 
 
@@ -63,6 +77,7 @@ COMMANDS = {
             word("gallery", "a folder of plsc index"),
             Argument("images", list[str], REQUIRED, "images, folders or list files", positional=True),
             Argument("k", int, 5, "number of entries per image"),
+            Argument("fpir", float, None, "share of strangers to accept, for the threshold of unknown"),
             _NETWORK,
         ),
     ),

@@ -158,6 +158,7 @@ COMMANDS = {
             Argument("classes", bool, False, "also write the class weights and names"),
             Argument("thumbnails", bool, False, "also write one image per class"),
             Argument("head", str, None, "of several heads, the one of --classes"),
+            Argument("unseen", str, None, "dataset of classes that were not trained, for plsc serve --fpir"),
         ],
         takes_options=True,
     ),

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plsc.errors import DataError
+from plsc.errors import DataError, OptionError
 from plsc.evaluate.identification import norms_of
 
 FEWEST_CLASSES = 20
@@ -56,6 +56,14 @@ class Prediction(NamedTuple):
     estimate: float | None
     low: float
     high: float
+
+    def sentence(self, identities: int) -> str:
+        """Return what it says of a score that is the threshold, for people: ``about 1 in 200 strangers``."""
+        if self.estimate is not None:
+            share = f"about {_one_in(self.estimate)}"
+        else:
+            share = f"at least {_one_in(self.low)}" if self.high == 1 else f"at most {_one_in(self.high)}"
+        return f"{share} strangers would score as high among the {identities:,} enrolled"
 
 
 class Holding(NamedTuple):
@@ -131,9 +139,7 @@ class Capacity:
 
         Returns None if these data cannot say: the threshold is below the table.
         """
-        if fpir is None:
-            steps = (step * 10.0**power for power in (-3, -2, -1) for step in (1, 2, 5))
-            fpir = next(step for step in steps if step * self.classes >= 6)
+        fpir = self._fpir(fpir)
         _check(fpir)
         if threshold is None:
             fitting = [row.threshold for row in self.rows if (row.accepted or 0.0) >= accepted]
@@ -150,6 +156,23 @@ class Capacity:
             low, high = (middle, high) if self._predict(row, middle).high <= fpir else (low, middle)
         return Holding(low, fpir, threshold)
 
+    def strictest(self, fpir: float, identities: int) -> float:
+        """Return `threshold`; where these data cannot say, that above all scores of different classes."""
+        found = self.threshold(fpir, identities)
+        return self.rows[-1].threshold if found is None else found
+
+    def warning(self, identities: int, fpir: float | None = None) -> str | None:
+        """Return what to expect of a gallery of more identities than `holds` says; None if it holds them."""
+        found = self.holds(fpir)
+        held = 0 if found is None else found.identities
+        if identities <= held:
+            return None
+        known = f"at least {held:,}" if held else "no number of identities"
+        return (
+            f"the gallery has {identities:,} images; the model was shown to hold {known} at FPIR "
+            f"{self._fpir(fpir):g}: of more, strangers are accepted more often, or known ones are missed"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         rows = [list(row) for row in self.rows]
@@ -163,11 +186,18 @@ class Capacity:
             if values["format"] != _FORMAT or values["columns"] != list(Row._fields):
                 raise ValueError(f"format {values['format']}, expected {_FORMAT}")
             rows = tuple(Row(*row) for row in values["rows"])
-            if not rows or not all(math.isfinite(number) for row in rows for number in row[:4]):
-                raise ValueError("a value is missing or not finite")
-            return cls(int(values["classes"]), int(values["images"]), rows)
-        except (KeyError, TypeError, ValueError) as error:
+            classes, images = int(values["classes"]), int(values["images"])
+            thresholds = [row.threshold for row in rows]
+            is_sound = FEWEST_CLASSES <= classes <= images < 2**40 and thresholds == sorted(set(thresholds))
+            if not rows or not is_sound or not all(map(_is_sound, rows)):
+                raise ValueError("a value is missing or out of range")
+            return cls(classes, images, rows)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"the capacity table is damaged ({error!r}); measure it again") from error
+
+    def _fpir(self, fpir: float | None) -> float:
+        steps = (step * 10.0**power for power in (-3, -2, -1) for step in (1, 2, 5))
+        return next(step for step in steps if step * self.classes >= 6) if fpir is None else fpir
 
     def _row(self, threshold: float) -> Row:
         """Interpolate between two rows, the FAR on a logarithmic scale."""
@@ -189,6 +219,20 @@ class Capacity:
         return Prediction(estimate if min(row.far * pairs, events) >= FEWEST_PAIRS else None, low, high)
 
 
+def _one_in(rate: float) -> str:
+    """Return a rate for people, with two digits."""
+    if rate >= 0.095:
+        return f"{100 * rate:.0f} in 100"
+    return f"1 in {float(f'{1 / rate:.1e}'):,.0f}" if rate > 0 else "0 in 100"
+
+
+def _is_sound(row: Row) -> bool:
+    """Return whether the values of a row from a file are in range."""
+    numbers = (*row[:4], 0.0 if row.accepted is None else row.accepted)
+    limits = ((-1.01, 1.01), (0, 1), (0, 1e6), (1e-9, 1), (0, 1))
+    return all(low <= number <= high for number, (low, high) in zip(numbers, limits, strict=True))
+
+
 def _fpir(far: float, spread: float, identities: int) -> float:
     expected = identities * far
     exponent = math.log1p(spread * expected) / spread if spread * expected > 1e-9 else expected
@@ -206,7 +250,24 @@ def _gamma_quantile(shape: float, z: float) -> float:
 
 def _check(fpir: float) -> None:
     if not 0 < fpir < 1:
-        raise DataError(f"FPIR {fpir} is not between 0 and 1; use a value such as 0.01")
+        raise OptionError(f"FPIR {fpir} is not between 0 and 1; use a value such as 0.01")
+
+
+def capacity_of_search(capacity: Capacity | None, of_classes: bool, fpir: float | None) -> Capacity | None:
+    """Return the capacity that fits what is searched; None if it is unknown, or for class weights.
+
+    Raises OptionError if an FPIR is wanted, but the capacity is not known.
+    """
+    if fpir is not None:
+        if of_classes:
+            raise OptionError(
+                "fpir is set, but class weights are searched, whose scores are of another kind; search a "
+                "gallery of images, or remove fpir"
+            )
+        if capacity is None:
+            raise OptionError("fpir is set, but the model was exported without --unseen; export it again")
+        _check(fpir)
+    return None if of_classes else capacity
 
 
 def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:

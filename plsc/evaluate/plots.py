@@ -114,6 +114,32 @@ def plot_rates(
     save_png(figure, path)
 
 
+def plot_capacity(
+    predicted: Mapping[int, tuple[float | None, float, float]],
+    measured: Mapping[int, float],
+    path: str | os.PathLike[str],
+) -> None:
+    """Plot FPIR over identities: ``{identities: (estimate or None, low, high)}``, and measured values.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    figure = new_figure(5.6, 4.2)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    estimate, low, high = np.array(list(predicted.values()), dtype=float).T  # None: NaN, which is not drawn
+    x = np.array(list(predicted))
+    axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label="90 % interval")
+    axes.plot(x, estimate, color=COLOURS[0], linewidth=1.8, label="predicted")
+    axes.plot(list(measured), list(measured.values()), "o", color=COLOURS[1], label="measured")
+    least = max(1e-5, min(0.1, *high, *(value for value in measured.values() if value)))
+    axes.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), ylim=(least / 2, 1))
+    axes.set(xlabel="Identities in the gallery, one image each", ylabel="FPIR: strangers that are accepted")
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=3, fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
+
+
 def plot_scores(
     cosines: np.ndarray, is_same: np.ndarray, path: str | os.PathLike[str], threshold: float | None = None
 ) -> None:

@@ -21,6 +21,7 @@ from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
 from plsc.data.decode import ImageShape, count_pixels, decode_image
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.evaluate.capacity import Capacity
 from plsc.export.folder import (
     CLASSES_NAME,
     MODEL_NAME,
@@ -73,6 +74,7 @@ class ServedModel:
         image_shape: (C, H, W) of the input.
         emb_size: D, the size of the embeddings.
         thresholds: cosine by FAR, ascending; pairs with at least this cosine are accepted.
+        capacity: FPIR of galleries of images; None if the model was exported without unseen classes.
         fingerprint: SHA-256 of the weights, after ``flip-`` if the graph adds the mirrored image.
     """
 
@@ -85,6 +87,7 @@ class ServedModel:
         self.image_shape = _image_shape(check, self.about)
         self.emb_size = _shape(check, self.about, "output", 1, _LARGEST_EMBEDDING)[0]
         self.thresholds = _thresholds(check, self.about)
+        self.capacity = _capacity(check, self.about)
         self.fingerprint = check.text(check.item(self.about, "fingerprint"), "the fingerprint")
         graph = check.mapping(self.about.get("graph", {}), "the graph")
         if graph.get("file") != ONNX_NAME:
@@ -220,6 +223,16 @@ def _thresholds(check: Checker, about: dict[str, Any]) -> dict[float, float]:
     if not all(0 < far <= 1 and -1.01 <= cosine <= 1.01 for far, cosine in found.items()):
         raise check.wrong("a threshold is not a cosine of a FAR", _ADVICE)
     return dict(sorted(found.items()))
+
+
+def _capacity(check: Checker, about: dict[str, Any]) -> Capacity | None:
+    if "capacity" not in about:
+        return None
+    held = check.mapping(about["capacity"], "the capacity")
+    try:
+        return Capacity.from_dict(check.mapping(held.get("table"), "the capacity table"))
+    except DataError as error:
+        raise check.wrong(str(error), _ADVICE) from error
 
 
 def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:

@@ -21,6 +21,7 @@ from plsc.data.decode import decode_image
 from plsc.data.sources import Source
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError, OptionError
+from plsc.evaluate.capacity import Capacity
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.gallery import Gallery, open_gallery, write_gallery
@@ -44,6 +45,7 @@ class Embedder:
         embed: returns the embeddings, float32 [n, D], of n decoded images.
         classes: returns the class weights, float32 [C, D] or [C, sub-centres, D], and the class names.
         threshold: cosine from which the nearest entry counts as found (`ServedModel.default_far`), or None.
+        capacity: as of `ServedModel`.
     """
 
     fingerprint: str
@@ -51,6 +53,7 @@ class Embedder:
     embed: Callable[[list[Any]], np.ndarray]
     classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
     threshold: float | None = None
+    capacity: Capacity | None = None
 
     def embed_source(self, source: Source) -> Iterator[tuple[range, np.ndarray]]:
         """Yield numbers of images, and their embeddings, float32 [n, D]; an error names the image."""
@@ -86,6 +89,7 @@ def open_embedder(model: StrPath, network: str | None = None, head: str | None =
             lambda images: served.embed(np.stack(images)),
             served.class_weights,
             None if served.default_far is None else served.thresholds[served.default_far],
+            served.capacity,
         )
     world = World.single("cpu")
     trained, config = load_with_config(path, network, world)
@@ -117,7 +121,8 @@ def index_classes(embedder: Embedder, gallery: StrPath, kind: str = "float32") -
     weight, names = embedder.classes()
     centers = weight.shape[1] if weight.ndim == 3 else 1
     rows = weight.reshape(-1, weight.shape[-1])
-    return write_gallery(gallery, rows, names, model=embedder.fingerprint, kind=kind, centers=centers)
+    about: dict[str, Any] = {"model": embedder.fingerprint, "kind": kind, "centers": centers, "of": "classes"}
+    return write_gallery(gallery, rows, names, **about)
 
 
 def index_images(embedder: Embedder, gallery: StrPath, images: StrPath, kind: str = "float32") -> Gallery:
@@ -145,13 +150,14 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
 
 
 def search_images(
-    embedder: Embedder, gallery: StrPath, images: Sequence[StrPath], k: int = 5
+    embedder: Embedder, gallery: StrPath | Gallery, images: Sequence[StrPath], k: int = 5
 ) -> Iterator[tuple[str, list[tuple[float, str]]]]:
     """Yield the name of each image, and the cosine and name of its k nearest entries, nearest first.
 
-    images: each as in `index_images`. Raises CheckpointError if the gallery was made with another network.
+    gallery: its folder, or as `open_gallery` returns it. images: each as in `index_images`. Raises
+    CheckpointError if the gallery was made with another network.
     """
-    opened = open_gallery(gallery, embedder.fingerprint)
+    opened = gallery if isinstance(gallery, Gallery) else open_gallery(gallery, embedder.fingerprint)
     for source in map(open_images, images):
         for numbers, embeddings in embedder.embed_source(source):
             for number, scores, entries in zip(numbers, *opened.search(embeddings, k), strict=True):

@@ -55,6 +55,11 @@ class Gallery:
         """The number of values per vector."""
         return self._vectors.shape[1]
 
+    @property
+    def is_classes(self) -> bool:
+        """Whether the vectors are class weights, not embeddings of images."""
+        return self.about.get("of") == "classes"
+
     def search(self, queries: np.ndarray, k: int = 5) -> tuple[np.ndarray, np.ndarray]:
         """Find the k nearest entries of each query.
 
@@ -120,6 +125,7 @@ def write_gallery(
     model: str,
     kind: str = "float32",
     centers: int = 1,
+    of: str = "images",
 ) -> Gallery:
     """Write vectors of any norm as a gallery to a new folder, and open it.
 
@@ -131,6 +137,7 @@ def write_gallery(
         model: fingerprint of the network that computed the vectors: the SHA-256 of its weights.
         kind: ``float32``, or ``int8``, which uses half the disk space and a quarter of the memory.
         centers: consecutive vectors per entry, such as sub-centres of a class.
+        of: ``images``, or ``classes``: class weights.
 
     Raises:
         DataError: there are no vectors, one is not finite, or the folder cannot be written.
@@ -159,6 +166,7 @@ def write_gallery(
             "count": count,
             "size": len(largest),
             "centers": centers,
+            "of": of,
             "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
         }
         (temporary / ABOUT_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -15,6 +15,7 @@ from plsc.data.sources import check_labels
 from plsc.data.sources.base import IndexedSource, Source
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.world import World
+from plsc.storage.urls import shown
 
 OpenedCheckpoint = tuple[Path, Manifest]
 # Labels that imply more classes than both limits are rejected as a likely typo.
@@ -37,6 +38,28 @@ def count_named_classes(
     if getattr(source, "class_names", None) is not None:  # names are not only in the checkpoint
         notes.append(f"classes: {first_and_last_class(source, names)}")
     return class_num, names.resized(class_num), notes
+
+
+def check_unseen(place: str, names: ClassNames | None, checkpoint: OpenedCheckpoint) -> None:
+    """Raise DataError if a dataset is the one that was trained, or has classes with names of trained ones.
+
+    place: of the dataset, as messages show it.
+    """
+    path, manifest = checkpoint
+    data = manifest.options.get("data")
+    trained_place = data.get("dataset_dir") if isinstance(data, dict) else None
+    if names is None and isinstance(trained_place, str) and place == shown(trained_place):
+        raise DataError(f"the classes of {place} were trained; choose images of other classes")
+    for head in manifest.heads:
+        trained = read_class_names(path, manifest, head)
+        if trained is None or names is None:
+            continue
+        both = np.flatnonzero((trained.numbers_of(names) >= 0) & (names.lengths() > 0))
+        if len(both):
+            raise DataError(
+                f"{len(both):,} of the {len(names):,} classes of {place} were trained, such as "
+                f"'{names[int(both[0])]}'; choose images of other classes"
+            )
 
 
 def count_classes(

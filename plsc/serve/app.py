@@ -120,12 +120,15 @@ def _add_images(app: FastAPI, service: Service) -> None:
     async def search(
         request: Request, k: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 5, far: Far = None
     ) -> Response:
-        verdict = _Verdict(service, far)
+        verdict = _Verdict(service, far, of_search=True)
         images, _ = await _read(request, 1)
         found = await service.search(await service.embed(images[0]), k)
         is_known = verdict.accepts(found[0]["similarity"] if found else -math.inf)
         name = None if is_known is None else found[0]["name"] if is_known else "unknown"
-        return JSONResponse({"name": name, "known": is_known, **verdict.about, "results": found})
+        strangers = service.strangers(found[0]["similarity"]) if found else None
+        return JSONResponse(
+            {"name": name, "known": is_known, **verdict.about, "strangers": strangers, "results": found}
+        )
 
 
 def _add_entries(app: FastAPI, service: Service) -> None:
@@ -180,6 +183,9 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 "precision": model.about["graph"].get("precision"),
                 "accuracy": model.about.get("accuracy"),
                 "far": service.far,
+                "fpir": options.fpir,
+                "holds": service.holds(),
+                "warning": service.warning(),
                 "thresholds": {f"{far:g}": cosine for far, cosine in model.thresholds.items()},
                 "enrolled": len(service.store),
                 "gallery": 0 if service.gallery is None else len(service.gallery),
@@ -211,12 +217,16 @@ def _file(path: Path) -> Any:
 
 
 class _Verdict:
-    """The threshold of a FAR."""
+    """The threshold of a FAR; of a search, by default, that of the FPIR of the server, if it has one."""
 
-    def __init__(self, service: Service, far: float | None) -> None:
+    def __init__(self, service: Service, far: float | None, of_search: bool = False) -> None:
+        self._threshold = service.threshold_of_search() if of_search and far is None else None
+        if self._threshold is not None:
+            self.about = {"far": None, "fpir": service.options.fpir, "threshold": self._threshold}
+            return
         known = service.far if far is None else service.known_far(far)
         self._threshold = None if known is None else service.model.thresholds[known]
-        self.about = {"far": known, "threshold": self._threshold}
+        self.about = {"far": known, **({"fpir": None} if of_search else {}), "threshold": self._threshold}
 
     def accepts(self, similarity: float) -> bool | None:
         """Return whether a similarity reaches the threshold; None if the model has no thresholds."""

@@ -22,6 +22,9 @@ class ServeOptions:
     far: float | None = declare(
         None, "FAR of the threshold for unknown; by default 1e-3, or the next higher one"
     )
+    fpir: float | None = declare(
+        None, "share of strangers that a search accepts: its threshold follows the number of enrolled images"
+    )
     threads: int = declare(0, "threads of onnxruntime; 0: one per core", check=at_least(0))
     batch_size: int = declare(32, "maximum images per forward pass", check=at_least(1))
     queue_size: int = declare(256, "maximum images waiting; more get status 429", check=at_least(2))

@@ -61,7 +61,7 @@ def serve(model: str, options: ServeOptions) -> None:
     with contextlib.closing(service), _listen(options) as listener:
         if not has_key and not is_loopback(options.host):
             logger.warning(f"everyone who can reach {options.host} may use the server; set --api_key_file")
-        if service.far is None:
+        if service.far is None and options.fpir is None:
             logger.warning("the model has no thresholds, so nothing is called unknown; export it with pairs")
         host = f"[{options.host}]" if ":" in options.host else options.host
         logger.info(

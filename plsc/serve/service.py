@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from PIL import Image
 from plsc.data.batch import to_input
 from plsc.data.decode import count_pixels, decode_into, decode_jpeg_of_size
 from plsc.errors import DataError, OptionError
+from plsc.evaluate.capacity import capacity_of_search
 from plsc.export import ServedModel, open_model
 from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
@@ -25,6 +27,7 @@ from plsc.serve.batching import Batcher, Busy
 from plsc.serve.options import ServeOptions
 from plsc.serve.store import Found, New, Store
 
+logger = logging.getLogger(__name__)
 MOST_FOUND = 100
 _SLOW = (b"BM", b"II", b"MM")  # BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory
 _SMALL_BYTES, _SMALL_PIXELS = 2**16, 2**16  # larger images are decoded in another thread
@@ -39,6 +42,7 @@ class Service:
         self.model: ServedModel = open_model(folder, options.threads or usable_cores())
         self.far = self.model.default_far if options.far is None else self.known_far(options.far)
         self.gallery, self.is_classes = self._open_gallery()
+        self.capacity = capacity_of_search(self.model.capacity, self.is_classes, options.fpir)
         path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
         self.store = Store(path, self.model.fingerprint, self.model.emb_size)
         largest, queue, timeout = options.batch_size, options.queue_size, options.timeout
@@ -51,6 +55,39 @@ class Service:
         self._writes: Batcher[New | int, int | bool] = Batcher(self.store.write, largest, queue, timeout)
         self._decoder = ThreadPoolExecutor(2)  # few large images at a time bound the memory
         self._decoding = 0
+        self._was_warned = False
+        self._warn()
+
+    def __len__(self) -> int:
+        """Return the number of entries that are searched: of the gallery and of the store."""
+        return len(self.store) + (0 if self.gallery is None else len(self.gallery))
+
+    def threshold_of_search(self) -> float | None:
+        """Return the threshold of `options.fpir` for the entries that are enrolled now; None without it."""
+        if self.capacity is None or self.options.fpir is None:
+            return None
+        return self.capacity.strictest(self.options.fpir, max(1, len(self)))
+
+    def strangers(self, similarity: float) -> dict[str, Any] | None:
+        """Return the share of strangers that would score as high, with its 90 % interval, and a sentence."""
+        if self.capacity is None or not len(self):
+            return None
+        found, count = self.capacity.fpir(similarity, len(self)), len(self)
+        return {**found._asdict(), "enrolled": count, "text": found.sentence(count)}
+
+    def holds(self) -> dict[str, Any] | None:
+        """Return how many identities a gallery holds at least, at which FPIR and threshold; None: unknown."""
+        found = None if self.capacity is None else self.capacity.holds(self.options.fpir)
+        return None if found is None else found._asdict()
+
+    def warning(self) -> str | None:
+        """Return what to expect if more images are enrolled than the model holds."""
+        return None if self.capacity is None else self.capacity.warning(len(self), self.options.fpir)
+
+    def _warn(self) -> None:
+        if not self._was_warned and (text := self.warning()):
+            self._was_warned = True
+            logger.warning(text)
 
     def known_far(self, far: float) -> float:
         """Return the FAR of the model's thresholds that is equal. Raises OptionError if there is none."""
@@ -77,7 +114,9 @@ class Service:
         """Enrol an image, and return the id of the entry after it was written to disk."""
         pixels = await self._pixels(data)
         embedding = await self.embeddings.submit(pixels)
-        return int(await self._writes.submit(New(name, embedding, _as_jpeg(pixels))))
+        number = int(await self._writes.submit(New(name, embedding, _as_jpeg(pixels))))
+        self._warn()
+        return number
 
     async def delete(self, number: int) -> bool:
         """Delete an enrolled entry; return whether it existed."""
@@ -99,7 +138,7 @@ class Service:
                     f"{self.options.gallery} has vectors of {gallery.size} values; the model has "
                     f"{self.model.emb_size}"
                 )
-            return gallery, False
+            return gallery, gallery.is_classes
         if "classes" not in self.model.about:
             return None, False
         weights, names = self.model.class_weights()

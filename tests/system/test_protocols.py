@@ -13,6 +13,7 @@ from plsc import names
 from plsc.cli import main
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError
+from plsc.evaluate.capacity import Capacity
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
 from tests.system.protocols_worker import CASES, PROTOCOLS, places
@@ -188,6 +189,20 @@ def test_folders_of_classes_are_matched_by_name(faces, checkpoint, alone, tmp_pa
     with pytest.raises(DataError, match=r"are names and those of .* are numbers; use the same kind"):
         ins.test("identify", images=faces, gallery=tmp_path / "gallery", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_identification_says_what_a_gallery_holds(checkpoint, faces, tmp_path):
+    unseen = write_dataset(tmp_path / "unseen", classes=24, per_class=3, seed=9)
+    ins = entry(faces, tmp_path / "run", set_checkpoint_dir=checkpoint)
+    found = ins.test("identify", images=unseen, output=tmp_path / "report")
+    capacity = found["capacity"].capacity
+    assert (capacity.classes, capacity.images) == (24, 72)
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert Capacity.from_dict(report["Capacity"]["table"]) == capacity
+    assert "![capacity](capacity.png)" in (tmp_path / "report/report.md").read_text()
+    found = ins.test("identify", images=faces, output=tmp_path / "trained")
+    assert list(found) == ["identify"]
+    assert f"the classes of {faces} were trained" in (tmp_path / "trained/report.md").read_text()
 
 
 @pytest.mark.parametrize(

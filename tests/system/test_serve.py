@@ -25,7 +25,9 @@ from plsc.errors import DataError
 from plsc.export import open_model
 from plsc.gallery import write_gallery
 from plsc.serve.store import Store
+from tests.images import write_dataset
 from tests.serving import export_model, serving
+from tests.system.small_entry import entry
 
 pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
 from plsc.serve.app import _from_json
@@ -488,6 +490,51 @@ def test_every_acknowledged_enrolment_survives_sigkill(folder, images, tmp_path)
         assert near[0]["source"] == "enrolled"
 
 
+@pytest.fixture(scope="module")
+def for_strangers(folder):
+    """The model with the FPIR of galleries, without class weights."""
+    unseen = write_dataset(folder / "unseen", classes=30, per_class=3, seed=9)
+    ins = entry(
+        folder / "faces", folder / "out", set_checkpoint_dir=folder / "run/0", set_val_targets="pairs"
+    )
+    return ins.convert_for_prediction(folder / "for_strangers", unseen=str(unseen))
+
+
+def test_the_threshold_of_an_fpir_follows_the_number_of_enrolled_images(for_strangers, images, tmp_path):
+    capacity = open_model(for_strangers).capacity
+    with (
+        (tmp_path / "log").open("w") as log,
+        serving(for_strangers, tmp_path / "s.sqlite", "--fpir", "0.3", stderr=log) as server,
+    ):
+        client = server.client()
+        assert client.search(images[0])["strangers"] is None
+        for count in (1, 2, 3):
+            client.enrol(f"number {count}", images[count])
+            found = client.search(images[0])
+            assert (found["far"], found["fpir"]) == (None, 0.3)
+            assert found["threshold"] == capacity.strictest(0.3, count)
+            similarity = found["results"][0]["similarity"]
+            expected = capacity.fpir(similarity, count)
+            assert found["strangers"] == {
+                **json.loads(json.dumps(expected._asdict())),
+                "enrolled": count,
+                "text": expected.sentence(count),
+            }
+            assert found["known"] == (similarity >= found["threshold"])
+        (far, threshold), *_ = open_model(for_strangers).thresholds.items()
+        found = client.search(images[0], far=far)
+        assert (found["far"], found["fpir"], found["threshold"]) == (far, None, threshold)
+        about = client.about()
+        assert (about["fpir"], about["holds"]) == (0.3, capacity.holds(0.3))  # None: a weak network
+        assert about["warning"] == capacity.warning(3, 0.3)
+    assert (tmp_path / "log").read_text().count("the model was shown to hold") == 1
+
+
+def test_class_weights_have_no_share_of_strangers(server, images):
+    assert server.client().search(images[0])["strangers"] is None
+    assert server.client().about()["warning"] is None
+
+
 def refusal(capsys, *arguments):
     """Return the message of `plsc serve` with these arguments, which does not start."""
     assert main(["serve", *map(str, arguments)]) == 1
@@ -498,6 +545,7 @@ def refusal(capsys, *arguments):
 
 def test_a_model_gallery_or_store_that_does_not_fit_is_one_message(folder, tmp_path, capsys):
     model, store = folder / "model", ["--store", tmp_path / "s.sqlite"]
+    assert "class weights are searched" in refusal(capsys, model, *store, "--fpir", "0.1")
     write_gallery(tmp_path / "other", np.eye(8), model="another")
     write_gallery(tmp_path / "wide", np.eye(9), model=open_model(model).fingerprint)
     text = refusal(capsys, model, *store, "--gallery", tmp_path / "other")

@@ -21,6 +21,7 @@ from plsc.cli import main
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.evaluate.capacity import measure_capacity
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import FARS, verify
 from plsc.export.folder import describe_file
@@ -189,6 +190,27 @@ def test_thresholds_come_from_a_text_list_as_from_a_bin_file(trained, exported, 
     assert listed.thresholds == pytest.approx(plsc.export.open_model(exported).thresholds, abs=1e-5)
 
 
+def test_unseen_classes_give_the_fpir_of_galleries(trained, tmp_path):
+    unseen = write_dataset(tmp_path / "unseen", classes=24, per_class=3, seed=9)
+    ins = entry(*trained, set_checkpoint_dir=trained[1] / "0")
+    folder = ins.convert_for_prediction(tmp_path / "model", flip=True, unseen=str(unseen))
+    model = plsc.export.open_model(folder)
+    paths = [unseen / f"images/{label}_{copy}.png" for label in range(24) for copy in range(3)]
+    embeddings = model.embed(np.stack([model.preprocess(path.read_bytes()) for path in paths]))
+    expected = measure_capacity(embeddings, np.repeat(np.arange(24), 3))
+    assert (model.capacity.classes, model.capacity.images) == (24, 72)
+    for found in model.capacity.rows[1:-1]:  # the network's and the graph's embeddings differ by rounding errors
+        for identities in (10, 1000):
+            near = expected.fpir(found.threshold, identities).high
+            assert model.capacity.fpir(found.threshold, identities).high == pytest.approx(near, rel=0.2)
+    assert json.loads((folder / "model.json").read_text())["capacity"]["holds"] is None  # a weak network
+    with pytest.raises(DataError, match=f"the classes of {trained[0]} were trained"):
+        ins.convert_for_prediction(tmp_path / "other", unseen=str(trained[0]))
+    few = write_dataset(tmp_path / "few", classes=3, per_class=3)
+    with pytest.raises(DataError, match="images of 3 classes; expected at least 20"):
+        ins.convert_for_prediction(tmp_path / "other", unseen=str(few))
+
+
 def test_class_weights_and_thumbnails(trained, exported, tmp_path):
     dataset, run = trained
     model = plsc.export.open_model(exported)
@@ -261,6 +283,7 @@ def test_options_that_cannot_be_combined_are_refused(trained):
         ({"graph": "torch", "precision": "int8"}, "'torch' can have"),
         ({"graph": "onx"}, "graph is 'onx'"),
         ({"graph": "none", "flip": True}, "there is no graph"),
+        ({"graph": "none", "unseen": "images"}, "unseen is set, but there is no graph"),
     ):
         with pytest.raises(OptionError, match=message):
             ins.convert_for_prediction(**given)
@@ -380,6 +403,8 @@ def test_a_model_with_a_pipe_is_not_loaded(exported, tmp_path, name):
         ({"thresholds": {"1e-3": 10**400}}, "thresholds are not numbers"),
         ({"thresholds": {"1e-3": float("nan")}}, "NaN is not a JSON number"),
         ({"thresholds": {"1e-3": 2.0}}, "not a cosine"),
+        ({"capacity": {"table": {"format": 1}}}, "capacity table is damaged"),
+        ({"capacity": []}, "the capacity is"),
         ({"graph": {"file": "../../model.onnx"}}, "only model.onnx is served"),
         ({"graph": []}, "the graph is"),
         ({"metrics": "x" * 2**21}, "cannot be read"),

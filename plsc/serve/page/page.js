@@ -70,7 +70,7 @@ function card({ name, thumbnail, lines = [], id, source }) {
     button.setAttribute("aria-label", `Delete ${name}, entry ${id}`);
     button.onclick = () => attempt(async () => {
       await request("DELETE", `entries/${id}`);
-      await Promise.all([listEntries(), answer()]);
+      await Promise.all([listEntries(), answer(), warn()]);
       show(`Deleted ${name}.`);
     });
     item.append(button);
@@ -150,16 +150,18 @@ function draw(verdict, kind, meaning, results, isSearch) {
   byId("answer").hidden = false;
 }
 
-function drawSearch({ name, known, far, threshold, results }) {
+function drawSearch({ name, known, far, fpir, threshold, strangers, results }) {
   let verdict = results.length ? `Nearest: ${results[0].name}` : "There are no entries yet";
   let meaning = results.length ? "The model has no thresholds, so nothing is called unknown." : "Enrol an image to find it again.";
   if (results.length && known !== null) {
     const similarity = shown(results[0].similarity);
     verdict = known ? `Found: ${name}` : "Unknown";
+    const ofPairs = fpir === null && !strangers ? ` Of pairs of different classes, about ${oneIn(far)} does (FAR ${far}).` : "";
     meaning = known
-      ? `The similarity ${similarity} reaches the threshold ${shown(threshold)}. Of pairs of different classes, about ${oneIn(far)} does (FAR ${far}).`
-      : `The nearest entry has similarity ${similarity}, below the threshold ${shown(threshold)} for FAR ${far}.`;
+      ? `The similarity ${similarity} reaches the threshold ${shown(threshold)}.${ofPairs}`
+      : `The nearest entry has similarity ${similarity}, below the threshold ${shown(threshold)} for ${fpir === null ? `FAR ${far}` : `FPIR ${fpir}`}.`;
   }
+  if (results.length && strangers) meaning += ` ${strangers.text[0].toUpperCase()}${strangers.text.slice(1)}.`;
   const cards = results.map((one) => card({ ...one, lines: [shown(one.similarity), one.source] }));
   draw(verdict, known === null ? "" : known ? "yes" : "no", meaning, cards, true);
 }
@@ -187,18 +189,26 @@ async function listEntries(after = 0) {
   byId("more").onclick = () => attempt(() => listEntries(entries.at(-1).id));
 }
 
+async function warn() {
+  const { warning } = await get("about");
+  byId("warning").textContent = warning ? `${warning[0].toUpperCase()}${warning.slice(1)}.` : "";
+}
+
 async function start() {
   model = await get("about");
+  await warn();
   byId("login").hidden = true;
   const accuracy = model.accuracy ? `; accuracy ${(100 * model.accuracy).toFixed(2)} % on its evaluation pairs` : "";
   byId("about").textContent = `A model with ${model.emb_size} values per embedding${accuracy}. ` +
     `It searches ${model.gallery.toLocaleString("en")} ${model.gallery_is_classes ? "classes" : "entries of a gallery"} and the enrolled entries.`;
   const fars = Object.keys(model.thresholds);
-  byId("far").replaceChildren(...fars.map((far) => {
-    const option = new Option(`${far} (similarity ${shown(model.thresholds[far])} or more)`, far);
-    option.selected = Number(far) === model.far;
+  const options = fars.map((far) => {
+    const option = new Option(`FAR ${far} (similarity ${shown(model.thresholds[far])} or more)`, far);
+    option.selected = Number(far) === model.far && model.fpir === null;
     return option;
-  }));
+  });
+  if (model.fpir !== null) options.unshift(new Option(`FPIR ${model.fpir} of the entries enrolled now`, "", true, true));
+  byId("far").replaceChildren(...options);
   byId("choice").hidden = !fars.length;
   byId("evaluation").hidden = !model.roc;
   await listEntries();
@@ -226,7 +236,7 @@ byId("enrol").onsubmit = (event) => {
   attempt(async () => {
     await request("POST", `entries?name=${encodeURIComponent(name)}`, images[0], "application/octet-stream");
     byId("name").value = "";
-    await Promise.all([listEntries(), answer()]);
+    await Promise.all([listEntries(), answer(), warn()]);
     show(`Enrolled ${name}.`);
   }, "Enrolling.");
 };

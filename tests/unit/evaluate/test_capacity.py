@@ -4,8 +4,16 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from plsc.errors import DataError
-from plsc.evaluate.capacity import Capacity, _fpir, _gamma_quantile, measure_capacity
+from plsc.errors import DataError, OptionError
+from plsc.evaluate.capacity import (
+    Capacity,
+    Prediction,
+    _fpir,
+    _gamma_quantile,
+    capacity_of_search,
+    measure_capacity,
+)
+from plsc.evaluate.capacity_report import evaluate_capacity, measure_fpir
 
 
 def images_of(classes, images, seed=0, families=0, size=16):
@@ -230,7 +238,7 @@ def test_bad_arguments_are_named(table):
     with pytest.raises(DataError, match="threshold nan"):
         table.fpir(float("nan"), 5)
     for call in (table.holds, lambda fpir: table.threshold(fpir, 5)):
-        with pytest.raises(DataError, match=r"FPIR 1.5 is not between 0 and 1"):
+        with pytest.raises(OptionError, match=r"FPIR 1.5 is not between 0 and 1"):
             call(1.5)
 
 
@@ -239,3 +247,86 @@ def test_gamma_quantiles_are_those_of_tables():
     for shape, low, high in [(1, 0.0513, 2.996), (5, 1.970, 9.154), (50, 38.965, 62.171)]:
         assert _gamma_quantile(shape, 1.6449) == pytest.approx(high, rel=0.01)
         assert _gamma_quantile(shape, -1.6449) == pytest.approx(low, rel=0.01, abs=0.02)
+
+
+@pytest.mark.parametrize(("prediction", "text"), [
+    ((0.005, 0, 0.1), "about 1 in 200 strangers would score as high among the 5,120 enrolled"),
+    ((0.4, 0.2, 0.6), "about 40 in 100 strangers would score as high among the 5,120 enrolled"),
+    ((0.000_123_4, 0, 0.1), "about 1 in 8,100 strangers would score as high among the 5,120 enrolled"),
+    ((None, 0, 0.02), "at most 1 in 50 strangers would score as high among the 5,120 enrolled"),
+    ((None, 0.6, 1), "at least 60 in 100 strangers would score as high among the 5,120 enrolled"),
+])  # fmt: skip
+def test_a_prediction_is_said_in_words(prediction, text):
+    assert Prediction(*prediction).sentence(5120) == text
+
+
+def test_where_data_cannot_say_the_threshold_is_above_all_scores_of_different_classes(table):
+    assert table.strictest(0.4, 50) == table.threshold(0.4, 50)
+    assert table.strictest(1e-6, 10_000) == table.rows[-1].threshold
+
+
+def test_a_warning_starts_above_the_identities_that_are_held(table):
+    held = table.holds(0.2).identities
+    assert table.warning(held, 0.2) is None
+    assert f"has {held + 1} images; the model was shown to hold at least {held} at FPIR 0.2" in table.warning(
+        held + 1, 0.2
+    )
+    unpaired = measure_capacity(*images_of(60, 1))
+    assert "no number of identities at FPIR 0.1" in unpaired.warning(1)
+
+
+def test_an_fpir_needs_a_capacity_and_images(table):
+    assert capacity_of_search(table, False, 0.1) is table
+    assert capacity_of_search(table, True, None) is None
+    with pytest.raises(OptionError, match="class weights are searched"):
+        capacity_of_search(table, True, 0.1)
+    with pytest.raises(OptionError, match="without --unseen"):
+        capacity_of_search(None, False, 0.1)
+    with pytest.raises(OptionError, match="not between 0 and 1"):
+        capacity_of_search(table, False, 0.0)
+
+
+def test_measured_fpir_is_that_of_galleries_of_the_same_classes():
+    embeddings, labels = images_of(40, 3, families=10)
+    found = measure_fpir(embeddings, labels, 0.6, [10, 30])
+    for size in (10, 30):
+        rates = []
+        for seed in range(40):
+            rng = np.random.default_rng(seed)
+            enrolled = rng.permutation(40)[:size]
+            kept = np.concatenate(
+                [np.flatnonzero(np.isin(labels, enrolled)), np.flatnonzero(~np.isin(labels, enrolled))]
+            )
+            probes = np.flatnonzero(~np.isin(labels[kept], enrolled))
+            order = np.where(np.isin(labels[kept], enrolled), labels[kept], 10**6)
+            rates.append(brute_force(embeddings[kept], order, probes, 0.6, size, seed))
+        assert found[size] == pytest.approx(np.mean(rates), abs=0.05)
+
+
+def test_a_report_has_the_figure_measured_values_and_a_picture(tmp_path):
+    result = evaluate_capacity(*images_of(120, 3, families=60))
+    assert list(result.measured) == [10, 30]
+    for size, fpir in result.measured.items():
+        _, low, high = result.capacity.fpir(result.threshold, size)
+        assert low * 0.8 <= fpir <= high * 1.2
+    section = result.section("Capacity")
+    held = result.capacity.holds()
+    assert section.tables[0].title.startswith(f"Holds at least {held.identities:,} identities at FPIR 0.05")
+    assert json.loads(json.dumps(section.values))["holds"] == held._asdict()
+    section.pictures["capacity.png"](tmp_path / "capacity.png")
+    assert (tmp_path / "capacity.png").stat().st_size > 10_000
+
+
+def test_a_report_of_one_image_per_class_cannot_say_what_is_held(tmp_path):
+    result = evaluate_capacity(*images_of(60, 1))
+    assert result.holding is None
+    assert "cannot say how many" in result.summary()
+    section = result.section("Capacity")
+    assert section.tables[1].rows[-1] == ["0.2", "cannot say", "cannot say", "cannot say"]
+    section.pictures["capacity.png"](tmp_path / "capacity.png")
+
+
+def test_a_report_uses_whole_classes_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr("plsc.evaluate.capacity_report._MOST_IMAGES", 100)
+    capacity = evaluate_capacity(*images_of(60, 3)).capacity
+    assert (capacity.classes, capacity.images) == (33, 99)

@@ -73,6 +73,29 @@ def test_the_output_of_predict_is_a_gallery(trained, tmp_path, capsys):
     assert gallery.name(23) == rows["names"][23]
 
 
+def test_a_search_says_how_many_strangers_would_score_as_high(trained, tmp_path, capsys):
+    pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+    unseen = write_dataset(tmp_path / "unseen", classes=24, per_class=3, seed=9)
+    model, gallery, image = tmp_path / "model", tmp_path / "g", trained / "faces/images/0_0.png"
+    plsc(
+        capsys, "export", trained / "run/0", model, "--unseen", unseen, "--classes", "--quiet",
+        "--data.dataset_dir", trained / "faces",
+    )  # fmt: skip
+    plsc(capsys, "index", model, gallery, "--images", trained / "faces/images")
+    capacity = open_model(model).capacity
+    *_, last = plsc(capsys, "search", model, gallery, image, "-k", 2)
+    assert last == f"  {capacity.fpir(1.0, 24).sentence(24)}"
+    other = unseen / "images/3_0.png"
+    found = plsc(capsys, "search", model, gallery, other, "--fpir", "0.3", "-k", 1)
+    is_known = float(found[-2].split()[0]) >= capacity.strictest(0.3, 24)
+    assert found[1].startswith("  unknown: no entry reaches the threshold") != is_known
+    plsc(capsys, "index", model, tmp_path / "classes")
+    assert open_gallery(tmp_path / "classes").is_classes
+    assert "strangers" not in plsc(capsys, "search", model, tmp_path / "classes", image)[-1]
+    assert main(["search", str(model), str(tmp_path / "classes"), str(image), "--fpir", "0.1"]) == 1
+    assert "class weights are searched" in capsys.readouterr().err
+
+
 def test_another_network_and_a_damaged_image_are_error_messages(trained, tmp_path, capsys, messages):
     images = trained / "faces/images"
     plsc(capsys, "index", trained / "run/0", tmp_path / "g", "--images", images)
