@@ -116,8 +116,8 @@ def read_rows(path: Path) -> tuple[list[str], np.ndarray]:
 
 
 def read_report(path: Path) -> dict[str, object]:
-    """Return the values of the only section of a report."""
-    (values,) = json.loads(path.read_text()).values()
+    """Return the values of the first section of a report."""
+    values, *_ = json.loads(path.read_text()).values()
     return values
 
 

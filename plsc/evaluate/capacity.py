@@ -167,10 +167,9 @@ class Capacity:
         held = 0 if found is None else found.identities
         if identities <= held:
             return None
-        known = f"at least {held:,}" if held else "no number of identities"
         return (
-            f"the gallery has {identities:,} images; the model was shown to hold {known} at FPIR "
-            f"{self._fpir(fpir):g}: of more, strangers are accepted more often, or known ones are missed"
+            f"a gallery of {identities:,} images is more than the model was shown to hold at FPIR "
+            f"{self._fpir(fpir):g} ({held:,}): expect more accepted strangers, or more missed ones"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -386,7 +385,7 @@ def _rows(sums: np.ndarray, grid: np.ndarray, counts: np.ndarray, enrolled: np.n
             known = max(0.0, pairs[k] * enrolled[k] - fpir[k])  # second and further look-alikes
             spread = float((known * found + _WEDGES * grown) / (known + _WEDGES)) if k else found
         weight = float((squares[k] / 2 + _EVENTS * weight**2) / (pairs[k] / 2 + _EVENTS * weight))
-        accepted = float(same[k] / repeated) if repeated else None
+        accepted = min(1.0, max(0.0, float(same[k] / repeated))) if repeated else None  # but for rounding
         rows.append(Row(float(threshold), float(far[k]), spread, weight, accepted))
     return tuple(rows)
 

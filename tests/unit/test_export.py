@@ -199,7 +199,9 @@ def test_unseen_classes_give_the_fpir_of_galleries(trained, tmp_path):
     embeddings = model.embed(np.stack([model.preprocess(path.read_bytes()) for path in paths]))
     expected = measure_capacity(embeddings, np.repeat(np.arange(24), 3))
     assert (model.capacity.classes, model.capacity.images) == (24, 72)
-    for found in model.capacity.rows[1:-1]:  # the network's and the graph's embeddings differ by rounding errors
+    for found in model.capacity.rows[
+        1:-1
+    ]:  # the network's and the graph's embeddings differ by rounding errors
         for identities in (10, 1000):
             near = expected.fpir(found.threshold, identities).high
             assert model.capacity.fpir(found.threshold, identities).high == pytest.approx(near, rel=0.2)
