@@ -19,9 +19,10 @@ python -m sphinx -q -W -b html docs build/docs
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi
-# Two files at a time, each process with one thread: tests of several ranks bring their own processes.
+# A process per core or more, each with one thread: tests of several ranks bring their own processes, and slow
+# tests also wait.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-two=(-q -n 2 --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
-python -m pytest "${two[@]}" -m "not slow"
+by_file=(-q --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
+python -m pytest "${by_file[@]}" -n 2 -m "not slow"
 mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.slow' tests)  # the others need not be collected
-python -m pytest "${two[@]}" -m slow --durations 25 "${files[@]}"
+python -m pytest "${by_file[@]}" -n 3 -m slow --durations 25 "${files[@]}"
