@@ -29,12 +29,12 @@ NOISE, NUISANCE = 0.4, 1.5
 
 
 class Mlp(BaseModel):
-    """An MLP of three layers for the synthetic images, followed by batch norm."""
+    """An MLP of three layers for synthetic images of so many values, followed by batch norm."""
 
-    def __init__(self, emb_size: int = 512) -> None:
+    def __init__(self, emb_size: int = 512, inputs: int = SIZE * SIZE) -> None:
         super().__init__()
         parts: list[nn.Module] = []
-        for before, after in ((SIZE * SIZE, 512), (512, 512)):
+        for before, after in ((inputs, 512), (512, 512)):
             parts += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
         self.layers = nn.Sequential(*parts, nn.Linear(512, emb_size), nn.BatchNorm1d(emb_size))
 
