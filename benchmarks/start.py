@@ -3,13 +3,13 @@
     python benchmarks/start.py build/start --classes 10000
     python benchmarks/start.py build/start --classes 1000000     # hours on two cores
 
-The classes are synthetic: a class is a point in 32 dimensions. A sample is this point with noise, followed by 32
-numbers that do not depend on the class; a fixed random network maps them to 128 values. There are four training
-samples per class, and one held-out sample of each of 10,000 classes. An MLP is trained with embeddings of 128
-values, and a tenth of the classes per step. All other options are defaults.
+The classes are synthetic: a class is a point in 32 dimensions. A sample is this point with noise, followed by
+32 numbers that do not depend on the class; a fixed random network maps them to 128 values. There are four
+training samples per class, and one held-out sample of each of 10,000 classes. An MLP is trained with
+embeddings of 128 values, and a tenth of the classes per step. All other options are defaults.
 
-Rank-1 is the share of held-out samples of which the class weight of their class is the nearest of all. Bound, set
-before measuring: with a million classes at least half of that with 10,000.
+Rank-1 is the share of held-out samples of which the class weight of their class is the nearest of all. Bound,
+set before measuring: with a million classes at least half of that with 10,000.
 """
 
 from __future__ import annotations
