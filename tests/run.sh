@@ -11,11 +11,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 ensure_environment dev
 
+python -m sphinx -q -W -b html docs build/docs & # beside the other checks: each uses one core
 ruff check .
 ruff format --check .
 mypy
 python tools/generate.py --check
-python -m sphinx -q -W -b html docs build/docs
+wait $!
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi
