@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, word
@@ -41,7 +41,7 @@ def run_search(
     if capacity is not None and fpir is not None:
         threshold = capacity.strictest(fpir, size)
     if capacity is not None and (warning := capacity.warning(size, fpir)):
-        print(f"warning: {warning}", file=sys.stderr)
+        logging.getLogger(__name__).warning(warning)
     for name, nearest in search_images(embedder, opened, images, k):
         lines = [f"  {cosine:7.4f}  {entry}" for cosine, entry in nearest]
         if threshold is not None and nearest[0][0] < threshold:
