@@ -75,7 +75,7 @@ def test_killed_runs_resume_to_the_same_bits(dataset, undisturbed, tmp_path):
     assert different(copy(newest, tmp_path / "files"), undisturbed[1]) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, undisturbed, tmp_path, ranks):
     first, _ = undisturbed
     shutil.copytree(first, tmp_path / "start")
