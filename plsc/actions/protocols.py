@@ -146,9 +146,7 @@ class Evaluator:
         """Yield the verification of all pairs of the images."""
         from plsc.evaluate.all_pairs import all_pair_rates, all_pairs
 
-        images = self.open(data.images, "images")
-        groups = self._groups(data, images.images)
-        embeddings = self.embed(images.images, images.place)
+        images, groups, embeddings = self._embedded(data)
         result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
         choices = [f"Images: {images.place}."]
         yield _Outcome("all_pairs", result, partial(_section, result, base_name(images.place), choices))
@@ -160,10 +158,8 @@ class Evaluator:
         """Yield the identification of probes in a gallery."""
         from plsc.evaluate.identification import identify, split_gallery
 
-        probes = self.open(data.images, "images")
-        groups = self._groups(data, probes.images)
-        embeddings, labels = self.embed(probes.images, probes.place), probes.labels
-        datasets = [probes]
+        probes, groups, embeddings = self._embedded(data)
+        labels, datasets = probes.labels, [probes]
         if data.gallery is None:
             is_gallery = split_gallery(labels)
             gallery, gallery_labels = embeddings[is_gallery], labels[is_gallery]
@@ -232,9 +228,7 @@ class Evaluator:
         """Yield the retrieval of the other images of the class of each image."""
         from plsc.evaluate.retrieval import RATES, retrieval
 
-        images = self.open(data.images, "images")
-        groups = self._groups(data, images.images)
-        embeddings = self.embed(images.images, images.place)
+        images, groups, embeddings = self._embedded(data)
         result = retrieval(embeddings, images.labels, self.world, self.world.device, self.world.log)
         choices = [f"Images: {images.place}."]
         yield _Outcome("retrieval", result, partial(_section, result, base_name(images.place), choices))
@@ -242,6 +236,12 @@ class Evaluator:
             queries = replace(groups, of=groups.of[result.is_query])
             values = dict(zip(RATES.values(), result.values.T, strict=True))
             yield _by_group("retrieval", mean_rates(queries, values, "all queries"))
+
+    def _embedded(self, data: ProtocolData) -> tuple[_Dataset, Groups | None, np.ndarray]:
+        """Return the images of a protocol, their groups and their embeddings."""
+        images = self.open(data.images, "images")
+        groups = self._groups(data, images.images)
+        return images, groups, self.embed(images.images, images.place)
 
     def _groups(self, data: ProtocolData, images: Sequence[Any]) -> Groups | None:
         return None if data.groups is None else read_groups(data.groups, images)

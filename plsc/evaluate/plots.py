@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -55,25 +56,19 @@ def plot_roc_curves(
     Raises:
         DataError: the file cannot be written.
     """
-    figure = new_figure(5.6, 4.2)
-    axes = figure.add_subplot()
-    style_axes(axes)
-    for index, (label, (far, tar, least)) in enumerate(curves.items()):
-        # The left edge is the best TAR with at most one false accept.
-        start = np.searchsorted(far, least, side="right") - 1
-        far, tar = np.maximum(far[start:], least), tar[start:]
-        # The space, because matplotlib ignores labels that start with an underscore.
-        axes.plot(far, tar, label=f" {label}", linewidth=1.8, clip_on=False, **line_look(index))
-    lowest = min(0.1, *(least for _, _, least in curves.values()))
-    chance = np.geomspace(lowest, 1, 200)
-    axes.plot(chance, chance, color="#999999", linewidth=1, linestyle=(0, (2, 2)), label="chance")
-    axes.set(xscale="log", xlim=(lowest, 1), ylim=(0, 1.0))
-    axes.set(xlabel="False accept rate", ylabel="True accept rate")
-    axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
-    columns = 1 if len(curves) < 3 else 2
-    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=columns, fontsize=9)
-    figure.set_layout_engine("tight")
-    save_png(figure, path)
+    with _one_plot(path, columns=1 if len(curves) < 3 else 2) as axes:
+        for index, (label, (far, tar, least)) in enumerate(curves.items()):
+            # The left edge is the best TAR with at most one false accept.
+            start = np.searchsorted(far, least, side="right") - 1
+            far, tar = np.maximum(far[start:], least), tar[start:]
+            # The space, because matplotlib ignores labels that start with an underscore.
+            axes.plot(far, tar, label=f" {label}", linewidth=1.8, clip_on=False, **line_look(index))
+        lowest = min(0.1, *(least for _, _, least in curves.values()))
+        chance = np.geomspace(lowest, 1, 200)
+        axes.plot(chance, chance, color="#999999", linewidth=1, linestyle=(0, (2, 2)), label="chance")
+        axes.set(xscale="log", xlim=(lowest, 1), ylim=(0, 1.0))
+        axes.set(xlabel="False accept rate", ylabel="True accept rate")
+        axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
 
 
 def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
@@ -101,17 +96,14 @@ def plot_rates(
     Raises:
         DataError: the file cannot be written.
     """
-    figure = new_figure(5.6, 4.2)
-    axes = figure.add_subplot()
-    style_axes(axes)
-    for index, (name, (x, rates)) in enumerate(curves.items()):
-        inside = np.maximum(x, limits[0])
-        axes.plot(inside, rates, label=f" {name}", drawstyle="steps-post", linewidth=1.8, **line_look(index))
-    axes.set(xscale="log", xlim=limits, ylim=(0, 1.01), xlabel=xlabel, ylabel=ylabel)
-    axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
-    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
-    figure.set_layout_engine("tight")
-    save_png(figure, path)
+    with _one_plot(path) as axes:
+        for index, (name, (x, rates)) in enumerate(curves.items()):
+            inside = np.maximum(x, limits[0])
+            axes.plot(
+                inside, rates, label=f" {name}", drawstyle="steps-post", linewidth=1.8, **line_look(index)
+            )
+        axes.set(xscale="log", xlim=limits, ylim=(0, 1.01), xlabel=xlabel, ylabel=ylabel)
+        axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
 
 
 def plot_capacity(
@@ -124,20 +116,17 @@ def plot_capacity(
     Raises:
         DataError: the file cannot be written.
     """
-    figure = new_figure(5.6, 4.2)
-    axes = figure.add_subplot()
-    style_axes(axes)
-    estimate, low, high = np.array(list(predicted.values()), dtype=float).T  # None: NaN, which is not drawn
-    x = np.array(list(predicted))
-    axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label="90 % interval")
-    axes.plot(x, estimate, color=COLOURS[0], linewidth=1.8, label="predicted")
-    axes.plot(list(measured), list(measured.values()), "o", color=COLOURS[1], label="measured")
-    least = max(1e-5, min(0.1, *high, *(value for value in measured.values() if value)))
-    axes.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), ylim=(least / 2, 1))
-    axes.set(xlabel="Identities in the gallery, one image each", ylabel="FPIR: strangers that are accepted")
-    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=3, fontsize=9)
-    figure.set_layout_engine("tight")
-    save_png(figure, path)
+    with _one_plot(path, columns=3) as axes:
+        estimate, low, high = np.array(list(predicted.values()), dtype=float).T  # None: NaN, not drawn
+        x = np.array(list(predicted))
+        axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label="90 % interval")
+        axes.plot(x, estimate, color=COLOURS[0], linewidth=1.8, label="predicted")
+        axes.plot(list(measured), list(measured.values()), "o", color=COLOURS[1], label="measured")
+        least = max(1e-5, min(0.1, *high, *(value for value in measured.values() if value)))
+        axes.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), ylim=(least / 2, 1))
+        axes.set(
+            xlabel="Identities in the gallery, one image each", ylabel="FPIR: strangers that are accepted"
+        )
 
 
 def plot_scores(
@@ -170,22 +159,17 @@ def plot_counted_scores(
     Raises:
         DataError: the file cannot be written.
     """
-    figure = new_figure(5.6, 3.2)
-    axes = figure.add_subplot()
-    style_axes(axes)
-    edges = np.linspace(scores.min() - 1e-6, scores.max() + 1e-6, 61)
-    for pairs, name, colour in ((different, "different", COLOURS[1]), (same, "same", COLOURS[0])):
-        total = int(pairs.sum())
-        counts = np.histogram(scores, edges, weights=pairs)[0] / max(1, total)
-        axes.stairs(counts, edges, fill=True, alpha=0.35, color=colour)
-        axes.stairs(counts, edges, color=colour, linewidth=1.4, label=f"{name} ({total:,} pairs)")
-    if threshold is not None:
-        label = f"threshold {threshold:.3f}"
-        axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label)
-    axes.set(xlabel="Score (cosine)", ylabel="Fraction of the pairs", ylim=(0, None))
-    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=2, fontsize=9)
-    figure.set_layout_engine("tight")
-    save_png(figure, path)
+    with _one_plot(path, height=3.2, columns=2) as axes:
+        edges = np.linspace(scores.min() - 1e-6, scores.max() + 1e-6, 61)
+        for pairs, name, colour in ((different, "different", COLOURS[1]), (same, "same", COLOURS[0])):
+            total = int(pairs.sum())
+            counts = np.histogram(scores, edges, weights=pairs)[0] / max(1, total)
+            axes.stairs(counts, edges, fill=True, alpha=0.35, color=colour)
+            axes.stairs(counts, edges, color=colour, linewidth=1.4, label=f"{name} ({total:,} pairs)")
+        if threshold is not None:
+            label = f"threshold {threshold:.3f}"
+            axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label)
+        axes.set(xlabel="Score (cosine)", ylabel="Fraction of the pairs", ylim=(0, None))
 
 
 def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -396,6 +380,18 @@ def _pair(images: Sequence[bytes | Face], pair: int) -> np.ndarray:
         square[:] = 200
         square[1:-1, 1:-1] = picture.permute(1, 2, 0).numpy()[1:-1, 1:-1]
     return sheet
+
+
+@contextmanager
+def _one_plot(path: str | os.PathLike[str], height: float = 4.2, columns: int = 1) -> Iterator[Axes]:
+    """Yield the axes of a figure, which gets a legend of so many columns and is written as PNG at the end."""
+    figure = new_figure(5.6, height)
+    axes = figure.add_subplot()
+    style_axes(axes)
+    yield axes
+    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), ncols=columns, fontsize=9)
+    figure.set_layout_engine("tight")
+    save_png(figure, path)
 
 
 def new_figure(width: float, height: float) -> Figure:
