@@ -1,4 +1,4 @@
-"""What a gallery holds, for reports: a figure, a table and a picture, beside measured values."""
+"""What a gallery holds, for reports: a figure, a table and a picture, with measured values."""
 
 from __future__ import annotations
 

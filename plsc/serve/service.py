@@ -55,6 +55,7 @@ class Service:
         self._writes: Batcher[New | int, int | bool] = Batcher(self.store.write, largest, queue, timeout)
         self._decoder = ThreadPoolExecutor(2)  # few large images at a time bound the memory
         self._decoding = 0
+        self._threshold: tuple[int, float] | None = None  # of so many entries
         self._was_warned = False
         self._warn()
 
@@ -66,7 +67,10 @@ class Service:
         """Return the threshold of `options.fpir` for the entries that are enrolled now; None without it."""
         if self.capacity is None or self.options.fpir is None:
             return None
-        return self.capacity.strictest(self.options.fpir, max(1, len(self)))
+        count = max(1, len(self))
+        if self._threshold is None or self._threshold[0] != count:  # half the time of a request to compute
+            self._threshold = count, self.capacity.strictest(self.options.fpir, count)
+        return self._threshold[1]
 
     def strangers(self, similarity: float) -> dict[str, Any] | None:
         """Return the share of strangers that would score as high, with its 90 % interval, and a sentence."""
