@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import numpy as np
 import torch
 from scale import Mlp
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from plsc import Entry
 from plsc.checkpoint import load_weights
@@ -32,11 +32,14 @@ from plsc.checkpoint import load_weights
 COORDINATES, PER_CLASS, HELD_OUT, SHAPE = 32, 4, 10_000, (1, 8, 16)
 
 
-class Samples(Dataset[tuple[np.ndarray, int]]):
-    """Four samples per class, and the samples that are held out."""
+class Samples:
+    """Four samples per class, as a generator of batches in random order; and the samples that are held out."""
 
-    def __init__(self, classes: int) -> None:
+    shards_itself = True  # there is one rank
+
+    def __init__(self, classes: int, batch: int) -> None:
         generator = torch.Generator().manual_seed(0)
+        self.batch = batch
         self.points = torch.randn(classes, COORDINATES, generator=generator)
         self.first = torch.randn(2 * COORDINATES, 128, generator=generator) / math.sqrt(2 * COORDINATES)
         self.second = torch.randn(128, 128, generator=generator) / math.sqrt(128)
@@ -51,11 +54,11 @@ class Samples(Dataset[tuple[np.ndarray, int]]):
         noise[:, :COORDINATES] = self.points[labels] + 0.4 * noise[:, :COORDINATES]
         return torch.tanh(torch.tanh(2 * noise @ self.first) @ self.second * 2)
 
-    def __len__(self) -> int:
-        return len(self.vectors)
-
-    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
-        return self.vectors[number].float().view(SHAPE).numpy(), number % len(self.points)
+    def __call__(self, rank: int, ranks: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the batches of an epoch."""
+        for numbers in torch.randperm(len(self.vectors)).split(self.batch):
+            vectors, labels = self.vectors[numbers].float(), numbers % len(self.points)
+            yield vectors.view(-1, *SHAPE).numpy(), labels.numpy()
 
 
 def rank_1(embeddings: Tensor, weight: Tensor, labels: Tensor) -> float:
@@ -73,7 +76,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=512)
     options = parser.parse_args()
-    samples = Samples(options.classes)
+    samples = Samples(options.classes, options.batch)
     ins: Any = Entry()
     ins.set_model(Mlp(128, inputs=128))
     ins.set_emb_size(128)
@@ -82,8 +85,10 @@ def main() -> None:
     ins.set_train_batch_size(options.batch)
     ins.set_train_epochs(options.epochs)
     ins.set_sample_ratio(0.1)
+    ins.set_flip(False)  # the values of a vector have no mirror image
     ins.set_with_test(False)
     ins.set_model_save_dir(str(options.folder / f"{options.classes}"))
+    ins.set_train_image_num(len(samples.vectors))
     ins.train_reader = samples
     result = ins.train()
     ins.set_checkpoint_dir(str(result.checkpoint))
