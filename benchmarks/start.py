@@ -33,7 +33,7 @@ COORDINATES, PER_CLASS, HELD_OUT, SHAPE = 32, 4, 10_000, (1, 8, 16)
 
 
 class Samples:
-    """Four samples per class, as a generator of batches in random order; and the samples that are held out."""
+    """Four samples per class, as a generator of shuffled batches; and the samples that are held out."""
 
     shards_itself = True  # there is one rank
 
