@@ -171,7 +171,7 @@ def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, s
     for number, index in enumerate(chosen.tolist()):
         row, column = divmod(number, columns)
         left, top = column * width + _GAP, row * height + _GAP
-        picture = _thumbnail(source, index)
+        picture = thumbnail(source, index, _PIXELS)
         if picture is None:
             corner = left + _PIXELS, top + _PIXELS
             draw.line((left, top, *corner), _FAULT, 3)
@@ -185,8 +185,8 @@ def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, s
     return len(chosen)
 
 
-def _thumbnail(source: Source, index: int) -> PillowImage.Image | None:
-    """Return a sample at the size of a square, or None if it is broken."""
+def thumbnail(source: Source, index: int, side: int, *, may_enlarge: bool = True) -> PillowImage.Image | None:
+    """Return a sample, resized to fit a square of `side` pixels, in RGB; None if it is broken."""
     try:
         data, _ = source[index]
         width, height = size_of(data)
@@ -197,6 +197,8 @@ def _thumbnail(source: Source, index: int) -> PillowImage.Image | None:
         low, high = float(pixels.min()), float(pixels.max())
         pixels = ((pixels - low) * (255 / max(high - low, 1e-9))).byte()
     picture = PillowImage.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    scale = _PIXELS / max(picture.size)
+    scale = side / max(picture.size)
+    if scale > 1 and not may_enlarge:
+        return picture
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     return picture.resize(size, PillowImage.Resampling.BILINEAR)
