@@ -19,7 +19,7 @@ LEVELS = [
     {"checkpoint", "evaluate"},
     {"export"},
     {"run", "utils", "plan"},
-    {"state"},
+    {"state", "clean"},
     {"train"},
     {"actions"},
     {"gallery", "original"},
