@@ -46,6 +46,7 @@ _READING = (
         "label_map", str, None, "file of class names and ids; by default ids are the order of sorted names"
     ),
     Argument("class_depth", int, None, "depth of the class folders, if they are nested"),
+    Argument("image_folder", str, None, "folder of the paths in a CSV or JSON lines file; default: its own"),
 )
 
 
