@@ -85,6 +85,13 @@ def _check_sheet(sheet: str, sheet_images: int) -> None:
         raise OptionError(f"--sheet is {sheet!r}, but the folder {folder} does not exist; create it first")
 
 
+def run_split(location: str, out: str, **options: Any) -> None:
+    """Split a dataset into lists; print what was written and the commands that use it."""
+    from plsc.data.split import describe, split
+
+    print(describe(split(location, out, **options), out))
+
+
 def run_pack(folder: str, archive: str) -> None:
     """Pack a folder and print the result."""
     from plsc.data.pack import pack
@@ -105,6 +112,7 @@ def run_unpack(archive: str, folder: str, max_bytes: int | None) -> None:
 _FOLDER = word("folder", "the local folder")
 _ARCHIVE = word("archive", "the archive: a path or fsspec URL that ends in .tar.zst")
 _MAX_BYTES = Argument("max_bytes", Size, None, "most bytes of all files; default: 100 times the archive")
+_OUT = word("out", "the new local folder")
 _DESTINATION = word(
     "destination", "file to write, ending in .rec, .parquet or .tar, or a folder (no suffix) for base64 lines"
 )
@@ -137,6 +145,21 @@ GROUP = Group(
                 Argument("sheet", str, None, "PNG file to write, with pictures of samples and their labels"),
                 Argument("sheet_images", int, 64, "number of pictures on that sheet"),
                 Argument("seed", int, 0, "seed of the random samples"),
+            ),
+        ),
+        "split": Command(
+            "split a dataset into lists of images: for training, and for tests on held-out classes or images",
+            run_split,
+            (
+                _LOCATION,
+                _OUT,
+                Argument("held_out", float, 0.1, "share that is held out, above 0 and below 1"),
+                Argument(
+                    "by", str, "class", "what is held out: whole classes (class), or a share of each (image)"
+                ),
+                Argument("halves", bool, False, "instead, divide the images of each class in two"),
+                Argument("seed", int, 0, "seed of the choice"),
+                *_READING,
             ),
         ),
         "pack": Command("pack a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),
