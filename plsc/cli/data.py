@@ -92,6 +92,21 @@ def run_split(location: str, out: str, **options: Any) -> None:
     print(describe(split(location, out, **options), out))
 
 
+def run_apply(location: str, changes: str, out: str, **reading: Any) -> None:
+    """Write the list of a dataset after changes; print its counts and the command that uses it."""
+    from plsc.clean.changes import apply_changes
+    from plsc.data.lists import train_command
+
+    origin = apply_changes(location, changes, out, **reading)
+    before, after, done = (origin["counts"][when] for when in ("before", "after", "changes"))
+    print(
+        f"wrote {Path(out, 'list.tsv')}: {after['images']:,} of {before['images']:,} images, "
+        f"{after['classes']:,} classes ({before['classes']:,} before), by {done['move']:,} moves, "
+        f"{done['remove']:,} removals and {done['merge']:,} merges"
+    )
+    print("Next:", train_command(out, "list.tsv", origin["folder"]), sep="\n")
+
+
 def run_pack(folder: str, archive: str) -> None:
     """Pack a folder and print the result."""
     from plsc.data.pack import pack
@@ -161,6 +176,11 @@ GROUP = Group(
                 Argument("seed", int, 0, "seed of the choice"),
                 *_READING,
             ),
+        ),
+        "apply": Command(
+            "write the list of images after a file of changes; the dataset is unchanged",
+            run_apply,
+            (_LOCATION, word("changes", "the file of changes (docs/clean.md)"), _OUT, *_READING),
         ),
         "pack": Command("pack a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),
         "unpack": Command(
