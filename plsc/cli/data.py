@@ -46,6 +46,7 @@ _READING = (
         "label_map", str, None, "file of class names and ids; by default ids are the order of sorted names"
     ),
     Argument("class_depth", int, None, "depth of the class folders, if they are nested"),
+    Argument("image_folder", str, None, "folder of the paths in a CSV or JSON lines file; default: its own"),
 )
 
 
@@ -84,6 +85,28 @@ def _check_sheet(sheet: str, sheet_images: int) -> None:
         raise OptionError(f"--sheet is {sheet!r}, but the folder {folder} does not exist; create it first")
 
 
+def run_split(location: str, out: str, **options: Any) -> None:
+    """Split a dataset into lists; print what was written and the commands that use it."""
+    from plsc.data.split import describe, split
+
+    print(describe(split(location, out, **options), out))
+
+
+def run_apply(location: str, changes: str, out: str, **reading: Any) -> None:
+    """Write the list of a dataset after changes; print its counts and the command that uses it."""
+    from plsc.clean.changes import apply_changes
+    from plsc.data.lists import train_command
+
+    origin = apply_changes(location, changes, out, **reading)
+    before, after, done = (origin["counts"][when] for when in ("before", "after", "changes"))
+    print(
+        f"wrote {Path(out, 'list.tsv')}: {after['images']:,} of {before['images']:,} images, "
+        f"{after['classes']:,} classes ({before['classes']:,} before), by {done['move']:,} moves, "
+        f"{done['remove']:,} removals and {done['merge']:,} merges"
+    )
+    print("Next:", train_command(out, "list.tsv", origin["folder"]), sep="\n")
+
+
 def run_pack(folder: str, archive: str) -> None:
     """Pack a folder and print the result."""
     from plsc.data.pack import pack
@@ -104,6 +127,7 @@ def run_unpack(archive: str, folder: str, max_bytes: int | None) -> None:
 _FOLDER = word("folder", "the local folder")
 _ARCHIVE = word("archive", "the archive: a path or fsspec URL that ends in .tar.zst")
 _MAX_BYTES = Argument("max_bytes", Size, None, "most bytes of all files; default: 100 times the archive")
+_OUT = word("out", "the new local folder")
 _DESTINATION = word(
     "destination", "file to write, ending in .rec, .parquet or .tar, or a folder (no suffix) for base64 lines"
 )
@@ -137,6 +161,26 @@ GROUP = Group(
                 Argument("sheet_images", int, 64, "number of pictures on that sheet"),
                 Argument("seed", int, 0, "seed of the random samples"),
             ),
+        ),
+        "split": Command(
+            "split a dataset into lists of images: for training, and for tests on held-out classes or images",
+            run_split,
+            (
+                _LOCATION,
+                _OUT,
+                Argument("held_out", float, 0.1, "share that is held out, above 0 and below 1"),
+                Argument(
+                    "by", str, "class", "what is held out: whole classes (class), or a share of each (image)"
+                ),
+                Argument("halves", bool, False, "instead, divide the images of each class in two"),
+                Argument("seed", int, 0, "seed of the choice"),
+                *_READING,
+            ),
+        ),
+        "apply": Command(
+            "write the list of images after a file of changes; the dataset is unchanged",
+            run_apply,
+            (_LOCATION, word("changes", "the file of changes (docs/clean.md)"), _OUT, *_READING),
         ),
         "pack": Command("pack a folder into one archive with checksums", run_pack, (_FOLDER, _ARCHIVE)),
         "unpack": Command(

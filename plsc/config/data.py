@@ -142,6 +142,11 @@ class FormatArguments:
     class_depth: int | None = declare(
         None, "depth of the class folders in the dataset folder; None: 1", check=at_least(1)
     )
+    image_folder: str | None = declare(
+        None,
+        "folder or URL below which the paths of a CSV or JSON lines file lie; None: that of the file",
+        check=not_empty,
+    )
 
 
 def _data_sets(values: tuple[dict[str, Any], ...]) -> None:

@@ -168,8 +168,10 @@ def publishing(location: str | Path) -> Iterator[BinaryIO]:
 def publishing_folder(path: str | Path) -> Iterator[Path]:
     """Yield a hidden folder next to the local `path`; it is renamed to `path` when the block succeeds.
 
-    Raises DataError as `publishing` does.
+    Raises DataError as `publishing` does, and for a URL.
     """
+    if is_url(path):
+        raise DataError(f"{path} is a URL; expected a new local folder")
     path = Path(path)
     refuse_existing(str(path))
     with _as_data_error(path), Workspace(path.parent, path.name) as work:

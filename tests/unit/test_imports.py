@@ -22,7 +22,7 @@ LEVELS = [
     {"state", "clean"},
     {"train"},
     {"actions"},
-    {"gallery", "original"},
+    {"clean", "gallery", "original"},
     {"entry", "serve"},
     {"cli"},
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import posixpath
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -177,6 +178,10 @@ class FileSource(IndexedSource):
         if isinstance(self.root, str):
             return itertools.repeat(None)
         return read_files(self._root, *self._paths.arrays(), indices, may_leave=self._folder is None)
+
+    def paths(self) -> list[str]:
+        """Return the path of each image below `root`, normalised."""
+        return [posixpath.normpath(os.fsdecode(self._paths[index])) for index in range(len(self))]
 
     def path(self, index: int) -> Path | str:
         """Return the path or URL of the image file."""

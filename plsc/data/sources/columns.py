@@ -18,8 +18,10 @@ IMAGE_COLUMNS = (
     *("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png"),
     *("webp", "base64", "image_base64", "bytes", "image_bytes", "data"),
 )
-LABEL_COLUMNS = (*("label", "labels", "class", "cls", "class_id", "identity", "id", "target", "fine_label"),)
-
+NAMES_COLUMN = "class_name"  # its labels are always names, also if they are digits
+LABEL_COLUMNS = (
+    *(NAMES_COLUMN, "label", "labels", "class", "cls", "class_id", "identity", "id", "target", "fine_label"),
+)
 
 Label = bytes | str | int
 _MAX_DIGITS = 18  # such numbers fit int64
@@ -50,13 +52,21 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
 class LabelReader:
     """Collect the labels of rows, in their order: either all integers or all class names.
 
-    The first row decides which, unless `names_wanted` (for a label map): then all are names.
+    The first row decides which, unless `names_wanted` (for a label map, or a column ``class_name``): then all
+    are names.
     """
 
     def __init__(self, names_wanted: bool) -> None:
         self.names_wanted = names_wanted
         self._numbers = array("q")
         self._codes: dict[str, int] | None = {} if names_wanted else None
+
+    def choose_column(self, given: str | None, columns: Sequence[str]) -> str:
+        """Return the label column, as `choose_column`, before labels are read from it."""
+        column = choose_column(given, columns, LABEL_COLUMNS, "label")
+        if column.lower() == NAMES_COLUMN:
+            self.names_wanted, self._codes = True, {}
+        return column
 
     def extend(self, values: Iterable[Label], place: Callable[[int], str]) -> None:
         """Add the labels of some rows.

@@ -49,6 +49,7 @@ def open_source(
     label_column: str | None = None,
     label_map: str | Path | None = None,
     class_depth: int | None = None,
+    image_folder: str | Path | None = None,
     landmarks: str | None = None,
 ) -> Source:
     """Return the source for a file, a pattern of shards, or a folder, local or remote.
@@ -70,6 +71,7 @@ def open_source(
         "label_column": label_column,
         "label_map": label_map,
         "class_depth": class_depth,
+        "image_folder": image_folder,
         "landmarks": landmarks,
     }
     options = {name: value for name, value in given.items() if value is not None}

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
 from plsc.data.files import Shards, shard_files
-from plsc.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, ColumnSource, LabelReader, choose_column
+from plsc.data.sources.columns import IMAGE_COLUMNS, ColumnSource, LabelReader, choose_column
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
@@ -46,7 +46,7 @@ class ParquetSource(ColumnSource):
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
         self._groups = RowGroups(Shards(shard_files(location, ".parquet")))
-        self._choose(image, label)
+        self._choose(image, label, labels)
         self._place_of_group: list[tuple[int, int]] = []  # (file, row group in it)
         self._ends: list[int] = []  # of each row group, in rows of the whole dataset
         self._first_rows: list[int] = []  # of each file
@@ -78,11 +78,11 @@ class ParquetSource(ColumnSource):
             raise DataError("the image is missing; add it, or remove the row", kind="missing")
         return image
 
-    def _choose(self, image_column: str | None, label_column: str | None) -> None:
+    def _choose(self, image_column: str | None, label_column: str | None, labels: LabelReader) -> None:
         schema = self._groups.schema(0)
         try:
             image = choose_column(image_column, schema.names, IMAGE_COLUMNS, "image")
-            self._label = choose_column(label_column, schema.names, LABEL_COLUMNS, "label")
+            self._label = labels.choose_column(label_column, schema.names)
             self._leaf = _image_leaf(image, schema.field(image).type)
             kind = schema.field(self._label).type
             if not (kinds.is_integer(kind) or kinds.is_string(_plain(kind))):

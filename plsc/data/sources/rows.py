@@ -20,7 +20,6 @@ from plsc.data.files import Shards
 from plsc.data.sources.base import printable, read_image_file
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
-    LABEL_COLUMNS,
     ColumnSource,
     Label,
     LabelReader,
@@ -59,9 +58,12 @@ def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
 class RowSource(ColumnSource):
     """The rows of one text file, local or remote, with a column of images and one of labels.
 
-    An image is a path below the file's folder, or base64; the first row decides which. Labels are integers,
-    or class names, whose ids are their ranks in sorted order or come from `label_map`. The file is read once;
-    the index is stored (`index_store`). `class_names` has the sorted names, or None.
+    An image is a path below `root`, or base64; the first row decides which (`is_base64`). Labels are
+    integers, or class names, whose ids are their ranks in sorted order or come from `label_map`; in a column
+    ``class_name`` all are names. The file is read once; the index is stored (`index_store`). `class_names`
+    has the sorted names, or None.
+
+    image_folder: folder or URL of the images; by default that of the file.
 
     A format implements the methods that find and parse rows.
     """
@@ -69,11 +71,24 @@ class RowSource(ColumnSource):
     _most_stored = MAX_LINE_BYTES
     _header_rows = 0
 
+    def __init__(
+        self,
+        location: str | Path,
+        *,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        label_map: str | Path | None = None,
+        image_folder: str | Path | None = None,
+    ) -> None:
+        self.root = parent_of(str(location)) if image_folder is None else str(image_folder)
+        if image_folder is not None and not is_url(self.root) and not Path(self.root).is_dir():
+            raise DataError(f"the image_folder {self.root} does not exist; expected the folder of the images")
+        super().__init__(location, image_column=image_column, label_column=label_column, label_map=label_map)
+
     def _open(
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
         self._title = base_name(shown(location))
-        self._folder = parent_of(location)
         self._files = Shards([location])
         expected = f"expected one line per sample{' below the header' * self._header_rows}"
         _, _, first = next(self._rows(), (1, 0, b""))
@@ -82,7 +97,7 @@ class RowSource(ColumnSource):
         try:
             self._columns = self._columns_in(first.removesuffix(b"\n"))
             self._image = choose_column(image, self._columns, IMAGE_COLUMNS, "image")
-            self._label = choose_column(label, self._columns, LABEL_COLUMNS, "label")
+            self._label = labels.choose_column(label, self._columns)
         except OptionError as error:
             raise OptionError(f"{shown(location)}: {error}") from error
         except DataError as error:
@@ -91,7 +106,7 @@ class RowSource(ColumnSource):
         index = load_or_build([location], kind, lambda: self._build(labels, expected))
         self._offsets, self._lengths, self._lines = (index[name] for name in ("offsets", "lengths", "lines"))
         try:
-            self._is_base64 = _is_base64(self._image_text(self._stored_at(0)))
+            self.is_base64 = _is_base64(self._image_text(self._stored_at(0)))
         except DataError as error:
             raise error.at(self.name(0)) from error
         return index
@@ -120,23 +135,37 @@ class RowSource(ColumnSource):
         """Return ``train.csv:12``: the file and the line in it."""
         return f"{self._title}:{self._lines[index]}"
 
+    def paths(self) -> list[str]:
+        """Return the path of each image below `root`, normalised; DataError if one is not below it."""
+        found = []
+        for line, _, row in itertools.islice(self._rows(), self._header_rows, None):
+            try:
+                found.append(self._below_root(self._image_text(row.removesuffix(b"\n"))))
+            except DataError as error:
+                raise error.at(f"{self._title}:{line}") from error
+        return found
+
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
-        return super()._stored_many(indices) if self._is_base64 else itertools.repeat(None)
+        return super()._stored_many(indices) if self.is_base64 else itertools.repeat(None)
 
     def _image_in(self, stored: bytes) -> bytes:
         text = self._image_text(stored)
-        return _decode_base64(text) if self._is_base64 else self._read_file(text)
+        return _decode_base64(text) if self.is_base64 else self._read_file(text)
 
-    def _read_file(self, path: str) -> bytes:
+    def _below_root(self, path: str) -> str:
         normal = posixpath.normpath(path)
         if not path or "\0" in path or normal.startswith(("/", "../")) or normal == "..":
             raise DataError(
-                f"the image '{printable(path[:200])}' is not below the folder of {self._title}; "
+                f"the image '{printable(path[:200])}' is not below the folder of the images; "
                 "expected a relative path inside it"
             )
-        if not is_url(self._folder):
-            return read_image_file(Path(self._folder, path), self._folder)
-        data = open_bytes(join(self._folder, normal))
+        return normal
+
+    def _read_file(self, path: str) -> bytes:
+        normal = self._below_root(path)
+        if not is_url(self.root):
+            return read_image_file(Path(self.root, path), self.root)
+        data = open_bytes(join(self.root, normal))
         check_image_bytes(data.size)
         return data.read_at(0, data.size)
 

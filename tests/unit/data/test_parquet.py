@@ -72,6 +72,11 @@ def test_columns_and_a_label_map_are_chosen(tmp_path):
     assert found == [(i, 9 - n) for i, n in zip(IMAGES[::-1], LABELS, strict=True)]
 
 
+def test_a_column_class_name_has_names_even_if_they_are_digits(tmp_path):
+    source = ParquetSource(write(tmp_path / "a.parquet", class_name=pa.array([f"0{n}" for n in LABELS])))
+    assert (source.labels().tolist(), source.class_names) == (LABELS, ["00", "01", "02", "03"])
+
+
 def test_shards_are_read_in_the_order_of_their_names(tmp_path):
     for name in ("b.parquet", "a.parquet", "c.txt", ".hidden.parquet"):
         write(tmp_path / name, label=pa.array([ord(name[0])] * 10))

@@ -1,0 +1,214 @@
+"""Split a dataset into lists: for training and for tests on held-out classes or images, or in halves."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.data.lists import Listing, read_listing, reading_flag, train_command, write_list, write_origin
+from plsc.errors import DataError, OptionError, suggest
+from plsc.seeds import hash_key
+from plsc.storage.publish import publishing_folder
+from plsc.storage.urls import shown
+
+_BY = ("class", "image")
+_MOST_PAIRS = 30_000  # same pairs, and as many different ones
+_LEAST_PAIRS = 5  # of each kind: the accuracy of a pair list needs ten pairs
+
+
+def split(
+    location: str | Path,
+    out: str | Path,
+    *,
+    held_out: float = 0.1,
+    by: str = "class",
+    halves: bool = False,
+    seed: int = 0,
+    **reading: Any,
+) -> dict[str, Any]:
+    """Write lists of the images of a dataset to a new folder.
+
+    Args:
+        held_out: share of the classes, or of the images of each class, in ``held_out.tsv``, between 0 and 1;
+            the others are in ``train.tsv``. Pairs, gallery and probes are made of the held-out images.
+        by: ``class`` or ``image``.
+        halves: instead, write ``half1.tsv`` and ``half2.tsv``; see `halves_of`.
+        seed: of the choice of classes, images and pairs.
+        reading: options of `open_source`.
+
+    Returns:
+        The content of ``origin.json``, with the counts, and `folder`, that of the images.
+
+    Raises:
+        OptionError: an argument is out of range.
+        DataError: invalid data, nothing can be held out, or the folder exists.
+    """
+    if by not in _BY:
+        raise OptionError(f"by is {by!r}; {suggest(by, _BY)}")
+    if not 0 < held_out < 1:
+        raise OptionError(f"held_out is {held_out}; expected a share above 0 and below 1, such as 0.1")
+    with publishing_folder(out) as folder:
+        _, listing = read_listing(location, **reading)
+        is_second = halves_of(listing) if halves else held_out_of(listing, held_out, by, seed)
+        names = ("half1.tsv", "half2.tsv") if halves else ("train.tsv", "held_out.tsv")
+        counts: dict[str, dict[str, int]] = {}
+        for name, is_in in zip(names, (~is_second, is_second), strict=True):
+            counts[name] = write_list(folder / name, listing, np.flatnonzero(is_in))
+        if not halves:
+            counts |= _write_tests(folder, listing, np.flatnonzero(is_second), seed)
+        how = {"halves": True} if halves else {"held_out": held_out, "by": by, "seed": seed}
+        about = {"command": "plsc data split", **how, "counts": counts}
+        origin = write_origin(folder, location, listing, reading, about)
+    return {**origin, "folder": listing.folder}
+
+
+def describe(origin: dict[str, Any], out: str) -> str:
+    """Return what `split` has written, and the commands that use it."""
+    counts, folder = origin["counts"], origin["folder"]
+    places = {name: shlex.quote(str(Path(out, name))) for name in counts}
+    lines = [
+        f"wrote {places[name]}: {', '.join(f'{count:,} {kind}' for kind, count in found.items())}"
+        for name, found in counts.items()
+    ]
+    commands = [train_command(out, name, folder) for name in counts if name.startswith(("train", "half"))]
+    test = "plsc test --checkpoint.load_dir last --protocol"
+    if origin.get("by") == "image":
+        commands[0] += f" --data.val_dir {places['held_out.tsv']}"
+    if "pairs.txt" in counts:
+        commands.append(f"{test} pairs --pairs {places['pairs.txt']} --images {shlex.quote(shown(folder))}")
+    elif "by" in origin:
+        lines.append("no pairs.txt: the held-out images have too few pairs of one class, or of two classes")
+    if "gallery.tsv" in counts:
+        chosen = f"--gallery {places['gallery.tsv']} --images {places['probes.tsv']}"
+        commands.append(f"{test} identify {chosen} {reading_flag(folder)}")
+    elif "by" in origin:
+        lines.append("no gallery.tsv and probes.tsv: no enrolled class has a second held-out image")
+    return "\n".join([*lines, "Next:", *commands])
+
+
+def halves_of(listing: Listing) -> np.ndarray:
+    """Return which images are in the second half, bool [N]; the classes are divided as evenly as possible.
+
+    It depends only on the paths and class names, not on their order.
+    """
+    is_second = np.zeros(len(listing.paths), bool)
+    is_second[_shuffled(listing, "half")[1::2]] = True  # after an odd class, the other half begins
+    return is_second
+
+
+def held_out_of(listing: Listing, share: float, by: str, seed: int) -> np.ndarray:
+    """Return which images are held out, bool [N]; see `split`. Raises DataError if none can be."""
+    classes = len(listing.classes)
+    if by == "class":
+        if classes < 2:
+            raise DataError(
+                "the dataset has one class; expected at least two, or hold out images: --by image"
+            )
+        count = min(max(round(share * classes), 1), classes - 1)
+        return np.isin(listing.labels, np.argsort(_hashes(listing.classes, seed))[:count])
+    # The share of all images, in the order of their classes, so that small classes take turns.
+    order = _shuffled(listing, seed)
+    is_held = np.diff(np.floor(np.arange(len(order) + 1) * share + 0.5)) > 0
+    labels = listing.labels[order]
+    images = np.bincount(labels)
+    wanted = np.minimum(np.bincount(labels, weights=is_held), images - 1)
+    place = np.arange(len(order)) - (np.cumsum(images) - images)[labels]
+    found = np.zeros(len(order), bool)
+    found[order] = place < wanted[labels]
+    if not found.any():
+        raise DataError(
+            f"a share of {share:g} of the images of each class is none, with one image left in each; "
+            "choose a larger share, or hold out classes: --by class"
+        )
+    return found
+
+
+def draw_pairs(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return distinct random pairs of images of the same class, and as many of different classes.
+
+    Every class has as equal a number of same pairs as possible.
+
+    Args:
+        labels: int64 [n], 0 or more.
+
+    Returns:
+        Same and different pairs, both int64 [P, 2]; P is at most 30,000, and 0 if there are none of a kind.
+    """
+    rng = np.random.default_rng(hash_key(seed))
+    order = np.argsort(labels, kind="stable")
+    images = np.bincount(labels)
+    first, total = np.cumsum(images) - images, len(labels)
+    possible = images * (images - 1) // 2
+    different = (total * total - int((images * images).sum())) // 2
+    count = min(_MOST_PAIRS, int(possible.sum()), different)
+    if not count:
+        return np.empty((0, 2), np.int64), np.empty((0, 2), np.int64)
+    drawn = []
+    for label, share in enumerate(_equal_shares(possible, count, rng).tolist()):
+        if share:
+            k = rng.choice(
+                possible[label], share, replace=False
+            )  # pair k of the pairs (0, 1), (0, 2), (1, 2)...
+            larger = ((1 + np.sqrt(1 + 8 * k)) // 2).astype(np.int64)
+            drawn.append(first[label] + np.stack([k - larger * (larger - 1) // 2, larger], 1))
+    same = rng.permutation(np.concatenate(drawn))
+    # The first image by the number of its partners, the second one from the images of other classes.
+    own, start = images[labels[order]], first[labels[order]]
+    partners = np.cumsum(total - own)
+    found = np.empty(0, np.int64)
+    while len(found) < count:
+        one = np.searchsorted(partners, rng.integers(partners[-1], size=count), side="right")
+        other = rng.integers(total - own[one])
+        other += own[one] * (other >= start[one])
+        codes = np.minimum(one, other) * total + np.maximum(one, other)
+        found = np.unique(np.concatenate([found, codes]))
+    found = rng.permutation(found)[:count]
+    return order[same], order[np.stack([found // total, found % total], 1)]
+
+
+def _equal_shares(most: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """Divide `total`, up to most.sum(), as equally as possible into at most most[i] for each i, int64 [n]."""
+    level = bisect_right(range(total + 1), total, key=lambda one: int(np.minimum(most, one).sum())) - 1
+    shares = np.minimum(most, level)
+    rest = rng.permutation(np.flatnonzero(most > level))[: total - int(shares.sum())]
+    shares[rest] += 1
+    return shares
+
+
+def _write_tests(folder: Path, listing: Listing, numbers: np.ndarray, seed: int) -> dict[str, dict[str, int]]:
+    """Write pairs, gallery and probes of these images, if there can be any; return their numbers."""
+    counts: dict[str, dict[str, int]] = {}
+    labels = listing.labels[numbers]
+    same, different = draw_pairs(labels, seed)
+    if len(same) >= _LEAST_PAIRS:
+        # In turn, because the folds of the accuracy are contiguous.
+        pairs = numbers[np.stack([same, different], 1).reshape(-1, 2)].tolist()
+        with (folder / "pairs.txt").open("w", encoding="utf-8", newline="") as file:
+            for position, (one, other) in enumerate(pairs):
+                file.write(f"{listing.paths[one]}\t{listing.paths[other]}\t{1 - position % 2}\n")
+        counts["pairs.txt"] = {"pairs": len(pairs)}
+    # As split_gallery of plsc/evaluate/identification.py: the first image of every other class is enrolled.
+    enrolled = np.unique(labels, return_index=True)[1][::2]
+    is_gallery = np.zeros(len(labels), bool)
+    is_gallery[enrolled] = True
+    if np.isin(labels[~is_gallery], labels[enrolled]).any():
+        counts["gallery.tsv"] = write_list(folder / "gallery.tsv", listing, numbers[is_gallery])
+        counts["probes.tsv"] = write_list(folder / "probes.tsv", listing, numbers[~is_gallery])
+    return counts
+
+
+def _shuffled(listing: Listing, key: object) -> np.ndarray:
+    """Return all images, int64 [N], class by class, in a random order that depends on paths and key."""
+    hashes = _hashes(listing.paths, key)
+    return np.lexsort((hashes, listing.labels))
+
+
+def _hashes(texts: Sequence[str], key: object) -> np.ndarray:
+    found = (hashlib.sha256(f"{key} {text}".encode()).digest()[:8] for text in texts)
+    return np.frombuffer(b"".join(found), ">u8")

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc import cli
+from plsc.clean.changes import Change, apply_changes, read_changes, write_changes
+from plsc.data.lists import read_listing
+from plsc.errors import DataError
+
+CLASSES = "abcdef"
+IMAGES = [f"{name}/{number}.jpg" for name in CLASSES for number in range(3)]
+HEADER = "change\tscore\timage\tclass\tto\treason\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("faces")
+    for path in IMAGES:
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).touch()
+    return root
+
+
+@pytest.fixture(scope="module")
+def listing(data):
+    return read_listing(data)[1]
+
+
+@pytest.fixture
+def read(listing, tmp_path):
+    def read(text):
+        (tmp_path / "changes.tsv").write_text(text, newline="")
+        return read_changes(tmp_path / "changes.tsv", listing)
+
+    return read
+
+
+def applied(data, folder, changes):
+    """Return class by path of the list, and new by old class name."""
+    write_changes(folder / "changes.tsv", changes)
+    apply_changes(data, folder / "changes.tsv", folder / "out")
+    _, after = read_listing(folder / "out/list.tsv", image_folder=data)
+    classes = (folder / "out/classes.tsv").read_text(encoding="utf-8")
+    found = {path: after.classes[label] for path, label in zip(after.paths, after.labels, strict=True)}
+    return found, dict(csv.reader(io.StringIO(classes), delimiter="\t"))
+
+
+def test_what_is_written_is_read_back(read, listing, tmp_path):
+    changes = [
+        Change("move", 0.9137, "a/0.jpg", "a", "new class", 'nearest "b", by 0.2'),
+        Change("remove", 1.0, "a/1.jpg", "a"),
+        Change("remove", 0.5, "", "b", reason="blurred"),
+        Change("merge", 0.25, "", "c", "d", "same person"),
+    ]
+    write_changes(tmp_path / "changes.tsv", changes)
+    assert (tmp_path / "changes.tsv").read_text().startswith(HEADER)
+    assert read_changes(tmp_path / "changes.tsv", listing) == changes
+
+
+def test_files_of_spreadsheet_programs_are_read(read):
+    text = '\ufeffto\t Class\timage\tchange\r\n\r\nb\ta\t"a/0.jpg"\tmove\r\n\t\t\t\r\n\ta\ta/1.jpg\tremove'
+    found = [(one.change, one.image, one.of, one.to) for one in read(text)]
+    assert found == [("move", "a/0.jpg", "a", "b"), ("remove", "a/1.jpg", "a", "")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["move\t1\ta/9.jpg\ta\tb"], "2: the dataset has no image 'a/9.jpg'; fix the column image"),
+        (["move\t1\ta/0.jpg\tx\tb"], "2: the dataset has no class 'x'; fix the column class"),
+        (["", "move\t1\ta/0.jpg\tb\tc"], "3: the image is in the class 'a', not in 'b'"),
+        (["mvoe\t1\ta/0.jpg\ta\tb"], "2: unknown change 'mvoe'; known: merge, move, remove; did"),
+        (["move\t1\ta/0.jpg\ta"], "2: move needs a class in the column to"),
+        (["move\t1\t\ta\tb"], "2: move is of an image; fix the column image"),
+        (['move\t1\ta/0.jpg\ta\t"x\ty"'], "2: 'x\\ty' cannot be in a list, because it has a tab"),
+        (
+            ["remove\t1\ta/0.jpg\ta\tb"],
+            "2: remove has a class in the column to; fix the column, or the change",
+        ),
+        (["merge\t1\ta/0.jpg\ta\tb"], "2: merge is of a class; fix the column image"),
+        (["merge\t1\t\ta\tx"], "2: the class cannot be merged into 'x'; name another class of the dataset"),
+        (["merge\t1\t\ta\ta"], "2: the class cannot be merged into 'a'"),
+        (["merge\t1\t\ta\tb", "merge\t1\t\ta\tc"], "3: line 2 changes 'a', too; remove one of the two"),
+        (["merge\t1\t\ta\tb", "remove\t1\t\ta"], "3: line 2 changes 'a', too"),
+        (["move\t1\ta/0.jpg\ta\tb", "remove\t1\ta/0.jpg\ta"], "3: line 2 changes 'a/0.jpg', too"),
+        (
+            ["remove\t1\t\tb", "move\t1\ta/0.jpg\ta\tb"],
+            "3: line 2 removes the class 'b'; remove one of the two",
+        ),
+        (["merge\t1\t\ta\tb", "remove\t1\t\tb"], "2: line 3 removes the class 'b'"),
+        (
+            [*(f"merge\t1\t\t{one}\t{other}" for one, other in ("ab", "ec", "bc", "cd", "db"))],
+            "4: the merges in the lines 4, 5, 6 form a circle; remove one of them",
+        ),
+        (['move\t1\ta/0.jpg\t"a"x\tb'], "2: the quotes are wrong ('\\t' expected after"),
+    ],
+)
+def test_a_problem_is_reported_with_its_line(read, lines, message):
+    with pytest.raises(DataError, match=re.escape(f"changes.tsv:{message}")):
+        read(HEADER + "\n".join(lines))
+
+
+@pytest.mark.parametrize("header", ["", "change\timage\tclass\n", "change,image,class,to\n"])
+def test_a_missing_column_is_reported(read, header):
+    with pytest.raises(
+        DataError, match=r"changes\.tsv:1: there is no column .*; expected change, score, image"
+    ):
+        read(header)
+
+
+def test_a_file_that_cannot_be_read_is_reported(listing, tmp_path):
+    (tmp_path / "changes.tsv").write_bytes(HEADER.encode("utf-16"))
+    with pytest.raises(
+        DataError, match=r"changes\.tsv is not UTF-8 text; save it as text with tabs, in UTF-8"
+    ):
+        read_changes(tmp_path / "changes.tsv", listing)
+    with (tmp_path / "changes.tsv").open("wb") as file:
+        file.truncate(2**30 + 1)
+    with pytest.raises(DataError, match="expected at most 1073741824"):
+        read_changes(tmp_path / "changes.tsv", listing)
+
+
+def test_a_score_that_people_have_edited_is_not_an_error(read):
+    assert read(HEADER + "remove\tsure\ta/0.jpg\ta")[0].change == "remove"
+
+
+def test_moves_and_removals_come_before_merges(data, tmp_path):
+    changes = [
+        Change("merge", 1, "", "c", "d"),
+        Change("merge", 1, "", "b", "c"),
+        Change("remove", 1, "", "a"),
+        Change("move", 1, "a/0.jpg", "a", "b"),  # ends in d
+        Change("move", 1, "a/1.jpg", "a", "new"),
+        Change("move", 1, "b/0.jpg", "b", "e"),
+        Change("remove", 1, "c/0.jpg", "c"),
+        *(Change("remove", 1, path, "f") for path in IMAGES[-3:]),
+    ]
+    images, classes = applied(data, tmp_path, changes)
+    assert images == {
+        "a/0.jpg": "d",
+        "a/1.jpg": "new",
+        "b/0.jpg": "e",
+        "b/1.jpg": "d",
+        "b/2.jpg": "d",
+        "c/1.jpg": "d",
+        "c/2.jpg": "d",
+        **{f"{name}/{number}.jpg": name for name in "de" for number in range(3)},
+    }
+    assert classes == {"a": "", "b": "d", "c": "d", "d": "d", "e": "e", "f": ""}
+
+
+@st.composite
+def possible_changes(draw):
+    """Changes that do not contradict each other."""
+    removed = draw(st.sets(st.sampled_from(CLASSES), max_size=2))
+    left = [name for name in CLASSES if name not in removed]
+    merged = draw(st.dictionaries(st.sampled_from(left[1:]), st.integers(0, 9)))
+    changes = [Change("remove", 1, "", name) for name in removed]
+    # Into a class before it, so that there is no circle
+    changes += [
+        Change("merge", 1, "", name, left[number % left.index(name)]) for name, number in merged.items()
+    ]
+    images = draw(st.dictionaries(st.sampled_from(IMAGES), st.sampled_from([*left, "x", ""])))
+    changes += [Change("move" if to else "remove", 1, path, path[0], to) for path, to in images.items()]
+    return draw(st.permutations(changes))
+
+
+@given(possible_changes())
+def test_each_image_is_where_its_changes_lead(data, tmp_path_factory, changes):
+    by_image = {one.image: one for one in changes if one.image}
+    by_class = {one.of: one for one in changes if not one.image}
+
+    def expected(path):
+        if path in by_image and by_image[path].change == "remove":
+            return ""
+        name = by_image[path].to if path in by_image else path[0]
+        while name in by_class and name:
+            name = by_class[name].to
+        return name
+
+    wanted = {path: name for path in IMAGES if (name := expected(path))}
+    folder = tmp_path_factory.mktemp("applied")
+    if not wanted:
+        with pytest.raises(DataError, match="removes all images"):
+            applied(data, folder, changes)
+        return
+    images, classes = applied(data, folder, changes)
+    assert images == wanted
+    for old, new in classes.items():
+        while old in by_class:
+            old = by_class[old].to
+        assert new == (old if old in wanted.values() else "")
+
+
+def test_the_command_writes_a_new_folder_and_changes_nothing_else(data, tmp_path, capsys):
+    before = sorted(data.rglob("*"))
+    changes = tmp_path / "changes.tsv"
+    write_changes(changes, [Change("merge", 1, "", "a", "b"), Change("remove", 1, "c/0.jpg", "c")])
+    words = ["data", "apply", str(data), str(changes), str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    assert sorted(data.rglob("*")) == before
+    printed = capsys.readouterr().out
+    assert "17 of 18 images, 5 classes (6 before), by 0 moves, 1 removals and 1 merges\n" in printed
+    assert f"plsc train --data.dataset_dir {tmp_path}/out/list.tsv --data.format_arguments " in printed
+    origin = json.loads((tmp_path / "out/origin.json").read_text())
+    assert origin["changes_sha256"] == hashlib.sha256(changes.read_bytes()).hexdigest()
+    assert (origin["data"], origin["counts"]["after"]) == (str(data), {"images": 17, "classes": 5})
+    assert cli.main(words) == 1
+    assert "already exists" in capsys.readouterr().err
