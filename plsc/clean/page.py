@@ -14,7 +14,7 @@ from plsc.data.sources import Source
 from plsc.data.sources.base import printable
 from plsc.storage.publish import replacing
 
-_MOST_PROPOSALS, _MOST_PICTURES = 100, 12
+MOST_PROPOSALS, _MOST_PICTURES = 100, 12
 _SIDE = 96  # pixels of a thumbnail; 6rem in the style
 _NAME = 48  # characters of a file name
 
@@ -77,15 +77,16 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of fault, explained in a sentence, and all its proposals, surest first."""
+    """A kind of fault, explained in a sentence; of its `total` proposals, the 100 surest, surest first."""
 
     title: str
     explanation: str
     proposals: Sequence[Proposal]
+    total: int
 
 
 def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequence[Part]) -> None:
-    """Write the page; of each part, the 100 surest proposals. All strings are shown as text.
+    """Write the page; all strings are shown as text.
 
     Raises DataError if the file cannot be written; an existing file is then unchanged.
     """
@@ -95,7 +96,7 @@ def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequ
         file.write('<nav aria-label="Contents">\n<ul>\n')
         for number, part in enumerate(parts):
             link = f'<a href="#part-{number}">{_text(part.title)}</a>'
-            file.write(f'<li>{link} <span class="count">{len(part.proposals):,}</span></li>\n')
+            file.write(f'<li>{link} <span class="count">{part.total:,}</span></li>\n')
         file.write("</ul>\n</nav>\n<main>\n")
         for number, part in enumerate(parts):
             file.writelines(_part(number, part))
@@ -109,8 +110,8 @@ def _text(text: str) -> str:
 def _part(number: int, part: Part) -> Iterator[str]:
     yield f"<details open>\n<summary><h2>{_text(part.title)}</h2></summary>\n"
     yield f'<p id="part-{number}">{_text(part.explanation)}</p>\n'  # a link to it opens the details
-    yield f'<p class="count">{_count(len(part.proposals))}</p>\n'
-    for proposal in part.proposals[:_MOST_PROPOSALS]:
+    yield f'<p class="count">{_count(part.total)}</p>\n'
+    for proposal in part.proposals[:MOST_PROPOSALS]:
         yield f"<article>\n<h3><b>{proposal.score * 100:.0f} %</b> {_text(proposal.text)}</h3>\n"
         yield '<div class="rows">\n'
         for row in proposal.rows:
@@ -124,8 +125,8 @@ def _part(number: int, part: Part) -> Iterator[str]:
 
 
 def _count(found: int) -> str:
-    if found > _MOST_PROPOSALS:
-        return f"The {_MOST_PROPOSALS} surest of {found:,}; all are in changes.tsv."
+    if found > MOST_PROPOSALS:
+        return f"The {MOST_PROPOSALS} surest of {found:,}; all are in changes.tsv."
     return f"Proposals: {found}, surest first." if found else "No proposals."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,56 @@ def run_split(location: str, out: str, **options: Any) -> None:
     print(describe(split(location, out, **options), out))
 
 
+def run_clean(model: str, location: str, out: str, second: str | None, **reading: Any) -> None:
+    """Embed a dataset, propose changes, and print the summary."""
+    from plsc.clean.review import clean
+
+    folder, network = _new_review(out), reading.pop("model.name")
+    models = [model] if second is None else [model, second]
+    names = ("embeddings", "embeddings2")
+    found = [
+        _embeddings(one, location, folder / name, network, reading)
+        for one, name in zip(models, names, strict=False)
+    ]
+    print(*clean(location, folder, found, **reading), sep="\n")
+    print("Next, after looking at the page and editing the changes:")
+    print(f"plsc data apply {shlex.quote(location)} {shlex.quote(str(folder / 'changes.tsv'))} OUT")
+
+
+def run_overlap(model: str, location: str, other: str, out: str, **reading: Any) -> None:
+    """Embed two datasets, propose to remove from the first one what both have, and print the summary."""
+    from plsc.clean.review import overlap
+
+    folder, network = _new_review(out), reading.pop("model.name")
+    places = {location: folder / "embeddings", other: folder / "embeddings2"}
+    found = [_embeddings(model, one, place, network, reading) for one, place in places.items()]
+    print(*overlap(location, other, folder, found, **reading), sep="\n")
+
+
+def _new_review(out: str) -> Path:
+    folder = Path(out)
+    if (folder / "changes.tsv").exists():
+        raise OptionError(f"{folder / 'changes.tsv'} exists, perhaps with your edits; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _embeddings(model: str, location: str, folder: Path, network: str | None, reading: dict[str, Any]) -> Any:
+    """Return the embeddings of a dataset: those in the folder `model`, or of this checkpoint, in `folder`."""
+    from plsc.actions.embeddings import INDEX_NAME, open_embeddings
+    from plsc.entry import Entry
+
+    if Path(model, INDEX_NAME).is_file():
+        return open_embeddings(model)
+    entry = Entry()
+    entry.set_checkpoint_dir(model)
+    entry.set_dataset_dir(location, **{name: value for name, value in reading.items() if value is not None})
+    entry.set_bad_images("skip")
+    if network is not None:
+        entry.set_model_name(network)
+    return entry.predict(output=folder)
+
+
 def run_apply(location: str, changes: str, out: str, **reading: Any) -> None:
     """Write the list of a dataset after changes; print its counts and the command that uses it."""
     from plsc.clean.changes import apply_changes
@@ -128,6 +179,9 @@ _FOLDER = word("folder", "the local folder")
 _ARCHIVE = word("archive", "the archive: a path or fsspec URL that ends in .tar.zst")
 _MAX_BYTES = Argument("max_bytes", Size, None, "most bytes of all files; default: 100 times the archive")
 _OUT = word("out", "the new local folder")
+_MODEL = word("model", "a checkpoint (folder or fsspec URL), or a folder of plsc predict with this dataset")
+_NETWORK = Argument("model.name", str, None, "custom network of a checkpoint, as module:Class")
+_REVIEW = word("out", "the local folder for the result; an interrupted command continues in it")
 _DESTINATION = word(
     "destination", "file to write, ending in .rec, .parquet or .tar, or a folder (no suffix) for base64 lines"
 )
@@ -174,6 +228,30 @@ GROUP = Group(
                 ),
                 Argument("halves", bool, False, "instead, divide the images of each class in two"),
                 Argument("seed", int, 0, "seed of the choice"),
+                *_READING,
+            ),
+        ),
+        "clean": Command(
+            "find wrong labels, duplicates, classes to merge or to divide; write a page and changes",
+            run_clean,
+            (
+                _MODEL,
+                _LOCATION,
+                _REVIEW,
+                Argument("second", str, None, "as model, trained on half2.tsv; model: trained on half1.tsv"),
+                _NETWORK,
+                *_READING,
+            ),
+        ),
+        "overlap": Command(
+            "find classes and images that two datasets share; write a page and a file of changes",
+            run_overlap,
+            (
+                _MODEL,
+                _LOCATION,
+                word("other", "the other dataset, in the same format"),
+                _REVIEW,
+                _NETWORK,
                 *_READING,
             ),
         ),

@@ -46,7 +46,7 @@ class Float32:
 
     def candidates(self, queries: np.ndarray, k: int) -> np.ndarray:
         """Return numbers of vectors that are likely to include the k nearest, int64 [q, c]."""
-        faiss = _import_faiss()
+        faiss = import_faiss()
         count = min(k + 16, len(self._vectors))
         return faiss.knn(queries, self._vectors, count, faiss.METRIC_INNER_PRODUCT)[1]
 
@@ -121,7 +121,7 @@ def _index_over(codes: np.ndarray, count: int, size: int) -> Any:
     faiss only reads an index where its header precedes the codes, so the header is written there.
     codes: uint8 [ROOM + count * size].
     """
-    faiss = _import_faiss()
+    faiss = import_faiss()
     empty = faiss.IndexScalarQuantizer(
         size, faiss.ScalarQuantizer.QT_8bit_direct_signed, faiss.METRIC_INNER_PRODUCT
     )
@@ -134,7 +134,7 @@ def _index_over(codes: np.ndarray, count: int, size: int) -> Any:
     return faiss.read_index(reader)
 
 
-def _import_faiss() -> Any:
+def import_faiss() -> Any:
     """Return the module faiss. Raises OptionError if it is not installed."""
     try:
         import faiss

@@ -19,7 +19,7 @@ LEVELS = [
     {"checkpoint", "evaluate"},
     {"export"},
     {"run", "utils", "plan"},
-    {"state", "clean"},
+    {"state"},
     {"train"},
     {"actions"},
     {"clean", "gallery", "original"},

@@ -20,7 +20,7 @@ IMAGE_COLUMNS = (
 )
 NAMES_COLUMN = "class_name"  # its labels are always names, also if they are digits
 LABEL_COLUMNS = (
-    *(NAMES_COLUMN, "label", "labels", "class", "cls", "class_id", "identity", "id", "target", "fine_label"),
+    *("label", "labels", "class", "cls", "class_id", "identity", "id", "target", "fine_label", NAMES_COLUMN),
 )
 
 Label = bytes | str | int

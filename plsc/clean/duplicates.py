@@ -1,0 +1,126 @@
+"""Find images that are the same, or nearly: neighbours by embedding, compared pixel by pixel.
+
+Images are near duplicates if they agree as well as an image and its copy, cropped, scaled, brightened and
+saved again as JPEG: better than one in ten copies of the dataset's own images.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image as PillowImage
+from PIL import ImageEnhance
+
+from plsc.clean.faults import Found, View, nearest
+from plsc.data.decode import decode_image
+from plsc.data.sources import Source
+from plsc.errors import DataError
+
+_SIDE, _NEAR, _COPIES, _PAIRS = 32, 5, 1000, 4096
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """N images as gray pixels, uint8 [N, 32, 32], and the first 8 bytes of the SHA-256 of their files, [N].
+
+    faults: of images that cannot be decoded, whose pixels are 0; each names its image.
+    """
+
+    gray: np.ndarray
+    digests: np.ndarray
+    faults: dict[int, str]
+
+
+def read_pixels(source: Source, numbers: np.ndarray) -> Pixels:
+    """Read images of a source, numbers: int64 [N], with a thread per processor."""
+    gray = np.zeros((len(numbers), _SIDE, _SIDE), np.uint8)
+    found = Pixels(gray, np.arange(len(numbers), dtype=np.uint64), {})
+
+    def read(row: int) -> None:
+        number = numbers.item(row)
+        try:
+            data, _ = source[number]
+            gray[row] = decode_image(data, (1, _SIDE, _SIDE))[0].numpy()
+        except DataError as error:
+            found.faults[row] = str(error.at(source.name(number)))
+            return
+        if isinstance(data, bytes):
+            found.digests[row] = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        for first in range(0, len(numbers), 1000):  # bounds the number of waiting results
+            list(threads.map(read, range(first, min(first + 1000, len(numbers)))))
+    return found
+
+
+def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the highest correlation of images over all cyclic shifts, float [n]; both uint8 [n, 32, 32]."""
+    found = []
+    for first in range(0, len(one), _PAIRS):
+        spectra = [_spectra(some[first : first + _PAIRS]) for some in (one, other)]
+        products = np.fft.irfft2(spectra[0] * spectra[1].conj(), s=one.shape[1:])
+        found.append(products.max((1, 2)))
+    return np.concatenate(found) if found else np.empty(0)
+
+
+def _spectra(gray: np.ndarray) -> np.ndarray:
+    pixels = gray.astype(np.float32)
+    pixels -= pixels.mean((1, 2), keepdims=True)
+    pixels /= np.maximum(np.linalg.norm(pixels, axis=(1, 2), keepdims=True), 1e-3)
+    return np.fft.rfft2(pixels)
+
+
+def find_duplicates(views: Sequence[View], pixels: Pixels, copies: np.ndarray) -> tuple[Found, float]:
+    """Return pairs of images that are duplicates, and the recall of the search for neighbours.
+
+    copies: the agreement of images with their copies (`planted_copies`).
+    """
+    order = np.argsort(pixels.digests, kind="stable")
+    is_same = np.diff(pixels.digests[order]) == 0
+    pairs, recalls = [np.stack([order[:-1], order[1:]], 1)[is_same]], []
+    for view in views:
+        _, numbers, recall = nearest(view.unit, view.unit, _NEAR + 1)
+        pairs.append(np.stack([np.repeat(np.arange(len(numbers)), numbers.shape[1]), numbers.ravel()], 1))
+        recalls.append(recall)
+    both = np.unique(np.sort(np.concatenate(pairs), 1), axis=0)
+    both = both[both[:, 0] < both[:, 1]]
+    return agreeing(pixels, pixels, both, copies), min(recalls)
+
+
+def agreeing(one: Pixels, other: Pixels, pairs: np.ndarray, copies: np.ndarray) -> Found:
+    """Return those of the pairs, int64 [n, 2], that agree as nine in ten copies do, or are the same file."""
+    first, second = pairs.T
+    scores = agreement(one.gray[first], other.gray[second])
+    scores[one.digests[first] == other.digests[second]] = 1
+    enough = np.quantile(copies, 0.1) if len(copies) else 1
+    order = np.argsort(-scores, kind="stable")[: (scores >= enough).sum()]
+    return Found(np.minimum(scores[order], 1), pairs[order], float(len(order)))
+
+
+def planted_copies(source: Source, numbers: np.ndarray, pixels: Pixels) -> np.ndarray:
+    """Return the agreement of images with their copies, for up to 1,000 random images."""
+    rng = np.random.default_rng(5)
+    rows = rng.permutation(np.setdiff1d(np.arange(len(numbers)), list(pixels.faults)))[:_COPIES]
+    if not len(rows):
+        return np.empty(0)
+    return agreement(pixels.gray[rows], np.stack([_copy(source, numbers.item(row), rng) for row in rows]))
+
+
+def _copy(source: Source, number: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the gray pixels of a copy: up to 1 % cropped, 50 to 100 % of the size, brighter, as JPEG."""
+    data, _ = source[number]
+    height = width = 256
+    pixels = decode_image(data, (3, height, width)).permute(1, 2, 0).contiguous().numpy()
+    left, top, right, bottom = (rng.uniform(0, 0.01, 4) * 256).round().astype(int).tolist()
+    picture = PillowImage.fromarray(pixels).crop((left, top, width - right, height - bottom))
+    side = int(rng.uniform(0.5, 1) * width)
+    picture = ImageEnhance.Brightness(picture.resize((side, side))).enhance(rng.uniform(0.9, 1.1))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=int(rng.integers(60, 96)))
+    return decode_image(file.getvalue(), (1, _SIDE, _SIDE))[0].numpy()

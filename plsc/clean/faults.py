@@ -1,0 +1,331 @@
+"""Find faults of a dataset from embeddings: wrong labels, classes that are one or two, duplicates.
+
+The network must not have learned the labels that it judges. A dataset may have two views, of networks that
+were each trained on one half of the images: a view judges the images that its network has not seen.
+
+How sure a proposal is: the same fault is planted into the dataset's own images, such as two random halves of
+a class for two classes that are one. The score of such planted faults is the distribution that the scores of
+true faults have. See `how_sure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plsc.gallery.vectors import import_faiss
+
+_EXACT = 20_000  # rows that are searched without inverted lists
+_RECALL, _SAMPLE = 0.98, 1000
+_NEAR = 5  # neighbours of an image that may be duplicates
+_CLASSES = 10  # neighbours of a class that may be the same
+_MEMBERS = 256  # images of a class that are compared with each other
+_ROWS = 2**14
+_WORST_FIT = 2.5
+
+
+@dataclass(frozen=True)
+class View:
+    """What one network says of N images. unit: normalised embeddings, float32 [N, D]; unseen: images that
+    it judges, bool [N]."""
+
+    unit: np.ndarray
+    unseen: np.ndarray
+
+
+@dataclass(frozen=True)
+class Found:
+    """Faults with how sure they are, float [n], surest first.
+
+    subjects: int64 [n, k]. expected: estimated number of all such faults of the dataset.
+    """
+
+    sure: np.ndarray
+    subjects: np.ndarray
+    expected: float
+
+    @classmethod
+    def of(cls, scores: np.ndarray, planted: np.ndarray, subjects: np.ndarray) -> Found:
+        """Keep those that are more likely faults than not."""
+        sure, expected = how_sure(scores, planted)
+        order = np.argsort(-scores, kind="stable")
+        order = order[sure[order] >= 0.5]
+        return cls(sure[order], subjects[order], expected)
+
+
+def how_sure(scores: np.ndarray, planted: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the probability that each of n subjects is a fault, float [n], and the number of faults.
+
+    scores: of the subjects, float [n]; the higher, the more like a fault. planted: scores of planted faults.
+
+    If there are E faults that score like the planted ones, the subjects above t are E times the share of the
+    planted ones above t, for every t that other subjects do not reach. E is the largest number that never
+    exceeds the subjects (compare Storey 2002, on the number of true null hypotheses). A network that was
+    trained with the faults shows them weaker than it shows planted ones: the distances of the planted scores
+    from the median subject are multiplied by the factor from 1 to 0.6 that fits best. If none fits within a
+    factor of 2.5, there are no faults.
+
+    A probability is the expected number of faults in an interval of scores over that of subjects, falling
+    with the score.
+    """
+    nothing = np.zeros(len(scores)), 0.0
+    if not len(scores) or not len(planted):
+        return nothing
+    ascending, middle = np.sort(scores), np.median(scores)
+    best = (_WORST_FIT, 0.0, planted)
+    for factor in np.linspace(1, 0.6, 41):
+        faults = np.sort(middle + factor * (planted - middle))
+        levels = np.quantile(faults, np.linspace(0.05, 0.95, 19))
+        counts = (_above(ascending, levels) + 1e-9) / (_above(faults, levels) / len(faults))
+        fit = counts.max() / counts.min()
+        if fit < best[0]:
+            best = (fit, float(counts.min()), faults)
+    _, expected, faults = best
+    if not expected:
+        return nothing
+    order = np.argsort(-scores, kind="stable")
+    until = expected * _above(faults, scores[order]) / len(faults)
+    sure = np.empty(len(scores))
+    sure[order] = np.clip(_falling(np.diff(until, prepend=0.0)), 0, 1)
+    return sure, expected
+
+
+def _above(ascending: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Return the number of values that are at least each level."""
+    return len(ascending) - np.searchsorted(ascending, levels)
+
+
+def _falling(values: np.ndarray) -> np.ndarray:
+    """Return the closest falling sequence, by least squares (pool adjacent violators)."""
+    sums: list[float] = []
+    sizes: list[int] = []
+    for value in values.tolist():
+        total, size = value, 1
+        while sums and sums[-1] * size <= total * sizes[-1]:
+            total, size = total + sums.pop(), size + sizes.pop()
+        sums.append(total)
+        sizes.append(size)
+    return np.repeat(np.array(sums) / np.array(sizes), sizes)
+
+
+def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return cosines and numbers of the k nearest rows, [n, k], and the measured recall.
+
+    From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
+    queries.
+    """
+    faiss = import_faiss()
+    k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
+    if len(rows) <= _EXACT:
+        return (*faiss.knn(queries, rows, k, metric), 1.0)
+    rng = np.random.default_rng(0)
+    lists = int(2 * np.sqrt(len(rows)))
+    index = faiss.IndexIVFScalarQuantizer(
+        faiss.IndexFlatIP(rows.shape[1]), rows.shape[1], lists, faiss.ScalarQuantizer.QT_fp16, metric
+    )
+    index.cp.niter = 5
+    trained = rng.choice(len(rows), min(len(rows), 39 * lists), replace=False)
+    index.train(rows[trained])
+    for first in range(0, len(rows), _ROWS):
+        index.add(rows[first : first + _ROWS])
+    some = queries[rng.choice(len(queries), min(_SAMPLE, len(queries)), replace=False)]
+    exact = faiss.knn(some, rows, k, metric)[1]
+    recall, index.nprobe = 0.0, 2
+    while recall < _RECALL and index.nprobe < lists:
+        index.nprobe = min(2 * index.nprobe, lists)
+        found = index.search(some, k)[1]
+        recall = float(np.mean([np.isin(a, b).mean() for a, b in zip(exact, found, strict=True)]))
+    parts = [index.search(queries[first : first + _ROWS], k) for first in range(0, len(queries), _ROWS)]
+    cosines, numbers = (np.concatenate(one) for one in zip(*parts, strict=True))
+    return cosines, numbers, recall
+
+
+@dataclass(frozen=True)
+class _Centres:
+    """Sums of the kept images of each class, float32 [C, D], and their numbers, [C]."""
+
+    sums: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, unit: np.ndarray, labels: np.ndarray, kept: np.ndarray, classes: int) -> _Centres:
+        sums = np.zeros((classes, unit.shape[1]), np.float32)
+        order = np.flatnonzero(kept)[np.argsort(labels[kept], kind="stable")]
+        for first in range(0, len(order), _ROWS):
+            rows = order[first : first + _ROWS]
+            starts = np.flatnonzero(np.diff(labels[rows], prepend=-1))
+            sums[labels[rows[starts]]] += np.add.reduceat(unit[rows], starts)
+        return cls(sums, np.bincount(labels[kept], minlength=classes))
+
+    def within(self) -> np.ndarray:
+        """Return the mean cosine of two images of each class, [C]; 0 for classes of one image."""
+        pairs = self.counts * (self.counts - 1)
+        return ((self.sums**2).sum(1) - self.counts) / np.maximum(pairs, 1) * (pairs > 0)
+
+    def between(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Return the mean cosine of images of the classes one[i] and other[i], [n]."""
+        products = np.einsum("nd,nd->n", self.sums[one], self.sums[other])
+        return products / np.maximum(self.counts[one] * self.counts[other], 1)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """How the images fit their classes, [N] each.
+
+    own: cosine with the centre of the other images of the class; -1 if there are none. other: cosine with the
+    nearest other class, `likely`. lead: by how much the nearest class other than its own is nearer than the
+    next one. planted: the scores, other - own, if the image had a random label.
+    """
+
+    own: np.ndarray
+    other: np.ndarray
+    likely: np.ndarray
+    lead: np.ndarray
+    planted: np.ndarray
+
+
+def compare_labels(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int) -> Labels:
+    """Compare each image with the centres of the classes, which are those of the kept images."""
+    real, whole = np.float32, np.int64
+    found = Labels(*(np.empty(len(labels), kind) for kind in (real, real, whole, real, real)))
+    rng = np.random.default_rng(1)
+    for view in views:
+        centres = _Centres.of(view.unit, labels, kept, classes)
+        unit = _normalised(centres.sums)
+        cosines, numbers, _ = nearest(view.unit, unit, 3)
+        cosines[numbers == labels[:, None]] = -2
+        order = np.argsort(-cosines, 1)
+        best = np.take_along_axis(cosines, order, 1)
+        likely = np.take_along_axis(numbers, order, 1)[:, 0]
+        for first in range(0, len(labels), _ROWS):
+            rows = first + np.flatnonzero(view.unseen[first : first + _ROWS])
+            images, own = view.unit[rows], labels[rows]
+            others = centres.sums[own] - images * kept[rows, None]
+            cosine = np.einsum("nd,nd->n", _normalised(others), images)
+            found.own[rows] = np.where(centres.counts[own] > kept[rows], cosine, -1)
+            found.other[rows], found.likely[rows] = best[rows, 0], likely[rows]
+            found.lead[rows] = best[rows, 0] - best[rows, 1]
+            random = np.einsum("nd,nd->n", unit[rng.integers(classes, size=len(rows))], images)
+            found.planted[rows] = np.maximum(found.own[rows], found.other[rows]) - random
+    return found
+
+
+def sure_of_class(found: Labels, kept: np.ndarray, images: np.ndarray) -> np.ndarray:
+    """Return the probability that `likely` is the right class of wrongly labelled images, float [n].
+
+    It is the share of right nearest classes among the kept images with an equal lead.
+    """
+    own, other = found.own[kept], found.other[kept]
+    lead = np.abs(own - other)
+    lead = np.where(own > other, lead, np.minimum(lead, found.lead[kept]))
+    order = np.argsort(-lead, kind="stable")
+    shares = _falling((own > other)[order].astype(float))
+    place = np.searchsorted(-lead[order], -found.lead[images])
+    return shares[np.minimum(place, len(shares) - 1)]
+
+
+def _normalised(rows: np.ndarray) -> np.ndarray:
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-6)
+
+
+def same_classes(
+    views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int, first: int | None = None
+) -> Found:
+    """Find pairs of classes that are one; planted: random halves of a class.
+
+    first: only pairs of a class below this number and one from it on.
+    """
+    halves = _halved(labels, kept)
+    pairs, scores, planted = [], [], []
+    for view in views:
+        unit = _normalised(_Centres.of(view.unit, labels, kept, classes).sums)
+        near = nearest(unit[:first], unit[first or 0 :], _CLASSES)[1] + (first or 0)
+        pairs.append(np.stack([np.repeat(np.arange(len(near)), near.shape[1]), near.ravel()], 1))
+    both = np.unique(np.sort(np.concatenate(pairs), 1), axis=0)
+    both = both[both[:, 0] < both[:, 1]]
+    for view in views:
+        centres = _Centres.of(view.unit, labels, kept, classes)
+        both = both[(centres.counts[both] > 1).all(1)]
+        scores.append(_sameness(centres, *both.T))
+        parts = _Centres.of(view.unit, halves, kept, 2 * classes)
+        has_two = np.flatnonzero(parts.counts[1::2] > 1)
+        planted.append(_sameness(parts, 2 * has_two, 2 * has_two + 1))
+    return Found.of(np.mean(scores, 0), np.mean(planted, 0), both)
+
+
+def _sameness(centres: _Centres, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    within = centres.within()
+    return centres.between(one, other) - (within[one] + within[other]) / 2
+
+
+def _halved(labels: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Return labels, twice as many, after dividing the kept images of each class at random."""
+    order = np.random.default_rng(2).permutation(len(labels))
+    order = order[np.lexsort((labels[order], ~kept[order]))]
+    sizes = np.bincount(labels[kept])
+    place = np.arange(kept.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    halves = 2 * labels
+    halves[order[: len(place)]] += place % 2
+    return halves
+
+
+def mixed_classes(
+    views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int
+) -> tuple[Found, dict[int, np.ndarray]]:
+    """Find classes that are two, and the images of the smaller part of each; planted: two classes as one."""
+    rng = np.random.default_rng(3)
+    order = np.flatnonzero(kept)[np.argsort(labels[kept], kind="stable")]
+    members = np.split(order, np.cumsum(np.bincount(labels[kept], minlength=classes))[:-1])
+    judged = [number for number, rows in enumerate(members) if len(rows) >= 4]
+    scores, parts, planted = [], {}, []
+    for number in judged:
+        rows = rng.permutation(members[number])[:_MEMBERS]
+        score, side = _two(views, rows)
+        scores.append(score)
+        parts[number] = rows[side]
+        other = rng.permutation(members[judged[rng.integers(len(judged))]])[:_MEMBERS]
+        both = np.concatenate([rows[: (len(rows) + 1) // 2], other[: (len(other) + 1) // 2]])
+        planted.append(_two(views, both)[0])
+    found = Found.of(np.array(scores), np.array(planted), np.array(judged)[:, None])
+    return found, parts
+
+
+def _two(views: Sequence[View], rows: np.ndarray) -> tuple[float, np.ndarray]:
+    """Divide images in two; return how distinct the parts are, and which images the smaller one has.
+
+    By the first principal component, then by the mean cosine with each part. Distinct: the lower mean cosine
+    within a part minus the one between the parts.
+    """
+    cosines = np.mean([view.unit[rows] @ view.unit[rows].T for view in views], 0)
+    centred = cosines - cosines.mean(0) - cosines.mean(1)[:, None] + cosines.mean()
+    side = np.linalg.eigh(centred)[1][:, -1] > 0
+    for _ in range(10):
+        sizes = np.array([(~side).sum(), side.sum()])
+        if sizes.min() < 2:
+            return -1.0, side
+        sums = np.stack([cosines[:, ~side].sum(1), cosines[:, side].sum(1)], 1)
+        own = np.stack([~side, side], 1)
+        moved = np.argmax((sums - own) / (sizes - own), 1).astype(bool)
+        if (moved == side).all():
+            break
+        side = moved
+    within = [
+        (sums[own[:, part], part].sum() - sizes[part]) / (sizes[part] * (sizes[part] - 1)) for part in (0, 1)
+    ]
+    between = sums[side, 0].sum() / sizes.prod()
+    return float(min(within) - between), side if sizes[1] <= sizes[0] else ~side
+
+
+def classes_without_centre(
+    views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int
+) -> Found:
+    """Find classes of two or more images that agree no more than random images, which are planted."""
+    several = np.flatnonzero(np.bincount(labels, minlength=classes) > 1)
+    mixed = np.random.default_rng(4).permutation(labels)
+    scores, planted = [], []
+    for view in views:
+        scores.append(-_Centres.of(view.unit, labels, kept, classes).within()[several])
+        planted.append(-_Centres.of(view.unit, mixed, kept, classes).within()[several])
+    return Found.of(np.mean(scores, 0), np.mean(planted, 0), several[:, None])

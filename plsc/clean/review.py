@@ -1,0 +1,345 @@
+"""Propose changes of a dataset from embeddings: a file of changes to edit, and a page to look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.actions.embeddings import NAMES, Embeddings
+from plsc.actions.predict import EMBEDDINGS
+from plsc.clean.changes import Change, write_changes
+from plsc.clean.duplicates import Pixels, agreeing, find_duplicates, planted_copies, read_pixels
+from plsc.clean.faults import (
+    Found,
+    View,
+    classes_without_centre,
+    compare_labels,
+    mixed_classes,
+    nearest,
+    same_classes,
+    sure_of_class,
+)
+from plsc.clean.page import MOST_PROPOSALS, Part, Proposal, Row, write_page
+from plsc.data.class_names import class_names_of
+from plsc.data.lists import Listing, read_listing
+from plsc.data.sources import Source
+from plsc.data.sources.base import FileSource
+from plsc.data.split import halves_of
+from plsc.errors import CheckpointError, DataError
+from plsc.run.classes import check_unseen
+from plsc.state.find import open_checkpoint
+from plsc.storage.publish import replacing
+
+_EXAMPLES = 5
+PAGE, CHANGES = "report.html", "changes.tsv"
+
+
+@dataclass
+class _Images:
+    """The embedded images of a dataset: numbers in the source, int64 [n], and labels, int64 [n]."""
+
+    place: str
+    source: Source
+    listing: Listing
+    numbers: np.ndarray
+    labels: np.ndarray
+    views: list[View]
+    pixels: Pixels
+
+    def summary(self) -> list[str]:
+        """Return what was compared and what could not be."""
+        classes, faults = len(self.listing.classes), list(self.pixels.faults.values())
+        missing = [self.source.name(i) for i in np.setdiff1d(np.arange(len(self.source)), self.numbers)[:20]]
+        found = [f"{self.place}: {len(self.numbers):,} of {len(self.source):,} images, {classes:,} classes."]
+        if missing:
+            found.append(f"Without embedding, such as images that cannot be decoded: {', '.join(missing)}")
+        if faults:
+            found.append(f"{len(faults):,} images cannot be decoded: {'; '.join(faults[:20])}")
+        return found
+
+    def path(self, row: int) -> str:
+        return self.listing.paths[self.numbers[row]]
+
+    def of(self, row: int) -> str:
+        return self.listing.classes[self.labels[row]]
+
+    def row(self, caption: str, rows: Iterable[int]) -> Row:
+        return Row(caption, self.source, [self.numbers.item(row) for row in rows])
+
+    def examples(self, label: int, kept: np.ndarray | bool = True) -> Row:
+        rows = np.flatnonzero((self.labels == label) & kept)[:_EXAMPLES]
+        return self.row(f"class {self.listing.classes[label]}", rows.tolist())
+
+
+def open_images(location: str | Path, embeddings: Sequence[Embeddings], **reading: Any) -> _Images:
+    """Match one or two embeddings with the images of a dataset; the second network judges the first half.
+
+    Raises:
+        DataError: invalid data, or the embeddings are of other images.
+    """
+    source, listing = read_listing(location, **reading)
+    name = source.path if isinstance(source, FileSource) else source.name
+    places = {str(name(number)): number for number in range(len(source))}
+    found = []
+    for one in embeddings:
+        rows = [places.get(name, -1) for name in one[NAMES][:].tolist()]
+        if -1 in rows or not rows:
+            other = one[NAMES][rows.index(-1)] if rows else "none"
+            raise DataError(
+                f"{one.folder} has embeddings of other images than {location}, such as {other}; predict "
+                "the same dataset, by the same path"
+            )
+        found.append(np.array(rows))
+    numbers = np.array(sorted(set(found[0].tolist()).intersection(*(one.tolist() for one in found[1:]))))
+    is_second = halves_of(listing)[numbers]
+    unseen = [is_second, ~is_second] if len(found) == 2 else [np.ones(len(numbers), bool)]
+    views = []
+    for one, of, judged in zip(embeddings, found, unseen, strict=True):
+        unit = one[EMBEDDINGS][np.argsort(of)[np.searchsorted(np.sort(of), numbers)]]
+        unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-9)
+        views.append(View(unit, judged))
+    pixels = read_pixels(source, numbers)
+    return _Images(str(location), source, listing, numbers, listing.labels[numbers], views, pixels)
+
+
+def clean(
+    location: str | Path,
+    out: str | Path,
+    embeddings: Sequence[Embeddings],
+    **reading: Any,
+) -> list[str]:
+    """Write proposed changes of a dataset to ``changes.tsv`` and ``report.html`` in a folder.
+
+    Args:
+        embeddings: of `Entry.predict` with the dataset: of one network; or of two, of which the first was
+            trained on ``half1.tsv`` of ``plsc data split --halves``, the second on ``half2.tsv``.
+        reading: options of `open_source`.
+
+    Returns:
+        The summary, a sentence per line.
+
+    Raises:
+        DataError: invalid data, embeddings of other images, or the changes exist.
+    """
+    images = open_images(location, embeddings, **reading)
+    proposals = _Proposals(images)
+    views, labels, classes = images.views, images.labels, len(images.listing.classes)
+    kept = np.ones(len(labels), bool)
+    first = compare_labels(views, labels, kept, classes)
+    wrong = Found.of(first.other - first.own, first.planted, np.arange(len(labels))[:, None])
+    kept[wrong.subjects[:, 0]] = False
+    again = compare_labels(views, labels, kept, classes)
+    copies = planted_copies(images.source, images.numbers, images.pixels)
+    doubled, recall = find_duplicates(views, images.pixels, copies)
+    same = same_classes(views, labels, kept, classes)
+    mixed, smaller = mixed_classes(views, labels, kept, classes)
+    lost = classes_without_centre(views, labels, kept, classes)
+    parts = [
+        proposals.duplicates(doubled, first.other - first.own),
+        proposals.same(same, kept),
+        proposals.mixed(mixed, smaller),
+        proposals.lost(lost),
+        proposals.wrong(wrong, again.likely, sure_of_class(again, kept, wrong.subjects[:, 0]), kept),
+    ]
+    checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
+    summary = [
+        f"Embeddings: {checkpoints}. {_judges(images, embeddings)}",
+        *images.summary(),
+        f"Estimated number of wrong labels: {wrong.expected:,.0f}.",
+        f"Search for neighbours: measured recall {recall:.3f}.",
+    ]
+    return _write(Path(out), f"Proposed changes of {location}", summary, parts, proposals.changes())
+
+
+def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
+    """Return whether the networks have learned the labels that they judge."""
+    if len(embeddings) == 2:
+        return "Each network judges the half of the images that the other one was trained on."
+    checkpoint = Path(embeddings[0].index["model"]["checkpoint"])
+    try:
+        opened = (checkpoint, open_checkpoint(checkpoint))
+        check_unseen(images.place, class_names_of(images.source), opened)
+    except CheckpointError:  # it was moved
+        pass
+    except DataError:
+        return (
+            "This network was trained on these classes. If it was trained on these images, it has learned "
+            "some of their wrong labels, which are not found: train a network on each half (plsc data split "
+            "--halves), and use both (plsc data clean --second)."
+        )
+    return "The network must not have been trained on these images."
+
+
+def overlap(
+    one: str | Path, other: str | Path, out: str | Path, embeddings: Sequence[Embeddings], **reading: Any
+) -> list[str]:
+    """Write what a dataset shares with another one: classes and images; the changes remove it from `one`.
+
+    embeddings: of both datasets, by one network. Other arguments, results and errors as of `clean`.
+    """
+    mine, theirs = (
+        open_images(place, [found], **reading) for place, found in zip((one, other), embeddings, strict=True)
+    )
+    mine_unit, their_unit = mine.views[0].unit, theirs.views[0].unit
+    _, numbers, recall = nearest(mine_unit, their_unit, _EXAMPLES)
+    pairs = np.stack([np.repeat(np.arange(len(numbers)), numbers.shape[1]), numbers.ravel()], 1)
+    found = agreeing(
+        mine.pixels, theirs.pixels, pairs, planted_copies(mine.source, mine.numbers, mine.pixels)
+    )
+    first, second = len(mine.listing.classes), len(theirs.listing.classes)
+    both = View(np.concatenate([mine_unit, their_unit]), np.ones(0, bool))
+    labels = np.concatenate([mine.labels, theirs.labels + first])
+    classes = same_classes([both], labels, np.ones(len(labels), bool), first + second, first)
+    proposals = _Proposals(mine)
+    parts = proposals.shared(classes, found, theirs)
+    summary = [*mine.summary(), *theirs.summary(), f"Search for neighbours: measured recall {recall:.3f}."]
+    return _write(Path(out), f"What {one} shares with {other}", summary, parts, proposals.changes())
+
+
+class _Proposals:
+    """Collects the changes, one per image and per class, and the part of the page for each kind of fault."""
+
+    def __init__(self, images: _Images) -> None:
+        self._images, self._names = images, images.listing.classes
+        self._by_subject: dict[tuple[str, str], Change] = {}
+        self._merged: dict[int, int] = {}  # class by class that is merged into it
+        self._removed: set[int] = set()
+
+    def changes(self) -> list[Change]:
+        """Return all changes, surest first."""
+        return sorted(self._by_subject.values(), key=lambda change: -change.score)
+
+    def _add(self, change: Change) -> bool:
+        """Add a change, unless there is one of the same image or class; return whether it was added."""
+        subject = (change.image, "" if change.image else change.of)
+        return self._by_subject.setdefault(subject, change) is change
+
+    def _final(self, label: int) -> int:
+        while label in self._merged:
+            label = self._merged[label]
+        return label
+
+    def duplicates(self, found: Found, wrongness: np.ndarray) -> Part:
+        """Remove the image of each pair whose label is more likely wrong; of one class, the second one."""
+        images, part = self._images, _Collected()
+        for sure, (one, other) in _each(found):
+            is_first = images.labels[one] != images.labels[other] and wrongness[one] > wrongness[other]
+            gone, stays = (one, other) if is_first else (other, one)
+            is_exact = images.pixels.digests[one] == images.pixels.digests[other]
+            reason = f"{'exact' if is_exact else 'near'} duplicate of {images.path(stays)}"
+            if self._add(Change("remove", sure, images.path(gone), images.of(gone), "", reason)):
+                rows = [(images.of(stays), [stays]), (f"{images.of(gone)} (removed)", [gone])]
+                part.add(sure, f"{images.path(gone)}: {reason}", (images.row(*row) for row in rows))
+        return part.done("Duplicates", "The same image twice. The changes remove one of the two.")
+
+    def same(self, found: Found, kept: np.ndarray) -> Part:
+        """Merge the smaller class of each pair into the larger one; each class once."""
+        images, part = self._images, _Collected()
+        sizes = np.bincount(images.labels, minlength=len(self._names))
+        for sure, pair in _each(found):
+            small, large = sorted(map(self._final, pair), key=lambda label: (sizes[label], -label))
+            if small == large:
+                continue
+            self._merged[small] = large
+            sizes[large] += sizes[small]
+            of, to = self._names[small], self._names[large]
+            self._add(Change("merge", sure, "", of, to, "same class"))
+            part.add(sure, f"merge {of} into {to}", (images.examples(label, kept) for label in pair))
+        return part.done("Two classes that are one", "The changes merge the smaller one into the other.")
+
+    def mixed(self, found: Found, smaller: dict[int, np.ndarray]) -> Part:
+        """Move the smaller part of each class to a new class."""
+        images, part, known = self._images, _Collected(), set(self._names)
+        for sure, (label,) in _each(found):
+            name = self._names[label]
+            new = next(one for number in count(2) if (one := f"{name}_{number}") not in known)
+            known.add(new)
+            for row in smaller[label].tolist():
+                self._add(Change("move", sure, images.path(row), name, new, "two classes in one"))
+            others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
+            rows = ((name, others.tolist()), (new, smaller[label].tolist()))
+            part.add(sure, f"divide {name} into {name} and {new}", (images.row(*row) for row in rows))
+        return part.done("Classes that are two", "The changes move the smaller part to a new class.")
+
+    def lost(self, found: Found) -> Part:
+        """Remove the classes, except those that another one is merged into."""
+        images, part = self._images, _Collected()
+        for sure, (label,) in _each(found):
+            change = Change("remove", sure, "", self._names[label], "", "no common centre")
+            if label not in self._merged.values() and self._add(change):
+                self._removed.add(label)
+                rows = np.flatnonzero(images.labels == label).tolist()
+                part.add(sure, f"remove {change.of}", [images.row(change.of, rows)])
+        text = "Their images agree no more than random images do. The changes remove them."
+        return part.done("Classes without a centre", text)
+
+    def wrong(self, found: Found, likely: np.ndarray, right: np.ndarray, kept: np.ndarray) -> Part:
+        """Move each image to the likely class, or remove it if that is probably not the right one."""
+        images, part = self._images, _Collected()
+        for (sure, (row,)), share in zip(_each(found), right.tolist(), strict=True):
+            own, new = images.labels.item(row), likely.item(row)
+            if self._final(own) == self._final(new):
+                continue
+            path, of, to = images.path(row), self._names[own], self._names[new]
+            if share >= 0.5 and new not in self._removed:
+                change = Change("move", sure, path, of, to, f"wrong label; {share:.0%} {to}")
+            else:
+                change = Change("remove", sure, path, of, "", f"wrong label; perhaps {to} ({share:.0%})")
+            if self._add(change):
+                rows = [images.row("image", [row]), *(images.examples(one, kept) for one in (own, new))]
+                part.add(sure, f"{path}: not {of}, {change.reason}", rows)
+        text = "The changes move each image to the likely class, or remove it if several are as likely."
+        return part.done("Wrong labels", text)
+
+    def shared(self, classes: Found, found: Found, theirs: _Images) -> list[Part]:
+        """Remove the classes and images that another dataset has; its classes are numbered after these."""
+        mine, parts = self._images, (_Collected(), _Collected())
+        for sure, (one, other) in _each(classes):
+            match = theirs.listing.classes[other - len(self._names)]
+            reason = f"class {match} of {theirs.place}"
+            if self._add(Change("remove", sure, "", self._names[one], "", reason)):
+                rows = mine.examples(one), theirs.examples(other - len(self._names))
+                parts[0].add(sure, f"{self._names[one]} is {reason}", rows)
+        for sure, (one, other) in _each(found):
+            reason = f"{theirs.path(other)} of {theirs.place}"
+            if self._add(Change("remove", sure, mine.path(one), mine.of(one), "", reason)):
+                rows = mine.row(mine.of(one), [one]), theirs.row(theirs.of(other), [other])
+                parts[1].add(sure, f"{mine.path(one)} is {reason}", rows)
+        text = f"The changes remove them from {mine.place}."
+        return [parts[0].done("Shared classes", text), parts[1].done("Shared images", text)]
+
+
+class _Collected:
+    """The proposals of a part, with the pictures of those that the page shows."""
+
+    def __init__(self) -> None:
+        self._proposals: list[Proposal] = []
+        self._total = 0
+
+    def add(self, sure: float, text: str, rows: Iterable[Row]) -> None:
+        self._total += 1
+        if self._total <= MOST_PROPOSALS:
+            self._proposals.append(Proposal(sure, text, list(rows)))
+
+    def done(self, title: str, explanation: str) -> Part:
+        return Part(title, explanation, self._proposals, self._total)
+
+
+def _each(found: Found) -> Iterator[tuple[float, list[int]]]:
+    return zip(found.sure.tolist(), found.subjects.tolist(), strict=True)
+
+
+def _write(
+    out: Path, title: str, summary: list[str], parts: Sequence[Part], changes: Sequence[Change]
+) -> list[str]:
+    counts = ", ".join(f"{part.title.lower()} {part.total:,}" for part in parts)
+    summary = [*summary, f"Proposals: {counts}."]
+    write_page(out / PAGE, title, summary, parts)
+    with replacing(out / CHANGES) as temporary:
+        write_changes(temporary, changes)
+    return [*summary, f"wrote {out / CHANGES}: {len(changes):,} changes; look at {out / PAGE}"]
