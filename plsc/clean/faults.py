@@ -24,6 +24,7 @@ _CLASSES = 10  # neighbours of a class that may be the same
 _MEMBERS = 256  # images of a class that are compared with each other
 _ROWS = 2**14
 _WORST_FIT = 2.5
+LEAST_SURE = 0.5  # of what is proposed
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Found:
         """Keep those that are more likely faults than not."""
         sure, expected = how_sure(scores, planted)
         order = np.argsort(-scores, kind="stable")
-        order = order[sure[order] >= 0.5]
+        order = order[sure[order] >= LEAST_SURE]
         return cls(sure[order], subjects[order], expected)
 
 
