@@ -196,17 +196,17 @@ def baselines(work: Path, images: Any, truth: Truth, cleanlab: str | None) -> No
         shares, likely = np.zeros(len(labels)), np.zeros(len(labels), np.int64)
         joint = np.zeros((len(names), len(names)))
         for view in images.views:
-            near = nearest(view.unit, view.unit, k + 1)
+            near, numbers, _ = nearest(view.unit, view.unit, k + 1)
             rows = np.flatnonzero(view.unseen)
-            voted = labels[near[1][rows]]
-            voted[near[1][rows] == rows[:, None]] = -1
+            voted = labels[numbers[rows]]
+            voted[numbers[rows] == rows[:, None]] = -1
             for row, some in zip(rows, voted, strict=True):
                 counts = np.bincount(some[some >= 0], minlength=len(names))
                 own, counts[labels[row]] = counts[labels[row]], 0
                 likely[row], shares[row] = counts.argmax(), (counts.max() - own) / k
                 joint[labels[row]] += counts
             if k == 5:
-                cosines[f"view {len(cosines)}"] = near
+                cosines[f"view {len(cosines)}"] = near, numbers
         votes[f"k = {k}"] = shares, truth.wrong(likely)
         joint = joint + joint.T
         one, other = np.nonzero(np.triu(joint, 1))
@@ -214,12 +214,12 @@ def baselines(work: Path, images: Any, truth: Truth, cleanlab: str | None) -> No
         bad = np.bincount(labels, shares) / np.bincount(labels)
         divisions[f"k = {k}"] = bad, truth.mixed(np.arange(len(names)))
     tried = {}
-    for name, (scores, numbers, _) in cosines.items():
-        near = np.stack([np.repeat(np.arange(len(labels)), numbers.shape[1]), numbers.ravel()], 1)
-        is_other = labels[near[:, 0]] != labels[near[:, 1]]
-        near, scores = near[is_other], scores.ravel()[is_other]
-        near, first = np.unique(np.sort(near, 1), axis=0, return_index=True)
-        tried[f"cosine, {name}"] = scores[first], truth.doubled(near)
+    for name, (scores, numbers) in cosines.items():
+        pairs = np.stack([np.repeat(np.arange(len(labels)), numbers.shape[1]), numbers.ravel()], 1)
+        is_other = labels[pairs[:, 0]] != labels[pairs[:, 1]]
+        pairs, scores = pairs[is_other], scores.ravel()[is_other]
+        pairs, first = np.unique(np.sort(pairs, 1), axis=0, return_index=True)
+        tried[f"cosine, {name}"] = scores[first], truth.doubled(pairs)
     print("nearest neighbours:")
     best("wrong labels", votes)
     best("duplicates", tried)
@@ -279,8 +279,9 @@ def retrain(folder: Path, unseen: Path) -> None:
     gaps = clean - dirty
     error = gaps.std(ddof=1) / len(gaps) ** 0.5
     print(
-        f"TAR at FAR 1e-2: dirty {dirty.mean():.2f}, clean {clean.mean():.2f}, corrected {new.mean():.2f} %; gap "
-        f"{gaps.mean():.2f} (standard error {error:.2f}), {(new - dirty).mean() / gaps.mean():.0%} of it closed"
+        f"TAR at FAR 1e-2: dirty {dirty.mean():.2f}, clean {clean.mean():.2f}, corrected {new.mean():.2f} %; "
+        f"gap {gaps.mean():.2f} (standard error {error:.2f}), "
+        f"{(new - dirty).mean() / gaps.mean():.0%} of it closed"
     )
 
 
