@@ -126,7 +126,7 @@ def ours(images: Any, truth: Truth) -> None:
     views, labels, classes = images.views, images.labels, len(truth.names)
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
-    scores = first.other - first.own
+    scores = first.scores()
     wrong = Found.of(scores, first.planted, np.arange(len(labels))[:, None])
     kept[wrong.subjects[:, 0]] = False
     again = compare_labels(views, labels, kept, classes)

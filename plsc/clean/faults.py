@@ -167,7 +167,10 @@ class _Centres:
 
     def between(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the mean cosine of images of the classes one[i] and other[i], [n]."""
-        products = np.einsum("nd,nd->n", self.sums[one], self.sums[other])
+        products = np.empty(len(one), np.float32)
+        for first in range(0, len(one), _ROWS):
+            rows = slice(first, first + _ROWS)
+            products[rows] = np.einsum("nd,nd->n", self.sums[one[rows]], self.sums[other[rows]])
         return products / np.maximum(self.counts[one] * self.counts[other], 1)
 
 
@@ -175,9 +178,9 @@ class _Centres:
 class Labels:
     """How the images fit their classes, [N] each.
 
-    own: cosine with the centre of the other images of the class; -1 if there are none. other: cosine with the
+    own: cosine with the centre of the other images of the class; nan if there are none. other: cosine with the
     nearest other class, `likely`. lead: by how much the nearest class other than its own is nearer than the
-    next one. planted: the scores, other - own, if the image had a random label.
+    next one. planted: `scores` of the images if they had random labels.
     """
 
     own: np.ndarray
@@ -185,6 +188,10 @@ class Labels:
     likely: np.ndarray
     lead: np.ndarray
     planted: np.ndarray
+
+    def scores(self) -> np.ndarray:
+        """Return how much more an image belongs to another class than to its own; -2: this is not known."""
+        return np.nan_to_num(self.other - self.own, nan=-2)
 
 
 def compare_labels(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int) -> Labels:
@@ -205,11 +212,11 @@ def compare_labels(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, 
             images, own = view.unit[rows], labels[rows]
             others = centres.sums[own] - images * kept[rows, None]
             cosine = np.einsum("nd,nd->n", _normalised(others), images)
-            found.own[rows] = np.where(centres.counts[own] > kept[rows], cosine, -1)
+            found.own[rows] = np.where(centres.counts[own] > kept[rows], cosine, np.nan)
             found.other[rows], found.likely[rows] = best[rows, 0], likely[rows]
             found.lead[rows] = best[rows, 0] - best[rows, 1]
             random = np.einsum("nd,nd->n", unit[rng.integers(classes, size=len(rows))], images)
-            found.planted[rows] = np.maximum(found.own[rows], found.other[rows]) - random
+            found.planted[rows] = np.fmax(found.own[rows], found.other[rows]) - random
     return found
 
 
@@ -218,9 +225,10 @@ def sure_of_class(found: Labels, kept: np.ndarray, images: np.ndarray) -> np.nda
 
     It is the share of right nearest classes among the kept images with an equal lead.
     """
-    own, other = found.own[kept], found.other[kept]
+    judged = kept & ~np.isnan(found.own)
+    own, other = found.own[judged], found.other[judged]
     lead = np.abs(own - other)
-    lead = np.where(own > other, lead, np.minimum(lead, found.lead[kept]))
+    lead = np.where(own > other, lead, np.minimum(lead, found.lead[judged]))
     order = np.argsort(-lead, kind="stable")
     shares = _falling((own > other)[order].astype(float))
     place = np.searchsorted(-lead[order], -found.lead[images])

@@ -101,6 +101,8 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
     views = []
     for one, of, judged in zip(embeddings, found, unseen, strict=True):
         unit = one[EMBEDDINGS][np.argsort(of)[np.searchsorted(np.sort(of), numbers)]]
+        if not np.isfinite(unit).all():
+            raise DataError(f"{one.folder} has embeddings that are nan or inf; use another network")
         unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-9)
         views.append(View(unit, judged))
     pixels = read_pixels(source, numbers)
@@ -131,7 +133,7 @@ def clean(
     views, labels, classes = images.views, images.labels, len(images.listing.classes)
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
-    wrong = Found.of(first.other - first.own, first.planted, np.arange(len(labels))[:, None])
+    wrong = Found.of(first.scores(), first.planted, np.arange(len(labels))[:, None])
     kept[wrong.subjects[:, 0]] = False
     again = compare_labels(views, labels, kept, classes)
     copies = planted_copies(images.source, images.numbers, images.pixels)
@@ -140,7 +142,7 @@ def clean(
     mixed, smaller = mixed_classes(views, labels, kept, classes)
     lost = classes_without_centre(views, labels, kept, classes)
     parts = [
-        proposals.duplicates(doubled, first.other - first.own),
+        proposals.duplicates(doubled, first.scores()),
         proposals.same(same, kept),
         proposals.mixed(mixed, smaller),
         proposals.lost(lost),
