@@ -178,9 +178,9 @@ class _Centres:
 class Labels:
     """How the images fit their classes, [N] each.
 
-    own: cosine with the centre of the other images of the class; nan if there are none. other: cosine with the
-    nearest other class, `likely`. lead: by how much the nearest class other than its own is nearer than the
-    next one. planted: `scores` of the images if they had random labels.
+    own: cosine with the centre of the other images of the class; nan if there are none. other: cosine with
+    the nearest other class, `likely`. lead: by how much the latter is nearer than the next one. planted:
+    `scores` of the images if they had random labels.
     """
 
     own: np.ndarray

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,8 +131,6 @@ def held_out_of(listing: Listing, share: float, by: str, seed: int) -> np.ndarra
 def draw_pairs(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return distinct random pairs of images of the same class, and as many of different classes.
 
-    Every class has as equal a number of same pairs as possible.
-
     Args:
         labels: int64 [n], 0 or more.
 
@@ -141,44 +138,24 @@ def draw_pairs(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         Same and different pairs, both int64 [P, 2]; P is at most 30,000, and 0 if there are none of a kind.
     """
     rng = np.random.default_rng(hash_key(seed))
-    order = np.argsort(labels, kind="stable")
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
     images = np.bincount(labels)
-    first, total = np.cumsum(images) - images, len(labels)
-    possible = images * (images - 1) // 2
-    different = (total * total - int((images * images).sum())) // 2
-    count = min(_MOST_PAIRS, int(possible.sum()), different)
-    if not count:
-        return np.empty((0, 2), np.int64), np.empty((0, 2), np.int64)
-    drawn = []
-    for label, share in enumerate(_equal_shares(possible, count, rng).tolist()):
-        if share:
-            k = rng.choice(
-                possible[label], share, replace=False
-            )  # pair k of the pairs (0, 1), (0, 2), (1, 2)...
-            larger = ((1 + np.sqrt(1 + 8 * k)) // 2).astype(np.int64)
-            drawn.append(first[label] + np.stack([k - larger * (larger - 1) // 2, larger], 1))
-    same = rng.permutation(np.concatenate(drawn))
-    # The first image by the number of its partners, the second one from the images of other classes.
-    own, start = images[labels[order]], first[labels[order]]
-    partners = np.cumsum(total - own)
+    different = (len(labels) ** 2 - int((images**2).sum())) // 2
+    same, distance = np.empty((0, 2), np.int64), 1
+    while len(same) < _MOST_PAIRS and distance < images.max(initial=0):
+        # Each image with the one `distance` places later, so that large classes have few pairs more.
+        pairs = np.stack([order[:-distance], order[distance:]], 1)
+        pairs = pairs[labels[pairs[:, 0]] == labels[pairs[:, 1]]]
+        same, distance = np.concatenate([same, rng.permutation(pairs)]), distance + 1
+    same = same[: min(_MOST_PAIRS, different)]
     found = np.empty(0, np.int64)
-    while len(found) < count:
-        one = np.searchsorted(partners, rng.integers(partners[-1], size=count), side="right")
-        other = rng.integers(total - own[one])
-        other += own[one] * (other >= start[one])
-        codes = np.minimum(one, other) * total + np.maximum(one, other)
-        found = np.unique(np.concatenate([found, codes]))
-    found = rng.permutation(found)[:count]
-    return order[same], order[np.stack([found // total, found % total], 1)]
-
-
-def _equal_shares(most: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
-    """Divide `total`, up to most.sum(), as equally as possible into at most most[i] for each i, int64 [n]."""
-    level = bisect_right(range(total + 1), total, key=lambda one: int(np.minimum(most, one).sum())) - 1
-    shares = np.minimum(most, level)
-    rest = rng.permutation(np.flatnonzero(most > level))[: total - int(shares.sum())]
-    shares[rest] += 1
-    return shares
+    while len(found) < len(same):
+        one, other = rng.integers(len(labels), size=(2, 2 * len(same)))
+        codes = np.minimum(one, other) * len(labels) + np.maximum(one, other)
+        found = np.unique(np.concatenate([found, codes[labels[one] != labels[other]]]))
+    found = rng.permutation(found)[: len(same)]
+    return same, np.stack([found // len(labels), found % len(labels)], 1)
 
 
 def _write_tests(folder: Path, listing: Listing, numbers: np.ndarray, seed: int) -> dict[str, dict[str, int]]:
