@@ -16,13 +16,13 @@ import time
 import numpy as np
 
 from plsc.clean.faults import (
-    Found,
     View,
     classes_without_centre,
     compare_labels,
     mixed_classes,
     nearest,
     same_classes,
+    wrong_labels,
 )
 
 SIZE, PER_CLASS, PART, NOISE, FLIPPED = 512, 20, 2**15, 0.7, 0.05
@@ -64,7 +64,7 @@ def main() -> None:
         last = now
 
     first = compare_labels(views, labels, kept, classes)
-    wrong = Found.of(first.scores(), first.planted, np.arange(len(labels))[:, None])
+    wrong = wrong_labels(first)
     kept[wrong.subjects[:, 0]] = False
     done("wrong labels")
     compare_labels(views, labels, kept, classes)
@@ -73,14 +73,14 @@ def main() -> None:
     done("two classes that are one")
     mixed_classes(views, labels, kept, classes)
     done("classes that are two")
-    classes_without_centre(views, labels, kept, classes)
+    classes_without_centre(views, labels, classes)
     done("classes without a centre")
     _, _, recall = nearest(unit, unit, 6)
     done(f"neighbours of all images, recall {recall:.3f}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     hits = is_wrong[wrong.subjects[:, 0]]
     print(
-        f"{len(unit):,} images: {last - begin:.0f} s, {(peak - before) / 2**20:.2f} GiB above the embeddings; "
+        f"{len(unit):,} images: {last - begin:.0f} s, {(peak - before) / 2**20:.2f} GiB above the data; "
         f"wrong labels: precision {hits.mean():.3f}, recall {hits.sum() / is_wrong.sum():.3f}"
     )
 

@@ -34,7 +34,14 @@ from plsc import Entry, open_embeddings
 from plsc.checkpoint import load_weights
 from plsc.clean import faults
 from plsc.clean.duplicates import find_duplicates, planted_copies
-from plsc.clean.faults import Found, compare_labels, mixed_classes, nearest, same_classes, sure_of_class
+from plsc.clean.faults import (
+    compare_labels,
+    mixed_classes,
+    nearest,
+    same_classes,
+    sure_of_class,
+    wrong_labels,
+)
 from plsc.clean.review import open_images
 
 
@@ -127,7 +134,7 @@ def ours(images: Any, truth: Truth) -> None:
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
     scores = first.scores()
-    wrong = Found.of(scores, first.planted, np.arange(len(labels))[:, None])
+    wrong = wrong_labels(first)
     kept[wrong.subjects[:, 0]] = False
     again = compare_labels(views, labels, kept, classes)
     copies = planted_copies(images.source, images.numbers, images.pixels)

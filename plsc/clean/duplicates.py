@@ -23,13 +23,15 @@ from plsc.data.sources import Source
 from plsc.errors import DataError
 
 _SIDE, _NEAR, _COPIES, _PAIRS = 32, 5, 1000, 4096
+_PLAIN = 8  # levels of gray: an image with fewer agrees with no copy
 
 
 @dataclass(frozen=True)
 class Pixels:
     """N images as gray pixels, uint8 [N, 32, 32], and the first 8 bytes of the SHA-256 of their files, [N].
 
-    faults: of images that cannot be decoded, whose pixels are 0; each names its image.
+    faults: of images that cannot be decoded, whose pixels are 0 and whose digests are random; each names its
+    image.
     """
 
     gray: np.ndarray
@@ -40,7 +42,8 @@ class Pixels:
 def read_pixels(source: Source, numbers: np.ndarray) -> Pixels:
     """Read images of a source, numbers: int64 [N], with a thread per processor."""
     gray = np.zeros((len(numbers), _SIDE, _SIDE), np.uint8)
-    found = Pixels(gray, np.arange(len(numbers), dtype=np.uint64), {})
+    unlike = np.random.default_rng().integers(2**64, size=len(numbers), dtype=np.uint64)
+    found = Pixels(gray, unlike, {})
 
     def read(row: int) -> None:
         number = numbers.item(row)
@@ -104,9 +107,9 @@ def agreeing(one: Pixels, other: Pixels, pairs: np.ndarray, copies: np.ndarray) 
 
 
 def planted_copies(source: Source, numbers: np.ndarray, pixels: Pixels) -> np.ndarray:
-    """Return the agreement of images with their copies, for up to 1,000 random images."""
+    """Return the agreement of images with their copies, for up to 1,000 random images of several colours."""
     rng = np.random.default_rng(5)
-    rows = rng.permutation(np.setdiff1d(np.arange(len(numbers)), list(pixels.faults)))[:_COPIES]
+    rows = rng.permutation(np.flatnonzero(np.ptp(pixels.gray, (1, 2)) >= _PLAIN))[:_COPIES]
     if not len(rows):
         return np.empty(0)
     return agreement(pixels.gray[rows], np.stack([_copy(source, numbers.item(row), rng) for row in rows]))

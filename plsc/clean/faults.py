@@ -25,6 +25,7 @@ _MEMBERS = 256  # images of a class that are compared with each other
 _ROWS = 2**14
 _WORST_FIT = 2.5
 LEAST_SURE = 0.5  # of what is proposed
+_LEAST = 3  # faults above a level, so that chance does not decide
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def how_sure(scores: np.ndarray, planted: np.ndarray) -> tuple[np.ndarray, float
     exceeds the subjects (compare Storey 2002, on the number of true null hypotheses). A network that was
     trained with the faults shows them weaker than it shows planted ones: the distances of the planted scores
     from the median subject are multiplied by the factor from 1 to 0.6 that fits best. If none fits within a
-    factor of 2.5, there are no faults.
+    factor of 2.5, there are no faults. Levels above which fewer than 3 faults would be are left out.
 
     A probability is the expected number of faults in an interval of scores over that of subjects, falling
     with the score.
@@ -79,7 +80,11 @@ def how_sure(scores: np.ndarray, planted: np.ndarray) -> tuple[np.ndarray, float
     for factor in np.linspace(1, 0.6, 41):
         faults = np.sort(middle + factor * (planted - middle))
         levels = np.quantile(faults, np.linspace(0.05, 0.95, 19))
-        counts = (_above(ascending, levels) + 1e-9) / (_above(faults, levels) / len(faults))
+        counts, shares = _above(ascending, levels), _above(faults, levels) / len(faults)
+        is_sound = shares * counts[0] >= _LEAST
+        if not is_sound.any():
+            continue
+        counts = (counts[is_sound] + 1e-9) / shares[is_sound]
         fit = counts.max() / counts.min()
         if fit < best[0]:
             best = (fit, float(counts.min()), faults)
@@ -87,7 +92,8 @@ def how_sure(scores: np.ndarray, planted: np.ndarray) -> tuple[np.ndarray, float
     if not expected:
         return nothing
     order = np.argsort(-scores, kind="stable")
-    until = expected * _above(faults, scores[order]) / len(faults)
+    between = np.append((scores[order][1:] + scores[order][:-1]) / 2, -np.inf)
+    until = expected * _above(faults, between) / len(faults)
     sure = np.empty(len(scores))
     sure[order] = np.clip(_falling(np.diff(until, prepend=0.0)), 0, 1)
     return sure, expected
@@ -115,7 +121,7 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
     """Return cosines and numbers of the k nearest rows, [n, k], and the measured recall.
 
     From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
-    queries.
+    queries. A row may then be repeated, with cosine -1.
     """
     faiss = import_faiss()
     k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
@@ -140,7 +146,8 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
         recall = float(np.mean([np.isin(a, b).mean() for a, b in zip(exact, found, strict=True)]))
     parts = [index.search(queries[first : first + _ROWS], k) for first in range(0, len(queries), _ROWS)]
     cosines, numbers = (np.concatenate(one) for one in zip(*parts, strict=True))
-    return cosines, numbers, recall
+    missing = numbers < 0  # the lists had fewer than k rows
+    return np.where(missing, -1, cosines), np.where(missing, numbers[:, :1], numbers), recall
 
 
 @dataclass(frozen=True)
@@ -214,10 +221,17 @@ def compare_labels(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, 
             cosine = np.einsum("nd,nd->n", _normalised(others), images)
             found.own[rows] = np.where(centres.counts[own] > kept[rows], cosine, np.nan)
             found.other[rows], found.likely[rows] = best[rows, 0], likely[rows]
-            found.lead[rows] = best[rows, 0] - best[rows, 1]
-            random = np.einsum("nd,nd->n", unit[rng.integers(classes, size=len(rows))], images)
+            found.lead[rows] = best[rows, 0] - best[rows, :2][:, -1]  # one class has no other one
+            wrong = (own + rng.integers(1, max(classes, 2), len(rows))) % classes
+            random = np.einsum("nd,nd->n", unit[wrong], images)
             found.planted[rows] = np.fmax(found.own[rows], found.other[rows]) - random
     return found
+
+
+def wrong_labels(found: Labels) -> Found:
+    """Find images with a wrong label; planted: random labels. An image alone in its class is not judged."""
+    rows = np.flatnonzero(~np.isnan(found.own))
+    return Found.of(found.scores()[rows], found.planted[rows], rows[:, None])
 
 
 def sure_of_class(found: Labels, kept: np.ndarray, images: np.ndarray) -> np.ndarray:
@@ -289,12 +303,15 @@ def mixed_classes(
     members = np.split(order, np.cumsum(np.bincount(labels[kept], minlength=classes))[:-1])
     judged = [number for number, rows in enumerate(members) if len(rows) >= 4]
     scores, parts, planted = [], {}, []
-    for number in judged:
+    for place, number in enumerate(judged):
         rows = rng.permutation(members[number])[:_MEMBERS]
         score, side = _two(views, rows)
         scores.append(score)
-        parts[number] = rows[side]
-        other = rng.permutation(members[judged[rng.integers(len(judged))]])[:_MEMBERS]
+        parts[number] = _part(views, rows[side], rows[~side], members[number])
+        if len(judged) == 1:
+            break
+        another = judged[(place + rng.integers(1, len(judged))) % len(judged)]
+        other = rng.permutation(members[another])[:_MEMBERS]
         both = np.concatenate([rows[: (len(rows) + 1) // 2], other[: (len(other) + 1) // 2]])
         planted.append(_two(views, both)[0])
     found = Found.of(np.array(scores), np.array(planted), np.array(judged)[:, None])
@@ -327,14 +344,24 @@ def _two(views: Sequence[View], rows: np.ndarray) -> tuple[float, np.ndarray]:
     return float(min(within) - between), side if sizes[1] <= sizes[0] else ~side
 
 
-def classes_without_centre(
-    views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int
-) -> Found:
-    """Find classes of two or more images that agree no more than random images, which are planted."""
-    several = np.flatnonzero(np.bincount(labels, minlength=classes) > 1)
-    mixed = np.random.default_rng(4).permutation(labels)
+def _part(views: Sequence[View], one: np.ndarray, other: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Return a part of a class: the images `one`, and the members of neither part that are nearer to it."""
+    rest = np.setdiff1d(members, np.concatenate([one, other]))
+    if not len(rest):
+        return one
+    lean = [view.unit[rest] @ (view.unit[one].mean(0) - view.unit[other].mean(0)) for view in views]
+    return np.concatenate([one, rest[np.mean(lean, 0) > 0]])
+
+
+def classes_without_centre(views: Sequence[View], labels: np.ndarray, classes: int) -> Found:
+    """Find classes of three or more images that agree no more than random images, which are planted.
+
+    Of two images that disagree, one may be right.
+    """
+    several = np.flatnonzero(np.bincount(labels, minlength=classes) > 2)
+    everything, mixed = np.ones(len(labels), bool), np.random.default_rng(4).permutation(labels)
     scores, planted = [], []
     for view in views:
-        scores.append(-_Centres.of(view.unit, labels, kept, classes).within()[several])
-        planted.append(-_Centres.of(view.unit, mixed, kept, classes).within()[several])
+        scores.append(-_Centres.of(view.unit, labels, everything, classes).within()[several])
+        planted.append(-_Centres.of(view.unit, mixed, everything, classes).within()[several])
     return Found.of(np.mean(scores, 0), np.mean(planted, 0), several[:, None])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,7 @@ from plsc.clean.faults import (
     nearest,
     same_classes,
     sure_of_class,
+    wrong_labels,
 )
 from plsc.clean.page import MOST_PROPOSALS, Part, Proposal, Row, write_page
 from plsc.data.class_names import class_names_of
@@ -96,6 +97,11 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
             )
         found.append(np.array(rows))
     numbers = np.array(sorted(set(found[0].tolist()).intersection(*(one.tolist() for one in found[1:]))))
+    if not len(numbers):
+        raise DataError(
+            f"{' and '.join(str(one.folder) for one in embeddings)} have no image in common; predict all "
+            f"images of {location} with each network"
+        )
     is_second = halves_of(listing)[numbers]
     unseen = [is_second, ~is_second] if len(found) == 2 else [np.ones(len(numbers), bool)]
     views = []
@@ -133,14 +139,14 @@ def clean(
     views, labels, classes = images.views, images.labels, len(images.listing.classes)
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
-    wrong = Found.of(first.scores(), first.planted, np.arange(len(labels))[:, None])
+    wrong = wrong_labels(first)
     kept[wrong.subjects[:, 0]] = False
     again = compare_labels(views, labels, kept, classes)
     copies = planted_copies(images.source, images.numbers, images.pixels)
     doubled, recall = find_duplicates(views, images.pixels, copies)
     same = same_classes(views, labels, kept, classes)
     mixed, smaller = mixed_classes(views, labels, kept, classes)
-    lost = classes_without_centre(views, labels, kept, classes)
+    lost = classes_without_centre(views, labels, classes)
     parts = [
         proposals.duplicates(doubled, first.scores()),
         proposals.same(same, kept),
@@ -221,22 +227,22 @@ class _Proposals:
         subject = (change.image, "" if change.image else change.of)
         return self._by_subject.setdefault(subject, change) is change
 
-    def _final(self, label: int) -> int:
-        while label in self._merged:
-            label = self._merged[label]
-        return label
-
     def duplicates(self, found: Found, wrongness: np.ndarray) -> Part:
         """Remove the image of each pair whose label is more likely wrong; of one class, the second one."""
         images, part = self._images, _Collected()
-        for sure, (one, other) in _each(found):
+        left: dict[int, int] = {}  # the image that is left by one that is removed
+        for sure, pair in _each(found):
+            one, other = sorted(_end(left, row) for row in pair)
+            if one == other:
+                continue
             is_first = images.labels[one] != images.labels[other] and wrongness[one] > wrongness[other]
             gone, stays = (one, other) if is_first else (other, one)
+            left[gone] = stays
             is_exact = images.pixels.digests[one] == images.pixels.digests[other]
             reason = f"{'exact' if is_exact else 'near'} duplicate of {images.path(stays)}"
-            if self._add(Change("remove", sure, images.path(gone), images.of(gone), "", reason)):
-                rows = [(images.of(stays), [stays]), (f"{images.of(gone)} (removed)", [gone])]
-                part.add(sure, f"{images.path(gone)}: {reason}", (images.row(*row) for row in rows))
+            self._add(Change("remove", sure, images.path(gone), images.of(gone), "", reason))
+            rows = [(images.of(stays), [stays]), (f"{images.of(gone)} (removed)", [gone])]
+            part.add(sure, f"{images.path(gone)}: {reason}", (images.row(*row) for row in rows))
         return part.done("Duplicates", "The same image twice. The changes remove one of the two.")
 
     def same(self, found: Found, kept: np.ndarray) -> Part:
@@ -244,7 +250,9 @@ class _Proposals:
         images, part = self._images, _Collected()
         sizes = np.bincount(images.labels, minlength=len(self._names))
         for sure, pair in _each(found):
-            small, large = sorted(map(self._final, pair), key=lambda label: (sizes[label], -label))
+            small, large = sorted(
+                (_end(self._merged, label) for label in pair), key=lambda label: (sizes[label], -label)
+            )
             if small == large:
                 continue
             self._merged[small] = large
@@ -285,7 +293,7 @@ class _Proposals:
         images, part = self._images, _Collected()
         for (sure, (row,)), share in zip(_each(found), right.tolist(), strict=True):
             own, new = images.labels.item(row), likely.item(row)
-            if self._final(own) == self._final(new):
+            if _end(self._merged, own) == _end(self._merged, new):
                 continue
             path, of, to = images.path(row), self._names[own], self._names[new]
             if share >= 0.5 and new not in self._removed:
@@ -330,6 +338,13 @@ class _Collected:
 
     def done(self, title: str, explanation: str) -> Part:
         return Part(title, explanation, self._proposals, self._total)
+
+
+def _end(steps: Mapping[int, int], at: int) -> int:
+    """Return where the steps from `at` lead."""
+    while at in steps:
+        at = steps[at]
+    return at
 
 
 def _each(found: Found) -> Iterator[tuple[float, list[int]]]:

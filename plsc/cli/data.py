@@ -97,7 +97,8 @@ def run_clean(model: str, location: str, out: str, second: str | None, **reading
     """Embed a dataset, propose changes, and print the summary."""
     from plsc.clean.review import clean
 
-    folder, network = _new_review(out), reading.pop("model.name")
+    network = reading.pop("model.name")
+    folder = _new_review(out, location, **reading)
     models = [model] if second is None else [model, second]
     names = ("embeddings", "embeddings2")
     found = [
@@ -113,16 +114,24 @@ def run_overlap(model: str, location: str, other: str, out: str, **reading: Any)
     """Embed two datasets, propose to remove from the first one what both have, and print the summary."""
     from plsc.clean.review import overlap
 
-    folder, network = _new_review(out), reading.pop("model.name")
-    places = {location: folder / "embeddings", other: folder / "embeddings2"}
-    found = [_embeddings(model, one, place, network, reading) for one, place in places.items()]
+    network = reading.pop("model.name")
+    folder = _new_review(out, location, other, **reading)
+    places = ((location, folder / "embeddings"), (other, folder / "embeddings2"))
+    found = [_embeddings(model, one, place, network, reading) for one, place in places]
     print(*overlap(location, other, folder, found, **reading), sep="\n")
 
 
-def _new_review(out: str) -> Path:
+def _new_review(out: str, *locations: str, **reading: Any) -> Path:
+    """Return the folder of a review; what would fail at the end fails here, before images are embedded."""
+    from plsc.data.lists import read_listing
+    from plsc.gallery.vectors import import_faiss
+
     folder = Path(out)
     if (folder / "changes.tsv").exists():
         raise OptionError(f"{folder / 'changes.tsv'} exists, perhaps with your edits; choose another folder")
+    import_faiss()
+    for location in locations:
+        read_listing(location, **reading)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -140,7 +140,7 @@ def import_faiss() -> Any:
         import faiss
     except ImportError as error:
         raise OptionError(
-            "a gallery needs the package faiss, which is not installed; run pip install 'plsc[search]'"
+            "the search needs the package faiss, which is not installed; run pip install 'plsc[search]'"
         ) from error
     faiss.cvar.distance_compute_blas_threshold = _MULTIPLIED
     return faiss

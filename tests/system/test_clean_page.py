@@ -27,7 +27,8 @@ def test_the_page_fits_its_window_and_requests_nothing(tmp_path):
         file.write(f"{broken}\t2\n")
     source = open_source(root)
     rows = [Row(long, source, range(start, 13, 4)) for start in range(3)] + [Row("All", source, range(13))]
-    write_page(tmp_path / "page.html", long, [long], [Part("Many", long, [Proposal(1, long, rows)] * 9)] * 2)
+    parts = [Part("Many", long, [Proposal(1, long, rows)] * 9, 9)] * 2
+    write_page(tmp_path / "page.html", long, [long], parts)
 
     async def main():
         async with browser.opened((tmp_path / "page.html").as_uri(), tmp_path / "profile") as page:

@@ -22,8 +22,8 @@ LEVELS = [
     {"state"},
     {"train"},
     {"actions"},
-    {"clean", "gallery", "original"},
-    {"entry", "serve"},
+    {"gallery", "original"},
+    {"clean", "entry", "serve"},
     {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}

@@ -32,7 +32,7 @@ class Parsed(HTMLParser):
 
 def parts_of(source, text, proposals=1):
     rows = [Row(text, source, np.arange(len(source)))]
-    return [Part(text, text, [Proposal(0.98, text, rows)] * proposals), Part("Empty", "", [])]
+    return [Part(text, text, [Proposal(0.98, text, rows)] * proposals, proposals), Part("Empty", "", [], 0)]
 
 
 def test_names_and_strings_are_shown_as_text(tmp_path):

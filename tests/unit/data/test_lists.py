@@ -57,9 +57,9 @@ def test_a_column_class_name_and_one_of_numbers_have_their_own_index(tmp_path, n
     lines = lines if name == "a.csv" else list(map(json.dumps, rows))
     (tmp_path / name).write_text("\n".join(lines))
     for _ in range(2):  # with the stored index, too
-        source = open_source(tmp_path / name)
+        source = open_source(tmp_path / name, label_column="class_name")
         assert (source.labels().tolist(), source.class_names) == ([0, 1], ["20", "3"])
-        source = open_source(tmp_path / name, label_column="label")
+        source = open_source(tmp_path / name)
         assert (source.labels().tolist(), source.class_names) == ([5, 9], None)
 
 

@@ -1,0 +1,133 @@
+"""Proposals that contradict each other: the file of changes never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc.clean.changes import read_changes, write_changes
+from plsc.clean.duplicates import Pixels
+from plsc.clean.faults import Found
+from plsc.clean.review import _Images, _Proposals
+from plsc.data.lists import read_listing
+
+CLASSES = ["a", "a_2", "b", "b_3", "c", "d"]
+LABELS = np.repeat(np.arange(6), 3)
+ROWS, KEPT = len(LABELS), np.ones(len(LABELS), bool)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("faces")
+    for name in CLASSES:
+        (root / name).mkdir()
+        for number in range(3):
+            (root / name / f"{number}.jpg").touch()
+    source, listing = read_listing(root)
+    pixels = Pixels(np.zeros((ROWS, 32, 32), np.uint8), np.arange(ROWS, dtype=np.uint64), {})
+    return _Images(str(root), source, listing, np.arange(ROWS), LABELS, [], pixels)
+
+
+def found(*subjects, width=1):
+    numbers = np.array(subjects, np.int64).reshape(-1, width)
+    return Found(np.linspace(1, 0.5, len(numbers)), numbers, float(len(numbers)))
+
+
+def pairs(*subjects):
+    return found(*subjects, width=2)
+
+
+def described(proposals):
+    return {(one.change, one.image or one.of, one.to) for one in proposals.changes()}
+
+
+@st.composite
+def several(draw, most, width):
+    """Subjects of distinct numbers, each subject once."""
+    numbers = st.lists(st.integers(0, most - 1), min_size=width, max_size=width, unique=True).map(sorted)
+    return found(*draw(st.lists(numbers, max_size=8, unique_by=tuple)), width=width)
+
+
+@st.composite
+def parts(draw):
+    rows = draw(several(6, 1))
+    return rows, {
+        label: 3 * label + np.array(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True)))
+        for label in rows.subjects[:, 0].tolist()
+    }
+
+
+@given(
+    several(ROWS, 2),
+    several(6, 2),
+    parts(),
+    several(6, 1),
+    several(ROWS, 1),
+    st.lists(st.floats(0, 1), min_size=ROWS, max_size=ROWS),
+    st.lists(st.integers(1, 5), min_size=ROWS, max_size=ROWS),
+)
+def test_apply_accepts_what_clean_proposes(
+    images, tmp_path_factory, doubled, same, mixed, lost, wrong, scores, steps
+):
+    proposals, scores = _Proposals(images), np.array(scores)
+    proposals.duplicates(doubled, scores)
+    proposals.same(same, KEPT)
+    proposals.mixed(*mixed)
+    proposals.lost(lost)
+    proposals.wrong(wrong, (LABELS + np.array(steps)) % 6, scores[wrong.subjects[:, 0]], KEPT)
+    folder = tmp_path_factory.mktemp("changes")
+    written = [replace(one, score=round(one.score, 4)) for one in proposals.changes()]
+    write_changes(folder / "changes.tsv", written)
+    assert read_changes(folder / "changes.tsv", images.listing) == written
+
+
+def test_one_image_is_left_of_several_that_are_the_same(images):
+    scores = np.zeros(ROWS)
+    scores[0] = 1  # its label is the most likely to be wrong
+    for order in (((0, 1), (1, 3), (0, 3)), ((0, 3), (0, 1), (1, 3)), ((1, 3), (0, 3), (0, 1))):
+        proposals = _Proposals(images)
+        proposals.duplicates(pairs(*order), scores)
+        assert len(proposals.changes()) == 2
+
+
+def test_of_a_duplicate_in_two_classes_the_likely_wrong_one_is_removed(images):
+    for scores, gone in (((1, 0), "a/0.jpg"), ((0, 1), "a_2/0.jpg")):
+        proposals, every = _Proposals(images), np.zeros(ROWS)
+        every[[0, 3]] = scores
+        part = proposals.duplicates(pairs((0, 3)), every)
+        assert described(proposals) == {("remove", gone, "")}
+        assert part.total == 1
+
+
+def test_merges_end_in_the_largest_class_without_a_circle(images):
+    proposals = _Proposals(images)
+    proposals.same(pairs((0, 1), (1, 2), (0, 2), (4, 5)), KEPT)
+    assert described(proposals) == {("merge", "a_2", "a"), ("merge", "b", "a"), ("merge", "d", "c")}
+
+
+def test_a_new_class_has_a_name_that_the_dataset_lacks(images):
+    proposals = _Proposals(images)
+    proposals.mixed(found(0, 2), {0: np.array([1]), 2: np.array([6])})
+    assert described(proposals) == {("move", "a/1.jpg", "a_3"), ("move", "b/0.jpg", "b_2")}
+
+
+def test_an_image_is_moved_only_to_a_class_that_stays_and_is_another_one(images):
+    proposals = _Proposals(images)
+    proposals.same(pairs((0, 1)), KEPT)
+    proposals.lost(found(0, 2))  # another class is merged into the first one
+    likely = np.zeros(ROWS, int)
+    # To the class that its own is merged into; to a removed class; to a class that is merged; not surely.
+    likely[[3, 9, 12, 15]] = [0, 2, 1, 4]
+    part = proposals.wrong(found(3, 9, 12, 15), likely, np.array([1, 1, 1, 0.4]), KEPT)
+    assert described(proposals) == {
+        ("merge", "a_2", "a"),
+        ("remove", "b", ""),
+        ("remove", "b_3/0.jpg", ""),
+        ("move", "c/0.jpg", "a_2"),
+        ("remove", "d/0.jpg", ""),
+    }
+    assert part.total == 3
