@@ -136,6 +136,7 @@ def clean(
     """
     images = open_images(location, embeddings, **reading)
     proposals = _Proposals(images)
+    judges = _judges(images, embeddings)
     views, labels, classes = images.views, images.labels, len(images.listing.classes)
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
@@ -156,7 +157,7 @@ def clean(
     ]
     checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
     summary = [
-        f"Embeddings: {checkpoints}. {_judges(images, embeddings)}",
+        f"Embeddings: {checkpoints}. {judges}",
         *images.summary(),
         f"Estimated number of wrong labels: {wrong.expected:,.0f}.",
         f"Search for neighbours: measured recall {recall:.3f}.",
@@ -165,22 +166,29 @@ def clean(
 
 
 def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
-    """Return whether the networks have learned the labels that they judge."""
+    """Return whether the networks have learned what they judge; DataError if they are exchanged."""
+    warning = ""
+    for number, one in enumerate(embeddings, 1):
+        checkpoint = Path(one.index["model"]["checkpoint"])
+        try:
+            manifest = open_checkpoint(checkpoint)
+        except CheckpointError:  # it was moved
+            continue
+        data = manifest.options.get("data")
+        trained = Path(str(data.get("dataset_dir")) if isinstance(data, dict) else "").name
+        if len(embeddings) == 2 and trained == f"half{3 - number}.tsv":
+            raise DataError(f"{checkpoint} was trained on {trained}; exchange the model and --second")
+        try:
+            check_unseen(images.place, class_names_of(images.source), (checkpoint, manifest))
+        except DataError:
+            warning = (
+                "This network was trained on these classes. If it was trained on these images, it has "
+                "learned some of their wrong labels, which are not found: train a network on each half "
+                "(plsc data split --halves), and use both (plsc data clean --second)."
+            )
     if len(embeddings) == 2:
         return "Each network judges the half of the images that the other one was trained on."
-    checkpoint = Path(embeddings[0].index["model"]["checkpoint"])
-    try:
-        opened = (checkpoint, open_checkpoint(checkpoint))
-        check_unseen(images.place, class_names_of(images.source), opened)
-    except CheckpointError:  # it was moved
-        pass
-    except DataError:
-        return (
-            "This network was trained on these classes. If it was trained on these images, it has learned "
-            "some of their wrong labels, which are not found: train a network on each half (plsc data split "
-            "--halves), and use both (plsc data clean --second)."
-        )
-    return "The network must not have been trained on these images."
+    return warning or "The network must not have been trained on these images."
 
 
 def overlap(

@@ -256,7 +256,7 @@ GROUP = Group(
             "find classes and images that two datasets share; write a page and a file of changes",
             run_overlap,
             (
-                _MODEL,
+                word("model", "a checkpoint (folder or fsspec URL)"),
                 _LOCATION,
                 word("other", "the other dataset, in the same format"),
                 _REVIEW,

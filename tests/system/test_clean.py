@@ -167,6 +167,7 @@ def test_networks_of_halves_judge_the_images_that_they_have_not_learned(world, r
         ins.set_dataset_dir(f"halves/{name}.tsv", image_folder="faces")
         ins.set_bad_images("skip")
         ins.train()
+    assert "was trained on half2.tsv; exchange" in run("clean half2/3 faces wrong --second half1/3", code=1)
     shown = run("clean half1/3 faces both --second half2/3")
     assert "Each network judges the half of the images that the other one was trained on." in shown
     changes = changes_in(world / "both")
