@@ -42,7 +42,7 @@ from plsc.clean.faults import (
     sure_of_class,
     wrong_labels,
 )
-from plsc.clean.review import open_images
+from plsc.clean.review import Proposals, open_images
 
 
 def train(data: Path, images: Path | None, run: Path, seed: int, epochs: int = 4) -> Path:
@@ -136,14 +136,17 @@ def ours(images: Any, truth: Truth) -> None:
     scores = first.scores()
     wrong = wrong_labels(first)
     kept[wrong.subjects[:, 0]] = False
-    again = compare_labels(views, labels, kept, classes)
+    same = same_classes(views, labels, kept, classes)
+    proposals = Proposals(images)
+    proposals.same(same, kept)
+    again = compare_labels(views, proposals.merged(labels), kept, classes)
     copies = planted_copies(images.source, images.numbers, images.pixels)
     doubled, _ = find_duplicates(views, images.pixels, copies)
     kinds = {
         "wrong labels": (wrong, lambda found: truth.wrong(again.likely), scores),
         "duplicates": (doubled, lambda found: truth.doubled(found.subjects), None),
         "two classes that are one": (
-            same_classes(views, labels, kept, classes),
+            same,
             lambda found: truth.same(found.subjects),
             None,
         ),
@@ -175,7 +178,8 @@ def ours(images: Any, truth: Truth) -> None:
             f"{len(right):,}, of which {ignored.sum():,} do not count; precision "
             f"{counted.mean() if len(counted) else 1:.3f}, recall {counted.sum() / max(total, 1):.3f}"
         )
-    is_right = np.array([truth.names[one] for one in again.likely]) == truth.right
+    right = np.array([truth.names.index(name) for name in truth.right])
+    is_right = again.likely == proposals.merged(right)
     share = sure_of_class(again, kept, wrong.subjects[:, 0])
     rows = wrong.subjects[:, 0]
     print(

@@ -135,26 +135,25 @@ def clean(
         DataError: invalid data, embeddings of other images, or the changes exist.
     """
     images = open_images(location, embeddings, **reading)
-    proposals = _Proposals(images)
+    proposals = Proposals(images)
     judges = _judges(images, embeddings)
     views, labels, classes = images.views, images.labels, len(images.listing.classes)
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
     wrong = wrong_labels(first)
     kept[wrong.subjects[:, 0]] = False
-    again = compare_labels(views, labels, kept, classes)
     copies = planted_copies(images.source, images.numbers, images.pixels)
     doubled, recall = find_duplicates(views, images.pixels, copies)
-    same = same_classes(views, labels, kept, classes)
     mixed, smaller = mixed_classes(views, labels, kept, classes)
-    lost = classes_without_centre(views, labels, classes)
     parts = [
         proposals.duplicates(doubled, first.scores()),
-        proposals.same(same, kept),
+        proposals.same(same_classes(views, labels, kept, classes), kept),
         proposals.mixed(mixed, smaller),
-        proposals.lost(lost),
-        proposals.wrong(wrong, again.likely, sure_of_class(again, kept, wrong.subjects[:, 0]), kept),
+        proposals.lost(classes_without_centre(views, labels, classes)),
     ]
+    again = compare_labels(views, proposals.merged(labels), kept, classes)
+    right = sure_of_class(again, kept, wrong.subjects[:, 0])
+    parts.append(proposals.wrong(wrong, again.likely, right, kept))
     checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
     summary = [
         f"Embeddings: {checkpoints}. {judges}",
@@ -211,13 +210,13 @@ def overlap(
     both = View(np.concatenate([mine_unit, their_unit]), np.ones(0, bool))
     labels = np.concatenate([mine.labels, theirs.labels + first])
     classes = same_classes([both], labels, np.ones(len(labels), bool), first + second, first)
-    proposals = _Proposals(mine)
+    proposals = Proposals(mine)
     parts = proposals.shared(classes, found, theirs)
     summary = [*mine.summary(), *theirs.summary(), f"Search for neighbours: measured recall {recall:.3f}."]
     return _write(Path(out), f"What {one} shares with {other}", summary, parts, proposals.changes())
 
 
-class _Proposals:
+class Proposals:
     """Collects the changes, one per image and per class, and the part of the page for each kind of fault."""
 
     def __init__(self, images: _Images) -> None:
@@ -234,6 +233,10 @@ class _Proposals:
         """Add a change, unless there is one of the same image or class; return whether it was added."""
         subject = (change.image, "" if change.image else change.of)
         return self._by_subject.setdefault(subject, change) is change
+
+    def merged(self, labels: np.ndarray) -> np.ndarray:
+        """Return the labels after the merges."""
+        return np.array([_end(self._merged, label) for label in range(len(self._names))])[labels]
 
     def duplicates(self, found: Found, wrongness: np.ndarray) -> Part:
         """Remove the image of each pair whose label is more likely wrong; of one class, the second one."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plsc.clean.changes import read_changes, write_changes
 from plsc.clean.duplicates import Pixels
 from plsc.clean.faults import Found
-from plsc.clean.review import _Images, _Proposals
+from plsc.clean.review import Proposals, _Images
 from plsc.data.lists import read_listing
 
 CLASSES = ["a", "a_2", "b", "b_3", "c", "d"]
@@ -73,7 +73,7 @@ def parts(draw):
 def test_apply_accepts_what_clean_proposes(
     images, tmp_path_factory, doubled, same, mixed, lost, wrong, scores, steps
 ):
-    proposals, scores = _Proposals(images), np.array(scores)
+    proposals, scores = Proposals(images), np.array(scores)
     proposals.duplicates(doubled, scores)
     proposals.same(same, KEPT)
     proposals.mixed(*mixed)
@@ -89,14 +89,14 @@ def test_one_image_is_left_of_several_that_are_the_same(images):
     scores = np.zeros(ROWS)
     scores[0] = 1  # its label is the most likely to be wrong
     for order in (((0, 1), (1, 3), (0, 3)), ((0, 3), (0, 1), (1, 3)), ((1, 3), (0, 3), (0, 1))):
-        proposals = _Proposals(images)
+        proposals = Proposals(images)
         proposals.duplicates(pairs(*order), scores)
         assert len(proposals.changes()) == 2
 
 
 def test_of_a_duplicate_in_two_classes_the_likely_wrong_one_is_removed(images):
     for scores, gone in (((1, 0), "a/0.jpg"), ((0, 1), "a_2/0.jpg")):
-        proposals, every = _Proposals(images), np.zeros(ROWS)
+        proposals, every = Proposals(images), np.zeros(ROWS)
         every[[0, 3]] = scores
         part = proposals.duplicates(pairs((0, 3)), every)
         assert described(proposals) == {("remove", gone, "")}
@@ -104,19 +104,19 @@ def test_of_a_duplicate_in_two_classes_the_likely_wrong_one_is_removed(images):
 
 
 def test_merges_end_in_the_largest_class_without_a_circle(images):
-    proposals = _Proposals(images)
+    proposals = Proposals(images)
     proposals.same(pairs((0, 1), (1, 2), (0, 2), (4, 5)), KEPT)
     assert described(proposals) == {("merge", "a_2", "a"), ("merge", "b", "a"), ("merge", "d", "c")}
 
 
 def test_a_new_class_has_a_name_that_the_dataset_lacks(images):
-    proposals = _Proposals(images)
+    proposals = Proposals(images)
     proposals.mixed(found(0, 2), {0: np.array([1]), 2: np.array([6])})
     assert described(proposals) == {("move", "a/1.jpg", "a_3"), ("move", "b/0.jpg", "b_2")}
 
 
 def test_an_image_is_moved_only_to_a_class_that_stays_and_is_another_one(images):
-    proposals = _Proposals(images)
+    proposals = Proposals(images)
     proposals.same(pairs((0, 1)), KEPT)
     proposals.lost(found(0, 2))  # another class is merged into the first one
     likely = np.zeros(ROWS, int)
