@@ -42,24 +42,25 @@ class Pixels:
 def read_pixels(source: Source, numbers: np.ndarray) -> Pixels:
     """Read images of a source, numbers: int64 [N], with a thread per processor."""
     gray = np.zeros((len(numbers), _SIDE, _SIDE), np.uint8)
-    unlike = np.random.default_rng().integers(2**64, size=len(numbers), dtype=np.uint64)
-    found = Pixels(gray, unlike, {})
+    digests = np.random.default_rng().integers(2**64, size=len(numbers), dtype=np.uint64)  # unlike all others
 
-    def read(row: int) -> None:
+    def read(row: int) -> str | None:
         number = numbers.item(row)
         try:
             data, _ = source[number]
             gray[row] = decode_image(data, (1, _SIDE, _SIDE))[0].numpy()
         except DataError as error:
-            found.faults[row] = str(error.at(source.name(number)))
-            return
+            return str(error.at(source.name(number)))
         if isinstance(data, bytes):
-            found.digests[row] = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+            digests[row] = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+        return None
 
+    faults: dict[int, str] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         for first in range(0, len(numbers), 1000):  # bounds the number of waiting results
-            list(threads.map(read, range(first, min(first + 1000, len(numbers)))))
-    return found
+            rows = range(first, min(first + 1000, len(numbers)))
+            faults |= {row: fault for row, fault in zip(rows, threads.map(read, rows), strict=True) if fault}
+    return Pixels(gray, digests, faults)
 
 
 def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:
