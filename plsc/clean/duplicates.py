@@ -1,7 +1,7 @@
 """Find images that are the same, or nearly: neighbours by embedding, compared pixel by pixel.
 
 Images are near duplicates if they agree as well as an image and its copy, cropped, scaled, brightened and
-saved again as JPEG: better than one in ten copies of the dataset's own images.
+saved again as JPEG: as the 10 % quantile of such copies of the dataset's own images.
 """
 
 from __future__ import annotations
@@ -63,14 +63,17 @@ def read_pixels(source: Source, numbers: np.ndarray) -> Pixels:
     return Pixels(gray, digests, faults)
 
 
-def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the highest correlation of images over all cyclic shifts, float [n]; both uint8 [n, 32, 32]."""
-    found = []
-    for first in range(0, len(one), _PAIRS):
-        spectra = [_spectra(some[first : first + _PAIRS]) for some in (one, other)]
-        products = np.fft.irfft2(spectra[0] * spectra[1].conj(), s=one.shape[1:])
-        found.append(products.max((1, 2)))
-    return np.concatenate(found) if found else np.empty(0)
+def agreement(one: np.ndarray, other: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Return the highest correlation, over all cyclic shifts, of pairs of images, float [n].
+
+    one, other: the images, uint8 [N, 32, 32]. pairs: numbers in `one` and in `other`, int64 [n, 2].
+    """
+    found = np.empty(len(pairs))
+    for first in range(0, len(pairs), _PAIRS):
+        rows = slice(first, first + _PAIRS)
+        mine, theirs = _spectra(one[pairs[rows, 0]]), _spectra(other[pairs[rows, 1]])
+        found[rows] = np.fft.irfft2(mine * theirs.conj(), s=one.shape[1:]).max((1, 2))
+    return found
 
 
 def _spectra(gray: np.ndarray) -> np.ndarray:
@@ -100,7 +103,7 @@ def find_duplicates(views: Sequence[View], pixels: Pixels, copies: np.ndarray) -
 def agreeing(one: Pixels, other: Pixels, pairs: np.ndarray, copies: np.ndarray) -> Found:
     """Return those of the pairs, int64 [n, 2], that agree as nine in ten copies do, or are the same file."""
     first, second = pairs.T
-    scores = agreement(one.gray[first], other.gray[second])
+    scores = agreement(one.gray, other.gray, pairs)
     scores[one.digests[first] == other.digests[second]] = 1
     enough = np.quantile(copies, 0.1) if len(copies) else 1
     order = np.argsort(-scores, kind="stable")[: (scores >= enough).sum()]
@@ -113,7 +116,8 @@ def planted_copies(source: Source, numbers: np.ndarray, pixels: Pixels) -> np.nd
     rows = rng.permutation(np.flatnonzero(np.ptp(pixels.gray, (1, 2)) >= _PLAIN))[:_COPIES]
     if not len(rows):
         return np.empty(0)
-    return agreement(pixels.gray[rows], np.stack([_copy(source, numbers.item(row), rng) for row in rows]))
+    copies = np.stack([_copy(source, numbers.item(row), rng) for row in rows])
+    return agreement(pixels.gray, copies, np.stack([rows, np.arange(len(rows))], 1))
 
 
 def _copy(source: Source, number: int, rng: np.random.Generator) -> np.ndarray:

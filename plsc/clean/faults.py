@@ -30,8 +30,10 @@ _LEAST = 3  # faults above a level, so that chance does not decide
 
 @dataclass(frozen=True)
 class View:
-    """What one network says of N images. unit: normalised embeddings, float32 [N, D]; unseen: images that
-    it judges, bool [N]."""
+    """Embeddings of N images by one network.
+
+    unit: normalised, float32 [N, D]. unseen: the images that it was not trained on, bool [N].
+    """
 
     unit: np.ndarray
     unseen: np.ndarray
@@ -73,7 +75,7 @@ def how_sure(scores: np.ndarray, planted: np.ndarray) -> tuple[np.ndarray, float
     with the score.
     """
     nothing = np.zeros(len(scores)), 0.0
-    if not len(scores) or not len(planted):
+    if not len(scores) or not len(planted) or np.median(planted) <= np.median(scores):
         return nothing
     ascending, middle = np.sort(scores), np.median(scores)
     best = (_WORST_FIT, 0.0, planted)
@@ -170,7 +172,8 @@ class _Centres:
     def within(self) -> np.ndarray:
         """Return the mean cosine of two images of each class, [C]; 0 for classes of one image."""
         pairs = self.counts * (self.counts - 1)
-        return ((self.sums**2).sum(1) - self.counts) / np.maximum(pairs, 1) * (pairs > 0)
+        squares = np.einsum("cd,cd->c", self.sums, self.sums)
+        return (squares - self.counts) / np.maximum(pairs, 1) * (pairs > 0)
 
     def between(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the mean cosine of images of the classes one[i] and other[i], [n]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from plsc.data.split import halves_of
 from plsc.errors import CheckpointError, DataError
 from plsc.run.classes import check_unseen
 from plsc.state.find import open_checkpoint
-from plsc.storage.publish import replacing
+from plsc.storage.publish import refuse_existing, replacing
 
 _EXAMPLES = 5
 PAGE, CHANGES = "report.html", "changes.tsv"
@@ -116,10 +116,7 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
 
 
 def clean(
-    location: str | Path,
-    out: str | Path,
-    embeddings: Sequence[Embeddings],
-    **reading: Any,
+    location: str | Path, out: str | Path, embeddings: Sequence[Embeddings], **reading: Any
 ) -> list[str]:
     """Write proposed changes of a dataset to ``changes.tsv`` and ``report.html`` in a folder.
 
@@ -134,6 +131,7 @@ def clean(
     Raises:
         DataError: invalid data, embeddings of other images, or the changes exist.
     """
+    refuse_existing(str(Path(out, CHANGES)))
     images = open_images(location, embeddings, **reading)
     proposals = Proposals(images)
     judges = _judges(images, embeddings)
@@ -197,6 +195,7 @@ def overlap(
 
     embeddings: of both datasets, by one network. Other arguments, results and errors as of `clean`.
     """
+    refuse_existing(str(Path(out, CHANGES)))
     mine, theirs = (
         open_images(place, [found], **reading) for place, found in zip((one, other), embeddings, strict=True)
     )
@@ -312,8 +311,9 @@ class Proposals:
             else:
                 change = Change("remove", sure, path, of, "", f"wrong label; perhaps {to} ({share:.0%})")
             if self._add(change):
-                rows = [images.row("image", [row]), *(images.examples(one, kept) for one in (own, new))]
-                part.add(sure, f"{path}: not {of}, {change.reason}", rows)
+                image = [images.row("image", [row])]
+                examples = (images.examples(one, kept) for one in (own, new))
+                part.add(sure, f"{path}: not {of}, {change.reason}", chain(image, examples))
         text = "The changes move each image to the likely class, or remove it if several are as likely."
         return part.done("Wrong labels", text)
 
@@ -324,8 +324,9 @@ class Proposals:
             match = theirs.listing.classes[other - len(self._names)]
             reason = f"class {match} of {theirs.place}"
             if self._add(Change("remove", sure, "", self._names[one], "", reason)):
-                rows = mine.examples(one), theirs.examples(other - len(self._names))
-                parts[0].add(sure, f"{self._names[one]} is {reason}", rows)
+                sides = ((mine, one), (theirs, other - len(self._names)))
+                examples = (side.examples(label) for side, label in sides)
+                parts[0].add(sure, f"{self._names[one]} is {reason}", examples)
         for sure, (one, other) in _each(found):
             reason = f"{theirs.path(other)} of {theirs.place}"
             if self._add(Change("remove", sure, mine.path(one), mine.of(one), "", reason)):

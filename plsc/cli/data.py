@@ -105,9 +105,7 @@ def run_clean(model: str, location: str, out: str, second: str | None, **reading
         _embeddings(one, location, folder / name, network, reading)
         for one, name in zip(models, names, strict=False)
     ]
-    print(*clean(location, folder, found, **reading), sep="\n")
-    print("Next, after looking at the page and editing the changes:")
-    print(f"plsc data apply {shlex.quote(location)} {shlex.quote(str(folder / 'changes.tsv'))} OUT")
+    print(*clean(location, folder, found, **reading), _apply_command(location, folder, reading), sep="\n")
 
 
 def run_overlap(model: str, location: str, other: str, out: str, **reading: Any) -> None:
@@ -118,15 +116,26 @@ def run_overlap(model: str, location: str, other: str, out: str, **reading: Any)
     folder = _new_review(out, location, other, **reading)
     places = ((location, folder / "embeddings"), (other, folder / "embeddings2"))
     found = [_embeddings(model, one, place, network, reading) for one, place in places]
-    print(*overlap(location, other, folder, found, **reading), sep="\n")
+    summary = overlap(location, other, folder, found, **reading)
+    print(*summary, _apply_command(location, folder, reading), sep="\n")
+
+
+def _apply_command(location: str, folder: Path, reading: dict[str, Any]) -> str:
+    words = ["plsc", "data", "apply", location, str(folder / "changes.tsv"), "OUT"]
+    for name, value in reading.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    return f"Next, after looking at the page and editing the changes:\n{shlex.join(words)}"
 
 
 def _new_review(out: str, *locations: str, **reading: Any) -> Path:
     """Return the folder of a review; what would fail at the end fails here, before images are embedded."""
     from plsc.data.lists import read_listing
     from plsc.gallery.vectors import import_faiss
+    from plsc.storage.urls import is_url
 
     folder = Path(out)
+    if is_url(out) or (folder.exists() and not folder.is_dir()):
+        raise OptionError(f"out is {out}; expected a new local folder")
     if (folder / "changes.tsv").exists():
         raise OptionError(f"{folder / 'changes.tsv'} exists, perhaps with your edits; choose another folder")
     import_faiss()
@@ -247,7 +256,9 @@ GROUP = Group(
                 _MODEL,
                 _LOCATION,
                 _REVIEW,
-                Argument("second", str, None, "as model, trained on half2.tsv; model: trained on half1.tsv"),
+                Argument(
+                    "second", str, None, "checkpoint trained on half2.tsv; model is then trained on half1.tsv"
+                ),
                 _NETWORK,
                 *_READING,
             ),

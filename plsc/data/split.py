@@ -92,12 +92,17 @@ def describe(origin: dict[str, Any], out: str) -> str:
 
 
 def halves_of(listing: Listing) -> np.ndarray:
-    """Return which images are in the second half, bool [N]; the classes are divided as evenly as possible.
+    """Return which images are in the second half, bool [N]; each class is divided as evenly as possible.
 
-    It depends only on the paths and class names, not on their order.
+    It depends only on the paths and class names, not on their order or on other classes.
     """
-    is_second = np.zeros(len(listing.paths), bool)
-    is_second[_shuffled(listing, "half")[1::2]] = True  # after an odd class, the other half begins
+    order = _shuffled(listing, "half")
+    labels = listing.labels[order]
+    images = np.bincount(labels)
+    place = np.arange(len(order)) - (np.cumsum(images) - images)[labels]
+    is_second = np.empty(len(order), bool)
+    first = (_hashes(listing.classes, "half") % 2).astype(np.int64)  # of an odd class, either half has more
+    is_second[order] = (place + first[labels]) % 2 == 1
     return is_second
 
 
@@ -149,11 +154,13 @@ def draw_pairs(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         pairs = pairs[labels[pairs[:, 0]] == labels[pairs[:, 1]]]
         same, distance = np.concatenate([same, rng.permutation(pairs)]), distance + 1
     same = same[: min(_MOST_PAIRS, different)]
-    found = np.empty(0, np.int64)
+    found, ends = np.empty(0, np.int64), np.cumsum(images)[labels]
     while len(found) < len(same):
-        one, other = rng.integers(len(labels), size=(2, 2 * len(same)))
+        one = rng.integers(len(labels), size=2 * len(same))
+        # The images of other classes are those after the class, and from the start on.
+        other = order[(ends[one] + rng.integers(len(labels) - images[labels[one]])) % len(labels)]
         codes = np.minimum(one, other) * len(labels) + np.maximum(one, other)
-        found = np.unique(np.concatenate([found, codes[labels[one] != labels[other]]]))
+        found = np.unique(np.concatenate([found, codes]))
     found = rng.permutation(found)[: len(same)]
     return same, np.stack([found // len(labels), found % len(labels)], 1)
 
