@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from plsc.storage.regular import read_regular
 COLUMNS = ("change", "score", "image", "class", "to", "reason")
 _NEEDED = ("change", "image", "class", "to")
 _KINDS = ("move", "remove", "merge")
-_MOST_BYTES = 2**30
+_MOST_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def write_changes(path: Path, changes: Iterable[Change]) -> None:
 
 
 def read_changes(path: str | Path, listing: Listing) -> list[Change]:
-    """Read a file of changes of a dataset; a score that is not a number is nan.
+    """Read a file of changes of a dataset, without scores and reasons.
 
     Columns may be in any order. Empty lines, CRLF and a byte order mark are accepted. Raises DataError, with
     file and line, for a change that is impossible or contradicts another one.
@@ -149,7 +148,7 @@ def _read(place: str, content: bytes, listing: Listing) -> tuple[list[Change], d
             fields = dict(zip(columns, map(str.strip, row), strict=False))
             change, image, of, to = (fields.get(name, "") for name in _NEEDED)
             if any(fields.values()):
-                one = Change(change, _number(fields.get("score")), image, of, to, fields.get("reason", ""))
+                one = Change(change, 0.0, image, of, to)
                 _check(one, labels, listing.classes, classes)
                 found[reader.line_num] = one
     except csv.Error as error:
@@ -160,13 +159,6 @@ def _read(place: str, content: bytes, listing: Listing) -> tuple[list[Change], d
     except (ValueError, DataError) as error:
         raise DataError(f"{place}:{max(reader.line_num, 1)}: {error}") from error
     return list(found.values()), _check_together(place, found)
-
-
-def _number(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return math.nan
 
 
 def _check(one: Change, labels: Mapping[str, int], names: Sequence[str], classes: Container[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from plsc.data.overview import thumbnail
@@ -14,7 +14,7 @@ from plsc.data.sources import Source
 from plsc.data.sources.base import printable
 from plsc.storage.publish import replacing
 
-MOST_PROPOSALS, _MOST_PICTURES = 100, 12
+_MOST_PROPOSALS, _MOST_PICTURES = 100, 12
 _SIDE = 96  # pixels of a thumbnail; 6rem in the style
 _NAME = 48  # characters of a file name
 
@@ -75,14 +75,20 @@ class Proposal:
     rows: Sequence[Row]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """A kind of fault, explained in a sentence; of its `total` proposals, the 100 surest, surest first."""
+    """A kind of fault, explained in a sentence; of its `total` proposals, the first 100."""
 
     title: str
     explanation: str
-    proposals: Sequence[Proposal]
-    total: int
+    proposals: list[Proposal] = field(default_factory=list)
+    total: int = 0
+
+    def add(self, score: float, text: str, rows: Iterable[Row]) -> None:
+        """Add a proposal, which is not surer than those before it."""
+        self.total += 1
+        if self.total <= _MOST_PROPOSALS:
+            self.proposals.append(Proposal(score, text, list(rows)))
 
 
 def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequence[Part]) -> None:
@@ -111,7 +117,7 @@ def _part(number: int, part: Part) -> Iterator[str]:
     yield f"<details open>\n<summary><h2>{_text(part.title)}</h2></summary>\n"
     yield f'<p id="part-{number}">{_text(part.explanation)}</p>\n'  # a link to it opens the details
     yield f'<p class="count">{_count(part.total)}</p>\n'
-    for proposal in part.proposals[:MOST_PROPOSALS]:
+    for proposal in part.proposals:
         yield f"<article>\n<h3><b>{proposal.score * 100:.0f} %</b> {_text(proposal.text)}</h3>\n"
         yield '<div class="rows">\n'
         for row in proposal.rows:
@@ -125,8 +131,8 @@ def _part(number: int, part: Part) -> Iterator[str]:
 
 
 def _count(found: int) -> str:
-    if found > MOST_PROPOSALS:
-        return f"The {MOST_PROPOSALS} surest of {found:,}; all are in changes.tsv."
+    if found > _MOST_PROPOSALS:
+        return f"The {_MOST_PROPOSALS} surest of {found:,}; all are in changes.tsv."
     return f"Proposals: {found}, surest first." if found else "No proposals."
 
 

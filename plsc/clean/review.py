@@ -25,7 +25,7 @@ from plsc.clean.faults import (
     sure_of_class,
     wrong_labels,
 )
-from plsc.clean.page import MOST_PROPOSALS, Part, Proposal, Row, write_page
+from plsc.clean.page import Part, Row, write_page
 from plsc.data.class_names import class_names_of
 from plsc.data.lists import Listing, read_listing
 from plsc.data.sources import Source
@@ -239,7 +239,8 @@ class Proposals:
 
     def duplicates(self, found: Found, wrongness: np.ndarray) -> Part:
         """Remove the image of each pair whose label is more likely wrong; of one class, the second one."""
-        images, part = self._images, _Collected()
+        images = self._images
+        part = Part("Duplicates", "The same image twice. The changes remove one of the two.")
         left: dict[int, int] = {}  # the image that is left by one that is removed
         for sure, pair in _each(found):
             one, other = sorted(_end(left, row) for row in pair)
@@ -253,11 +254,12 @@ class Proposals:
             self._add(Change("remove", sure, images.path(gone), images.of(gone), "", reason))
             rows = [(images.of(stays), [stays]), (f"{images.of(gone)} (removed)", [gone])]
             part.add(sure, f"{images.path(gone)}: {reason}", (images.row(*row) for row in rows))
-        return part.done("Duplicates", "The same image twice. The changes remove one of the two.")
+        return part
 
     def same(self, found: Found, kept: np.ndarray) -> Part:
         """Merge the smaller class of each pair into the larger one; each class once."""
-        images, part = self._images, _Collected()
+        images = self._images
+        part = Part("Two classes that are one", "The changes merge the smaller one into the other.")
         sizes = np.bincount(images.labels, minlength=len(self._names))
         for sure, pair in _each(found):
             small, large = sorted(
@@ -270,11 +272,12 @@ class Proposals:
             of, to = self._names[small], self._names[large]
             self._add(Change("merge", sure, "", of, to, "same class"))
             part.add(sure, f"merge {of} into {to}", (images.examples(label, kept) for label in pair))
-        return part.done("Two classes that are one", "The changes merge the smaller one into the other.")
+        return part
 
     def mixed(self, found: Found, smaller: dict[int, np.ndarray]) -> Part:
         """Move the smaller part of each class to a new class."""
-        images, part, known = self._images, _Collected(), set(self._names)
+        images, known = self._images, set(self._names)
+        part = Part("Classes that are two", "The changes move the smaller part to a new class.")
         for sure, (label,) in _each(found):
             name = self._names[label]
             new = next(one for number in count(2) if (one := f"{name}_{number}") not in known)
@@ -284,23 +287,24 @@ class Proposals:
             others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
             rows = ((name, others.tolist()), (new, smaller[label].tolist()))
             part.add(sure, f"divide {name} into {name} and {new}", (images.row(*row) for row in rows))
-        return part.done("Classes that are two", "The changes move the smaller part to a new class.")
+        return part
 
     def lost(self, found: Found) -> Part:
         """Remove the classes, except those that another one is merged into."""
-        images, part = self._images, _Collected()
+        text = "Their images agree no more than random images do. The changes remove them."
+        images, part = self._images, Part("Classes without a centre", text)
         for sure, (label,) in _each(found):
             change = Change("remove", sure, "", self._names[label], "", "no common centre")
             if label not in self._merged.values() and self._add(change):
                 self._removed.add(label)
                 rows = np.flatnonzero(images.labels == label).tolist()
                 part.add(sure, f"remove {change.of}", [images.row(change.of, rows)])
-        text = "Their images agree no more than random images do. The changes remove them."
-        return part.done("Classes without a centre", text)
+        return part
 
     def wrong(self, found: Found, likely: np.ndarray, right: np.ndarray, kept: np.ndarray) -> Part:
         """Move each image to the likely class, or remove it if that is probably not the right one."""
-        images, part = self._images, _Collected()
+        text = "The changes move each image to the likely class, or remove it if several are as likely."
+        images, part = self._images, Part("Wrong labels", text)
         for (sure, (row,)), share in zip(_each(found), right.tolist(), strict=True):
             own, new = images.labels.item(row), likely.item(row)
             if _end(self._merged, own) == _end(self._merged, new):
@@ -314,12 +318,13 @@ class Proposals:
                 image = [images.row("image", [row])]
                 examples = (images.examples(one, kept) for one in (own, new))
                 part.add(sure, f"{path}: not {of}, {change.reason}", chain(image, examples))
-        text = "The changes move each image to the likely class, or remove it if several are as likely."
-        return part.done("Wrong labels", text)
+        return part
 
     def shared(self, classes: Found, found: Found, theirs: _Images) -> list[Part]:
         """Remove the classes and images that another dataset has; its classes are numbered after these."""
-        mine, parts = self._images, (_Collected(), _Collected())
+        mine = self._images
+        text = f"The changes remove them from {mine.place}."
+        parts = [Part("Shared classes", text), Part("Shared images", text)]
         for sure, (one, other) in _each(classes):
             match = theirs.listing.classes[other - len(self._names)]
             reason = f"class {match} of {theirs.place}"
@@ -332,24 +337,7 @@ class Proposals:
             if self._add(Change("remove", sure, mine.path(one), mine.of(one), "", reason)):
                 rows = mine.row(mine.of(one), [one]), theirs.row(theirs.of(other), [other])
                 parts[1].add(sure, f"{mine.path(one)} is {reason}", rows)
-        text = f"The changes remove them from {mine.place}."
-        return [parts[0].done("Shared classes", text), parts[1].done("Shared images", text)]
-
-
-class _Collected:
-    """The proposals of a part, with the pictures of those that the page shows."""
-
-    def __init__(self) -> None:
-        self._proposals: list[Proposal] = []
-        self._total = 0
-
-    def add(self, sure: float, text: str, rows: Iterable[Row]) -> None:
-        self._total += 1
-        if self._total <= MOST_PROPOSALS:
-            self._proposals.append(Proposal(sure, text, list(rows)))
-
-    def done(self, title: str, explanation: str) -> Part:
-        return Part(title, explanation, self._proposals, self._total)
+        return parts
 
 
 def _end(steps: Mapping[int, int], at: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plsc.clean.page import Part, Proposal, Row, write_page
+from plsc.clean.page import Part, Row, write_page
 from plsc.data.sources import open_source
 from tests import browser
 from tests.images import write_dataset
@@ -27,8 +27,10 @@ def test_the_page_fits_its_window_and_requests_nothing(tmp_path):
         file.write(f"{broken}\t2\n")
     source = open_source(root)
     rows = [Row(long, source, range(start, 13, 4)) for start in range(3)] + [Row("All", source, range(13))]
-    parts = [Part("Many", long, [Proposal(1, long, rows)] * 9, 9)] * 2
-    write_page(tmp_path / "page.html", long, [long], parts)
+    part = Part("Many", long)
+    for _ in range(9):
+        part.add(1, long, rows)
+    write_page(tmp_path / "page.html", long, [long], [part, part])
 
     async def main():
         async with browser.opened((tmp_path / "page.html").as_uri(), tmp_path / "profile") as page:

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -62,7 +63,8 @@ def test_what_is_written_is_read_back(read, listing, tmp_path):
     ]
     write_changes(tmp_path / "changes.tsv", changes)
     assert (tmp_path / "changes.tsv").read_text().startswith(HEADER)
-    assert read_changes(tmp_path / "changes.tsv", listing) == changes
+    found = read_changes(tmp_path / "changes.tsv", listing)
+    assert found == [replace(one, score=0, reason="") for one in changes]
 
 
 def test_files_of_spreadsheet_programs_are_read(read):
@@ -123,13 +125,9 @@ def test_a_file_that_cannot_be_read_is_reported(listing, tmp_path):
     ):
         read_changes(tmp_path / "changes.tsv", listing)
     with (tmp_path / "changes.tsv").open("wb") as file:
-        file.truncate(2**30 + 1)
-    with pytest.raises(DataError, match="expected at most 1073741824"):
+        file.truncate(2**28 + 1)
+    with pytest.raises(DataError, match="expected at most 268435456"):
         read_changes(tmp_path / "changes.tsv", listing)
-
-
-def test_a_score_that_people_have_edited_is_not_an_error(read):
-    assert read(HEADER + "remove\tsure\ta/0.jpg\ta")[0].change == "remove"
 
 
 def test_moves_and_removals_come_before_merges(data, tmp_path):

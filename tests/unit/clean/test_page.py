@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.clean.page import Part, Proposal, Row, write_page
+from plsc.clean.page import Part, Row, write_page
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError
 
@@ -32,7 +32,10 @@ class Parsed(HTMLParser):
 
 def parts_of(source, text, proposals=1):
     rows = [Row(text, source, np.arange(len(source)))]
-    return [Part(text, text, [Proposal(0.98, text, rows)] * proposals, proposals), Part("Empty", "", [], 0)]
+    part = Part(text, text)
+    for _ in range(proposals):
+        part.add(0.98, text, rows)
+    return [part, Part("Empty", "")]
 
 
 def test_names_and_strings_are_shown_as_text(tmp_path):
