@@ -73,7 +73,8 @@ def test_columns_and_a_label_map_are_chosen(tmp_path):
 
 
 def test_a_column_class_name_has_names_even_if_they_are_digits(tmp_path):
-    source = ParquetSource(write(tmp_path / "a.parquet", class_name=pa.array([f"0{n}" for n in LABELS])))
+    path = write(tmp_path / "a.parquet", class_name=pa.array([f"0{n}" for n in LABELS]))
+    source = ParquetSource(path, label_column="class_name")
     assert (source.labels().tolist(), source.class_names) == (LABELS, ["00", "01", "02", "03"])
 
 
