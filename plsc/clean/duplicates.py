@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import ImageEnhance
 
-from plsc.clean.faults import Found, View, nearest
+from plsc.clean.faults import Found, View, distinct, nearest, pairs_in
 from plsc.data.decode import decode_image
 from plsc.data.sources import Source
 from plsc.errors import DataError
@@ -93,11 +93,9 @@ def find_duplicates(views: Sequence[View], pixels: Pixels, copies: np.ndarray) -
     pairs, recalls = [np.stack([order[:-1], order[1:]], 1)[is_same]], []
     for view in views:
         _, numbers, recall = nearest(view.unit, view.unit, _NEAR + 1)
-        pairs.append(np.stack([np.repeat(np.arange(len(numbers)), numbers.shape[1]), numbers.ravel()], 1))
+        pairs.append(pairs_in(numbers))
         recalls.append(recall)
-    both = np.unique(np.sort(np.concatenate(pairs), 1), axis=0)
-    both = both[both[:, 0] < both[:, 1]]
-    return agreeing(pixels, pixels, both, copies), min(recalls)
+    return agreeing(pixels, pixels, distinct(pairs), copies), min(recalls)
 
 
 def agreeing(one: Pixels, other: Pixels, pairs: np.ndarray, copies: np.ndarray) -> Found:

@@ -152,6 +152,17 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
     return np.where(missing, -1, cosines), np.where(missing, numbers[:, :1], numbers), recall
 
 
+def pairs_in(neighbours: np.ndarray) -> np.ndarray:
+    """Return the pairs of each row and its neighbours, int64 [n * k, 2]; neighbours: int64 [n, k]."""
+    return np.stack([np.repeat(np.arange(len(neighbours)), neighbours.shape[1]), neighbours.ravel()], 1)
+
+
+def distinct(pairs: Sequence[np.ndarray]) -> np.ndarray:
+    """Return each pair of different numbers once, the lower number first, int64 [n, 2]."""
+    both = np.unique(np.sort(np.concatenate(pairs), 1), axis=0)
+    return both[both[:, 0] < both[:, 1]]
+
+
 @dataclass(frozen=True)
 class _Centres:
     """Sums of the kept images of each class, float32 [C, D], and their numbers, [C]."""
@@ -265,15 +276,13 @@ def same_classes(
     """
     halves = _halved(labels, kept)
     pairs, scores, planted = [], [], []
-    for view in views:
-        unit = _normalised(_Centres.of(view.unit, labels, kept, classes).sums)
-        near = nearest(unit[:first], unit[first or 0 :], _CLASSES)[1] + (first or 0)
-        pairs.append(np.stack([np.repeat(np.arange(len(near)), near.shape[1]), near.ravel()], 1))
-    both = np.unique(np.sort(np.concatenate(pairs), 1), axis=0)
-    both = both[both[:, 0] < both[:, 1]]
-    for view in views:
-        centres = _Centres.of(view.unit, labels, kept, classes)
-        both = both[(centres.counts[both] > 1).all(1)]
+    every = [_Centres.of(view.unit, labels, kept, classes) for view in views]
+    for centres in every:
+        unit = _normalised(centres.sums)
+        pairs.append(pairs_in(nearest(unit[:first], unit[first or 0 :], _CLASSES)[1] + (first or 0)))
+    both = distinct(pairs)
+    both = both[(every[0].counts[both] > 1).all(1)]
+    for view, centres in zip(views, every, strict=True):
         scores.append(_sameness(centres, *both.T))
         parts = _Centres.of(view.unit, halves, kept, 2 * classes)
         has_two = np.flatnonzero(parts.counts[1::2] > 1)

@@ -21,6 +21,7 @@ from plsc.clean.faults import (
     compare_labels,
     mixed_classes,
     nearest,
+    pairs_in,
     same_classes,
     sure_of_class,
     wrong_labels,
@@ -201,10 +202,8 @@ def overlap(
     )
     mine_unit, their_unit = mine.views[0].unit, theirs.views[0].unit
     _, numbers, recall = nearest(mine_unit, their_unit, _EXAMPLES)
-    pairs = np.stack([np.repeat(np.arange(len(numbers)), numbers.shape[1]), numbers.ravel()], 1)
-    found = agreeing(
-        mine.pixels, theirs.pixels, pairs, planted_copies(mine.source, mine.numbers, mine.pixels)
-    )
+    copies = planted_copies(mine.source, mine.numbers, mine.pixels)
+    found = agreeing(mine.pixels, theirs.pixels, pairs_in(numbers), copies)
     first, second = len(mine.listing.classes), len(theirs.listing.classes)
     both = View(np.concatenate([mine_unit, their_unit]), np.ones(0, bool))
     labels = np.concatenate([mine.labels, theirs.labels + first])
