@@ -17,10 +17,10 @@ async function request(method, path, body, type) {
   } catch {
     throw new Error("The server does not answer.");
   }
-  if (response.status === 401) byId("login").hidden = false;
   if (response.ok) return response;
   const about = await response.json().catch(() => ({}));
   const detail = typeof about.detail === "string" ? about.detail : `status ${response.status}`;
+  if (response.status === 401) byId("login").hidden = false; // with the message, which must not follow a login
   throw new Error(`The server refused the request: ${detail}.`);
 }
 
