@@ -19,7 +19,6 @@ from plsc.gallery.vectors import import_faiss
 
 _EXACT = 20_000  # rows that are searched without inverted lists
 _RECALL, _SAMPLE = 0.98, 1000
-_NEAR = 5  # neighbours of an image that may be duplicates
 _CLASSES = 10  # neighbours of a class that may be the same
 _MEMBERS = 256  # images of a class that are compared with each other
 _ROWS = 2**14

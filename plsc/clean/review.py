@@ -36,6 +36,7 @@ from plsc.errors import CheckpointError, DataError
 from plsc.run.classes import check_unseen
 from plsc.state.find import open_checkpoint
 from plsc.storage.publish import refuse_existing, replacing
+from plsc.storage.urls import shown
 
 _EXAMPLES = 5
 PAGE, CHANGES = "report.html", "changes.tsv"
@@ -93,15 +94,15 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
         if -1 in rows or not rows:
             other = one[NAMES][rows.index(-1)] if rows else "none"
             raise DataError(
-                f"{one.folder} has embeddings of other images than {location}, such as {other}; predict "
-                "the same dataset, by the same path"
+                f"{one.folder} has embeddings of other images than {shown(str(location))}, such as {other}; "
+                "predict the same dataset, by the same path"
             )
         found.append(np.array(rows))
     numbers = np.array(sorted(set(found[0].tolist()).intersection(*(one.tolist() for one in found[1:]))))
     if not len(numbers):
         raise DataError(
             f"{' and '.join(str(one.folder) for one in embeddings)} have no image in common; predict all "
-            f"images of {location} with each network"
+            f"images of {shown(str(location))} with each network"
         )
     is_second = halves_of(listing)[numbers]
     unseen = [is_second, ~is_second] if len(found) == 2 else [np.ones(len(numbers), bool)]
@@ -113,7 +114,7 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
         unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-9)
         views.append(View(unit, judged))
     pixels = read_pixels(source, numbers)
-    return _Images(str(location), source, listing, numbers, listing.labels[numbers], views, pixels)
+    return _Images(shown(str(location)), source, listing, numbers, listing.labels[numbers], views, pixels)
 
 
 def clean(
@@ -160,7 +161,7 @@ def clean(
         f"Estimated number of wrong labels: {wrong.expected:,.0f}.",
         f"Search for neighbours: measured recall {recall:.3f}.",
     ]
-    return _write(Path(out), f"Proposed changes of {location}", summary, parts, proposals.changes())
+    return _write(Path(out), f"Proposed changes of {images.place}", summary, parts, proposals.changes())
 
 
 def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
@@ -211,7 +212,9 @@ def overlap(
     proposals = Proposals(mine)
     parts = proposals.shared(classes, found, theirs)
     summary = [*mine.summary(), *theirs.summary(), f"Search for neighbours: measured recall {recall:.3f}."]
-    return _write(Path(out), f"What {one} shares with {other}", summary, parts, proposals.changes())
+    return _write(
+        Path(out), f"What {mine.place} shares with {theirs.place}", summary, parts, proposals.changes()
+    )
 
 
 class Proposals:

@@ -121,9 +121,11 @@ def run_overlap(model: str, location: str, other: str, out: str, **reading: Any)
 
 
 def _apply_command(location: str, folder: Path, reading: dict[str, Any]) -> str:
-    words = ["plsc", "data", "apply", location, str(folder / "changes.tsv"), "OUT"]
+    from plsc.storage.urls import shown
+
+    words = ["plsc", "data", "apply", shown(location), str(folder / "changes.tsv"), "OUT"]
     for name, value in reading.items():
-        words += [] if value is None else [f"--{name}", str(value)]
+        words += [] if value is None else [f"--{name}", shown(str(value))]
     return f"Next, after looking at the page and editing the changes:\n{shlex.join(words)}"
 
 
@@ -131,11 +133,11 @@ def _new_review(out: str, *locations: str, **reading: Any) -> Path:
     """Return the folder of a review; what would fail at the end fails here, before images are embedded."""
     from plsc.data.lists import read_listing
     from plsc.gallery.vectors import import_faiss
-    from plsc.storage.urls import is_url
+    from plsc.storage.urls import is_url, shown
 
     folder = Path(out)
     if is_url(out) or (folder.exists() and not folder.is_dir()):
-        raise OptionError(f"out is {out}; expected a new local folder")
+        raise OptionError(f"out is {shown(out)}; expected a new local folder")
     if (folder / "changes.tsv").exists():
         raise OptionError(f"{folder / 'changes.tsv'} exists, perhaps with your edits; choose another folder")
     import_faiss()

@@ -171,7 +171,7 @@ def publishing_folder(path: str | Path) -> Iterator[Path]:
     Raises DataError as `publishing` does, and for a URL.
     """
     if is_url(path):
-        raise DataError(f"{path} is a URL; expected a new local folder")
+        raise DataError(f"{shown(str(path))} is a URL; expected a new local folder")
     path = Path(path)
     refuse_existing(str(path))
     with _as_data_error(path), Workspace(path.parent, path.name) as work:
