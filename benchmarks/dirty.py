@@ -25,6 +25,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,12 @@ def ours(images: Any, truth: Truth) -> None:
     same = same_classes(views, labels, kept, classes)
     proposals = Proposals(images)
     proposals.same(same, kept)
-    again = compare_labels(views, proposals.merged(labels), kept, classes)
+    mixed, smaller = mixed_classes(views, labels, kept, classes)
+    proposals.mixed(mixed, smaller)
+    divided, names = proposals.divided.labels, proposals.divided.listing.classes
+    again = compare_labels(views, proposals.merged(divided), kept, len(names))
+    parts_of = np.array([truth.names.index(name.split("_")[0]) for name in names])  # of a part of a class
+    again = replace(again, likely=proposals.merged(parts_of[again.likely]))
     copies = planted_copies(images.source, images.numbers, images.pixels)
     doubled, _ = find_duplicates(views, images.pixels, copies)
     kinds = {
@@ -151,7 +157,7 @@ def ours(images: Any, truth: Truth) -> None:
             None,
         ),
         "classes that are two": (
-            mixed_classes(views, labels, kept, classes)[0],
+            mixed,
             lambda found: truth.mixed(found.subjects[:, 0]),
             None,
         ),
