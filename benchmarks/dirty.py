@@ -1,8 +1,8 @@
 """Find planted faults in glyphs: recall at precision 0.95, against two baselines; and train after applying.
 
     python demo/make_glyphs.py build/dirty/glyphs --images-per-class 30 --classes 1700
-    python benchmarks/dirty_data.py build/dirty/glyphs build/dirty/2 --seed 2
-    python benchmarks/dirty.py build/dirty/2 --cleanlab cleanlab/bin/python --unseen build/dirty/glyphs/unseen
+    python benchmarks/dirty_data.py build/dirty/glyphs build/dirty/3 --seed 3
+    python benchmarks/dirty.py build/dirty/3 --cleanlab cleanlab/bin/python --unseen build/dirty/glyphs/unseen
 
 1. `plsc data split --halves`; a network for each half (SmallResNet, 4 epochs, otherwise as in the demo);
    `plsc data clean --second`; for dirty/ and clean/.
@@ -16,7 +16,11 @@
 
 Bounds, set before measuring: for every kind, recall at precision 0.95 above both baselines; in clean/,
 proposals for at most 0.5 % of the images; after applying, at least 80 % of the gap of TAR between dirty and
-clean, if the gap exceeds five standard errors. Development used seed 1; what is reported is seed 2.
+clean, if the gap exceeds five standard errors.
+
+Development used seed 1. The first report, of seed 2, missed the last bound (77 %). Since then images are moved
+to a part of a divided class (tried on seed 1: 95.3 % TAR, if an image is moved from a probability of 0.5, 0.8
+or 0.9 on; so 0.5 stays). What is reported now is seed 3.
 """
 
 from __future__ import annotations
