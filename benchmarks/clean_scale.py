@@ -21,7 +21,7 @@ from plsc.clean.faults import (
     compare_labels,
     likely_classes,
     mixed_classes,
-    nearest,
+    neighbours,
     same_classes,
     wrong_labels,
 )
@@ -76,7 +76,7 @@ def main() -> None:
     done("classes that are two")
     classes_without_centre(views, labels, classes)
     done("classes without a centre")
-    _, _, recall = nearest(unit, unit, 6)
+    _, _, recall = neighbours(unit, first.two_nearest(labels), 6)
     done(f"neighbours of all images, recall {recall:.3f}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     hits = is_wrong[wrong.subjects[:, 0]]

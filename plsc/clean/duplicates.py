@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import ImageEnhance
 
-from plsc.clean.faults import Found, View, distinct, nearest, pairs_in
+from plsc.clean.faults import Found, View, distinct, neighbours, pairs_in
 from plsc.data.decode import decode_image
 from plsc.data.sources import Source
 from plsc.errors import DataError
@@ -83,16 +83,18 @@ def _spectra(gray: np.ndarray) -> np.ndarray:
     return np.fft.rfft2(pixels)
 
 
-def find_duplicates(views: Sequence[View], pixels: Pixels, copies: np.ndarray) -> tuple[Found, float]:
+def find_duplicates(
+    views: Sequence[View], lists: np.ndarray, pixels: Pixels, copies: np.ndarray
+) -> tuple[Found, float]:
     """Return pairs of images that are duplicates, and the recall of the search for neighbours.
 
-    copies: the agreement of images with their copies (`planted_copies`).
+    lists: `Labels.two_nearest`. copies: the agreement of images with their copies (`planted_copies`).
     """
     order = np.argsort(pixels.digests, kind="stable")
     is_same = np.diff(pixels.digests[order]) == 0
     pairs, recalls = [np.stack([order[:-1], order[1:]], 1)[is_same]], []
     for view in views:
-        _, numbers, recall = nearest(view.unit, view.unit, _NEAR + 1)
+        _, numbers, recall = neighbours(view.unit, lists, _NEAR + 1)
         pairs.append(pairs_in(numbers))
         recalls.append(recall)
     return agreeing(pixels, pixels, distinct(pairs), copies), min(recalls)

@@ -144,7 +144,7 @@ def clean(
     wrong = wrong_labels(first)
     kept[wrong.subjects[:, 0]] = False
     copies = planted_copies(images.source, images.numbers, images.pixels)
-    doubled, recall = find_duplicates(views, images.pixels, copies)
+    doubled, recall = find_duplicates(views, first.two_nearest(labels), images.pixels, copies)
     mixed, smaller = mixed_classes(views, labels, kept, classes)
     parts = [
         proposals.duplicates(doubled, first.scores()),

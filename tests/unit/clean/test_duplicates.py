@@ -82,7 +82,8 @@ def test_the_same_file_is_certain_and_pairs_come_from_neighbours_and_files(opene
     far, unseen = np.eye(16, dtype=np.float32)[:6], np.ones(6, bool)  # embeddings of other networks
     close = far.copy()
     close[5] = close[1]
-    found, recall = find_duplicates([View(far, unseen), View(close, unseen)], pixels, copies)
+    lists = np.tile([0, 1], (6, 1))
+    found, recall = find_duplicates([View(far, unseen), View(close, unseen)], lists, pixels, copies)
     assert (found.subjects[0].tolist(), found.sure[0]) == ([0, 4], 1)
     assert found.subjects[1].tolist() == [1, 5]
     assert len(found.sure) == 2

@@ -13,6 +13,7 @@ from plsc.clean.faults import (
     how_sure,
     mixed_classes,
     nearest,
+    neighbours,
     same_classes,
     sure_of_class,
     wrong_labels,
@@ -204,6 +205,24 @@ def test_the_measured_recall_of_inverted_lists_is_that_of_an_exact_search(monkey
         assert recall >= least
         np.testing.assert_allclose(found, np.take_along_axis(cosines, numbers, 1), atol=2e-3)
         assert (least < 0.5) == (recall < 0.95)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_neighbours_are_those_of_an_exact_search_whatever_the_lists(is_right):
+    labels = np.repeat(np.arange(100), [1, 4, 7, 28] * 25)
+    unit = embed(labels)
+    lists = np.stack([labels, (labels + 1) % 100], 1)
+    if not is_right:
+        lists = np.random.default_rng(0).permutation(lists)
+    cosines = unit @ unit.T
+    found, numbers, recall = neighbours(unit, lists, 3)
+    true = np.mean(
+        [np.isin(a, b).mean() for a, b in zip(np.argsort(-cosines, 1)[:, :3], numbers, strict=True)]
+    )
+    assert recall == pytest.approx(true, abs=0.02)
+    assert recall >= 0.98
+    np.testing.assert_allclose(found, np.take_along_axis(cosines, numbers, 1), atol=2e-3)
+    assert (numbers[:, 0] == np.arange(len(labels))).all()
 
 
 def test_a_row_is_repeated_if_the_inverted_lists_have_too_few(monkeypatch):
