@@ -206,9 +206,24 @@ class DataOptions:
     order: str = of_run(
         "global",
         "order of the samples: global (all shuffled), block (blocks of neighbours shuffled), "
-        "sequential, or rank_files (rank r reads file r of file_list.txt, shuffled)",
+        "sequential, rank_files (rank r reads file r of file_list.txt, shuffled), balanced (small classes "
+        "more often), or classes (images_per_class images of each class in a batch)",
         "set_order(order)",
-        one_of("global", "block", "sequential", "rank_files"),
+        one_of("global", "block", "sequential", "rank_files", "balanced", "classes"),
+    )
+    balance: float = of_run(
+        0.5,
+        "share of a class of n images in an epoch: in proportion to n^balance; 0: equal; 1: as in the data",
+        "set_balance(balance)",
+        between(0, 1),
+        needs=need("data.order", "balanced"),
+    )
+    images_per_class: int = of_run(
+        4,
+        "images of each class in a global batch",
+        "set_images_per_class(num)",
+        at_least(1),
+        needs=need("data.order", "classes"),
     )
     block_samples: int = of_run(
         1024,

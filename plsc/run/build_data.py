@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from plsc.config import Config
 from plsc.config.data import Augmentation, DataSet
 from plsc.config.option import read_arguments, shown_value
+from plsc.data.balance import BalancedPlan, ClassesPlan
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
 from plsc.data.files import read_file_list
@@ -179,22 +180,33 @@ def open_training_data(
     source = open_training_source(options, reader)
     check_save_dir(source, options)
     class_num, names, notes = count_named_classes(source, options, checkpoint)
-    plan = BatchPlan(
-        len(source),
-        global_batch,
-        world.size,
-        options.train.seed,
-        data.last_batch,
-        data.order,
-        data.block_samples,
-        data.pool_samples,
-        options.train.train_limit,
+    plan, more = plan_of(
+        source,
+        options,
+        global_batch=global_batch,
+        ranks=world.size,
+        seed=options.train.seed,
+        last_batch=data.last_batch,
+        limit=options.train.train_limit,
     )
+    notes += more
     recipe = replace(make_recipe(options, transform, class_num), example=example)
     loader = source_loader(source, plan, world.rank, recipe, options, world)
     notes.append(loader.describe())
     named = {} if names is None else {"": names}
     return TrainingData(loader, len(source), class_num, notes, class_names=named)
+
+
+def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, list[str]]:
+    """Return the plan of `data.order`, and log messages about it; plan: the other arguments of BatchPlan."""
+    data, plan = options.data, {**plan, "num_samples": len(source), "order": options.data.order}
+    if data.order == "balanced":
+        balanced = BalancedPlan(**plan, labels=source.labels(), balance=data.balance)
+        return balanced, [balanced.describe()]
+    if data.order == "classes":
+        classes = ClassesPlan(**plan, labels=source.labels(), images_per_class=data.images_per_class)
+        return classes, [classes.describe()]
+    return BatchPlan(**plan, block_samples=data.block_samples, pool_samples=data.pool_samples), []
 
 
 def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
@@ -226,6 +238,11 @@ def _open_generator(
     data, class_num = options.data, options.head.class_num
     if class_num is None:
         raise OptionError("the number of classes of a generator reader is unknown; call set_class_num")
+    if data.order in ("balanced", "classes"):
+        raise OptionError(
+            f"data.order '{data.order}' needs the labels of all samples, but a generator reader has none "
+            "in advance; pass a map-style Dataset, or use another order"
+        )
     if transform is not None:
         raise OptionError(
             "train_transform cannot be used with a generator reader; transform the images in the reader"
@@ -344,10 +361,10 @@ def _check_several(options: Config, reader: Any) -> None:
             "head.class_num is set, but each of the datasets has its own classes; pass class_num to "
             "add_dataset, or remove the option"
         )
-    if options.data.order == "rank_files":
+    if options.data.order in ("rank_files", "classes"):
         raise OptionError(
-            "data.order 'rank_files' cannot be used with several datasets; use 'global', 'block' or "
-            "'sequential'"
+            f"data.order '{options.data.order}' cannot be used with several datasets; use 'global', 'block', "
+            "'sequential' or 'balanced'"
         )
     if options.data.val_dir is not None:
         raise OptionError(
@@ -372,7 +389,7 @@ def _open_several(
     wanted = options.data_sets()
     counts = split_batch(global_batch, [dataset.weight for dataset in wanted])
     own_options = [_options_of_set(options, dataset) for dataset in wanted]
-    sources, sets, notes = [], [], []
+    sources, sets, shares, notes = [], [], [], []
     class_names: dict[str, ClassNames] = {}
     if "data.dataset_dir" in options.explicit:
         notes.append(
@@ -389,19 +406,21 @@ def _open_several(
         seed = hash_key(options.train.seed, zlib.crc32(dataset.name.encode()))
         sets.append(TrainingSet(dataset.name, own, class_num, len(source), per_step, seed))
         sources.append(source)
+        plan, more = plan_of(source, options, global_batch=1, ranks=1, seed=seed)
+        shares.append(Share(plan, per_step))
         notes.append(
             f"dataset {dataset.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} "
             f"classes, loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
         )
-        notes += [f"{dataset.name}: {note}" for note in about]
+        notes += [f"{dataset.name}: {note}" for note in about + more]
     class_nums = [training_set.class_num for training_set in sets]
     joined = JoinedSource([training_set.name for training_set in sets], sources, class_nums)
     if options.data.train_image_num not in (None, len(joined)):
         notes.append(f"note: set_train_image_num is ignored, as the datasets have {len(joined):,} images")
     steps = _epoch_steps(options, len(joined), global_batch)
-    plan = MixturePlan(tuple(_share(training_set, options) for training_set in sets), world.size, steps)
+    mixture = MixturePlan(tuple(shares), world.size, steps)
     recipe = make_recipe(options, transform, sum(class_nums))
-    loader = source_loader(joined, plan, world.rank, recipe, options, world)
+    loader = source_loader(joined, mixture, world.rank, recipe, options, world)
     notes.append(loader.describe())
     return TrainingData(loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names)
 
@@ -425,20 +444,6 @@ def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
             f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
         )
     return limited(steps, options.train.train_limit)
-
-
-def _share(training_set: TrainingSet, options: Config) -> Share:
-    data = options.data
-    plan = BatchPlan(
-        training_set.num_samples,
-        global_batch=1,
-        ranks=1,
-        seed=training_set.seed,
-        order=data.order,
-        block_samples=data.block_samples,
-        pool_samples=data.pool_samples,
-    )
-    return Share(plan, training_set.per_step)
 
 
 @contextmanager

@@ -108,6 +108,8 @@ CASES = {
         "data.order": "block", "data.block_samples": 2, "data.pool_samples": 8,
         "data.last_batch": "keep", "head.loss_type": "dist_cosface",
     },
+    "balanced-order": {"data.order": "balanced", "data.balance": 0.0},
+    "classes-order": {"data.order": "classes", "data.images_per_class": 5},
 }  # fmt: skip
 
 

@@ -91,6 +91,32 @@ def test_each_order_reads_everything(dataset, order):
     assert (names(made) == expected) == (order == "sequential")
 
 
+def test_a_balanced_order_and_batches_of_classes_come_from_the_options_and_the_log_describes_them(tmp_path):
+    dataset = write_dataset(tmp_path / "set", classes=4, per_class=5)
+    label = dataset / "label.txt"
+    label.write_text("".join(label.read_text().splitlines(keepends=True)[:-3]))  # the last class has 2
+    made = feed(dataset, data__order="balanced", data__balance=0.0, data__last_batch="keep")
+    counts = np.bincount(np.concatenate([batch.labels for batch in made.loader.epoch(0)]))
+    assert counts.tolist() == [5, 4, 4, 4]
+    assert made.notes[1] == (
+        "order 'balanced': 4 to 5 images per class and epoch; all images are used within the first 2 whole "
+        "epochs"
+    )
+    made = feed(dataset, data__order="classes", data__images_per_class=3, train__limit_train_batches=2)
+    for batch in made.loader.epoch(1):
+        assert sorted(np.bincount(batch.labels, minlength=4)) == [0, 0, 3, 3]
+    assert made.notes[1] == (
+        "order 'classes': 2 classes of 3 images per step; every image is used at least once per cycle of 4 "
+        "steps (2 epochs); 1 of 4 classes have fewer images and repeat them"
+    )
+
+
+@pytest.mark.parametrize("order", ["balanced", "classes"])
+def test_orders_by_class_need_labels_in_advance(dataset, order):
+    with pytest.raises(OptionError, match=f"'{order}' needs the labels of all samples, but a generator"):
+        feed(dataset, reader=lambda: iter(()), data__order=order, head__class_num=4)
+
+
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
     made = feed(

@@ -91,6 +91,8 @@ def kinds_of_data(dataset):
             },
             None,
         ),
+        "balanced": ({"data__order": "balanced", "data__balance": 0.2}, None),
+        "classes": ({"data__order": "classes", "data__images_per_class": 2}, None),
         "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
         "dataset": ({"data__augmentation": {"crop_padding": 2}}, samples),
         # Its steps end with an epoch, whose length only an epoch seen to its end has told.

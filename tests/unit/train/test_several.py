@@ -72,7 +72,10 @@ CASES = {
         "optim__clip_norm": 0.5, "data__order": "block", "data__num_workers": 1,
         "data__block_samples": 2, "data__pool_samples": 4, "data__cache": "memory",
     },
-    "micro-batches": {"train__micro_batches": 2, "head__row_dtype": "bfloat16", "head__offload": True},
+    "micro-batches": {
+        "train__micro_batches": 2, "head__row_dtype": "bfloat16", "head__offload": True,
+        "data__order": "balanced",
+    },
 }  # fmt: skip
 
 
@@ -312,6 +315,7 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
     refused("a step of 1 images cannot contain one image of each of 2", train__batch_size=1)
     refused("pass class_num to add_dataset", head__class_num=9)
     refused("'rank_files' cannot be used with several", data__order="rank_files")
+    refused("'classes' cannot be used with several .* or 'balanced'", data__order="classes")
     refused("last_batch 'keep'", data__last_batch="keep")
     refused("both train_reader and data.datasets", reader=lambda: iter(()))
     refused("dataset glyphs: head.sample_ratio .* only if class weights are sharded", values={
@@ -319,6 +323,16 @@ def test_what_does_not_go_together_is_refused_before_training(sets, tmp_path):
     refused("dataset glyphs: .*softmax", values={"loss_type": "dist_softmax", "margin": 0.5})
     refused(r"dataset glyphs: label 3 .* outside 0\.\.2", DataError, values={"class_num": 3})
     refused("'drop' leaves no step", DataError, data__last_batch="drop", train__batch_size=30)
+
+
+def test_each_data_set_has_a_balanced_order_of_its_own(sets, tmp_path):
+    made = options(sets, tmp_path, data__order="balanced", data__balance=0.0)
+    notes = build_run(made, WORLD, UserParts(Drawing())).data.notes
+    assert [note for note in notes if "balanced" in note] == [
+        f"{name}: order 'balanced': {count} to {count} images per class and epoch; all images are used "
+        "within the first 1 whole epochs"
+        for name, count in (("faces", 3), ("glyphs", 2))
+    ]
 
 
 def test_the_length_of_an_epoch_can_be_set_over_several_data_sets_only(sets, tmp_path):
