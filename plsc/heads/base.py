@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ class HeadOutput:
         accuracy: fraction of the global batch whose label has the highest logit without margin; None if
             not requested.
         accuracy_top5: fraction whose label has one of the five highest logits without margin, or None.
+        left_out: share of the softmax over all classes that classes have which were not sampled, estimated
+            mean over the images; None if not requested, or if all classes are used, or if class weights are
+            in a file. left_out_error: half the width of its 95 % interval.
         effective_rank: see `effective_rank`, for the embeddings of the global batch: near 1 when the network
             collapses, 0 if all embeddings are equal; None if not requested.
         finite: bool scalar, whether all embeddings of the global batch are finite.
@@ -47,6 +50,8 @@ class HeadOutput:
     effective_rank: Tensor | None
     finite: Tensor
     accuracy_top5: Tensor | None = None
+    left_out: Tensor | None = None
+    left_out_error: Tensor | None = None
     parts: dict[str, HeadOutput] = field(default_factory=dict)
 
 
@@ -133,7 +138,7 @@ class Head(nn.Module):
             embeddings: [b, D], floating point; b may differ between ranks.
             labels: int64 [b], in 0..C-1.
             with_accuracy: compute `HeadOutput.accuracy` and `accuracy_top5`.
-            with_gauge: compute `HeadOutput.effective_rank`.
+            with_gauge: compute `HeadOutput.effective_rank` and `left_out`.
             sizes: b of every rank, if the caller knows it and has checked the labels; this avoids a
                 synchronisation with the GPU.
 
@@ -142,14 +147,14 @@ class Head(nn.Module):
         """
         check_batch(embeddings, labels, self.emb_size)
         batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
-        output = self._loss_of(batch, embeddings, labels, with_accuracy)
+        output = self._loss_of(batch, embeddings, labels, with_accuracy, with_gauge)
         if with_gauge:
             with torch.autocast(embeddings.device.type, enabled=False):
                 output.effective_rank = effective_rank(batch.embeddings)
         return output
 
     def _loss_of(
-        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool, with_gauge: bool
     ) -> HeadOutput:
         """Return the output for the gathered global batch; embeddings and labels are this rank's."""
         raise NotImplementedError
@@ -229,8 +234,14 @@ def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
         parts,
         {name: join_outputs([part.parts[name] for part in parts if name in part.parts]) for name in names},
     )
-    combined.loss, combined.effective_rank = combined.mean_loss, parts[-1].effective_rank
-    return combined
+    last = parts[-1]
+    return replace(
+        combined,
+        loss=combined.mean_loss,
+        effective_rank=last.effective_rank,
+        left_out=last.left_out,
+        left_out_error=last.left_out_error,
+    )
 
 
 def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> HeadOutput:
@@ -244,6 +255,7 @@ def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> Head
         effective_rank=mean_of_known([output.effective_rank for output in outputs], sizes),
         finite=torch.stack([output.finite for output in outputs]).all(),
         accuracy_top5=mean_of_known([output.accuracy_top5 for output in outputs], sizes),
+        left_out=mean_of_known([output.left_out for output in outputs], sizes),
         parts=parts,
     )
 
@@ -347,7 +359,7 @@ class DenseHead(Head):
     is_sharded = False
 
     def _loss_of(
-        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool, with_gauge: bool
     ) -> HeadOutput:
         """Return the output; its `loss` is the sum of the local losses over the GLOBAL batch size."""
         total = len(batch.labels)

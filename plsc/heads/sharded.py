@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from plsc.heads.geometry import normalised, norms
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import Sampling, classes_of, draw_classes, draw_pages, nearest_classes
-from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend
+from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend, tile_size
 from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import RowFile, Rows, copy_to_device
@@ -36,6 +36,7 @@ from plsc.seeds import hash_key
 from plsc.spans import span
 
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the largest float32 and bfloat16
+_MEASURED = 32  # samples of `HeadOutput.left_out`
 
 
 @dataclass
@@ -161,7 +162,7 @@ class ShardedHead(Head):
         self.contexts.step = step
 
     def _loss_of(
-        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool, with_gauge: bool
     ) -> HeadOutput:
         """Return the output for the global batch; the accuracies are over the sampled classes.
 
@@ -172,7 +173,9 @@ class ShardedHead(Head):
         products = self._products(embeddings.device.type)
         accuracy = top5 = None
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-            mean_loss, finite, context, gradient = self._forward(batch, products, wants_gradient)
+            mean_loss, finite, context, gradient, left_out = self._forward(
+                batch, products, wants_gradient, with_gauge
+            )
             if with_accuracy:
                 accuracy, top5 = self._accuracies(context, batch, products)
         loss = mean_loss
@@ -182,7 +185,7 @@ class ShardedHead(Head):
             if weight.dtype is torch.int8:  # has no gradient, but backward() must be called
                 weight = mean_loss.new_zeros((), requires_grad=True)
             loss = HeadLoss.apply(embeddings, weight, self.bias, self, mean_loss, context, gradient)
-        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5, *left_out)
 
     def extra_repr(self) -> str:
         """Return the class range, dtype and sampling for repr()."""
@@ -217,9 +220,9 @@ class ShardedHead(Head):
         return self.execution.products
 
     def _forward(
-        self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool
-    ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None]:
-        """Return the mean loss, whether all embeddings are finite, and what backward() needs."""
+        self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool, with_gauge: bool
+    ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None, tuple[Tensor | None, Tensor | None]]:
+        """Return the mean loss, whether all embeddings are finite, what backward() needs, and `left_out`."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         x = batch.embeddings.to(compute).contiguous()
         unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
@@ -262,7 +265,44 @@ class ShardedHead(Head):
         gradient = None
         if wants_gradient:
             gradient = self._scatter_gradient(batch, context, sums, target, length, radial)
-        return losses.mean(), length.isfinite().all(), context, gradient
+        left_out: tuple[Tensor | None, Tensor | None] = (None, None)
+        if with_gauge and self._is_sampled and self.file is None:
+            left_out = self._left_out(all_rows, classes, target, log_total, backend)
+        return losses.mean(), length.isfinite().all(), context, gradient, left_out
+
+    def _left_out(
+        self, rows: Rows, classes: Tensor | None, target: _Target, log_total: Tensor, backend: TorchBackend
+    ) -> tuple[Tensor, Tensor]:
+        """Return `HeadOutput.left_out` and `left_out_error`; a collective.
+
+        Measured on 32 samples with all class weights: sampled classes cannot tell, as a rare hard class is
+        either among them or not seen at all.
+        """
+        queries, device = target.queries, rows.device
+        some = torch.linspace(0, len(log_total) - 1, min(_MEASURED, len(log_total)), device=log_total.device)
+        some = some.round().long()
+        place = queries.target[some].to(device)
+        if classes is not None and len(classes):
+            place = classes[place.clamp(min=0)].where(place >= 0, -1)
+        measured = Queries(
+            queries.unit[some].to(device),
+            place,
+            queries.scale,
+            None if queries.threshold is None else queries.threshold[some].to(device),
+            None if queries.hard_factor is None else queries.hard_factor.to(device),
+        )
+        if device != log_total.device:
+            backend = TorchBackend(tile=tile_size(device, len(some)))
+        found = backend.forward(rows, measured, fixed_shift=self._fixed_shift(), want_weighted=False)
+        sums = Sums(found.shift.to(log_total), found.total.to(log_total))
+        log_others, logit, _ = self._reduce(sums, replace(target, logit=target.logit[some], radial=None))
+        shares = 1 - (log_total[some] - torch.logaddexp(log_others, logit)).exp()
+        return shares.mean(), 1.96 * shares.std() / len(some) ** 0.5
+
+    @property
+    def _is_sampled(self) -> bool:
+        """Whether this step uses a part of the classes."""
+        return self.training and self.sampling.ratio_at(self.step) < 1
 
     def _find_target(
         self, unit: Tensor, length: Tensor, labels: Tensor, all_rows: Rows, classes: Tensor | None
@@ -377,9 +417,9 @@ class ShardedHead(Head):
     def _select_classes(self, all_rows: Rows, unit: Tensor, labels: Tensor, tile: int) -> Tensor | None:
         """Return the local classes of this step, sorted; None: all."""
         start, stop = self.class_range
-        ratio = self.sampling.ratio_at(self.step)
-        if ratio == 1 or not self.training or start == stop:
+        if not self._is_sampled or start == stop:
             return None
+        ratio = self.sampling.ratio_at(self.step)
         device = all_rows.device
         positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
         count = math.ceil((stop - start) * ratio)

@@ -30,7 +30,8 @@ from plsc.train.step import Step, StepResult
 from plsc.train.watch.average import WeightAverage
 from plsc.train.watch.meters import BadSampleReport, Meter
 
-_GAUGES = ("accuracy", "accuracy_top5", "effective_rank")  # metrics that only logged steps compute
+# Metrics that only logged steps compute.
+_GAUGES = ("accuracy", "accuracy_top5", "effective_rank", "left_out", "left_out_error")
 
 
 @dataclass

@@ -19,6 +19,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
+from plsc.heads.base import HeadOutput
 from plsc.heads.joint import Heads
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
@@ -108,10 +109,31 @@ def check_sharded(
     assert abs(float(output.accuracy) - float(right)) < 1e-6, where
     assert abs(float(output.accuracy_top5) - top5_accuracy(plain, labels)) < 1e-6, where
     assert output.batch == sum(sizes), where
+    check_left_out(head, output, embeddings, whole, labels, everywhere)
     # The margin's statistics must be identical on all ranks.
     for buffer in head.margin.buffers():
         parts = gather_rows(buffer.view(1, -1), [1] * world.size, world.head_group)
         assert (parts == parts[0]).all(), where
+
+
+def check_left_out(
+    head: ShardedHead,
+    output: HeadOutput,
+    embeddings: torch.Tensor,
+    whole: torch.nn.Module,
+    labels: torch.Tensor,
+    allowed: torch.Tensor,
+) -> None:
+    """Compare the share of the softmax of the classes that were not sampled."""
+    if head.sampling.ratio == 1:
+        assert output.left_out is None
+        return
+    with torch.no_grad():
+        every = reference.logits(head.margin, embeddings, whole.weight, whole.bias, labels)
+        shares = 1 - (reference.masked(every, allowed).logsumexp(1) - every.logsumexp(1)).exp()
+    torch.testing.assert_close(output.left_out, shares.mean(), **CLOSE)
+    half = 1.96 * shares.std() / len(shares) ** 0.5
+    torch.testing.assert_close(output.left_out_error, half, **CLOSE, equal_nan=True)
 
 
 def plain_logits(head: torch.nn.Module, embeddings: torch.Tensor) -> torch.Tensor:
