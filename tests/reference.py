@@ -11,6 +11,7 @@ y [B]; cosines c [B, C]; logits z [B, C].
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +38,14 @@ def mean_loss(
     bias: Tensor | None,
     labels: Tensor,
     allowed: Tensor | None = None,
+    class_margins: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of a head with this margin: mean cross-entropy plus mean regulariser, a scalar.
 
-    allowed: bool [C], the sampled classes, including the labels; None: all.
+    allowed: bool [C], the sampled classes, including the labels; None: all. class_margins: the margin of each
+    class, [C], instead of that of `margin`.
     """
-    z = logits(margin, embeddings, weight, bias, labels)
+    z = logits(margin, embeddings, weight, bias, labels, class_margins)
     loss = cross_entropy(z if allowed is None else masked(z, allowed), labels)
     if isinstance(margin, MagFace):
         loss = (
@@ -52,12 +55,20 @@ def mean_loss(
     return loss
 
 
-def logits(margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+def logits(
+    margin: Margin,
+    embeddings: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_margins: Tensor | None = None,
+) -> Tensor:
     """Return the logits [B, C] by the formula of this margin, with its settings and state.
 
     The logits of the labels are s (c + share (psi - c)).
     """
-    full = _full_logits(margin, embeddings, weight, bias, labels)
+    of_label = getattr(margin, "margin", None) if class_margins is None else class_margins[labels]
+    full = _full_logits(margin, embeddings, weight, bias, labels, of_label)
     if margin.share == 1:
         return full
     plain = normface_logits(embeddings, weight, margin.scale)
@@ -66,9 +77,9 @@ def logits(margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def _full_logits(
-    margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, of_label: Any
 ) -> Tensor:
-    """Return the logits [B, C] for share = 1."""
+    """Return the logits [B, C] for share = 1; of_label: one margin, or that of each sample's class, [B]."""
     x, w, y, m = embeddings, weight, labels, margin
     if isinstance(m, Softmax):
         assert bias is not None
@@ -76,19 +87,19 @@ def _full_logits(
     if isinstance(m, NormFace):
         return normface_logits(x, w, m.scale)
     if isinstance(m, ArcFace):
-        return arcface_logits(x, w, y, m.scale, m.margin, m.easy_margin, m.straight_through)
+        return arcface_logits(x, w, y, m.scale, of_label, m.easy_margin, m.straight_through)
     if isinstance(m, CosFace):
-        return cosface_logits(x, w, y, m.scale, m.margin)
+        return cosface_logits(x, w, y, m.scale, of_label)
     if isinstance(m, SphereFace):
-        return sphereface_logits(x, w, y, m.scale, m.margin)
+        return sphereface_logits(x, w, y, m.scale, of_label)
     if isinstance(m, CombinedMargin):
         return combined_logits(x, w, y, m.scale, *m.margins)
     if isinstance(m, AdaFace):
-        return adaface_logits(x, w, y, m.scale, m.margin, m.h, m.mean, m.std)
+        return adaface_logits(x, w, y, m.scale, of_label, m.h, m.mean, m.std)
     if isinstance(m, MagFace):
         return magface_logits(x, w, y, m.scale, m.norm_range, m.margin_range, m.easy_margin)
     if isinstance(m, CurricularFace):
-        return curricularface_logits(x, w, y, m.scale, m.margin, m.t)
+        return curricularface_logits(x, w, y, m.scale, of_label, m.t)
     raise TypeError(f"no reference formula for {type(margin).__name__}")
 
 
@@ -131,7 +142,7 @@ def arcface_logits(
     weight: Tensor,
     labels: Tensor,
     scale: float,
-    margin: float,
+    margin: float | Tensor,
     easy_margin: bool = False,
     straight_through: bool = False,
 ) -> Tensor:
@@ -148,15 +159,17 @@ def arcface_logits(
     return scale * _put(c, labels, psi)
 
 
-def cosface_logits(embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float) -> Tensor:
+def cosface_logits(
+    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float | Tensor
+) -> Tensor:
     """Return s (c - m) at the label, s c elsewhere, [B, C] (Wang et al. 2018, eq. 4)."""
     c = cosines(embeddings, weight)
     at_label = torch.nn.functional.one_hot(labels, c.shape[1]).to(c.dtype)
-    return scale * (c - margin * at_label)
+    return scale * (c - torch.as_tensor(margin, dtype=c.dtype).reshape(-1, 1) * at_label)
 
 
 def sphereface_logits(
-    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float
+    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float | Tensor
 ) -> Tensor:
     """Return s ((-1)^k cos(m theta) - 2 k) at the label, s c elsewhere (Liu et al. 2017, eq. 7).
 
@@ -170,7 +183,7 @@ def combined_logits(
     weight: Tensor,
     labels: Tensor,
     scale: float,
-    m1: float,
+    m1: float | Tensor,
     m2: float,
     m3: float,
 ) -> Tensor:
@@ -181,7 +194,7 @@ def combined_logits(
     c = cosines(embeddings, weight)
     angle = m1 * torch.acos(_target(c, labels)) + m2
     psi = torch.cos(angle)
-    for k in range(1, math.ceil((m1 * math.pi + m2) / math.pi)):
+    for k in range(1, math.ceil((float(torch.as_tensor(m1).max()) * math.pi + m2) / math.pi)):
         psi = torch.where(angle > k * math.pi, (-1) ** k * torch.cos(angle) - 2 * k, psi)
     return scale * _put(c, labels, psi - m3)
 
@@ -191,7 +204,7 @@ def adaface_logits(
     weight: Tensor,
     labels: Tensor,
     scale: float,
-    margin: float,
+    margin: float | Tensor,
     h: float,
     mean: Tensor,
     std: Tensor,
@@ -237,7 +250,7 @@ def magface_regulariser(norms: Tensor, norm_range: tuple[float, ...], regularisa
 
 
 def curricularface_logits(
-    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float, t: Tensor
+    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float | Tensor, t: Tensor
 ) -> Tensor:
     """Return s T at the label, s N elsewhere, [B, C] (Huang et al. 2020, sec. 3.2).
 

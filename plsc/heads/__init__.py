@@ -11,7 +11,7 @@ import torch
 
 from plsc.errors import OptionError, suggest
 from plsc.heads.base import DenseHead, Head, HeadOutput
-from plsc.heads.margins import MARGINS, Margin, build_margin
+from plsc.heads.margins import MARGINS, Margin, build_margin, margins_of_counts
 from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from plsc.heads.sampling import Sampling
 from plsc.heads.sharded import ShardedHead
@@ -35,6 +35,7 @@ __all__ = [
     "ShardedHead",
     "build_head",
     "build_margin",
+    "margins_of_counts",
 ]
 
 LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + tuple(MARGINS)

@@ -106,6 +106,7 @@ class Head(nn.Module):
         if self.is_sharded and group is not None:
             self.class_range = class_range(class_num, group.rank(), group.size())
         margin.set_class_num(class_num)
+        margin.keep_classes(class_num, *self.class_range, torch.promote_types(row_dtype, torch.float32))
         self.margin = margin.double() if row_dtype is torch.float64 else margin
         self.seed = seed
         self.group = group
@@ -222,6 +223,11 @@ class Head(nn.Module):
             first_row=self.class_range[0] * self.centers,
             file=self.file,
         )
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the buffers that belong in a checkpoint, by name: running statistics of the margin."""
+        saved = self.state_dict()
+        return {name: buffer for name, buffer in self.named_buffers() if name in saved}
 
     def sync_gradients(self) -> None:
         """Complete the gradients of the parameters after backward(); a collective."""
@@ -371,6 +377,8 @@ class DenseHead(Head):
         if self.margin.needs_all_cosines:
             cosines = gather_rows(c.detach(), batch.sizes, self.group)
         lengths = norms(batch.embeddings)
+        if self.margin.class_margins is not None:
+            self.margin.margin = self.margin.class_margins[labels]
         if self.training:
             self.margin.observe(cosines, lengths)
             if self.margin.scale != scale:

@@ -83,13 +83,17 @@ def angle_of(cosine: Tensor) -> Tensor:
     return torch.atan2(sine_of(c), c)
 
 
-def add_angle(cosine: Tensor, margin: Tensor, easy: bool = False) -> Tensor:
-    """Return cos(acos(c) + m), or c - m sin m where the angle exceeds pi; m is [T] or a scalar tensor.
+def add_angle(cosine: Tensor, margin: float | Tensor, easy: bool = False, beyond_pi: bool = False) -> Tensor:
+    """Return cos(acos(c) + m), or c - m sin m where the angle exceeds pi; m is [T] or a number.
 
-    easy: return c wherever c <= 0 instead.
+    easy: return c wherever c <= 0 instead. beyond_pi: return cos(acos(c) + m) for all angles.
     """
+    if not isinstance(margin, Tensor):
+        margin = cosine.new_full((), margin)
     c = clamp_cosine(cosine)
     inside = c * margin.cos() - sine_of(c) * margin.sin()
+    if beyond_pi:
+        return inside
     if easy:
         return torch.where(c > 0, inside, c)
     return torch.where(c < -margin.cos(), c - margin * margin.sin(), inside)

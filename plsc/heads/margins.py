@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, refusing, suggest
-from plsc.heads.geometry import add_angle, angle_of, clamp_cosine, monotonic_cosine, sine_of
+from plsc.heads.geometry import add_angle, angle_of, monotonic_cosine
 
 _RIGHT_ANGLE = math.pi / 2
 
@@ -38,6 +38,9 @@ class Margin(nn.Module):
         scale: s, the logit of a cosine of 1. "auto" becomes sqrt(2) ln(C - 1) for C classes, at least 1
             (Zhang et al. 2019, "AdaCos", eq. 12), and 64 from 10,000 classes on, as in face recognition
             papers; NaN until a head uses the margin. `observe` may change it: all logits use the new value.
+        margin: m, if the loss has one. With margins per class, the head sets it before `target` and `hard` to
+            those of the samples, [T].
+        class_margins: margins of the head's classes [C_local], not in checkpoints, or None: one for all.
         share: fraction of the margin that applies, in [0, 1]; set it before a step (margin warm-up). The
             logit of the label is scale * (c + share * (psi - c)); nothing else depends on it.
     """
@@ -47,9 +50,13 @@ class Margin(nn.Module):
     needs_all_cosines = False
     uses_norm = False
     share = 1.0
+    margin: float | Tensor
+    class_margins: Tensor | None
 
     def __init__(self, scale: float | str) -> None:
         super().__init__()
+        self._limits: dict[str, tuple[float, float]] = {}
+        self.register_buffer("class_margins", None, persistent=False)
         self.is_auto_scale = scale == "auto"
         self.scale = math.nan if scale == "auto" else self._number("scale", float(scale), 0, above=True)
 
@@ -59,10 +66,35 @@ class Margin(nn.Module):
             few = max(1.0, math.sqrt(2) * math.log(max(1, class_num - 1)))
             self.scale = few if class_num < MANY_CLASSES else 64.0
 
+    def set_class_margins(self, margins: Tensor, counts: Tensor | None = None) -> None:
+        """Use one margin per class, margins [C], instead of `margin`; call it before you create the head.
+
+        counts: images per class [C], for the message. Raises OptionError if the loss has no argument margin,
+        or for a margin that this argument may not have.
+        """
+        if "margin" not in self._limits:
+            raise OptionError(f"{self.name} has no margins per class; use another loss, such as arcface")
+        margins, (low, high) = margins.flatten(), self._limits["margin"]
+        wrong = ~((margins >= low) & (margins <= high) & margins.isfinite())
+        if wrong.any():
+            first = int(wrong.nonzero()[0])
+            images = "" if counts is None else f" ({int(counts[first]):,} images)"
+            self._number(f"the margin of class {first}{images}", float(margins[first]), low, high)
+        self.class_margins = margins
+
+    def keep_classes(self, class_num: int, start: int, stop: int, dtype: torch.dtype) -> None:
+        """Keep only the margins of classes start..stop-1; called by the head's constructor."""
+        if self.class_margins is None:
+            return
+        if (count := len(self.class_margins)) != class_num:
+            raise OptionError(f"{count:,} margins for {class_num:,} classes; pass one margin per class")
+        self.class_margins = self.class_margins[start:stop].to(dtype, copy=True)
+
     def _number(
         self, option: str, value: Any, low: float, high: float = math.inf, above: bool = False
     ) -> float:
         """Return an option as float; OptionError unless it is in [low, high], or (low, high] if `above`."""
+        self._limits[option] = low, high
         if math.isfinite(value) and low <= value <= high and not (above and value == low):
             return float(value)
         least = f"more than {low:g}" if above else f"at least {low:g}"
@@ -158,7 +190,7 @@ class ArcFace(Margin):
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi."""
-        psi = add_angle(cosine, cosine.new_full((), self.margin), self.easy_margin)
+        psi = add_angle(cosine, self.margin, self.easy_margin)
         return cosine + (psi - cosine).detach() if self.straight_through else psi
 
 
@@ -339,17 +371,25 @@ class CurricularFace(Margin):
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return cos(acos(c) + m), or c - m sin m where the angle exceeds pi."""
-        return add_angle(cosine, cosine.new_full((), self.margin))
+        return add_angle(cosine, self.margin)
 
     @torch.no_grad()
     def hard(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos(theta_y + m) [T], t)."""
-        c = clamp_cosine(cosine)
-        return c * math.cos(self.margin) - sine_of(c) * math.sin(self.margin), self.t.clone()
+        return add_angle(cosine, self.margin, beyond_pi=True), self.t.clone()
 
     def highest(self) -> float:
         """Return 2 s, the logit at t = c = 1."""
         return 2 * self.scale
+
+
+def margins_of_counts(counts: Tensor, a: float, b: float = 0.0) -> Tensor:
+    """Return the margins m = a n^(-1/4) + b of classes with n images, float64 [C]; n = 0 counts as 1.
+
+    b = 0: LDAM (Cao et al. 2019, sec. 3.2). a = 0.5, b = 0.05: Ha et al. 2020, "Google Landmark Recognition
+    2020 Competition Third Place Solution", with ArcFace.
+    """
+    return a * counts.clamp(min=1).double() ** -0.25 + b
 
 
 MARGINS: dict[str, type[Margin]] = {

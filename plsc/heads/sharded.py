@@ -319,7 +319,9 @@ class ShardedHead(Head):
         is_local = (labels >= start) & (labels < stop)
         samples = _local_samples(is_local) if start < stop else labels.new_empty(0)
         is_mine = is_local[samples]
-        local = (labels[samples] - start).where(is_mine, 0).to(device)
+        local = (labels[samples] - start).where(is_mine, 0)
+        margins = None if margin.class_margins is None else margin.class_margins[local]
+        local = local.to(device)
         position = local if classes is None else torch.searchsorted(classes, local)
         centers = (local[:, None] * k + torch.arange(k, device=device)).flatten()
         w = all_rows.values(centers).view(len(local), k, all_rows.dimension).to(unit)
@@ -337,10 +339,16 @@ class ShardedHead(Head):
                 return values
             return values.new_full(labels.shape, elsewhere).index_copy(0, samples, values)
 
-        cosines = sum_over_ranks(spread(c), self.group) if margin.needs_all_cosines else None
+        cosines = None
+        if margin.needs_all_cosines:
+            parts = [c] if margins is None else [c, margins]
+            cosines, *others = sum_over_ranks(torch.stack([spread(part) for part in parts]), self.group)
+            margin.margin = others[0] if others else margin.margin  # of the global batch, for `hard`
         if self.training:
             margin.observe(cosines, length)
         hard = None if cosines is None else margin.hard(cosines)
+        if margins is not None:
+            margin.margin = margins
         with torch.enable_grad():
             inputs = [c.requires_grad_(), length[samples].requires_grad_()]
             psi = margin.shared_target(*inputs)

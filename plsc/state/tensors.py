@@ -46,7 +46,7 @@ def collect_tensors(
     rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
     for of, head in heads.by_name.items():
         row_optimizer = heads.rows.get(of)
-        tensors |= {Role(STATISTICS, name, of): buffer for name, buffer in head.named_buffers()}
+        tensors |= {Role(STATISTICS, name, of): buffer for name, buffer in head.statistics().items()}
         for name, parameter in head.named_parameters():
             if head.file is not None and name == "weight":
                 continue

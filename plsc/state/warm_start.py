@@ -141,7 +141,7 @@ def _take_head(
         order = orders.get(of, np.arange(head.class_num))
         for name, parameter in head.named_parameters():
             rows[f"{prefix}.{name}"] = (parameter.detach(), head, order)
-        whole.update({f"{prefix}.{name}": tensor for name, tensor in head.named_buffers()})
+        whole.update({f"{prefix}.{name}": tensor for name, tensor in head.statistics().items()})
     for name, parts in tensors.items():
         here, owner, order = rows.get(name, (whole.get(name), None, _NONE))
         if here is None:

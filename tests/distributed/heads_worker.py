@@ -1,8 +1,12 @@
-"""Compare every head with the reference implementation on these ranks; exit with 1 if they differ."""
+"""Compare every head with the reference implementation on these ranks; exit with 1 if they differ.
+
+Argument "margins per class": only those.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 
 import pytest
@@ -27,6 +31,7 @@ from tests import reference
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 DIMENSION, RATE, DECAY = 6, 0.1, 0.01
+ONE_MARGIN = ("arcface", "cosface", "sphereface", "adaface", "curricularface")
 
 
 def fill(head: torch.nn.Module, whole: torch.nn.Module, start: int, stop: int) -> None:
@@ -50,17 +55,33 @@ def global_batch(classes: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     return embeddings, torch.randint(classes, (total,), generator=generator)
 
 
+def margins_per_class(name: str, classes: int) -> torch.Tensor | None:
+    """Return different margins from 0 to 1.5 (sphereface: from 1 to 2.5); None if the loss has none."""
+    lowest = 1.0 if name == "sphereface" else 0.0
+    return lowest + 1.5 * torch.rand(classes, dtype=torch.float64) if name in ONE_MARGIN else None
+
+
 def check_sharded(
-    world: World, name: str, classes: int, centers: int, sizes: list[int], ratio: float, keep: bool
+    world: World,
+    name: str,
+    classes: int,
+    centers: int,
+    sizes: list[int],
+    ratio: float,
+    keep: bool,
+    per_class: bool = False,
 ) -> None:
     """Compare loss, gradient of the embeddings, accuracy and class weights after an update, in fp64."""
     where = f"{name}, {classes} x {centers}, {sizes}, ratio {ratio}, keep {keep}, rank {world.rank}"
     whole = filled_whole(name, classes, centers)
     start, stop = class_ranges(classes, world.size)[world.rank]
+    margin, margins = build_margin(name), margins_per_class(name, classes) if per_class else None
+    if margins is not None:
+        margin.set_class_margins(margins)
     head = ShardedHead(
         classes,
         DIMENSION,
-        build_margin(name),
+        margin,
         centers=centers,
         sampling=Sampling(ratio),
         execution=Execution(tile=5, keep_bytes=10**6 * keep),
@@ -89,7 +110,9 @@ def check_sharded(
     assert ratio < 1 or everywhere.all()
 
     embeddings.requires_grad_()
-    truth = reference.mean_loss(head.margin, embeddings, whole.weight, whole.bias, labels, allowed=everywhere)
+    truth = reference.mean_loss(
+        head.margin, embeddings, whole.weight, whole.bias, labels, everywhere, class_margins=margins
+    )
     truth.backward()
     torch.testing.assert_close(output.mean_loss, truth.detach(), **CLOSE)
     torch.testing.assert_close(local.grad, embeddings.grad[mine], **CLOSE)
@@ -111,7 +134,8 @@ def check_sharded(
     assert output.batch == sum(sizes), where
     check_left_out(head, output, embeddings, whole, labels, everywhere)
     # The margin's statistics must be identical on all ranks.
-    for buffer in head.margin.buffers():
+    assert margins is None or head.margin.class_margins.equal(margins[start:stop]), where
+    for buffer in head.statistics().values():
         parts = gather_rows(buffer.view(1, -1), [1] * world.size, world.head_group)
         assert (parts == parts[0]).all(), where
 
@@ -147,10 +171,13 @@ def top5_accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return float((classes == labels[:, None]).any(dim=1).float().mean())
 
 
-def check_dense(world: World, name: str, sizes: list[int]) -> None:
+def check_dense(world: World, name: str, sizes: list[int], per_class: bool = False) -> None:
     """Compare the replicated head."""
     whole = filled_whole(name, 12, 1)
-    head = build_head(name, 12, DIMENSION, row_dtype=torch.float64, group=world.head_group)
+    margin, margins = build_margin(name), margins_per_class(name, 12) if per_class else None
+    if margins is not None:
+        margin.set_class_margins(margins)
+    head = build_head(name, 12, DIMENSION, margin=margin, row_dtype=torch.float64, group=world.head_group)
     fill(head, whole, 0, 12)
     embeddings, labels = global_batch(12, sum(sizes))
     first = sum(sizes[: world.rank])
@@ -160,7 +187,9 @@ def check_dense(world: World, name: str, sizes: list[int]) -> None:
     output.loss.backward()
     head.sync_gradients()
     embeddings.requires_grad_()
-    truth = reference.mean_loss(head.margin, embeddings, whole.weight, whole.bias, labels)
+    truth = reference.mean_loss(
+        head.margin, embeddings, whole.weight, whole.bias, labels, class_margins=margins
+    )
     truth.backward()
     torch.testing.assert_close(output.mean_loss, truth.detach(), **CLOSE)
     torch.testing.assert_close(local.grad, embeddings.grad[mine], **CLOSE)
@@ -276,6 +305,15 @@ def main() -> None:
     world = World.from_environment("cpu")
     even, uneven = [3] * world.size, [2 + rank for rank in range(world.size)]
     with_empty = [4] + [0] * (world.size - 1)
+    for name in ONE_MARGIN:
+        torch.manual_seed(7)  # the margins are identical on all ranks
+        for classes, sizes in itertools.product((5, 23), (uneven, with_empty)):
+            check_sharded(world, name, classes, 1, sizes, 1.0, keep=False, per_class=True)
+        check_sharded(world, name, 23, 3, uneven, 0.3, keep=True, per_class=True)
+        check_dense(world, name, uneven, per_class=True)
+    if sys.argv[1:] == ["margins per class"]:
+        world.close()
+        return
     for loss_type in LOSS_TYPES:
         rows = build_head(loss_type, 23, DIMENSION, seed=5, group=world.head_group).weight
         whole = build_head(loss_type, 23, DIMENSION, seed=5).weight

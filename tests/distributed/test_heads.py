@@ -8,3 +8,8 @@ from tests.distributed.launch import run_ranks
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_head_equals_the_reference_on_uneven_shards_and_batches(ranks):
     run_ranks(Path(__file__).with_name("heads_worker.py"), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_margins_per_class_equal_the_reference_on_uneven_shards_and_batches(ranks):
+    run_ranks(Path(__file__).with_name("heads_worker.py"), ranks, "margins per class")

@@ -20,6 +20,7 @@ from plsc.heads import (
     ShardedHead,
     build_head,
     build_margin,
+    margins_of_counts,
     sharded,
 )
 from plsc.heads.base import effective_rank
@@ -475,3 +476,73 @@ def test_initial_class_weights_differ_by_seed_and_class():
     assert len(torch.unique(rows, dim=0)) == 9000
     assert not torch.equal(rows, initial_rows(1, 0, 9000, 4))
     assert rows.std().item() == pytest.approx(0.01, rel=0.05)
+
+
+ONE_MARGIN = ["arcface", "cosface", "sphereface", "adaface", "curricularface"]
+
+
+@pytest.mark.parametrize("name", MARGINS)
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_margins_per_class_equal_the_reference_in_fp32_or_are_refused(name, is_sharded):
+    margins = 1.0 + 0.5 * torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    margin = build_margin(name)
+    if name not in ONE_MARGIN:
+        with pytest.raises(OptionError, match=f"{name} has no margins per class; use another loss"):
+            margin.set_class_margins(margins)
+        return
+    margin.set_class_margins(margins)
+    # In 32 dimensions no cosine is close to 1, where slopes in fp32 are less accurate.
+    head = filled(build_head("dist_" * is_sharded + name, 7, 32, margin=margin, centers=2))
+    assert margin.class_margins.dtype == torch.float32
+    x, labels = batch(9, 32, 7)
+    small = x.detach().float().requires_grad_()
+    for share in (1.0, 0.3):
+        margin.share = share
+        output = head(small, labels)
+        exact = head.weight.detach().double().requires_grad_()
+        truth = reference.mean_loss(margin.double(), x, exact, None, labels, class_margins=margins)
+        margin.float()
+        torch.testing.assert_close(output.mean_loss.double(), truth.detach(), rtol=1e-5, atol=1e-5)
+        ours, theirs = gradients(output.loss, head, small), torch.autograd.grad(truth, [x, exact])
+        for mine, right in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ONE_MARGIN)
+@pytest.mark.parametrize("row_dtype", ["float32", "bfloat16", "float64"])
+def test_equal_margins_per_class_equal_one_margin_bit_for_bit(name, row_dtype):
+    value, found = 1.0 + 1 / 3, []
+    x, labels = batch(37, 6, 23)
+    for per_class in (False, True):
+        margin = build_margin(name, margin=value)
+        if per_class:
+            margin.set_class_margins(torch.full((23,), value, dtype=torch.float64))
+        head = ShardedHead(23, 6, margin, row_dtype=row_dtype, sampling=Sampling(0.9), offload=per_class)
+        filled(head)
+        embeddings = x.detach().to(torch.float64 if row_dtype == "float64" else torch.float32)
+        output = head(embeddings.requires_grad_(), labels)
+        found.append([output.mean_loss, *gradients(output.loss, head, embeddings)])
+        assert "margin.class_margins" not in head.state_dict()
+        assert "margin.class_margins" not in head.statistics()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_wrong_margins_per_class_are_refused_with_class_count_margin_and_range():
+    counts = torch.tensor([0, 16, 1])
+    margins = margins_of_counts(counts, a=2.0, b=0.5)
+    assert margins.tolist() == [2.5, 1.5, 2.5]
+    with pytest.raises(
+        OptionError, match=r"the margin of class 0 \(0 images\) of arcface is 2.5; .* at most 1.57"
+    ):
+        build_margin("arcface").set_class_margins(margins, counts)
+    for value in (-0.1, math.nan, math.inf):
+        with pytest.raises(
+            OptionError, match=r"the margin of class 1 of cosface is .* at least 0 and at most 2"
+        ):
+            build_margin("cosface").set_class_margins(torch.tensor([2.0, value, -5.0]))
+    with pytest.raises(OptionError, match=r"the margin of class 2 of sphereface is inf; .* at least 1"):
+        build_margin("sphereface").set_class_margins(torch.tensor([1.0, 50.0, math.inf]))
+    margin = build_margin("arcface")
+    margin.set_class_margins(torch.tensor([0.1, math.pi / 2]))
+    with pytest.raises(OptionError, match="2 margins for 3 classes; pass one margin per class"):
+        build_head("arcface", 3, 4, margin=margin)
