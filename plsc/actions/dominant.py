@@ -54,7 +54,8 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     counts = _count(run, head)
     plain = plain.changed({"head.sub_centers": 1})
     rows = run.heads.rows.get("")
-    run.options, run.heads = plain, build_heads(plain, head.class_num, (), world)
+    untrained = plain.changed({"head.class_margins": None})
+    run.options, run.heads = plain, build_heads(untrained, head.class_num, (), world, {})
     if isinstance(run.head, ShardedHead):
         copy_dominant(head, rows, counts, run.head, run.heads.rows.get(""))
         run.head.computed_by = head.computed_by

@@ -19,6 +19,16 @@ def _loss_arguments(values: dict[str, Any]) -> str | None:
     return f"other arguments than {own}, which is head.{own}" if own else None
 
 
+def _class_margins(values: dict[str, Any]) -> str | None:
+    if values.keys() == {"file"} and isinstance(values["file"], str):
+        return None
+    is_formula = "a" in values and values.keys() <= {"a", "b"}
+    is_formula = is_formula and all(
+        isinstance(one, (int, float)) and abs(one) < 1e6 for one in values.values()
+    )
+    return None if is_formula and values["a"] >= 0 else "numbers a, at least 0, and b; or file"
+
+
 def sample_ratios(value: float | dict[str, Any]) -> dict[int, float]:
     """Return the sample ratios by the step from which each is used; of a number, from step 0."""
     return {int(step): ratio for step, ratio in value.items()} if isinstance(value, dict) else {0: value}
@@ -30,14 +40,8 @@ def _ratio(value: float | dict[str, Any]) -> str | None:
         is_valid = min(ratios) == 0 and all(0 < ratio <= 1 for ratio in ratios.values())
     except (TypeError, ValueError):  # not numbers, or none
         is_valid = False
-    return (
-        None
-        if is_valid
-        else (
-            "a number greater than 0 and at most 1, or such numbers by their first step, of which one is 0: "
-            "{0: 1.0, 2000: 0.1}"
-        )
-    )
+    numbers = "a number greater than 0 and at most 1"
+    return None if is_valid else f"{numbers}, or such numbers by their first step: {{0: 1.0, 2000: 0.1}}"
 
 
 SHARDED = Need(
@@ -94,6 +98,13 @@ class HeadOptions:
         "paper's value, 0.5 for arcface",
         "set_margin(margin)",
         at_least(0),
+    )
+    class_margins: dict[str, Any] | None = of_run(  # noqa: RUF009
+        None,
+        "margins per class instead of head.margin, of any loss with that argument: {a: 0.5, b: 0.05} for "
+        "a n^(-1/4) + b, n images of the class (LDAM); or {file: m.npy}, one margin per class",
+        "set_class_margins(**class_margins)",
+        _class_margins,
     )
     # None: `count_classes` in plsc/run/classes.py decides.
     class_num: int | None = of_run(

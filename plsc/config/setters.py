@@ -73,6 +73,13 @@ class Setters:
         """
         self.options.set("head.margin", margin)
 
+    def set_class_margins(self, **arguments: Any) -> None:
+        """Set ``head.class_margins``: margins per class instead of head.margin, of any loss with that
+        argument: {a: 0.5, b: 0.05} for a n^(-1/4) + b, n images of the class (LDAM); or {file: m.npy},
+        one margin per class. Default: None.
+        """
+        self.options.set("head.class_margins", arguments or None)
+
     def set_class_num(self, num: int | None) -> None:
         """Set ``head.class_num``: number of classes; None: largest label + 1. Default: None."""
         self.options.set("head.class_num", num)

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -33,6 +36,7 @@ from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.transform import Transform
 from plsc.errors import DataError, OptionError
 from plsc.inputs import Input
+from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.run.build_heads import TrainingSet, margin_of, options_of
 from plsc.run.classes import OpenedCheckpoint, count_classes, count_named_classes, number_classes
@@ -69,6 +73,18 @@ class TrainingData:
     is_of_ranks: bool = False
     sets: list[TrainingSet] = field(default_factory=list)
     class_names: dict[str, ClassNames] = field(default_factory=dict)
+
+    def count_images(self, world: World) -> dict[str, Tensor]:
+        """Return the images per class, int64 [C], by head; empty for a generator reader. A collective."""
+        if isinstance(self.loader, ReaderLoader):
+            return {}
+        labels = self.loader.source.labels()
+        is_good = (labels >= 0) & (labels < self.class_num)
+        counts = torch.from_numpy(np.bincount(labels[is_good], minlength=self.class_num))
+        if self.is_of_ranks:
+            counts = sum_over_ranks(counts.to(world.device), world.head_group).cpu()
+        sizes = {one.name: one.class_num for one in self.sets} or {"": self.class_num}
+        return dict(zip(sizes, counts.split(list(sizes.values())), strict=True))
 
 
 def is_generator_reader(reader: Any, name: str) -> bool:

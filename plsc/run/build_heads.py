@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Checker, Role
@@ -16,7 +18,7 @@ from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options, all_options, find_option
 from plsc.config.data import HEAD_OPTIONS, DataSet, read_data_sets
 from plsc.config.head import SHARDED, sample_ratios
-from plsc.errors import CheckpointError, OptionError, suggest
+from plsc.errors import CheckpointError, OptionError, refusing, suggest
 from plsc.heads import (
     MARGINS,
     ROW_OPTIMIZERS,
@@ -29,7 +31,7 @@ from plsc.heads import (
     build_margin,
 )
 from plsc.heads.joint import Heads
-from plsc.heads.margins import Margin
+from plsc.heads.margins import Margin, margins_of_counts
 from plsc.heads.weights import scale_bytes
 from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
@@ -64,6 +66,10 @@ def margin_of(options: Config) -> Margin:
     head = options.head
     name = head.loss_type.removeprefix("dist_")
     has = margin_arguments(name)
+    if head.class_margins is not None and "margin" not in has:
+        raise OptionError(f"head.class_margins is set, but {name} has no single margin; use another loss")
+    if head.class_margins is not None and "head.margin" in options.explicit:
+        raise OptionError("head.margin and head.class_margins are both set; remove one of them")
     given = dict(head.loss_arguments or {})
     if "head.scale" in options.explicit or "scale" in has:
         given["scale"] = head.scale  # its default here differs from that of the margin classes
@@ -107,9 +113,11 @@ def options_of(options: Config, dataset: DataSet) -> Config:
     name = loss_type.removeprefix("dist_")
     left_out = {"train.epoch_steps"}
     if name != options.head.loss_type.removeprefix("dist_"):
-        left_out.update(("head.margin", "head.loss_arguments"))
+        left_out.update(("head.margin", "head.class_margins", "head.loss_arguments"))
         if "scale" not in margin_arguments(name):
             left_out.add("head.scale")
+    if dataset.margin is not None:
+        left_out.add("head.class_margins")
     if not loss_type.startswith("dist_"):
         left_out.update(ONLY_SHARDED)
     given = {f"head.{key}": getattr(dataset, key) for key in HEAD_OPTIONS}
@@ -123,12 +131,18 @@ def options_of(options: Config, dataset: DataSet) -> Config:
     )
 
 
-def build_heads(options: Config, class_num: int, sets: Sequence[TrainingSet], world: World) -> Heads:
-    """Return the heads on their device, one per dataset of `sets`, and the optimizers of their rows."""
+def build_heads(
+    options: Config, class_num: int, sets: Sequence[TrainingSet], world: World, counts: Mapping[str, Tensor]
+) -> Heads:
+    """Return the heads on their device, one per dataset of `sets`, and the optimizers of their rows.
+
+    counts: images per class by head, for `head.class_margins`; empty if unknown.
+    """
     named = {one.name: (one.options, one.class_num, one.seed) for one in sets}
     named = named or {"": (options, class_num, options.train.seed)}
     heads = {
-        name: _build_one(name, own, classes, world, seed) for name, (own, classes, seed) in named.items()
+        name: _build_one(name, own, classes, world, seed, counts.get(name))
+        for name, (own, classes, seed) in named.items()
     }
     rows = {
         name: _row_optimizer(named[name][0], head)
@@ -138,8 +152,25 @@ def build_heads(options: Config, class_num: int, sets: Sequence[TrainingSet], wo
     return Heads(heads, rows, world.head_group)
 
 
-def _build_one(name: str, options: Config, class_num: int, world: World, seed: int) -> Head:
+def _class_margins(wanted: Mapping[str, Any], counts: Tensor | None) -> Tensor:
+    """Return the margins of `head.class_margins` [C]; counts: images per class [C], None if unknown."""
+    if "file" in wanted:
+        with refusing(f"cannot read {wanted['file']}", "expected a .npy file with one margin per class"):
+            return torch.from_numpy(np.load(wanted["file"], allow_pickle=False))
+    if counts is None:
+        raise OptionError(
+            "head.class_margins has a, but the images per class of a generator reader are unknown; set file"
+        )
+    return margins_of_counts(counts, **wanted)
+
+
+def _build_one(
+    name: str, options: Config, class_num: int, world: World, seed: int, counts: Tensor | None
+) -> Head:
     head, dtype = options.head, getattr(torch, options.runtime.dtype)
+    margin = margin_of(options)
+    if head.class_margins is not None:
+        margin.set_class_margins(_class_margins(head.class_margins, counts), counts)
     file = None
     if head.weights_file is not None:
         classes = range(*class_range(class_num, world.rank, world.size))
@@ -151,7 +182,7 @@ def _build_one(name: str, options: Config, class_num: int, world: World, seed: i
         head.loss_type,
         class_num,
         options.model.emb_size,
-        margin=margin_of(options),
+        margin=margin,
         centers=head.sub_centers,
         sampling=sampling_of(options),
         execution=Execution(head_products(options), int(head.keep_mb * 2**20), kernels=head.kernels),
@@ -200,7 +231,9 @@ def load_head(path: Path, manifest: Manifest, world: World, name: str = "") -> H
     weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight", name).key)
     if weight is None or len(weight.shape) not in (2, 3):
         raise check.wrong("its class weights are damaged")
-    options = Options().resolve({"head": manifest.options.get("head")})  # other options may name code
+    wanted = Options()
+    wanted.set("head.class_margins", None)  # only for training; may name a file
+    options = wanted.resolve({"head": manifest.options.get("head")})  # other options may name code
     if name:
         data = check.mapping(manifest.options.get("data"), "the data options")
         saved = read_data_sets(find_option("data.datasets").saved(data.get("datasets")))

@@ -121,7 +121,8 @@ def build_run(
     total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)
     # For example a plsc.heads.ShardedHead and its RowSGD; one head per dataset.
-    heads = build_heads(options, data.class_num, data.sets, world)
+    counts = {} if options.head.class_margins is None else data.count_images(world)
+    heads = build_heads(options, data.class_num, data.sets, world, counts)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
     # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
     trained_network, sharding_note = distribute_backbone(network, options, world, global_batch)

@@ -1,14 +1,20 @@
 """What a run chooses of its learning rate, warm-ups and scale: said at its start, kept by its checkpoints."""
 
 import json
+import math
 
+import numpy as np
 import pytest
+import torch
 
 from plsc.checkpoint import read_manifest
-from plsc.errors import OptionError
+from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
+from plsc.run.build_heads import load_head
+from plsc.run.run import build_run
+from plsc.run.user_parts import UserParts
 from tests.images import write_dataset
-from tests.resuming import different, losses_of, options_of, saved_at, train
+from tests.resuming import Drawing, different, losses_of, options_of, saved_at, tensors_of, train
 
 WORLD = World.single()
 
@@ -94,3 +100,78 @@ def test_a_scale_that_is_neither_auto_nor_positive_is_refused(dataset, tmp_path)
     for value in ("fast", 0, -1.0):
         with pytest.raises(OptionError, match="expected a number greater than 0, or 'auto'"):
             options(dataset, tmp_path, head__scale=value)
+
+
+@pytest.mark.parametrize("loss_type", ["dist_curricularface", "adaface"])
+def test_margins_per_class_follow_the_images_and_resume_to_the_same_bits(loss_type, tmp_path):
+    folder = write_dataset(tmp_path / "set", classes=6, per_class=4)
+    lines = (folder / "label.txt").read_text().splitlines(keepends=True)
+    (folder / "label.txt").write_text("".join(lines[3:]))  # class 0 keeps one image
+    expected = [0.6, *[0.5 / math.sqrt(2) + 0.1] * 5, 0.6]  # class 6 has none
+    settings = {"head__loss_type": loss_type, "head__class_num": 7, "checkpoint__every_n_steps": 3}
+    formula = {**settings, "head__class_margins": {"a": 0.5, "b": 0.1}, "checkpoint__keep_last": -1}
+    run = build_run(options(folder, tmp_path, **formula).resolve(), WORLD, UserParts(Drawing()))
+    assert run.head.margin.class_margins.tolist() == pytest.approx(expected)
+    np.save(tmp_path / "m.npy", expected)
+    file = {**settings, "head__class_margins": {"file": str(tmp_path / "m.npy")}}
+    train(options(folder, tmp_path / "file", **file), WORLD)
+    train(options(folder, tmp_path / "whole", **formula), WORLD)
+    train(options(folder, tmp_path / "plain", **settings), WORLD)
+    assert losses_of(tmp_path / "file") == losses_of(tmp_path / "whole") != losses_of(tmp_path / "plain")
+    load_dir = {"checkpoint__load_dir": str(saved_at(tmp_path / "whole", 3))}
+    train(options(folder, tmp_path / "resumed", **load_dir), WORLD)  # with the margins of the checkpoint
+    assert different(tmp_path / "resumed/1", tmp_path / "whole/1") == []
+    assert not any("class_margins" in key for _, key in tensors_of(tmp_path / "whole/1"))
+    load_dir = {"checkpoint__load_dir": str(saved_at(tmp_path / "file", 8))}
+    with pytest.raises(CheckpointError, match="no other strings; to use this value, set it here"):
+        train(options(folder, tmp_path / "path", **load_dir, train__epochs=3), WORLD)
+    path, manifest = saved_at(tmp_path / "file", 8), read_manifest(tmp_path / "file/1")
+    assert load_head(path, manifest, WORLD).margin.class_margins is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head__margin": 0.3}, "head.margin and head.class_margins are both set; remove one of them"),
+        ({"head__loss_type": "dist_magface"}, "head.class_margins is set, but magface has no single margin"),
+        ({"head__loss_type": "softmax"}, "head.class_margins is set, but softmax has no single margin"),
+        ({}, r"the margin of class 0 \(4 images\) of arcface is 2.12132; .* at least 0 and at most 1.57"),
+        ({"head__class_margins": {"file": "m.npy"}}, "5 margins for 6 classes; pass one margin per class"),
+        ({"head__class_margins": {"file": "no.npy"}}, "cannot read no.npy: FileNotFoundError"),
+        (
+            {"head__class_margins": {"file": "bad.npy"}},
+            "cannot read bad.npy: ValueError.*expected a .npy file",
+        ),
+        ({"reader": lambda: None}, "images per class of a generator reader are unknown; set file"),
+    ],
+)
+def test_wrong_margins_per_class_are_refused(changes, message, dataset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("m.npy", np.full(5, 0.5))
+    np.save("bad.npy", np.array([{}], dtype=object))
+    changes = {"head__class_margins": {"a": 3}, **changes}
+    user = UserParts(Drawing(), train_reader=changes.pop("reader", None))
+    if user.train_reader:
+        changes["head__class_num"] = 6
+    with pytest.raises(OptionError, match=message):
+        build_run(options(dataset, tmp_path / "run", **changes).resolve(), WORLD, user)
+
+
+@pytest.mark.parametrize(
+    "values", [{"b": 0.1}, {"a": -1}, {"a": 1, "file": "x"}, {"a": "1"}, {"file": 3}, {}]
+)
+def test_margins_per_class_are_a_formula_or_a_file(values, dataset, tmp_path):
+    with pytest.raises(OptionError, match="expected numbers a, at least 0, and b; or file"):
+        options(dataset, tmp_path, head__class_margins=values)
+
+
+def test_each_head_has_the_margins_of_its_own_classes_unless_its_dataset_sets_one(tmp_path):
+    for name, images in {"one": 1, "many": 16, "other": 2}.items():
+        write_dataset(tmp_path / name, classes=3, per_class=images)
+    sets = [{"name": name, "path": str(tmp_path / name)} for name in ("one", "many", "other")]
+    sets[2]["margin"] = 0.3
+    made = options("unused", tmp_path, data__datasets=sets, head__class_margins={"a": 0.4})
+    heads = build_run(made.resolve(), WORLD, UserParts(Drawing())).heads.by_name
+    margins = [head.margin.class_margins for head in heads.values()]
+    assert torch.cat(margins[:2]).tolist() == pytest.approx([0.4] * 3 + [0.2] * 3)
+    assert (margins[2], heads["other"].margin.margin) == (None, 0.3)
