@@ -20,7 +20,8 @@ import time
 import torch
 from torch.nn.functional import normalize
 
-from plsc.heads import ArcFace, RowSGD, Sampling, ShardedHead, sharded
+from plsc.heads import RowSGD, Sampling, ShardedHead, sharded
+from plsc.heads.margins import ArcFace
 
 DIMENSION, BATCH, WINDOWS, RATIO = 64, 128, 200, 0.1
 
@@ -35,16 +36,17 @@ def state(classes: int, group: int, spread: float) -> torch.Tensor:
 
 def from_sampled(head: ShardedHead, unit: torch.Tensor, labels: torch.Tensor) -> float:
     """Return the mean share that the sampled classes suggest: each random one stands for several others."""
-    rows = head.contexts[-1].rows
-    cosines = unit @ normalize(rows.weight[rows.selected]).T
-    is_label = rows.selected[None] == labels[:, None]
+    drawn = head.contexts[-1].rows.selected
+    assert drawn is not None
+    cosines = unit @ normalize(head.weight.detach()[drawn]).T
+    is_label = drawn[None] == labels[:, None]
     own = 64 * torch.cos(torch.acos(cosines[is_label].clamp(-1, 1)) + 0.5)
     others = (64 * cosines).masked_fill(is_label, -math.inf)
-    is_random = ~torch.isin(rows.selected, labels)
-    drawn, random = others.logsumexp(1), others[:, is_random].logsumexp(1)
+    is_random = ~torch.isin(drawn, labels)
+    random = others[:, is_random].logsumexp(1)
     population = head.class_num - len(labels.unique())
     left = random + math.log(population / int(is_random.sum()) - 1)
-    return float((left - torch.stack([own, drawn, left]).logsumexp(0)).exp().mean())
+    return float((left - torch.stack([own, others.logsumexp(1), left]).logsumexp(0)).exp().mean())
 
 
 def measure(classes: int, group: int, spread: float, noise: float) -> None:
