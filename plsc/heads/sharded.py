@@ -36,7 +36,7 @@ from plsc.seeds import hash_key
 from plsc.spans import span
 
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the largest float32 and bfloat16
-_MEASURED = 32  # samples of `HeadOutput.left_out`
+_MEASURED = 128  # samples of `HeadOutput.left_out`
 
 
 @dataclass
@@ -275,7 +275,7 @@ class ShardedHead(Head):
     ) -> tuple[Tensor, Tensor]:
         """Return `HeadOutput.left_out` and `left_out_error`; a collective.
 
-        Measured on 32 samples with all class weights: sampled classes cannot tell, as a rare hard class is
+        Measured on 128 samples with all class weights: sampled classes cannot tell, as a rare hard class is
         either among them or not seen at all.
         """
         queries, device = target.queries, rows.device
