@@ -5,8 +5,8 @@
 States of training are imitated: class weights in groups of similar classes (64 dimensions), embeddings that
 are class weights with more or less noise; ArcFace, scale 64, sample ratio 0.1, batch 128.
 In each of 200 windows, the head measures all images of another batch with another draw. The truth is the mean
-over all windows. Bound, set before measuring: the 95 % interval covers the truth in 90 to 98 % of the windows,
-in all states in which at least 1 % is left out: a smaller share is that of one image in hundreds. (With 32
+over all windows. Bound, set before measuring: the 95 % interval covers the truth in 90 to 98 % of the windows
+of all states in which at least 1 % is left out: a smaller share is that of one image in hundreds. (With 32
 instead of 128 images, it was 90 % where 0.9 is left out.)
 
 Beside it, the estimate from the sampled classes alone (their softmax mass divided by the sample ratio), which
