@@ -232,8 +232,7 @@ class Proposals:
 
     def _add(self, change: Change) -> bool:
         """Add a change, unless there is one of the same image or class; return whether it was added."""
-        subject = (change.image, "" if change.image else change.of)
-        return self._by_subject.setdefault(subject, change) is change
+        return self._by_subject.setdefault(change.subject, change) is change
 
     def merged(self, labels: np.ndarray) -> np.ndarray:
         """Return the labels after the merges."""
