@@ -255,8 +255,8 @@ class Proposals:
             is_exact = images.pixels.digests[one] == images.pixels.digests[other]
             reason = f"{'exact' if is_exact else 'near'} duplicate of {images.path(stays)}"
             self._add(Change("remove", sure, images.path(gone), images.of(gone), "", reason))
-            rows = [(images.of(stays), [stays]), (f"{images.of(gone)} (removed)", [gone])]
-            part.add(sure, f"{images.path(gone)}: {reason}", (images.row(*row) for row in rows))
+            rows = images.row(images.of(stays), [stays]), images.row(f"{images.of(gone)} (removed)", [gone])
+            part.add(sure, f"{images.path(gone)}: {reason}", rows)
         return part
 
     def same(self, found: Found, kept: np.ndarray) -> Part:
@@ -288,8 +288,8 @@ class Proposals:
             for row in smaller[label].tolist():
                 self._add(Change("move", sure, images.path(row), name, new, "two classes in one"))
             others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
-            rows = ((name, others), (new, smaller[label]))
-            part.add(sure, f"divide {name} into {name} and {new}", (images.row(*row) for row in rows))
+            rows = images.row(name, others), images.row(new, smaller[label])
+            part.add(sure, f"divide {name} into {name} and {new}", rows)
         return part
 
     def lost(self, found: Found) -> Part:
@@ -329,11 +329,10 @@ class Proposals:
         text = f"The changes remove them from {mine.place}."
         parts = [Part("Shared classes", text), Part("Shared images", text)]
         for sure, (one, other) in _each(classes):
-            match = theirs.listing.classes[other - len(self._names)]
-            reason = f"class {match} of {theirs.place}"
+            match = other - len(self._names)
+            reason = f"class {theirs.listing.classes[match]} of {theirs.place}"
             if self._add(Change("remove", sure, "", self._names[one], "", reason)):
-                sides = ((mine, one), (theirs, other - len(self._names)))
-                examples = (side.examples(label) for side, label in sides)
+                examples = (side.examples(label) for side, label in ((mine, one), (theirs, match)))
                 parts[0].add(sure, f"{self._names[one]} is {reason}", examples)
         for sure, (one, other) in _each(found):
             reason = f"{theirs.path(other)} of {theirs.place}"
