@@ -19,6 +19,7 @@ from plsc.clean.faults import (
     View,
     classes_without_centre,
     compare_labels,
+    likely_classes,
     mixed_classes,
     nearest,
     same_classes,
@@ -67,7 +68,7 @@ def main() -> None:
     wrong = wrong_labels(first)
     kept[wrong.subjects[:, 0]] = False
     done("wrong labels")
-    compare_labels(views, labels, kept, classes)
+    likely_classes(views, labels, kept, classes)
     done("likely classes")
     same_classes(views, labels, kept, classes)
     done("two classes that are one")

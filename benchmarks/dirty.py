@@ -1,8 +1,8 @@
 """Find planted faults in glyphs: recall at precision 0.95, against two baselines; and train after applying.
 
     python demo/make_glyphs.py build/dirty/glyphs --images-per-class 30 --classes 1700
-    python benchmarks/dirty_data.py build/dirty/glyphs build/dirty/2 --seed 2
-    python benchmarks/dirty.py build/dirty/2 --cleanlab cleanlab/bin/python --unseen build/dirty/glyphs/unseen
+    python benchmarks/dirty_data.py build/dirty/glyphs build/dirty/3 --seed 3
+    python benchmarks/dirty.py build/dirty/3 --cleanlab cleanlab/bin/python --unseen build/dirty/glyphs/unseen
 
 1. `plsc data split --halves`; a network for each half (SmallResNet, 4 epochs, otherwise as in the demo);
    `plsc data clean --second`; for dirty/ and clean/.
@@ -16,7 +16,11 @@
 
 Bounds, set before measuring: for every kind, recall at precision 0.95 above both baselines; in clean/,
 proposals for at most 0.5 % of the images; after applying, at least 80 % of the gap of TAR between dirty and
-clean, if the gap exceeds five standard errors. Development used seed 1; what is reported is seed 2.
+clean, if the gap exceeds five standard errors.
+
+Development used seed 1. The first report, of seed 2, missed the last bound (77 %). Since then images are moved
+to a part of a divided class (tried on seed 1: 95.3 % TAR, if an image is moved from a probability of 0.5, 0.8
+or 0.9 on; so 0.5 stays). What is reported now is seed 3.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +144,12 @@ def ours(images: Any, truth: Truth) -> None:
     same = same_classes(views, labels, kept, classes)
     proposals = Proposals(images)
     proposals.same(same, kept)
-    again = compare_labels(views, proposals.merged(labels), kept, classes)
+    mixed, smaller = mixed_classes(views, labels, kept, classes)
+    proposals.mixed(mixed, smaller)
+    divided, names = proposals.divided.labels, proposals.divided.listing.classes
+    again = compare_labels(views, proposals.merged(divided), kept, len(names))
+    parts_of = np.array([truth.names.index(name.split("_")[0]) for name in names])  # of a part of a class
+    again = replace(again, likely=proposals.merged(parts_of[again.likely]))
     copies = planted_copies(images.source, images.numbers, images.pixels)
     doubled, _ = find_duplicates(views, images.pixels, copies)
     kinds = {
@@ -151,7 +161,7 @@ def ours(images: Any, truth: Truth) -> None:
             None,
         ),
         "classes that are two": (
-            mixed_classes(views, labels, kept, classes)[0],
+            mixed,
             lambda found: truth.mixed(found.subjects[:, 0]),
             None,
         ),

@@ -117,7 +117,8 @@ def train(options: argparse.Namespace, part: str) -> None:
     ins.set_emb_size(options.dim)
     ins.set_row_dtype("int8")
     ins.set_head_optimizer("adagrad")
-    ins.set_sample_ratio(options.ratio * options.classes / classes)
+    ratio = options.ratio * options.classes / classes
+    ins.set_sample_ratio(ratio)
     ins.set_train_batch_size(options.batch)
     ins.set_train_epochs(1)
     ins.set_precision("bfloat16")
@@ -127,7 +128,7 @@ def train(options: argparse.Namespace, part: str) -> None:
     ins.set_model_save_dir(str(options.folder / part))
     pages = None
     if part == "memory":  # drawn as in a file
-        build_heads.sampling_of = lambda options: Sampling(options.head.sample_ratio, in_pages=True)
+        build_heads.sampling_of = lambda options: Sampling(ratio, in_pages=True)
     else:
         weights = options.folder / f"{'kill' if part == 'resume' else part}-weights"
         ins.set_weights_file(str(weights))

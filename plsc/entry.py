@@ -206,7 +206,7 @@ class Entry(OriginalSetters):
         loss_type: str | None = None,
         margin: float | None = None,
         scale: float | str | None = None,
-        sample_ratio: float | None = None,
+        sample_ratio: float | dict[int, float] | None = None,
     ) -> None:
         """Add a dataset to ``data.datasets``, to train on several datasets with one head each.
 
@@ -218,7 +218,7 @@ class Entry(OriginalSetters):
             loss_type: loss of its head; None: that of the run. Likewise margin, scale and sample_ratio.
             margin: margin of its head.
             scale: scale of its head.
-            sample_ratio: share of its classes that are sampled in a step.
+            sample_ratio: share of its classes that are sampled in a step, or shares by their first step.
 
         Raises OptionError for a name that is used already, or an invalid value. See docs/several.md.
         """

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from plsc.config import Config, Options
+from plsc.config.head import sample_ratios
 from plsc.config.optim import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
@@ -254,7 +255,8 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
     b, b_local = _batch_of(config, ranks)
     local = -(-head.class_num // ranks)  # classes of the first rank, which has the most
     per_class = _bytes_per_class(config)
-    n = max(math.ceil(local * head.sample_ratio), min(b, local)) * k  # the classes of the batch are included
+    ratio = max(sample_ratios(head.sample_ratio).values())
+    n = max(math.ceil(local * ratio), min(b, local)) * k  # the classes of the batch are included
     kept = 2 * n * b
     if kept > head.keep_mb * 2**20:
         kept = 0
@@ -274,8 +276,8 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
     if kept:
         step["kept softmax terms"] = kept
     is_copied = head.offload or head.weights_file is not None
-    if head.sample_ratio < 1 or is_copied:
-        step["indices of the sampled classes"] = n * _INDEX * (_DRAW_INDICES if head.sample_ratio < 1 else 1)
+    if ratio < 1 or is_copied:
+        step["indices of the sampled classes"] = n * _INDEX * (_DRAW_INDICES if ratio < 1 else 1)
     copies = n // k * sum(per_class.values())
     if is_copied:
         step |= {f"copy of {name}": n // k * size for name, size in per_class.items()}

@@ -11,6 +11,7 @@ true faults have. See `how_sure`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ _RECALL, _SAMPLE = 0.98, 1000
 _CLASSES = 10  # neighbours of a class that may be the same
 _MEMBERS = 256  # images of a class that are compared with each other
 _ROWS = 2**14
+_KEPT = 100_000  # images that tell how often the nearest class is right
 _WORST_FIT = 2.5
 LEAST_SURE = 0.5  # of what is proposed
 _LEAST = 3  # faults above a level, so that chance does not decide
@@ -123,16 +125,18 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
     """Return cosines and numbers of the k nearest rows, [n, k], and the measured recall.
 
     From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
-    queries. A row may then be repeated, with cosine -1.
+    queries; if that is a quarter of them, exact search is faster. A row may be repeated, with cosine -1.
     """
     faiss = import_faiss()
+    from faiss.contrib.big_batch_search import big_batch_search
+
     k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
     if len(rows) <= _EXACT:
         return (*faiss.knn(queries, rows, k, metric), 1.0)
     rng = np.random.default_rng(0)
     lists = int(2 * np.sqrt(len(rows)))
     index = faiss.IndexIVFScalarQuantizer(
-        faiss.IndexFlatIP(rows.shape[1]), rows.shape[1], lists, faiss.ScalarQuantizer.QT_fp16, metric
+        faiss.IndexFlatIP(rows.shape[1]), rows.shape[1], lists, faiss.ScalarQuantizer.QT_fp16, metric, False
     )
     index.cp.niter = 5
     trained = rng.choice(len(rows), min(len(rows), 39 * lists), replace=False)
@@ -141,12 +145,14 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
     some = queries[rng.choice(len(queries), min(_SAMPLE, len(queries)), replace=False)]
     exact = faiss.knn(some, rows, k, metric)[1]
     recall, index.nprobe = 0.0, 2
-    while recall < _RECALL and index.nprobe < lists:
-        index.nprobe = min(2 * index.nprobe, lists)
+    while recall < _RECALL:
+        index.nprobe *= 2
+        if index.nprobe >= lists // 4:
+            return (*faiss.knn(queries, rows, k, metric), 1.0)
         found = index.search(some, k)[1]
         recall = float(np.mean([np.isin(a, b).mean() for a, b in zip(exact, found, strict=True)]))
-    parts = [index.search(queries[first : first + _ROWS], k) for first in range(0, len(queries), _ROWS)]
-    cosines, numbers = (np.concatenate(one) for one in zip(*parts, strict=True))
+    with redirect_stdout(None):  # it prints its progress
+        cosines, numbers = big_batch_search(index, queries, k)  # matrix products, list by list
     missing = numbers < 0  # the lists had fewer than k rows
     return np.where(missing, -1, cosines), np.where(missing, numbers[:, :1], numbers), recall
 
@@ -218,24 +224,27 @@ class Labels:
 def compare_labels(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int) -> Labels:
     """Compare each image with the centres of the classes, which are those of the kept images."""
     real, whole = np.float32, np.int64
-    found = Labels(*(np.empty(len(labels), kind) for kind in (real, real, whole, real, real)))
+    found = Labels(*(np.zeros(len(labels), kind) for kind in (real, real, whole, real, real)))
+    found.own[:] = np.nan
     rng = np.random.default_rng(1)
     for view in views:
         centres = _Centres.of(view.unit, labels, kept, classes)
         unit = _normalised(centres.sums)
-        cosines, numbers, _ = nearest(view.unit, unit, 3)
-        cosines[numbers == labels[:, None]] = -2
+        judged = np.flatnonzero(view.unseen)
+        cosines, numbers, _ = nearest(view.unit[judged], unit, 3)
+        cosines[numbers == labels[judged, None]] = -2
         order = np.argsort(-cosines, 1)
         best = np.take_along_axis(cosines, order, 1)
         likely = np.take_along_axis(numbers, order, 1)[:, 0]
-        for first in range(0, len(labels), _ROWS):
-            rows = first + np.flatnonzero(view.unseen[first : first + _ROWS])
+        for first in range(0, len(judged), _ROWS):
+            some = slice(first, first + _ROWS)
+            rows = judged[some]
             images, own = view.unit[rows], labels[rows]
             others = centres.sums[own] - images * kept[rows, None]
             cosine = np.einsum("nd,nd->n", _normalised(others), images)
             found.own[rows] = np.where(centres.counts[own] > kept[rows], cosine, np.nan)
-            found.other[rows], found.likely[rows] = best[rows, 0], likely[rows]
-            found.lead[rows] = best[rows, 0] - best[rows, :2][:, -1]  # one class has no other one
+            found.other[rows], found.likely[rows] = best[some, 0], likely[some]
+            found.lead[rows] = best[some, 0] - best[some, :2][:, -1]  # one class has no other one
             wrong = (own + rng.integers(1, max(classes, 2), len(rows))) % classes
             random = np.einsum("nd,nd->n", unit[wrong], images)
             found.planted[rows] = np.fmax(found.own[rows], found.other[rows]) - random
@@ -246,6 +255,13 @@ def wrong_labels(found: Labels) -> Found:
     """Find images with a wrong label; planted: random labels. An image alone in its class is not judged."""
     rows = np.flatnonzero(~np.isnan(found.own))
     return Found.of(found.scores()[rows], found.planted[rows], rows[:, None])
+
+
+def likely_classes(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int) -> Labels:
+    """Compare, as `compare_labels`, the images that are not kept, and up to about 100,000 that are."""
+    some = np.random.default_rng(5).random(len(labels)) * len(labels) < _KEPT
+    judges = [View(view.unit, view.unseen & (some | ~kept)) for view in views]
+    return compare_labels(judges, labels, kept, classes)
 
 
 def sure_of_class(found: Labels, kept: np.ndarray, images: np.ndarray) -> np.ndarray:

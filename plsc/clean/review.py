@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from plsc.clean.faults import (
     View,
     classes_without_centre,
     compare_labels,
+    likely_classes,
     mixed_classes,
     nearest,
     pairs_in,
@@ -153,7 +154,9 @@ def clean(
         proposals.mixed(mixed, smaller),
         proposals.lost(classes_without_centre(views, labels, classes)),
     ]
-    again = compare_labels(views, proposals.merged(labels), kept, classes)
+    divided = proposals.divided
+    merged, classes = proposals.merged(divided.labels), len(divided.listing.classes)
+    again = likely_classes(views, merged, kept, classes)
     right = sure_of_class(again, kept, wrong.subjects[:, 0])
     parts.append(proposals.wrong(wrong, again.likely, right, kept))
     checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
@@ -220,10 +223,14 @@ def overlap(
 
 
 class Proposals:
-    """Collects the changes, one per image and per class, and the part of the page for each kind of fault."""
+    """Collects the changes, one per image and per class, and the part of the page for each kind of fault.
+
+    divided: the images after the divisions of classes; new classes follow those of the dataset.
+    """
 
     def __init__(self, images: _Images) -> None:
         self._images, self._names = images, images.listing.classes
+        self.divided = images
         self._by_subject: dict[tuple[str, str], Change] = {}
         self._merged: dict[int, int] = {}  # class by class that is merged into it
         self._removed: set[int] = set()
@@ -238,7 +245,7 @@ class Proposals:
 
     def merged(self, labels: np.ndarray) -> np.ndarray:
         """Return the labels after the merges."""
-        return np.array([_end(self._merged, label) for label in range(len(self._names))])[labels]
+        return np.array([_end(self._merged, label) for label in range(labels.max() + 1)])[labels]
 
     def duplicates(self, found: Found, wrongness: np.ndarray) -> Part:
         """Remove the image of each pair whose label is more likely wrong; of one class, the second one."""
@@ -279,17 +286,21 @@ class Proposals:
 
     def mixed(self, found: Found, smaller: dict[int, np.ndarray]) -> Part:
         """Move the smaller part of each class to a new class."""
-        images, known = self._images, set(self._names)
+        images, names, labels = self._images, list(self._names), self._images.labels.copy()
+        known = set(names)
         part = Part("Classes that are two", "The changes move the smaller part to a new class.")
         for sure, (label,) in _each(found):
-            name = self._names[label]
+            name = names[label]
             new = next(one for number in count(2) if (one := f"{name}_{number}") not in known)
             known.add(new)
+            labels[smaller[label]] = len(names)
+            names.append(new)
             for row in smaller[label].tolist():
                 self._add(Change("move", sure, images.path(row), name, new, "two classes in one"))
             others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
             rows = images.row(name, others), images.row(new, smaller[label])
             part.add(sure, f"divide {name} into {name} and {new}", rows)
+        self.divided = replace(images, labels=labels, listing=replace(images.listing, classes=names))
         return part
 
     def lost(self, found: Found) -> Part:
@@ -307,12 +318,12 @@ class Proposals:
     def wrong(self, found: Found, likely: np.ndarray, right: np.ndarray, kept: np.ndarray) -> Part:
         """Move each image to the likely class, or remove it if that is probably not the right one."""
         text = "The changes move each image to the likely class, or remove it if several are as likely."
-        images, part = self._images, Part("Wrong labels", text)
+        images, part = self.divided, Part("Wrong labels", text)
         for (sure, (row,)), share in zip(_each(found), right.tolist(), strict=True):
-            own, new = images.labels.item(row), likely.item(row)
+            own, new = self._images.labels.item(row), likely.item(row)
             if _end(self._merged, own) == _end(self._merged, new):
                 continue
-            path, of, to = images.path(row), self._names[own], self._names[new]
+            path, of, to = images.path(row), self._names[own], images.listing.classes[new]
             if share >= 0.5 and new not in self._removed:
                 change = Change("move", sure, path, of, to, f"wrong label; {share:.0%} {to}")
             else:

@@ -63,7 +63,7 @@ class DataSet:
     loss_type: str | None = _of_head("loss_type")
     margin: float | None = _of_head("margin")
     scale: float | str | None = _of_head("scale")
-    sample_ratio: float | None = _of_head("sample_ratio")
+    sample_ratio: float | dict[str, Any] | None = _of_head("sample_ratio")  # noqa: RUF009
 
     def as_dict(self) -> dict[str, Any]:
         """Return its entry in `data.datasets`: the fields that are set, as plain values."""

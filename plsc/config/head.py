@@ -19,8 +19,25 @@ def _loss_arguments(values: dict[str, Any]) -> str | None:
     return f"other arguments than {own}, which is head.{own}" if own else None
 
 
-def _ratio(value: float) -> str | None:
-    return None if 0 < value <= 1 else "a number greater than 0 and at most 1"
+def sample_ratios(value: float | dict[str, Any]) -> dict[int, float]:
+    """Return the sample ratios by the step from which each is used; of a number, from step 0."""
+    return {int(step): ratio for step, ratio in value.items()} if isinstance(value, dict) else {0: value}
+
+
+def _ratio(value: float | dict[str, Any]) -> str | None:
+    try:
+        ratios = sample_ratios(value)
+        is_valid = min(ratios) == 0 and all(0 < ratio <= 1 for ratio in ratios.values())
+    except (TypeError, ValueError):  # not numbers, or none
+        is_valid = False
+    return (
+        None
+        if is_valid
+        else (
+            "a number greater than 0 and at most 1, or such numbers by their first step, of which one is 0: "
+            "{0: 1.0, 2000: 0.1}"
+        )
+    )
 
 
 SHARDED = Need(
@@ -32,7 +49,13 @@ SHARDED = Need(
 _SAMPLED = Need(
     "head.sample_ratio",
     "head.sample_ratio is below 1",
-    lambda config: config.head.sample_ratio < 1,
+    lambda config: min(sample_ratios(config.head.sample_ratio).values()) < 1,
+    is_strict=True,
+)
+_ALWAYS_SAMPLED = Need(
+    "head.sample_ratio",
+    "head.sample_ratio is always below 1",
+    lambda config: max(sample_ratios(config.head.sample_ratio).values()) < 1,
     is_strict=True,
 )
 _LOCAL = Need(
@@ -99,9 +122,10 @@ class HeadOptions:
     sub_centers: int = of_run(
         1, "weight vectors per class (sub-centre ArcFace)", "set_sub_centers(num)", between(1, 64)
     )
-    sample_ratio: float = of_run(
+    sample_ratio: float | dict[str, Any] = of_run(  # noqa: RUF009
         1.0,
-        "share of each rank's classes per step, including those of the batch (PartialFC)",
+        "share of each rank's classes per step, including those of the batch (PartialFC); or shares by their "
+        "first step, such as {0: 1.0, 2000: 0.1}",
         "set_sample_ratio(sample_ratio)",
         _ratio,
         needs=SHARDED,
@@ -160,7 +184,7 @@ class HeadOptions:
         not_empty,
         needs=(
             SHARDED,
-            _SAMPLED,
+            _ALWAYS_SAMPLED,
             need("head.row_dtype", "int8", is_strict=True),
             need("head.hard_share", 0, is_strict=True),
             need("head.sub_centers", 1, is_strict=True),

@@ -228,7 +228,9 @@ def convert(value: Any, kind: Any) -> Any:
         items = tuple(convert(item, typing.get_args(kind)[0]) for item in value)
         return WRONG if any(item is WRONG for item in items) else items
     if typing.get_origin(kind) is dict:
-        return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else WRONG
+        return (
+            {str(key): _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else WRONG
+        )
     if kind is Size:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         return convert(int(float(match[1]) * _UNITS[match[2].upper()]) if match else value, int)

@@ -99,9 +99,10 @@ class Setters:
         """Set ``head.sub_centers``: weight vectors per class (sub-centre ArcFace). Default: 1."""
         self.options.set("head.sub_centers", num)
 
-    def set_sample_ratio(self, sample_ratio: float) -> None:
+    def set_sample_ratio(self, sample_ratio: float | dict[str, Any]) -> None:
         """Set ``head.sample_ratio``: share of each rank's classes per step, including those of the batch
-        (PartialFC); only if class weights are sharded (a loss dist_...). Default: 1.0.
+        (PartialFC); or shares by their first step, such as {0: 1.0, 2000: 0.1}; only if class weights
+        are sharded (a loss dist_...). Default: 1.0.
         """
         self.options.set("head.sample_ratio", sample_ratio)
 
@@ -152,9 +153,9 @@ class Setters:
     def set_weights_file(self, folder: str | None) -> None:
         """Set ``head.weights_file``: folder on a local disk: keep class weights and their optimizer state
         in a file per rank, of which a step reads and writes only what it uses; only if class weights
-        are sharded (a loss dist_...) and head.sample_ratio is below 1 and head.row_dtype is int8 and
-        head.hard_share is 0 and head.sub_centers is 1 and checkpoints are not uploaded: they lack the
-        class weights (plsc checkpoint copy adds them). Default: None.
+        are sharded (a loss dist_...) and head.sample_ratio is always below 1 and head.row_dtype is int8
+        and head.hard_share is 0 and head.sub_centers is 1 and checkpoints are not uploaded: they lack
+        the class weights (plsc checkpoint copy adds them). Default: None.
         """
         self.options.set("head.weights_file", folder)
 

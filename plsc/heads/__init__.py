@@ -66,7 +66,7 @@ def build_head(
         return ShardedHead(class_num, emb_size, margin, **settings)
     sampling, offload = settings.pop("sampling", None), settings.pop("offload", False)
     row_dtype = read_dtype("row_dtype", settings.pop("row_dtype", torch.float32), ROW_DTYPES)
-    if (sampling is not None and sampling.ratio < 1) or offload or row_dtype in (torch.bfloat16, torch.int8):
+    if (sampling is not None and sampling.is_partial) or offload or row_dtype in (torch.bfloat16, torch.int8):
         raise OptionError(
             f"{loss_type} is a replicated head, which does not support sampling, offload, bfloat16 or int8 "
             f"class weights; use dist_{loss_type}"

@@ -8,6 +8,7 @@ depends only on (seed, step, micro-batch, rank) and the device type.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,27 +24,44 @@ from plsc.seeds import hash_key
 class Sampling:
     """Settings of class sampling.
 
-    ratio: fraction of the classes used in each step, in (0, 1]. hard: fraction of the sampled classes that
-    are the nearest to the batch, in [0, 1); the others are drawn uniformly. in_pages: draw whole pages of 32
-    consecutive classes, as class weights in a file need; the classes of the batch are used in addition.
+    ratio: fraction of the classes used in each step, in (0, 1]; or fractions by the step from which each is
+    used, such as {0: 1.0, 2000: 0.1}. hard: fraction of the sampled classes that are the nearest to the
+    batch, in [0, 1); the others are drawn uniformly. in_pages: draw whole pages of 32 consecutive classes, as
+    class weights in a file need; the classes of the batch are used in addition.
     """
 
-    ratio: float = 1.0
+    ratio: float | Mapping[int, float] = 1.0
     hard: float = 0.0
     in_pages: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise OptionError(f"the sample ratio is {self.ratio}; expected a fraction in (0, 1]")
+        if min(self._ratios) != 0 or not all(0 < ratio <= 1 for ratio in self._ratios.values()):
+            raise OptionError(
+                f"the sample ratio is {self.ratio}; expected a fraction in (0, 1], or several by their first "
+                "step, which starts at 0"
+            )
         if not 0 <= self.hard < 1:
             raise OptionError(f"the hard fraction of the sample is {self.hard}; expected a number in [0, 1)")
-        if self.hard and self.ratio == 1:
+        if self.hard and not self.is_partial:
             raise OptionError(
                 f"the hard fraction is {self.hard}, but the sample ratio is 1, so all classes are used; set "
                 "a sample ratio below 1"
             )
         if self.hard and self.in_pages:
             raise OptionError("hard negatives are single classes, which cannot be drawn in pages; set hard=0")
+
+    @property
+    def _ratios(self) -> Mapping[int, float]:
+        return self.ratio if isinstance(self.ratio, Mapping) else {0: self.ratio}
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether there is a step that uses only a part of the classes."""
+        return min(self._ratios.values()) < 1
+
+    def ratio_at(self, step: int) -> float:
+        """Return the fraction of the classes that a step uses; steps count from 0."""
+        return self._ratios[max(first for first in self._ratios if first <= step)]
 
 
 def draw_pages(classes: range, count: int, key: int, device: torch.device) -> Tensor:

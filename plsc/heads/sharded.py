@@ -377,11 +377,12 @@ class ShardedHead(Head):
     def _select_classes(self, all_rows: Rows, unit: Tensor, labels: Tensor, tile: int) -> Tensor | None:
         """Return the local classes of this step, sorted; None: all."""
         start, stop = self.class_range
-        if self.sampling.ratio == 1 or not self.training or start == stop:
+        ratio = self.sampling.ratio_at(self.step)
+        if ratio == 1 or not self.training or start == stop:
             return None
         device = all_rows.device
         positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
-        count = math.ceil((stop - start) * self.sampling.ratio)
+        count = math.ceil((stop - start) * ratio)
         rank = 0 if self.group is None else self.group.rank()
         # Each micro-batch and rank draws its own classes; nothing has to be saved to resume.
         key = hash_key(self.seed, self.step, len(self.contexts), rank)
@@ -392,6 +393,7 @@ class ShardedHead(Head):
                 self.file.hold(classes, is_first=not self.contexts)
                 if not self.contexts:
                     following = hash_key(self.seed, self.step + 1, 0, rank)
+                    count = math.ceil((stop - start) * self.sampling.ratio_at(self.step + 1))
                     self.file.expect(draw_pages(local, count, following, device))
             return classes
         near = None
@@ -403,7 +405,7 @@ class ShardedHead(Head):
             self._warned_of_positives = True
             warnings.warn(
                 f"the batch has {len(classes)} classes of this rank, more than the {count} of the sample "
-                f"ratio {self.sampling.ratio:g}; all of them are used",
+                f"ratio {ratio:g}; all of them are used",
                 stacklevel=7,  # the caller of the head
             )
         return classes

@@ -15,7 +15,7 @@ from plsc.checkpoint.manifest import CLASS_WEIGHTS, Checker, Role
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options, all_options, find_option
 from plsc.config.data import HEAD_OPTIONS, DataSet, read_data_sets
-from plsc.config.head import SHARDED
+from plsc.config.head import SHARDED, sample_ratios
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.heads import (
     MARGINS,
@@ -85,7 +85,8 @@ def sampling_of(options: Config) -> Sampling | None:
     head = options.head
     if not head.loss_type.startswith("dist_"):
         return None
-    return Sampling(head.sample_ratio, head.hard_share, in_pages=head.weights_file is not None)
+    ratios = sample_ratios(head.sample_ratio)
+    return Sampling(ratios, head.hard_share, in_pages=head.weights_file is not None)
 
 
 def with_margin(options: Config) -> Config:

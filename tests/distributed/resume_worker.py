@@ -103,7 +103,7 @@ CASES = {
     "curricular-dense-clipped": {
         "head.loss_type": "curricularface", "optim.clip_norm": 0.5,
     },
-    "sampled-softmax": {"head.loss_type": "dist_softmax", "head.sample_ratio": 0.5},
+    "sampled-softmax": {"head.loss_type": "dist_softmax", "head.sample_ratio": {0: 1.0, 2: 0.5}},
     "block-order-keep": {
         "data.order": "block", "data.block_samples": 2, "data.pool_samples": 8,
         "data.last_batch": "keep", "head.loss_type": "dist_cosface",

@@ -131,3 +131,16 @@ def test_an_image_is_moved_only_to_a_class_that_stays_and_is_another_one(images)
         ("remove", "d/0.jpg", ""),
     }
     assert part.total == 3
+
+
+def test_an_image_is_moved_to_the_part_of_a_divided_class_that_is_nearest(images):
+    proposals = Proposals(images)
+    proposals.mixed(found(0), {0: np.array([1, 2])})  # a is a, and a_3
+    assert proposals.divided.labels.tolist()[:4] == [0, 6, 6, 1]
+    likely = np.where(np.arange(ROWS) == 6, 6, LABELS)
+    proposals.wrong(found(6), likely, np.ones(1), KEPT)
+    assert described(proposals) == {
+        ("move", "a/1.jpg", "a_3"),
+        ("move", "a/2.jpg", "a_3"),
+        ("move", "b/0.jpg", "a_3"),
+    }

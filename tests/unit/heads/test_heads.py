@@ -262,6 +262,21 @@ def test_a_sampled_head_equals_the_reference_on_the_sampled_classes(name, center
     assert_equals_reference(head, embeddings, labels, allowed)
 
 
+def test_a_schedule_uses_the_ratio_of_its_step_and_the_same_draws():
+    labels = torch.tensor([3, 17])
+    heads = [
+        ShardedHead(40, 4, build_margin("arcface"), sampling=Sampling(ratio))
+        for ratio in ({20: 0.1, 0: 1.0, 2: 0.5}, 1.0, 0.5)
+    ]
+    for step in range(5):
+        for head in heads:
+            head.weight.grad = None
+            head(torch.ones(2, 4, requires_grad=True), labels).loss.backward()
+        used = [head.weight.grad.any(dim=1) for head in heads]
+        assert torch.equal(used[0], used[1 if step < 2 else 2])
+    assert 2 < used[0].sum() <= 20 < used[1].sum()
+
+
 def test_evaluation_uses_all_classes_and_does_not_update_running_statistics():
     head = filled(build_head("dist_curricularface", 30, 6, sampling=Sampling(0.2), row_dtype=torch.float64))
     head.eval()
@@ -380,7 +395,7 @@ def test_a_second_backward_through_the_same_forward_raises():
         output.loss.backward()
 
 
-@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.5, math.nan])
+@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.5, math.nan, {5: 1.0}, {0: 1.0, 5: 0.0}])
 def test_a_sample_ratio_out_of_range_raises(ratio):
     with pytest.raises(OptionError, match="sample ratio"):
         Sampling(ratio)

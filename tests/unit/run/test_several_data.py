@@ -171,6 +171,7 @@ def test_data_sets_are_options_like_any_other(tmp_path):
             {"name": "b", "path": "x", "sample_ratio": 2.0},
             "sample_ratio is 2.0; expected a number greater than 0 and at most 1",
         ),
+        ({"name": "b", "path": "x", "sample_ratio": {"one": 0.1}}, r"such numbers by their first step"),
     ],
 )
 def test_a_wrong_data_set_is_refused_in_one_line_and_changes_nothing(values, said):

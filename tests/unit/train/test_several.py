@@ -257,13 +257,13 @@ def test_a_data_set_has_the_runs_head_but_for_what_it_says_itself(sets, tmp_path
     heads = build_run(made, WORLD, UserParts(Drawing())).heads.by_name
     faces, glyphs, cars = (heads[name] for name in ("faces", "glyphs", "cars"))
     assert isinstance(faces, ShardedHead)
-    assert (faces.margin.margin, faces.sampling.ratio) == (0.4, 0.5)
+    assert (faces.margin.margin, faces.sampling.ratio_at(0)) == (0.4, 0.5)
     assert faces.margin.scale == pytest.approx(math.sqrt(2) * math.log(6 - 1))
     assert (faces.weight.dtype, faces.class_num) == (torch.bfloat16, 6)
     assert isinstance(glyphs, DenseHead)
     assert (glyphs.margin.margin, glyphs.margin.scale) == (0.35, 30.0)
     assert glyphs.weight.dtype == torch.float32
-    assert (cars.margin.name, cars.sampling.ratio, cars.class_num) == ("softmax", 0.9, 11)
+    assert (cars.margin.name, cars.sampling.ratio_at(0), cars.class_num) == ("softmax", 0.9, 11)
     assert not faces.weight[:3].equal(cars.weight[:3])
     other = options_of(made, made.data_sets()[1])
     assert other.head.loss_type == "cosface"
