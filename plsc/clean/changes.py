@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ class Change:
     to: str = ""
     reason: str = ""
 
+    @property
+    def subject(self) -> tuple[str, str]:
+        """What is changed, of which there must not be two changes: path and '', or '' and class."""
+        return (self.image, "") if self.image else ("", self.of)
+
 
 def write_changes(path: Path, changes: Iterable[Change]) -> None:
     """Write a file of changes, in this order."""
@@ -59,7 +65,7 @@ def read_changes(path: str | Path, listing: Listing) -> list[Change]:
     Columns may be in any order. Empty lines, CRLF and a byte order mark are accepted. Raises DataError, with
     file and line, for a change that is impossible or contradicts another one.
     """
-    return _read(str(path), _content(path), listing)[0]
+    return _parse(path, _content(path), listing)[0]
 
 
 def apply_changes(
@@ -83,43 +89,27 @@ def apply_changes(
     with publishing_folder(out) as folder:
         _, listing = read_listing(location, **reading)
         content = _content(changes)
-        found, final = _read(str(changes), content, listing)
-        after, is_kept = _changed(listing, found, final)
-        if not is_kept.any():
+        found, final = _parse(changes, content, listing)
+        moved = {one.image: one.to for one in found if one.image}  # to '' if it is removed
+        own = (listing.classes[label] for label in listing.labels.tolist())
+        names = [moved.get(path, name) for path, name in zip(listing.paths, own, strict=True)]
+        names = [final.get(name, name) for name in names]
+        if not any(names):
             raise DataError(f"{changes} removes all images; remove some of its lines")
+        labels = {name: label for label, name in enumerate(sorted(set(names)))}
+        after = replace(listing, labels=np.array([labels[name] for name in names]), classes=list(labels))
         counts = {
             "before": {"images": len(listing.paths), "classes": len(listing.classes)},
-            "after": write_list(folder / "list.tsv", after, np.flatnonzero(is_kept)),
+            "after": write_list(folder / "list.tsv", after, np.flatnonzero([bool(name) for name in names])),
             "changes": {kind: sum(one.change == kind for one in found) for kind in _KINDS},
         }
-        left = {after.classes[label] for label in np.unique(after.labels[is_kept]).tolist()}
-        names = ((name, final.get(name, name)) for name in listing.classes)
-        write_rows(folder / "classes.tsv", (), ((old, new if new in left else "") for old, new in names))
+        renamed = ((name, final.get(name, name)) for name in listing.classes)
+        rows = ((old, new if new in labels else "") for old, new in renamed)
+        write_rows(folder / "classes.tsv", (), rows)
         about = {"command": "plsc data apply", "changes": str(changes), "counts": counts}
         about["changes_sha256"] = hashlib.sha256(content).hexdigest()
         origin = write_origin(folder, location, listing, reading, about)
     return {**origin, "folder": listing.folder}
-
-
-def _changed(
-    listing: Listing, changes: Iterable[Change], final: Mapping[str, str]
-) -> tuple[Listing, np.ndarray]:
-    """Return the listing with its new labels and classes, and which images are left, bool [N]."""
-    images = {path: number for number, path in enumerate(listing.paths)}
-    classes = {name: number for number, name in enumerate(listing.classes)}
-    labels, is_moved = listing.labels.copy(), np.zeros(len(images), bool)
-    is_kept, is_removed = ~is_moved, np.zeros(len(classes), bool)
-    for one in changes:
-        if one.change == "move":
-            labels[images[one.image]] = classes.setdefault(one.to, len(classes))
-            is_moved[images[one.image]] = True
-        elif one.change == "remove" and one.image:
-            is_kept[images[one.image]] = False
-        elif one.change == "remove":
-            is_removed[classes[one.of]] = True
-    is_kept &= is_moved | ~is_removed[listing.labels]
-    merged = np.array([classes[final.get(name, name)] for name in classes])
-    return replace(listing, labels=merged[labels], classes=list(classes)), is_kept
 
 
 def _content(path: str | Path) -> bytes:
@@ -129,97 +119,89 @@ def _content(path: str | Path) -> bytes:
         raise DataError(f"the changes {path} cannot be read: {error.strerror}") from error
 
 
-def _read(place: str, content: bytes, listing: Listing) -> tuple[list[Change], dict[str, str]]:
-    """Return the changes, and the class in which each merged class ends."""
+def _parse(place: str | Path, content: bytes, listing: Listing) -> tuple[list[Change], dict[str, str]]:
+    """Return the changes, and where the images of each removed or merged class end; see `_ends`."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{place} is not UTF-8 text; save it as text with tabs, in UTF-8") from error
-    labels = dict(zip(listing.paths, listing.labels.tolist(), strict=True))
-    classes = dict.fromkeys(listing.classes)
+    own = (listing.classes[label] for label in listing.labels.tolist())
+    owners = dict(zip(listing.paths, own, strict=True))
+    classes = set(listing.classes)
     found: dict[int, Change] = {}  # by line
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
     try:
         columns = [name.strip().lower() for name in next(reader, [])]
         for name in _NEEDED:
             if name not in columns:
-                raise ValueError(f"there is no column '{name}'; expected {', '.join(COLUMNS)}, between tabs")
+                raise DataError(f"there is no column '{name}'; expected {', '.join(COLUMNS)}, between tabs")
         for row in reader:
             fields = dict(zip(columns, map(str.strip, row), strict=False))
             change, image, of, to = (fields.get(name, "") for name in _NEEDED)
             if any(fields.values()):
                 one = Change(change, 0.0, image, of, to)
-                _check(one, labels, listing.classes, classes)
+                if problem := _problem(one, owners, classes):
+                    raise DataError(problem)
+                check_listable([to])
                 found[reader.line_num] = one
-    except csv.Error as error:
-        problem = printable(str(error))
-        raise DataError(
-            f"{place}:{reader.line_num}: the quotes are wrong ({problem}); fix the line"
-        ) from error
-    except (ValueError, DataError) as error:
-        raise DataError(f"{place}:{max(reader.line_num, 1)}: {error}") from error
-    return list(found.values()), _check_together(place, found)
+    except (csv.Error, DataError) as error:
+        problem = str(error)
+        if isinstance(error, csv.Error):
+            problem = f"the quotes are wrong ({error}); fix the line"
+        raise DataError(f"{place}:{max(reader.line_num, 1)}: {printable(problem)}") from error
+    return list(found.values()), _ends(place, found)
 
 
-def _check(one: Change, labels: Mapping[str, int], names: Sequence[str], classes: Container[str]) -> None:
-    """Raise ValueError or DataError if a change is impossible by itself."""
+def _problem(one: Change, owners: Mapping[str, str], classes: Container[str]) -> str:
+    """Return why a change is impossible by itself, or ''. owners: class by path."""
     if one.change not in _KINDS:
-        raise ValueError(f"unknown change '{printable(one.change)}'; {suggest(one.change, _KINDS)}")
+        return f"unknown change '{one.change}'; {suggest(one.change, _KINDS)}"
     if one.of not in classes:
-        raise ValueError(f"the dataset has no class '{printable(one.of)}'; fix the column class")
-    if one.image and one.image not in labels:
-        raise ValueError(f"the dataset has no image '{printable(one.image)}'; fix the column image")
-    if one.image and names[labels[one.image]] != one.of:
-        own = printable(names[labels[one.image]])
-        raise ValueError(
-            f"the image is in the class '{own}', not in '{printable(one.of)}'; fix the column class"
-        )
-    needs_image = {"move": True, "merge": False}.get(one.change, bool(one.image))
-    if needs_image != bool(one.image):
-        raise ValueError(
-            f"{one.change} is of {'an image' if needs_image else 'a class'}; fix the column image"
-        )
-    if bool(one.to) == (one.change == "remove"):
-        problem = "has a class" if one.to else "needs a class"
-        raise ValueError(f"{one.change} {problem} in the column to; fix the column, or the change")
+        return f"the dataset has no class '{one.of}'; fix the column class"
+    if one.image and one.image not in owners:
+        return f"the dataset has no image '{one.image}'; fix the column image"
+    if one.image and owners[one.image] != one.of:
+        return f"the image is in the class '{owners[one.image]}', not in '{one.of}'; fix the column class"
+    if one.change == "move" and not one.image:
+        return "move is of an image; fix the column image"
+    if one.change == "merge" and one.image:
+        return "merge is of a class; fix the column image"
+    if one.change == "remove" and one.to:
+        return "remove has a class in the column to; fix the column, or the change"
+    if one.change != "remove" and not one.to:
+        return f"{one.change} needs a class in the column to; fix the column, or the change"
     if one.change == "merge" and (one.to not in classes or one.to == one.of):
-        raise ValueError(
-            f"the class cannot be merged into '{printable(one.to)}'; name another class of the dataset"
-        )
-    check_listable([one.to])
+        return f"the class cannot be merged into '{one.to}'; name another class of the dataset"
+    return ""
 
 
-def _check_together(place: str, changes: Mapping[int, Change]) -> dict[str, str]:
-    """Return the class in which each merged class ends; DataError if changes contradict each other.
+def _ends(place: str | Path, changes: Mapping[int, Change]) -> dict[str, str]:
+    """Return where the images of each removed or merged class end: a class, or '' if they are removed.
 
-    changes: by line.
+    changes: by line. Raises DataError if they contradict each other.
     """
     lines: dict[tuple[str, str], int] = {}
     for line, one in changes.items():
-        subject = ("image", one.image) if one.image else ("class", one.of)
-        first = lines.setdefault(subject, line)
+        first = lines.setdefault(one.subject, line)
         if first != line:
-            name = printable(subject[1])
+            name = printable(one.image or one.of)
             raise DataError(f"{place}:{line}: line {first} changes '{name}', too; remove one of the two")
+    final = {one.of: "" for one in changes.values() if one.change == "remove" and not one.image}
     for line, one in changes.items():
-        other = lines.get(("class", one.to))
-        if other is not None and changes[other].change == "remove":
+        if one.to in final:
             raise DataError(
-                f"{place}:{line}: line {other} removes the class '{printable(one.to)}'; remove "
+                f"{place}:{line}: line {lines['', one.to]} removes the class '{printable(one.to)}'; remove "
                 "one of the two, or choose another class"
             )
     merges = {one.of: one.to for one in changes.values() if one.change == "merge"}
-    final: dict[str, str] = {}
-    for at in merges:
-        chain: dict[str, int] = {}  # the line of each merge on the way
-        while at in merges and at not in final and at not in chain:
-            chain[at] = lines["class", at]
-            at = merges[at]
-        if at in chain:
-            circle = sorted(list(chain.values())[list(chain).index(at) :])
-            raise DataError(
-                f"{place}:{circle[0]}: the merges in the lines {', '.join(map(str, circle))} form a circle; "
-                "remove one of them"
-            )
-        final |= dict.fromkeys(chain, final.get(at, at))
+    try:
+        order = list(TopologicalSorter({of: [to] for of, to in merges.items()}).static_order())
+    except CycleError as error:
+        circle = sorted({lines["", name] for name in error.args[1]})
+        raise DataError(
+            f"{place}:{circle[0]}: the merges in the lines {', '.join(map(str, circle))} form a circle; "
+            "remove one of them"
+        ) from error
+    for name in order:  # a class comes after that which it is merged into
+        final[name] = final[merges[name]] if name in merges else name
     return final

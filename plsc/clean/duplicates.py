@@ -6,10 +6,8 @@ saved again as JPEG: as the 10 % quantile of such copies of the dataset's own im
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +17,7 @@ from PIL import ImageEnhance
 
 from plsc.clean.faults import Found, View, distinct, neighbours, pairs_in
 from plsc.data.decode import decode_image
+from plsc.data.overview import in_threads
 from plsc.data.sources import Source
 from plsc.errors import DataError
 
@@ -44,7 +43,7 @@ def read_pixels(source: Source, numbers: np.ndarray) -> Pixels:
     gray = np.zeros((len(numbers), _SIDE, _SIDE), np.uint8)
     digests = np.random.default_rng().integers(2**64, size=len(numbers), dtype=np.uint64)  # unlike all others
 
-    def read(row: int) -> str | None:
+    def read(row: int) -> str:
         number = numbers.item(row)
         try:
             data, _ = source[number]
@@ -53,13 +52,9 @@ def read_pixels(source: Source, numbers: np.ndarray) -> Pixels:
             return str(error.at(source.name(number)))
         if isinstance(data, bytes):
             digests[row] = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
-        return None
+        return ""
 
-    faults: dict[int, str] = {}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        for first in range(0, len(numbers), 1000):  # bounds the number of waiting results
-            rows = range(first, min(first + 1000, len(numbers)))
-            faults |= {row: fault for row, fault in zip(rows, threads.map(read, rows), strict=True) if fault}
+    faults = {row: fault for row, fault in enumerate(in_threads(read, range(len(numbers)))) if fault}
     return Pixels(gray, digests, faults)
 
 
@@ -123,11 +118,10 @@ def planted_copies(source: Source, numbers: np.ndarray, pixels: Pixels) -> np.nd
 def _copy(source: Source, number: int, rng: np.random.Generator) -> np.ndarray:
     """Return the gray pixels of a copy: up to 1 % cropped, 50 to 100 % of the size, brighter, as JPEG."""
     data, _ = source[number]
-    height = width = 256
-    pixels = decode_image(data, (3, height, width)).permute(1, 2, 0).contiguous().numpy()
+    pixels = decode_image(data, (3, 256, 256)).permute(1, 2, 0).contiguous().numpy()
     left, top, right, bottom = (rng.uniform(0, 0.01, 4) * 256).round().astype(int).tolist()
-    picture = PillowImage.fromarray(pixels).crop((left, top, width - right, height - bottom))
-    side = int(rng.uniform(0.5, 1) * width)
+    picture = PillowImage.fromarray(pixels).crop((left, top, 256 - right, 256 - bottom))
+    side = int(rng.uniform(0.5, 1) * 256)
     picture = ImageEnhance.Brightness(picture.resize((side, side))).enhance(rng.uniform(0.9, 1.1))
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=int(rng.integers(60, 96)))

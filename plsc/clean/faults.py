@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plsc.data.split import place_in_class
 from plsc.gallery.vectors import import_faiss
 
 _EXACT = 20_000  # rows that are searched without inverted lists
@@ -140,8 +141,7 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
     index.cp.niter = 5
     trained = rng.choice(len(rows), min(len(rows), 39 * lists), replace=False)
     index.train(rows[trained])
-    for first in range(0, len(rows), _ROWS):
-        index.add(rows[first : first + _ROWS])
+    index.add(rows)
     some = queries[rng.choice(len(queries), min(_SAMPLE, len(queries)), replace=False)]
     exact = faiss.knn(some, rows, k, metric)[1]
     recall, index.nprobe = 0.0, 2
@@ -226,13 +226,14 @@ class _Centres:
         squares = np.einsum("cd,cd->c", self.sums, self.sums)
         return (squares - self.counts) / np.maximum(pairs, 1) * (pairs > 0)
 
-    def between(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the mean cosine of images of the classes one[i] and other[i], [n]."""
-        products = np.empty(len(one), np.float32)
+    def sameness(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Return the mean cosine between the classes one[i] and other[i] minus that within them, [n]."""
+        within, products = self.within(), np.empty(len(one), np.float32)
         for first in range(0, len(one), _ROWS):
             rows = slice(first, first + _ROWS)
             products[rows] = np.einsum("nd,nd->n", self.sums[one[rows]], self.sums[other[rows]])
-        return products / np.maximum(self.counts[one] * self.counts[other], 1)
+        between = products / np.maximum(self.counts[one] * self.counts[other], 1)
+        return between - (within[one] + within[other]) / 2
 
 
 @dataclass(frozen=True)
@@ -338,26 +339,18 @@ def same_classes(
     both = distinct(pairs)
     both = both[(every[0].counts[both] > 1).all(1)]
     for view, centres in zip(views, every, strict=True):
-        scores.append(_sameness(centres, *both.T))
+        scores.append(centres.sameness(*both.T))
         parts = _Centres.of(view.unit, halves, kept, 2 * classes)
         has_two = np.flatnonzero(parts.counts[1::2] > 1)
-        planted.append(_sameness(parts, 2 * has_two, 2 * has_two + 1))
+        planted.append(parts.sameness(2 * has_two, 2 * has_two + 1))
     return Found.of(np.mean(scores, 0), np.mean(planted, 0), both)
-
-
-def _sameness(centres: _Centres, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    within = centres.within()
-    return centres.between(one, other) - (within[one] + within[other]) / 2
 
 
 def _halved(labels: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Return labels, twice as many, after dividing the kept images of each class at random."""
-    order = np.random.default_rng(2).permutation(len(labels))
-    order = order[np.lexsort((labels[order], ~kept[order]))]
-    sizes = np.bincount(labels[kept])
-    place = np.arange(kept.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    ranks = np.argsort(np.random.default_rng(2).permutation(len(labels)))
     halves = 2 * labels
-    halves[order[: len(place)]] += place % 2
+    halves[kept] += place_in_class(labels[kept], ranks[kept]) % 2
     return halves
 
 

@@ -66,29 +66,23 @@ class Row:
     numbers: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A proposed change; score: how sure it is, 0..1."""
-
-    score: float
-    text: str
-    rows: Sequence[Row]
-
-
 @dataclass
 class Part:
-    """A kind of fault, explained in a sentence; of its `total` proposals, the first 100."""
+    """A kind of fault, explained in a sentence; of its `total` proposals, the first 100.
+
+    proposals: how sure it is, 0 to 1, a sentence, and the pictures of each.
+    """
 
     title: str
     explanation: str
-    proposals: list[Proposal] = field(default_factory=list)
+    proposals: list[tuple[float, str, list[Row]]] = field(default_factory=list)
     total: int = 0
 
     def add(self, score: float, text: str, rows: Iterable[Row]) -> None:
         """Add a proposal, which is not surer than those before it."""
         self.total += 1
         if self.total <= _MOST_PROPOSALS:
-            self.proposals.append(Proposal(score, text, list(rows)))
+            self.proposals.append((score, text, list(rows)))
 
 
 def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequence[Part]) -> None:
@@ -117,10 +111,10 @@ def _part(number: int, part: Part) -> Iterator[str]:
     yield f"<details open>\n<summary><h2>{_text(part.title)}</h2></summary>\n"
     yield f'<p id="part-{number}">{_text(part.explanation)}</p>\n'  # a link to it opens the details
     yield f'<p class="count">{_count(part.total)}</p>\n'
-    for proposal in part.proposals:
-        yield f"<article>\n<h3><b>{proposal.score * 100:.0f} %</b> {_text(proposal.text)}</h3>\n"
+    for score, text, rows in part.proposals:
+        yield f"<article>\n<h3><b>{score * 100:.0f} %</b> {_text(text)}</h3>\n"
         yield '<div class="rows">\n'
-        for row in proposal.rows:
+        for row in rows:
             more = len(row.numbers) - _MOST_PICTURES
             hidden = f" (and {more:,} more)" if more > 0 else ""
             yield f"<section>\n<h4>{_text(row.caption)}{hidden}</h4>\n<ul>\n"

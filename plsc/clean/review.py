@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from plsc.actions.embeddings import NAMES, Embeddings
 from plsc.actions.predict import EMBEDDINGS
+from plsc.actions.predict_images import Samples
 from plsc.clean.changes import Change, write_changes
 from plsc.clean.duplicates import Pixels, agreeing, find_duplicates, planted_copies, read_pixels
 from plsc.clean.faults import (
@@ -31,7 +33,6 @@ from plsc.clean.page import Part, Row, write_page
 from plsc.data.class_names import class_names_of
 from plsc.data.lists import Listing, read_listing
 from plsc.data.sources import Source
-from plsc.data.sources.base import FileSource
 from plsc.data.split import halves_of
 from plsc.errors import CheckpointError, DataError
 from plsc.run.classes import check_unseen
@@ -72,12 +73,12 @@ class _Images:
     def of(self, row: int) -> str:
         return self.listing.classes[self.labels[row]]
 
-    def row(self, caption: str, rows: Iterable[int]) -> Row:
-        return Row(caption, self.source, [self.numbers.item(row) for row in rows])
+    def row(self, caption: str, rows: np.ndarray | list[int]) -> Row:
+        return Row(caption, self.source, self.numbers[rows].tolist())
 
     def examples(self, label: int, kept: np.ndarray | bool = True) -> Row:
         rows = np.flatnonzero((self.labels == label) & kept)[:_EXAMPLES]
-        return self.row(f"class {self.listing.classes[label]}", rows.tolist())
+        return self.row(f"class {self.listing.classes[label]}", rows)
 
 
 def open_images(location: str | Path, embeddings: Sequence[Embeddings], **reading: Any) -> _Images:
@@ -87,23 +88,24 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
         DataError: invalid data, or the embeddings are of other images.
     """
     source, listing = read_listing(location, **reading)
-    name = source.path if isinstance(source, FileSource) else source.name
-    places = {str(name(number)): number for number in range(len(source))}
+    place = shown(str(location))
+    everything = range(len(source))
+    places = dict(zip(Samples(source, place, 0).names(everything), everything, strict=True))
     found = []
     for one in embeddings:
         rows = [places.get(name, -1) for name in one[NAMES][:].tolist()]
         if -1 in rows or not rows:
             other = one[NAMES][rows.index(-1)] if rows else "none"
             raise DataError(
-                f"{one.folder} has embeddings of other images than {shown(str(location))}, such as {other}; "
+                f"{one.folder} has embeddings of other images than {place}, such as {other}; "
                 "predict the same dataset, by the same path"
             )
         found.append(np.array(rows))
-    numbers = np.array(sorted(set(found[0].tolist()).intersection(*(one.tolist() for one in found[1:]))))
+    numbers = np.unique(functools.reduce(np.intersect1d, found))
     if not len(numbers):
         raise DataError(
             f"{' and '.join(str(one.folder) for one in embeddings)} have no image in common; predict all "
-            f"images of {shown(str(location))} with each network"
+            f"images of {place} with each network"
         )
     is_second = halves_of(listing)[numbers]
     unseen = [is_second, ~is_second] if len(found) == 2 else [np.ones(len(numbers), bool)]
@@ -115,7 +117,7 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
         unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-9)
         views.append(View(unit, judged))
     pixels = read_pixels(source, numbers)
-    return _Images(shown(str(location)), source, listing, numbers, listing.labels[numbers], views, pixels)
+    return _Images(place, source, listing, numbers, listing.labels[numbers], views, pixels)
 
 
 def clean(
@@ -239,8 +241,7 @@ class Proposals:
 
     def _add(self, change: Change) -> bool:
         """Add a change, unless there is one of the same image or class; return whether it was added."""
-        subject = (change.image, "" if change.image else change.of)
-        return self._by_subject.setdefault(subject, change) is change
+        return self._by_subject.setdefault(change.subject, change) is change
 
     def merged(self, labels: np.ndarray) -> np.ndarray:
         """Return the labels after the merges."""
@@ -261,8 +262,8 @@ class Proposals:
             is_exact = images.pixels.digests[one] == images.pixels.digests[other]
             reason = f"{'exact' if is_exact else 'near'} duplicate of {images.path(stays)}"
             self._add(Change("remove", sure, images.path(gone), images.of(gone), "", reason))
-            rows = [(images.of(stays), [stays]), (f"{images.of(gone)} (removed)", [gone])]
-            part.add(sure, f"{images.path(gone)}: {reason}", (images.row(*row) for row in rows))
+            rows = images.row(images.of(stays), [stays]), images.row(f"{images.of(gone)} (removed)", [gone])
+            part.add(sure, f"{images.path(gone)}: {reason}", rows)
         return part
 
     def same(self, found: Found, kept: np.ndarray) -> Part:
@@ -297,8 +298,8 @@ class Proposals:
             for row in smaller[label].tolist():
                 self._add(Change("move", sure, images.path(row), name, new, "two classes in one"))
             others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
-            rows = ((name, others.tolist()), (new, smaller[label].tolist()))
-            part.add(sure, f"divide {name} into {name} and {new}", (images.row(*row) for row in rows))
+            rows = images.row(name, others), images.row(new, smaller[label])
+            part.add(sure, f"divide {name} into {name} and {new}", rows)
         self.divided = replace(images, labels=labels, listing=replace(images.listing, classes=names))
         return part
 
@@ -310,7 +311,7 @@ class Proposals:
             change = Change("remove", sure, "", self._names[label], "", "no common centre")
             if label not in self._merged.values() and self._add(change):
                 self._removed.add(label)
-                rows = np.flatnonzero(images.labels == label).tolist()
+                rows = np.flatnonzero(images.labels == label)
                 part.add(sure, f"remove {change.of}", [images.row(change.of, rows)])
         return part
 
@@ -339,11 +340,10 @@ class Proposals:
         text = f"The changes remove them from {mine.place}."
         parts = [Part("Shared classes", text), Part("Shared images", text)]
         for sure, (one, other) in _each(classes):
-            match = theirs.listing.classes[other - len(self._names)]
-            reason = f"class {match} of {theirs.place}"
+            match = other - len(self._names)
+            reason = f"class {theirs.listing.classes[match]} of {theirs.place}"
             if self._add(Change("remove", sure, "", self._names[one], "", reason)):
-                sides = ((mine, one), (theirs, other - len(self._names)))
-                examples = (side.examples(label) for side, label in sides)
+                examples = (side.examples(label) for side, label in ((mine, one), (theirs, match)))
                 parts[0].add(sure, f"{self._names[one]} is {reason}", examples)
         for sure, (one, other) in _each(found):
             reason = f"{theirs.path(other)} of {theirs.place}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,54 +99,44 @@ def run_clean(model: str, location: str, out: str, second: str | None, **reading
     """Embed a dataset, propose changes, and print the summary."""
     from plsc.clean.review import clean
 
-    network = reading.pop("model.name")
-    folder = _new_review(out, location, **reading)
     models = [model] if second is None else [model, second]
-    names = ("embeddings", "embeddings2")
-    found = [
-        _embeddings(one, location, folder / name, network, reading)
-        for one, name in zip(models, names, strict=False)
-    ]
-    print(*clean(location, folder, found, **reading), _apply_command(location, folder, reading), sep="\n")
+    _review(partial(clean, location), out, [(one, location) for one in models], **reading)
 
 
 def run_overlap(model: str, location: str, other: str, out: str, **reading: Any) -> None:
     """Embed two datasets, propose to remove from the first one what both have, and print the summary."""
     from plsc.clean.review import overlap
 
-    network = reading.pop("model.name")
-    folder = _new_review(out, location, other, **reading)
-    places = ((location, folder / "embeddings"), (other, folder / "embeddings2"))
-    found = [_embeddings(model, one, place, network, reading) for one, place in places]
-    summary = overlap(location, other, folder, found, **reading)
-    print(*summary, _apply_command(location, folder, reading), sep="\n")
+    _review(partial(overlap, location, other), out, [(model, location), (model, other)], **reading)
 
 
-def _apply_command(location: str, folder: Path, reading: dict[str, Any]) -> str:
-    from plsc.storage.urls import shown
-
-    words = ["plsc", "data", "apply", shown(location), str(folder / "changes.tsv"), "OUT"]
-    for name, value in reading.items():
-        words += [] if value is None else [f"--{name}", shown(str(value))]
-    return f"Next, after looking at the page and editing the changes:\n{shlex.join(words)}"
-
-
-def _new_review(out: str, *locations: str, **reading: Any) -> Path:
-    """Return the folder of a review; what would fail at the end fails here, before images are embedded."""
+def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str]], **reading: Any) -> None:
+    """Embed datasets, write the proposed changes, and print the summary. used: model and dataset of each."""
     from plsc.data.lists import read_listing
     from plsc.gallery.vectors import import_faiss
     from plsc.storage.urls import is_url, shown
 
+    network = reading.pop("model.name")
+    reading = {name: value for name, value in reading.items() if value is not None}
     folder = Path(out)
+    changes = folder / "changes.tsv"
     if is_url(out) or (folder.exists() and not folder.is_dir()):
         raise OptionError(f"out is {shown(out)}; expected a new local folder")
-    if (folder / "changes.tsv").exists():
-        raise OptionError(f"{folder / 'changes.tsv'} exists, perhaps with your edits; choose another folder")
-    import_faiss()
-    for location in locations:
+    if changes.exists():
+        raise OptionError(f"{changes} exists, perhaps with your edits; choose another folder")
+    import_faiss()  # this and invalid data fail here, before images are embedded
+    for location in dict.fromkeys(place for _, place in used):
         read_listing(location, **reading)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    names = ("embeddings", "embeddings2")
+    found = [
+        _embeddings(*one, folder / name, network, reading) for one, name in zip(used, names, strict=False)
+    ]
+    print(*write(folder, found, **reading), sep="\n")
+    words = ["plsc", "data", "apply", shown(used[0][1]), str(changes), "OUT"]
+    for name, value in reading.items():
+        words += [f"--{name}", shown(str(value))]
+    print("Next, after looking at the page and editing the changes:", shlex.join(words), sep="\n")
 
 
 def _embeddings(model: str, location: str, folder: Path, network: str | None, reading: dict[str, Any]) -> Any:
@@ -156,7 +148,7 @@ def _embeddings(model: str, location: str, folder: Path, network: str | None, re
         return open_embeddings(model)
     entry = Entry()
     entry.set_checkpoint_dir(model)
-    entry.set_dataset_dir(location, **{name: value for name, value in reading.items() if value is not None})
+    entry.set_dataset_dir(location, **reading)
     entry.set_bad_images("skip")
     if network is not None:
         entry.set_model_name(network)

@@ -7,6 +7,7 @@ dataset, which the format argument ``image_folder`` names when the list is read.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -71,8 +72,7 @@ def read_listing(location: str | Path, **reading: Any) -> tuple[Source, Listing]
     found = [str(number) if names is None else names[number] for number in numbers.tolist()]
     classes = sorted(found)
     ranks = {name: rank for rank, name in enumerate(classes)}
-    for texts in (paths, classes):
-        check_listable(texts)
+    check_listable(itertools.chain(paths, classes))
     labels = np.array([ranks[name] for name in found], np.int64)[labels]
     return source, Listing(str(source.root), paths, labels, classes)
 
@@ -90,14 +90,9 @@ def check_listable(texts: Iterable[str]) -> None:
 def write_list(path: Path, listing: Listing, numbers: np.ndarray) -> dict[str, int]:
     """Write a list of the images `numbers`, int64 [n], in this order; return the numbers of both kinds."""
     labels = listing.labels[numbers]
-    write_rows(
-        path,
-        ("path", "class_name"),
-        (
-            (listing.paths[number], listing.classes[label])
-            for number, label in zip(numbers.tolist(), labels.tolist(), strict=True)
-        ),
-    )
+    paths = (listing.paths[number] for number in numbers.tolist())
+    classes = (listing.classes[label] for label in labels.tolist())
+    write_rows(path, ("path", "class_name"), zip(paths, classes, strict=True))
     return {"images": len(numbers), "classes": len(np.unique(labels))}
 
 

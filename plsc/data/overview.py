@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -19,6 +21,7 @@ from plsc.errors import DataError, OptionError
 from plsc.seeds import hash_key
 from plsc.storage.publish import replacing
 
+_T = TypeVar("_T")
 _MOST_TOLD = 20
 _COLUMNS, _PIXELS, _CAPTION, _GAP = 8, 112, 14, 4
 _PAPER, _INK, _FAULT = (255, 255, 255), (60, 60, 60), (200, 40, 40)
@@ -121,21 +124,25 @@ def _histogram(counts: np.ndarray) -> list[tuple[int, int, int]]:
 def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
     sizes: list[int] = []
     pixels: Counter[str] = Counter()
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        for start in range(0, len(indices), 1000):  # bounds the number of waiting results
-            some = indices[start : start + 1000].tolist()
-            for result in threads.map(lambda index: _check(source, index), some):
-                if isinstance(result, DataError):
-                    found.broken += 1
-                    if len(found.faults) < _MOST_TOLD:
-                        found.faults.append(str(result))
-                else:
-                    sizes.append(result[0])
-                    pixels[result[1]] += 1
+    for result in in_threads(lambda index: _check(source, index), indices.tolist()):
+        if isinstance(result, DataError):
+            found.broken += 1
+            if len(found.faults) < _MOST_TOLD:
+                found.faults.append(str(result))
+        else:
+            sizes.append(result[0])
+            pixels[result[1]] += 1
     found.checked = len(indices)
     found.bytes_median = float(np.median(sizes)) if sizes else 0
     found.bytes_most = max(sizes, default=0)
     found.pixels = pixels.most_common(5)
+
+
+def in_threads(function: Callable[[int], _T], numbers: Sequence[int]) -> Iterator[_T]:
+    """Yield the result of the function for each number, in this order, with a thread per processor."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        for start in range(0, len(numbers), 1000):  # bounds the number of waiting results
+            yield from threads.map(function, numbers[start : start + 1000])
 
 
 def _check(source: Source, index: int) -> tuple[int, str] | DataError:

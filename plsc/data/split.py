@@ -96,14 +96,9 @@ def halves_of(listing: Listing) -> np.ndarray:
 
     It depends only on the paths and class names, not on their order or on other classes.
     """
-    order = _shuffled(listing, "half")
-    labels = listing.labels[order]
-    images = np.bincount(labels)
-    place = np.arange(len(order)) - (np.cumsum(images) - images)[labels]
-    is_second = np.empty(len(order), bool)
+    place = place_in_class(listing.labels, _hashes(listing.paths, "half"))
     first = (_hashes(listing.classes, "half") % 2).astype(np.int64)  # of an odd class, either half has more
-    is_second[order] = (place + first[labels]) % 2 == 1
-    return is_second
+    return (place + first[listing.labels]) % 2 == 1
 
 
 def held_out_of(listing: Listing, share: float, by: str, seed: int) -> np.ndarray:
@@ -117,14 +112,10 @@ def held_out_of(listing: Listing, share: float, by: str, seed: int) -> np.ndarra
         count = min(max(round(share * classes), 1), classes - 1)
         return np.isin(listing.labels, np.argsort(_hashes(listing.classes, seed))[:count])
     # The share of all images, in the order of their classes, so that small classes take turns.
-    order = _shuffled(listing, seed)
-    is_held = np.diff(np.floor(np.arange(len(order) + 1) * share + 0.5)) > 0
-    labels = listing.labels[order]
-    images = np.bincount(labels)
-    wanted = np.minimum(np.bincount(labels, weights=is_held), images - 1)
-    place = np.arange(len(order)) - (np.cumsum(images) - images)[labels]
-    found = np.zeros(len(order), bool)
-    found[order] = place < wanted[labels]
+    is_held = np.diff(np.floor(np.arange(len(listing.labels) + 1) * share + 0.5)) > 0
+    held = np.bincount(np.sort(listing.labels), weights=is_held)
+    wanted = np.minimum(held, np.bincount(listing.labels) - 1)
+    found = place_in_class(listing.labels, _hashes(listing.paths, seed)) < wanted[listing.labels]
     if not found.any():
         raise DataError(
             f"a share of {share:g} of the images of each class is none, with one image left in each; "
@@ -178,19 +169,21 @@ def _write_tests(folder: Path, listing: Listing, numbers: np.ndarray, seed: int)
                 file.write(f"{listing.paths[one]}\t{listing.paths[other]}\t{1 - position % 2}\n")
         counts["pairs.txt"] = {"pairs": len(pairs)}
     # As split_gallery of plsc/evaluate/identification.py: the first image of every other class is enrolled.
-    enrolled = np.unique(labels, return_index=True)[1][::2]
     is_gallery = np.zeros(len(labels), bool)
-    is_gallery[enrolled] = True
-    if np.isin(labels[~is_gallery], labels[enrolled]).any():
+    is_gallery[np.unique(labels, return_index=True)[1][::2]] = True
+    if np.isin(labels[~is_gallery], labels[is_gallery]).any():
         counts["gallery.tsv"] = write_list(folder / "gallery.tsv", listing, numbers[is_gallery])
         counts["probes.tsv"] = write_list(folder / "probes.tsv", listing, numbers[~is_gallery])
     return counts
 
 
-def _shuffled(listing: Listing, key: object) -> np.ndarray:
-    """Return all images, int64 [N], class by class, in a random order that depends on paths and key."""
-    hashes = _hashes(listing.paths, key)
-    return np.lexsort((hashes, listing.labels))
+def place_in_class(labels: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the place of each image among those of its class by the order of the keys, int64 [N]."""
+    order = np.lexsort((keys, labels))
+    images = np.bincount(labels)
+    place = np.empty(len(labels), np.int64)
+    place[order] = np.arange(len(labels)) - np.repeat(np.cumsum(images) - images, images)
+    return place
 
 
 def _hashes(texts: Sequence[str], key: object) -> np.ndarray:
