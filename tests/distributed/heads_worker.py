@@ -132,7 +132,7 @@ def check_sharded(
     assert abs(float(output.accuracy) - float(right)) < 1e-6, where
     assert abs(float(output.accuracy_top5) - top5_accuracy(plain, labels)) < 1e-6, where
     assert output.batch == sum(sizes), where
-    check_left_out(head, output, embeddings, whole, labels, everywhere)
+    check_left_out(head, output, embeddings, whole, labels, everywhere, margins)
     # The margin's statistics must be identical on all ranks.
     assert margins is None or head.margin.class_margins.equal(margins[start:stop]), where
     for buffer in head.statistics().values():
@@ -147,13 +147,14 @@ def check_left_out(
     whole: torch.nn.Module,
     labels: torch.Tensor,
     allowed: torch.Tensor,
+    margins: torch.Tensor | None,
 ) -> None:
     """Compare the share of the softmax of the classes that were not sampled."""
     if head.sampling.ratio == 1:
         assert output.left_out is None
         return
     with torch.no_grad():
-        every = reference.logits(head.margin, embeddings, whole.weight, whole.bias, labels)
+        every = reference.logits(head.margin, embeddings, whole.weight, whole.bias, labels, margins)
         shares = 1 - (reference.masked(every, allowed).logsumexp(1) - every.logsumexp(1)).exp()
     torch.testing.assert_close(output.left_out, shares.mean(), **CLOSE)
     half = 1.96 * shares.std() / len(shares) ** 0.5
