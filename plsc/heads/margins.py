@@ -386,7 +386,7 @@ class CurricularFace(Margin):
 def margins_of_counts(counts: Tensor, a: float, b: float = 0.0) -> Tensor:
     """Return the margins m = a n^(-1/4) + b of classes with n images, float64 [C]; n = 0 counts as 1.
 
-    b = 0: LDAM (Cao et al. 2019, sec. 3.2). a = 0.5, b = 0.05: Ha et al. 2020, "Google Landmark Recognition
+    b = 0: LDAM (Cao et al. 2019). a = 0.5, b = 0.05: Ha et al. 2020, "Google Landmark Recognition
     2020 Competition Third Place Solution", with ArcFace.
     """
     return a * counts.clamp(min=1).double() ** -0.25 + b
