@@ -41,7 +41,7 @@ def _ratio(value: float | dict[str, Any]) -> str | None:
     except (TypeError, ValueError):  # not numbers, or none
         is_valid = False
     numbers = "a number greater than 0 and at most 1"
-    return None if is_valid else f"{numbers}, or such numbers by their first step: {{0: 1.0, 2000: 0.1}}"
+    return None if is_valid else f"{numbers}, or such numbers by their first step, from 0 on: {{0: 1.0, 2000: 0.1}}"
 
 
 SHARDED = Need(
