@@ -40,8 +40,8 @@ def _ratio(value: float | dict[str, Any]) -> str | None:
         is_valid = min(ratios) == 0 and all(0 < ratio <= 1 for ratio in ratios.values())
     except (TypeError, ValueError):  # not numbers, or none
         is_valid = False
-    numbers = "a number greater than 0 and at most 1"
-    return None if is_valid else f"{numbers}, or such numbers by their first step, from 0 on: {{0: 1.0, 2000: 0.1}}"
+    expected = "a number greater than 0 and at most 1, or such numbers by their first step, from 0 on: "
+    return None if is_valid else expected + "{0: 1.0, 2000: 0.1}"
 
 
 SHARDED = Need(
