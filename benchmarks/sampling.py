@@ -2,20 +2,20 @@
 
     python benchmarks/sampling.py --classes 10000
 
-Classes come in groups of ten that are similar. A sample is a random nonlinear image (64 values) of its class
-centre with noise; 8 samples per class are trained, 2 are held out. A network of two layers and an ArcFace head
-(m = 0.2, s = 32), 10 epochs. Held-out rank-1: the nearest class weights of all classes. Ways, all but the first
-with the ratio 0.1:
+Classes come in groups of ten that are similar. A sample is a random nonlinear image (64 values) of its
+class centre with noise; 8 samples per class are trained, 2 are held out. A network of two layers and an
+ArcFace head (m = 0.2, s = 32), 10 epochs. Held-out rank-1: the nearest class weights of all classes. Ways,
+all but the first with the ratio 0.1:
 
 - full: all classes;
 - plain: negatives drawn uniformly (PartialFC);
-- corrected: with ln(1 / ratio) added to the logits of all negatives, the correction of sampled softmax. That is
-  the same as ln(1 / ratio) less for the label, thus a combined margin with m3 = ln(1 / ratio) / s;
+- corrected: with ln(1 / ratio) added to the logits of all negatives, the correction of sampled softmax.
+  That is the same as ln(1 / ratio) less for the label, thus a combined margin with m3 = ln(1 / ratio) / s;
 - hard: half of the negatives are the nearest ones (`Sampling(hard=0.5)`);
 - schedule: all classes for the first half of the steps.
 
-Noise and spread were set with seed 0, full and plain only (94.7 and 90.5 %). Goal, set before measuring: the gap
-between full and plain shrinks to a third, in at most 1.5 times the time of plain.
+Noise and spread were set with seed 0, full and plain only (94.7 and 90.5 %). Goal, set before measuring:
+the gap between full and plain shrinks to a third, in at most 1.5 times the time of plain.
 """
 
 from __future__ import annotations
