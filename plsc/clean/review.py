@@ -94,11 +94,12 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
     found = []
     for one in embeddings:
         rows = [places.get(name, -1) for name in one[NAMES][:].tolist()]
-        if -1 in rows or not rows:
-            other = one[NAMES][rows.index(-1)] if rows else "none"
+        if not rows:
+            raise DataError(f"{one.folder} has no embeddings: no image of {place} was found and decoded")
+        if -1 in rows:
             raise DataError(
-                f"{one.folder} has embeddings of other images than {place}, such as {other}; "
-                "predict the same dataset, by the same path"
+                f"{one.folder} has embeddings of other images than {place}, such as "
+                f"{one[NAMES][rows.index(-1)]}; predict the same dataset, by the same path"
             )
         found.append(np.array(rows))
     numbers = np.unique(functools.reduce(np.intersect1d, found))
@@ -163,10 +164,18 @@ def clean(
     summary = [
         f"Embeddings: {checkpoints}. {judges}",
         *images.summary(),
+        _fit(first.scores()[~np.isnan(first.own)]),
         f"Estimated number of wrong labels: {wrong.expected:,.0f}.",
         f"Search for neighbours: measured recall {recall:.3f}.",
     ]
     return _write(Path(out), f"Proposed changes of {images.place}", summary, parts, proposals.changes())
+
+
+def _fit(scores: np.ndarray) -> str:
+    """Return how well the networks know the classes; scores: of the images, from `Labels.scores`."""
+    share = np.mean(scores <= 0) if len(scores) else 0
+    weak = " The network is too weak to find faults: train it longer, or use another one."
+    return f"{share:.0%} of the images are nearest to their own class.{weak if share < 0.5 else ''}"
 
 
 def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
@@ -182,6 +191,8 @@ def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
         trained = Path(str(data.get("dataset_dir")) if isinstance(data, dict) else "").name
         if len(embeddings) == 2 and trained == f"half{3 - number}.tsv":
             raise DataError(f"{checkpoint} was trained on {trained}; exchange the model and --second")
+        if len(embeddings) == 1 and trained in ("half1.tsv", "half2.tsv"):
+            raise DataError(f"{checkpoint} was trained on {trained}; pass the network of the other half, too")
         try:
             check_unseen(images.place, class_names_of(images.source), (checkpoint, manifest))
         except DataError:

@@ -26,7 +26,7 @@ def _class_margins(values: dict[str, Any]) -> str | None:
     is_formula = is_formula and all(
         isinstance(one, (int, float)) and abs(one) < 1e6 for one in values.values()
     )
-    return None if is_formula and values["a"] >= 0 else "numbers a, at least 0, and b; or file"
+    return None if is_formula and values["a"] >= 0 else "a number a of at least 0 and perhaps b, or file"
 
 
 def sample_ratios(value: float | dict[str, Any]) -> dict[int, float]:

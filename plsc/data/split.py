@@ -80,12 +80,13 @@ def describe(origin: dict[str, Any], out: str) -> str:
     if origin.get("by") == "image":
         commands[0] += f" --data.val_dir {places['held_out.tsv']}"
     if "pairs.txt" in counts:
-        commands.append(f"{test} pairs --pairs {places['pairs.txt']} --images {shlex.quote(shown(folder))}")
+        images = shlex.quote(shown(folder))
+        commands.append(f"{test} pairs --pairs {places['pairs.txt']} --images {images} --output report-pairs")
     elif "by" in origin:
         lines.append("no pairs.txt: the held-out images have too few pairs of one class, or of two classes")
     if "gallery.tsv" in counts:
         chosen = f"--gallery {places['gallery.tsv']} --images {places['probes.tsv']}"
-        commands.append(f"{test} identify {chosen} {reading_flag(folder)}")
+        commands.append(f"{test} identify {chosen} {reading_flag(folder)} --output report-identify")
     elif "by" in origin:
         lines.append("no gallery.tsv and probes.tsv: no enrolled class has a second held-out image")
     return "\n".join([*lines, "Next:", *commands])

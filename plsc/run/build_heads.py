@@ -155,8 +155,11 @@ def build_heads(
 def _class_margins(wanted: Mapping[str, Any], counts: Tensor | None) -> Tensor:
     """Return the margins of `head.class_margins` [C]; counts: images per class [C], None if unknown."""
     if "file" in wanted:
-        with refusing(f"cannot read {wanted['file']}", "expected a .npy file with one margin per class"):
-            return torch.from_numpy(np.load(wanted["file"], allow_pickle=False))
+        with (
+            refusing(f"cannot read {wanted['file']}", "expected a .npy file with one margin per class"),
+            Path(wanted["file"]).open("rb") as file,
+        ):
+            return torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False))
     if counts is None:
         raise OptionError(
             "head.class_margins has a, but the images per class of a generator reader are unknown; set file"

@@ -168,6 +168,7 @@ def test_networks_of_halves_judge_the_images_that_they_have_not_learned(world, r
         ins.set_bad_images("skip")
         ins.train()
     assert "was trained on half2.tsv; exchange" in run("clean half2/3 faces wrong --second half1/3", code=1)
+    assert "pass the network of the other half" in run("clean half1/3 faces alone", code=1)
     shown = run("clean half1/3 faces both --second half2/3")
     assert "Each network judges the half of the images that the other one was trained on." in shown
     changes = changes_in(world / "both")

@@ -161,7 +161,7 @@ def test_wrong_margins_per_class_are_refused(changes, message, dataset, tmp_path
     "values", [{"b": 0.1}, {"a": -1}, {"a": 1, "file": "x"}, {"a": "1"}, {"file": 3}, {}]
 )
 def test_margins_per_class_are_a_formula_or_a_file(values, dataset, tmp_path):
-    with pytest.raises(OptionError, match="expected numbers a, at least 0, and b; or file"):
+    with pytest.raises(OptionError, match="expected a number a of at least 0 and perhaps b, or file"):
         options(dataset, tmp_path, head__class_margins=values)
 
 
