@@ -106,7 +106,8 @@ def apply_changes(
         renamed = ((name, final.get(name, name)) for name in listing.classes)
         rows = ((old, new if new in labels else "") for old, new in renamed)
         write_rows(folder / "classes.tsv", (), rows)
-        about = {"command": "plsc data apply", "changes": str(changes), "counts": counts}
+        about: dict[str, Any] = {"command": "plsc data apply", "changes": str(changes), "counts": counts}
+        about["new_classes"] = sorted(set(names) - {*listing.classes, ""})
         about["changes_sha256"] = hashlib.sha256(content).hexdigest()
         origin = write_origin(folder, location, listing, reading, about)
     return {**origin, "folder": listing.folder}

@@ -167,6 +167,8 @@ def run_apply(location: str, changes: str, out: str, **reading: Any) -> None:
         f"{after['classes']:,} classes ({before['classes']:,} before), by {done['move']:,} moves, "
         f"{done['remove']:,} removals and {done['merge']:,} merges"
     )
+    if new := origin["new_classes"]:
+        print(f"{len(new):,} new classes: {', '.join(new[:10])}{', ...' if len(new) > 10 else ''}")
     print("Next:", train_command(out, "list.tsv", origin["folder"]), sep="\n")
 
 

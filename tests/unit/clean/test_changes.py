@@ -201,15 +201,17 @@ def test_each_image_is_where_its_changes_lead(data, tmp_path_factory, changes):
 def test_the_command_writes_a_new_folder_and_changes_nothing_else(data, tmp_path, capsys):
     before = sorted(data.rglob("*"))
     changes = tmp_path / "changes.tsv"
-    write_changes(changes, [Change("merge", 1, "", "a", "b"), Change("remove", 1, "c/0.jpg", "c")])
+    edited = [("merge", "", "a", "b"), ("remove", "c/0.jpg", "c", ""), ("move", "c/1.jpg", "c", "bb")]
+    write_changes(changes, [Change(kind, 1, *names) for kind, *names in edited])
     words = ["data", "apply", str(data), str(changes), str(tmp_path / "out")]
     assert cli.main(words) == 0
     assert sorted(data.rglob("*")) == before
     printed = capsys.readouterr().out
-    assert "17 of 18 images, 5 classes (6 before), by 0 moves, 1 removals and 1 merges\n" in printed
+    assert "17 of 18 images, 6 classes (6 before), by 1 moves, 1 removals and 1 merges\n" in printed
+    assert "1 new classes: bb\n" in printed
     assert f"plsc train --data.dataset_dir {tmp_path}/out/list.tsv --data.format_arguments " in printed
     origin = json.loads((tmp_path / "out/origin.json").read_text())
     assert origin["changes_sha256"] == hashlib.sha256(changes.read_bytes()).hexdigest()
-    assert (origin["data"], origin["counts"]["after"]) == (str(data), {"images": 17, "classes": 5})
+    assert (origin["data"], origin["counts"]["after"]) == (str(data), {"images": 17, "classes": 6})
     assert cli.main(words) == 1
     assert "already exists" in capsys.readouterr().err
