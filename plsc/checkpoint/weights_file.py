@@ -340,7 +340,7 @@ class WeightsFile:
                 f"{self.folder} has the class weights of a run, of its checkpoint of step "
                 f"{step_of(saved[-1])}; resume that checkpoint, or set head.weights_file to another folder"
             )
-        others = {path.name for path in self.folder.iterdir()} - {".lock"}
+        others = {path.name for path in self.folder.iterdir()} - {".lock", "header.new"}  # of a killed run
         if others and "header.json" not in others:
             raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
         self._write_header("")

@@ -124,7 +124,7 @@ def test_settings_that_do_not_fit_a_file_are_refused(dataset, tmp_path):
     file = str(tmp_path / "files")
     for change, message in (
         ({"set_row_dtype": "float32"}, r"only if head\.row_dtype is int8, but"),
-        ({"set_sample_ratio": 1.0}, r"only if head\.sample_ratio is below 1, but"),
+        ({"set_sample_ratio": 1.0}, r"only if head\.sample_ratio is always below 1, but"),
         ({"set_hard_share": 0.5}, r"only if head\.hard_share is 0, but"),
         ({"set_upload_dir": "memory://run"}, r"only if checkpoints are not uploaded"),
     ):

@@ -256,6 +256,13 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(opened, 
     assert [path.name for path in again.file.folder.glob("journal-*")] == ["journal-000000000000-"]
 
 
+def test_a_run_that_was_killed_while_it_wrote_its_first_header_starts_again(opened, tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "header.new").write_text("{")
+    head, rows = opened(folder=tmp_path / "killed")
+    assert len(train(head, rows, range(2))) == 2
+
+
 def test_folders_that_cannot_be_used_are_refused(opened, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "photos").mkdir()
