@@ -37,6 +37,9 @@ class HeadOutput:
         left_out: share of the softmax over all classes that classes have which were not sampled, estimated
             mean over the images; None if not requested, or if all classes are used, or if class weights are
             in a file. left_out_error: half the width of its 95 % interval.
+        hard_recall: share of the 16 nearest other classes of an image that were sampled, mean over 128
+            images; None if `left_out` is, or without hard negatives. hard_age: mean age of the lists of hard
+            negatives that were used, in steps; 0 if there was none.
         effective_rank: see `effective_rank`, for the embeddings of the global batch: near 1 when the network
             collapses, 0 if all embeddings are equal; None if not requested.
         finite: bool scalar, whether all embeddings of the global batch are finite.
@@ -52,6 +55,8 @@ class HeadOutput:
     accuracy_top5: Tensor | None = None
     left_out: Tensor | None = None
     left_out_error: Tensor | None = None
+    hard_recall: Tensor | None = None
+    hard_age: Tensor | None = None
     parts: dict[str, HeadOutput] = field(default_factory=dict)
 
 
@@ -227,7 +232,7 @@ class Head(nn.Module):
     def statistics(self) -> dict[str, Tensor]:
         """Return the buffers that belong in a checkpoint, by name: running statistics of the margin."""
         saved = self.state_dict()
-        return {name: buffer for name, buffer in self.named_buffers() if name in saved}
+        return {name: buffer for name, buffer in self.margin.named_buffers("margin") if name in saved}
 
     def sync_gradients(self) -> None:
         """Complete the gradients of the parameters after backward(); a collective."""
@@ -247,6 +252,8 @@ def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
         effective_rank=last.effective_rank,
         left_out=last.left_out,
         left_out_error=last.left_out_error,
+        hard_recall=last.hard_recall,
+        hard_age=last.hard_age,
     )
 
 
@@ -262,6 +269,7 @@ def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> Head
         finite=torch.stack([output.finite for output in outputs]).all(),
         accuracy_top5=mean_of_known([output.accuracy_top5 for output in outputs], sizes),
         left_out=mean_of_known([output.left_out for output in outputs], sizes),
+        hard_recall=mean_of_known([output.hard_recall for output in outputs], sizes),
         parts=parts,
     )
 

@@ -1,8 +1,8 @@
 """Class sampling as in PartialFC (An et al. 2022, "Killing Two Birds with One Stone").
 
 A step uses the classes of the batch's labels (positives), filled up to a fraction of this rank's classes. The
-others are drawn uniformly without replacement, or partly selected by similarity to the batch. A draw
-depends only on (seed, step, micro-batch, rank) and the device type.
+others are drawn uniformly without replacement; a part can be hard negatives (neighbours.py). A draw depends
+only on (seed, step, micro-batch, rank), the device type and the hard negatives.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.softmax import Queries, TorchBackend
-from plsc.heads.weights import PAGE, Rows
+from plsc.heads.weights import PAGE
 from plsc.seeds import hash_key
 
 
@@ -25,9 +24,9 @@ class Sampling:
     """Settings of class sampling.
 
     ratio: fraction of the classes used in each step, in (0, 1]; or fractions by the step from which each is
-    used, such as {0: 1.0, 2000: 0.1}. hard: fraction of the sampled classes that are the nearest to the
-    batch, in [0, 1); the others are drawn uniformly. in_pages: draw whole pages of 32 consecutive classes, as
-    class weights in a file need; the classes of the batch are used in addition.
+    used, such as {0: 1.0, 2000: 0.1}. hard: largest fraction of the sampled classes that are hard negatives,
+    in [0, 1); the others are drawn uniformly. in_pages: draw whole pages of 32 consecutive classes, as class
+    weights in a file need; the classes of the batch are used in addition.
     """
 
     ratio: float | Mapping[int, float] = 1.0
@@ -115,24 +114,6 @@ def draw_classes(positives: Tensor, classes: int, count: int, key: int, near: Te
     below = fixed - torch.arange(len(fixed), device=device)
     others = others + torch.searchsorted(below, others, right=True)
     return torch.cat([fixed, others]).sort().values
-
-
-def nearest_classes(rows: Rows, queries: Queries, count: int, tile: int, key: int) -> Tensor:
-    """Return the `count` classes closest to any sample of the batch, among a random half of the classes.
-
-    The classes of the labels are excluded, because they are used anyway. The search costs B n D operations in
-    float32 and reads half of the class weights; this can exceed the rest of a sampled step (see
-    docs/benchmarks/head.md).
-
-    rows: all class weights of this rank. tile: class weights per tile. key: selects the random half.
-    """
-    classes = len(rows.weight) // rows.centers
-    if count == 0 or classes == 0:
-        return torch.empty(0, dtype=torch.int64, device=queries.unit.device)
-    half = draw_classes(queries.target.new_empty(0), classes, -(-classes // 2), hash_key(key, 2))
-    half = half[~torch.isin(half, queries.target)]
-    scores = TorchBackend(torch.float32, tile).max_similarity(rows.of_classes(half), queries)
-    return half[scores.topk(min(count, len(half))).indices]
 
 
 def _draw_distinct(count: int, population: int, generator: torch.Generator) -> Tensor:

@@ -26,7 +26,8 @@ from plsc.heads.base import GlobalBatch, Head, HeadOutput
 from plsc.heads.geometry import normalised, norms
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
-from plsc.heads.sampling import Sampling, classes_of, draw_classes, draw_pages, nearest_classes
+from plsc.heads.neighbours import KEPT_BYTES, Neighbours, nearest_of
+from plsc.heads.sampling import Sampling, classes_of, draw_classes, draw_pages
 from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend, tile_size
 from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
@@ -144,6 +145,7 @@ class ShardedHead(Head):
                 f"class weights in a file are {self.weight.dtype} with {self.sampling} and {centers} "
                 "sub-centres; expected int8, a sampling with in_pages=True, and no sub-centres"
             )
+        self.neighbours = Neighbours(range(*self.class_range), group) if self.sampling.hard else None
         self.execution = execution or Execution()
         self.offload = offload
         self.on_nonfinite = on_nonfinite
@@ -173,7 +175,7 @@ class ShardedHead(Head):
         products = self._products(embeddings.device.type)
         accuracy = top5 = None
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-            mean_loss, finite, context, gradient, left_out = self._forward(
+            mean_loss, finite, context, gradient, gauges = self._forward(
                 batch, products, wants_gradient, with_gauge
             )
             if with_accuracy:
@@ -185,7 +187,7 @@ class ShardedHead(Head):
             if weight.dtype is torch.int8:  # has no gradient, but backward() must be called
                 weight = mean_loss.new_zeros((), requires_grad=True)
             loss = HeadLoss.apply(embeddings, weight, self.bias, self, mean_loss, context, gradient)
-        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5, *left_out)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5, **gauges)
 
     def extra_repr(self) -> str:
         """Return the class range, dtype and sampling for repr()."""
@@ -221,15 +223,18 @@ class ShardedHead(Head):
 
     def _forward(
         self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool, with_gauge: bool
-    ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None, tuple[Tensor | None, Tensor | None]]:
-        """Return the mean loss, whether all embeddings are finite, what backward() needs, and `left_out`."""
+    ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None, dict[str, Any]]:
+        """Return the mean loss, whether all embeddings are finite, what backward() needs, and gauges."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         x = batch.embeddings.to(compute).contiguous()
         unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
         self._check_finite(length, batch)
         backend = self._backend(x, products)
         all_rows = self.all_rows()
-        classes = self._select_classes(all_rows, unit, batch.labels, backend.tile)
+        listed = None
+        if self.neighbours is not None and self._is_sampled:
+            listed = self.neighbours.of_labels(batch.labels)
+        classes = self._select_classes(all_rows, batch.labels, listed)
         if self.training:
             # Before _find_target, where the margin updates the statistics that a skipped step restores.
             self.contexts.begin()
@@ -237,13 +242,15 @@ class ShardedHead(Head):
         stored = all_rows if classes is None else all_rows.of_classes(classes)
         is_elsewhere = self.offload or (self.file is not None and classes is not None)
         rows = copy_to_device(stored, x.device) if is_elsewhere else stored
+        neighbours = self.neighbours if self.training else None
+        keep_bytes = max(self.execution.keep_bytes, 0 if neighbours is None else KEPT_BYTES)
         with span("logits"):
             sums = backend.forward(
                 rows,
                 target.queries,
                 fixed_shift=self._fixed_shift(),
                 want_weighted=wants_gradient,
-                keep=wants_gradient and len(rows) * len(x) * 2 <= self.execution.keep_bytes,
+                keep=wants_gradient and len(rows) * len(x) * 2 <= keep_bytes,
             )
         # [B] each: log of the sum over all other classes; the label's logit; its derivative w.r.t. |x|.
         log_others, logit, radial = self._reduce(sums, target)
@@ -265,20 +272,28 @@ class ShardedHead(Head):
         gradient = None
         if wants_gradient:
             gradient = self._scatter_gradient(batch, context, sums, target, length, radial)
-        left_out: tuple[Tensor | None, Tensor | None] = (None, None)
+        gauges: dict[str, Any] = {}
         if with_gauge and self._is_sampled and self.file is None:
-            left_out = self._left_out(all_rows, classes, target, log_total, backend)
-        return losses.mean(), length.isfinite().all(), context, gradient, left_out
+            gauges = self._gauges(all_rows, classes, target, context, batch.labels, listed)
+        if neighbours is not None:
+            neighbours.update(context, batch.labels, self.step)
+        return losses.mean(), length.isfinite().all(), context, gradient, gauges
 
-    def _left_out(
-        self, rows: Rows, classes: Tensor | None, target: _Target, log_total: Tensor, backend: TorchBackend
-    ) -> tuple[Tensor, Tensor]:
-        """Return `HeadOutput.left_out` and `left_out_error`; a collective.
+    def _gauges(
+        self,
+        rows: Rows,
+        classes: Tensor | None,
+        target: _Target,
+        context: ForwardContext,
+        labels: Tensor,
+        listed: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return `left_out`, its error, and what hard negatives miss, as in `HeadOutput`; a collective.
 
         Measured on 128 samples with all class weights: sampled classes cannot tell, as a rare hard class is
         either among them or not seen at all.
         """
-        queries, device = target.queries, rows.device
+        queries, log_total, device = target.queries, context.log_total, rows.device
         some = torch.linspace(0, len(log_total) - 1, min(_MEASURED, len(log_total)), device=log_total.device)
         some = some.round().long()
         place = queries.target[some].to(device)
@@ -291,13 +306,29 @@ class ShardedHead(Head):
             None if queries.threshold is None else queries.threshold[some].to(device),
             None if queries.hard_factor is None else queries.hard_factor.to(device),
         )
+        backend = context.backend
         if device != log_total.device:
             backend = TorchBackend(tile=tile_size(device, len(some)))
         found = backend.forward(rows, measured, fixed_shift=self._fixed_shift(), want_weighted=False)
         sums = Sums(found.shift.to(log_total), found.total.to(log_total))
         log_others, logit, _ = self._reduce(sums, replace(target, logit=target.logit[some], radial=None))
         shares = 1 - (log_total[some] - torch.logaddexp(log_others, logit)).exp()
-        return shares.mean(), 1.96 * shares.std() / len(some) ** 0.5
+        gauges = {"left_out": shares.mean(), "left_out_error": 1.96 * shares.std() / len(some) ** 0.5}
+        if listed is not None:
+            near = nearest_of(
+                rows,
+                labels[some].to(device),
+                lambda tile: backend.class_logits(rows, measured, tile),
+                backend.tile,
+                self.group,
+            )
+            used = near.new_empty(0) if classes is None else classes + self.class_range[0]
+            hits = sum_over_ranks(torch.isin(near, used).sum().to(labels), self.group)
+            gauges["hard_recall"] = hits / (near >= 0).sum().to(labels).clamp(min=1)
+            updated = listed[:, 0]
+            ages = (self.step + 1 - updated)[updated > 0].float()
+            gauges["hard_age"] = ages.mean() if len(ages) else ages.new_zeros(())
+        return gauges
 
     @property
     def _is_sampled(self) -> bool:
@@ -422,8 +453,8 @@ class ShardedHead(Head):
             )
         return backend
 
-    def _select_classes(self, all_rows: Rows, unit: Tensor, labels: Tensor, tile: int) -> Tensor | None:
-        """Return the local classes of this step, sorted; None: all."""
+    def _select_classes(self, all_rows: Rows, labels: Tensor, listed: Tensor | None) -> Tensor | None:
+        """Return the local classes of this step, sorted; None: all. listed: hard negatives of the labels."""
         start, stop = self.class_range
         if not self._is_sampled or start == stop:
             return None
@@ -445,9 +476,9 @@ class ShardedHead(Head):
                     self.file.expect(draw_pages(local, count, following, device))
             return classes
         near = None
-        if self.sampling.hard:
+        if self.neighbours is not None and listed is not None:
             wanted = min(int(count * self.sampling.hard), max(0, count - len(positives.unique())))
-            near = nearest_classes(all_rows, Queries(unit.to(device), positives), wanted, tile, key)
+            near = self.neighbours.near(listed, labels, wanted).to(device)
         classes = draw_classes(positives, stop - start, count, key, near)
         if len(classes) > count and not self._warned_of_positives:
             self._warned_of_positives = True

@@ -221,15 +221,16 @@ class TorchBackend:
         z = self._products_and_bias(rows, queries, w, tile) * queries.scale
         return z.view(len(z), len(w) // rows.centers, rows.centers).amax(dim=2)
 
-    def max_similarity(self, rows: Rows, queries: Queries) -> Tensor:
-        """Return the highest similarity of each class to any sample of the batch, [n / K]."""
-        scores = queries.unit.new_empty(len(rows) // rows.centers)
-        for tile in rows.tiles(self.tile):
-            w, _ = tile_weights(rows, tile, queries.unit)
-            c = self._products_and_bias(rows, queries, w, tile)
-            by_class = c.amax(dim=0).view(-1, rows.centers).amax(dim=1)
-            scores[tile.start // rows.centers : tile.stop // rows.centers] = by_class
-        return scores
+    def scores(self, context: ForwardContext, tile: slice) -> Tensor:
+        """Return numbers [B, t / K] in the order of each sample's logits: the kept terms, or else logits."""
+        if context.kept is None:
+            return self.class_logits(context.rows, context.queries, tile)
+        terms = self._kept_terms(context.kept, len(context.queries.unit), tile)
+        return terms.view(len(terms), -1, context.rows.centers).amax(dim=2)
+
+    def _kept_terms(self, kept: Tensor, batch: int, tile: slice) -> Tensor:
+        """Return `Sums.kept` of the rows of a tile, [B, t]."""
+        return kept[:, tile].contiguous()
 
     def _products_and_bias(self, rows: Rows, queries: Queries, w: Tensor, tile: slice) -> Tensor:
         c = self._product(queries.unit, w.T)

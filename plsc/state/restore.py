@@ -30,7 +30,7 @@ from plsc.optim.loss_scaling import COUNTS, LossScaler
 from plsc.optim.optimizers import FULL_RATE, describe_implementation
 from plsc.run.run import Run, global_batch_size
 from plsc.state.snapshot import describe_heads, own_tensors, seed_generators, take_own
-from plsc.state.tensors import check_counts, collect_tensors, make_state
+from plsc.state.tensors import NEIGHBOURS, check_counts, collect_tensors, make_state
 
 _HOW_TO_CHANGE = {
     "number of classes": ", or change the classes with plsc checkpoint classes",
@@ -64,7 +64,8 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     fresh = {
         role
         for role, value in tensors.items()
-        if role.kind == OPTIMIZER and isinstance(value, Tensor) and role.key not in manifest.tensors
+        if ((role.kind == OPTIMIZER and isinstance(value, Tensor)) or role.name == NEIGHBOURS)
+        and role.key not in manifest.tensors
     }
     here = {role.key: role for role in tensors}
     wanted = {
@@ -88,7 +89,10 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
-    return [*match.lines(), *_lines_about_optimizer(run, scalars, {role.of for role in fresh})]
+    return [
+        *match.lines(),
+        *_lines_about_optimizer(run, scalars, {role.of for role in fresh if role.kind == OPTIMIZER}),
+    ]
 
 
 def _other_tensors(run: Run, path: Path, manifest: Manifest, loaded: Collection[Role]) -> dict[Role, Tensor]:

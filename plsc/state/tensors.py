@@ -29,6 +29,8 @@ from plsc.parallel.backbone import local_part, split_rows
 
 Numbers = Mapping[str, Mapping[str, float]]
 """Plain numbers in the optimizer state: key of the parameter, then name of the state."""
+NEIGHBOURS = "neighbours"
+"""Name of the lists of hard negatives, which belong to class weights as the states of their optimizer do."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -54,6 +56,9 @@ def collect_tensors(
             own: dict[Role, Tensor] = {role: parameter.detach()}
             states = {} if row_optimizer is None else row_optimizer.state[parameter]
             own |= {Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()}
+            neighbours = getattr(head, "neighbours", None)
+            if name == "weight" and neighbours is not None:
+                own[Role(CLASS_OPTIMIZER, NEIGHBOURS, role.key)] = neighbours.lists
             for role, tensor in own.items():
                 rows_of_rank = ShardedTensor(tensor, head.class_num, head.class_range[0])
                 tensors[role] = rows_of_rank if head.is_sharded else tensor

@@ -31,7 +31,15 @@ from plsc.train.watch.average import WeightAverage
 from plsc.train.watch.meters import BadSampleReport, Meter
 
 # Metrics that only logged steps compute.
-_GAUGES = ("accuracy", "accuracy_top5", "effective_rank", "left_out", "left_out_error")
+_GAUGES = (
+    "accuracy",
+    "accuracy_top5",
+    "effective_rank",
+    "left_out",
+    "left_out_error",
+    "hard_recall",
+    "hard_age",
+)
 
 
 @dataclass

@@ -149,6 +149,9 @@ class NativeBackend(TorchBackend):
         _call("plsc_forward", c_rows, c_queries, run, is_fixed, shift, total, weighted, kept)
         return Sums(shift, total, weighted, kept)
 
+    def _kept_terms(self, kept: Tensor, batch: int, tile: slice) -> Tensor:
+        return kept[:, tile].transpose(1, 2).flatten(0, 1)[:batch].contiguous()
+
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
         """See `TorchBackend.gradients`."""
         unit = context.queries.unit

@@ -4,9 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.heads.sampling import draw_classes, nearest_classes
-from plsc.heads.softmax import Queries
-from plsc.heads.weights import Rows
+from plsc.heads.sampling import draw_classes
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,22 +36,3 @@ def test_draws_are_uniform_and_depend_on_the_key():
         # Six standard deviations of a binomial distribution.
         deviation = (expected * (1 - expected / 3000)) ** 0.5
         assert (others - expected).abs().max() < 6 * deviation
-
-
-def test_nearest_classes_have_the_highest_cosines_in_the_searched_half():
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(40, 6, generator=generator, dtype=torch.float64)
-    unit = torch.nn.functional.normalize(torch.randn(3, 6, generator=generator, dtype=torch.float64))
-    scores = (torch.nn.functional.normalize(weight) @ unit.T).amax(dim=1)
-    positives = torch.tensor([0, 5, 9])
-    found, often = [], torch.zeros(40)
-    for key in range(40):
-        near = nearest_classes(Rows(weight), Queries(unit, positives), 6, 7, key)
-        assert len(near) == 6
-        assert not set(near.tolist()) & set(positives.tolist())
-        found.append(scores[near].mean())
-        often[near] += 1
-    scores[positives] = -2
-    assert torch.stack(found).mean() > scores.sort(descending=True).values[:18].mean() - 0.05
-    best = scores.argmax()
-    assert 8 <= often[best] <= 32  # searched in about half of the steps, and then always found

@@ -1,0 +1,113 @@
+"""Hard negatives: for each class, the classes that were nearest to its samples.
+
+Each rank keeps the lists of its own classes. A step uses the lists of its labels: the ranks that hold the
+weights of the listed classes sample them. Of all classes that a step samples, those nearest to a sample
+become the list of its label. So a listed class is compared again whenever its list is used, and others enter
+it when they are drawn: nothing is searched, and a class costs 68 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plsc.heads.softmax import ForwardContext
+from plsc.heads.weights import Rows
+from plsc.parallel.collectives import gather_rows, sum_over_ranks
+
+NEIGHBOURS = 16
+"""Classes in a list."""
+
+KEPT_BYTES = 2**30
+"""Largest softmax terms that a step keeps to find the nearest classes; otherwise it computes logits again."""
+
+
+class Neighbours(nn.Module):
+    """The lists of this rank's classes.
+
+    classes: global indices of this rank's classes.
+
+    Attributes:
+        lists: int32 [C_local, 1 + NEIGHBOURS]: the step of the last update, then the global indices of the
+            nearest classes, nearest first. All plus 1: 0 means none.
+    """
+
+    lists: Tensor
+
+    def __init__(self, classes: range, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.classes = classes
+        self.group = group
+        self.register_buffer("lists", torch.zeros(len(classes), 1 + NEIGHBOURS, dtype=torch.int32))
+
+    def of_labels(self, labels: Tensor) -> Tensor:
+        """Return the lists of the labels [B] on every rank, int64 [B, 1 + NEIGHBOURS]; a collective."""
+        found = labels.new_zeros(len(labels), 1 + NEIGHBOURS)
+        mine = self._has(labels).nonzero()[:, 0]
+        place = (labels[mine] - self.classes.start).to(self.lists.device)
+        found[mine] = self.lists[place].to(found)
+        return sum_over_ranks(found, self.group)
+
+    def near(self, listed: Tensor, labels: Tensor, count: int) -> Tensor:
+        """Return at most `count` of this rank's classes in lists [B, 1 + NEIGHBOURS], the nearest first.
+
+        Returns local indices, int64, without those of the labels.
+        """
+        every = listed[:, 1:].T.flatten() - 1
+        every = every[self._has(every) & ~torch.isin(every, labels)]
+        classes, first = _first_of(every)
+        return classes[first.argsort()[:count]] - self.classes.start
+
+    def update(self, context: ForwardContext, labels: Tensor, step: int) -> None:
+        """Replace the lists of the labels [B] by the nearest classes that any rank sampled; a collective."""
+        backend = context.backend
+        near = nearest_of(
+            context.rows, labels, lambda tile: backend.scores(context, tile), backend.tile, self.group
+        )
+        lists = torch.cat([torch.full_like(labels, step)[:, None], near], dim=1) + 1
+        own, first = _first_of(labels)
+        is_mine = self._has(own)
+        place = (own[is_mine] - self.classes.start).to(self.lists.device)
+        self.lists[place] = lists[first[is_mine]].to(self.lists)
+
+    def _has(self, classes: Tensor) -> Tensor:
+        return (classes >= self.classes.start) & (classes < self.classes.stop)
+
+
+def nearest_of(
+    rows: Rows,
+    labels: Tensor,
+    scores_of: Callable[[slice], Tensor],
+    tile: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return the classes with the highest scores in the rows of all ranks, without the label; a collective.
+
+    scores_of: returns the scores [B, t / K] of a tile. tile: rows per tile.
+
+    Returns the global indices of classes, int64 [B, NEIGHBOURS], the best first; -1 where there are too few.
+    """
+    scores = labels.new_full((len(labels), NEIGHBOURS), -torch.inf, dtype=torch.float32)
+    classes = torch.full_like(scores, -1, dtype=torch.int64)
+    for one in rows.tiles(tile):
+        numbers = rows.global_indices(one)[:: rows.centers].to(labels.device) // rows.centers
+        found = scores_of(one).to(scores).nan_to_num(-torch.inf)
+        found.masked_fill_(numbers == labels[:, None], -torch.inf)
+        scores, order = torch.cat([scores, found], dim=1).topk(NEIGHBOURS)
+        classes = torch.cat([classes, numbers.expand_as(found)], dim=1).gather(1, order)
+    ranks = [1] * (1 if group is None else group.size())
+    scores, classes = (
+        gather_rows(part[None], ranks, group).transpose(0, 1).flatten(1) for part in (scores, classes)
+    )
+    scores, order = scores.topk(NEIGHBOURS)
+    return classes.gather(1, order).where(scores > -torch.inf, -1)
+
+
+def _first_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct values, sorted, and the first position of each."""
+    distinct, place = torch.unique(values, return_inverse=True)
+    first = torch.full_like(distinct, len(values))
+    return distinct, first.scatter_reduce(0, place, torch.arange(len(values), device=values.device), "amin")
