@@ -143,7 +143,7 @@ class HeadOptions:
     )
     hard_share: float = of_run(
         0.0,
-        "share of the sampled classes that are hard negatives (closest to the batch)",
+        "largest share of the sampled classes that are hard negatives (known to be near those of the batch)",
         "set_hard_share(share)",
         between(0, 0.99),
         needs=(SHARDED, _SAMPLED),

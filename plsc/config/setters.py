@@ -114,9 +114,9 @@ class Setters:
         self.options.set("head.sample_ratio", sample_ratio)
 
     def set_hard_share(self, share: float) -> None:
-        """Set ``head.hard_share``: share of the sampled classes that are hard negatives (closest to the
-        batch); only if class weights are sharded (a loss dist_...) and head.sample_ratio is below 1.
-        Default: 0.0.
+        """Set ``head.hard_share``: largest share of the sampled classes that are hard negatives (known to
+        be near those of the batch); only if class weights are sharded (a loss dist_...) and
+        head.sample_ratio is below 1. Default: 0.0.
         """
         self.options.set("head.hard_share", share)
 

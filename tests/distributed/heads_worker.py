@@ -1,11 +1,12 @@
 """Compare every head with the reference implementation on these ranks; exit with 1 if they differ.
 
-Argument "margins per class": only those.
+Argument "in short": only margins per class and hard negatives.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import warnings
 
@@ -161,6 +162,56 @@ def check_left_out(
     torch.testing.assert_close(output.left_out_error, half, **CLOSE, equal_nan=True)
 
 
+def check_hard_negatives(world: World, name: str, centers: int, sizes: list[int]) -> None:
+    """A step without sampling lists the nearest classes; others use the lists, and list what they sampled."""
+    whole = filled_whole(name, 40, centers)
+    head = ShardedHead(
+        40,
+        DIMENSION,
+        build_margin(name),
+        centers=centers,
+        sampling=Sampling({0: 1.0, 1: 0.6}, hard=0.9),
+        execution=Execution(tile=5),
+        row_dtype=torch.float64,
+        group=world.head_group,
+    )
+    start, stop = head.class_range
+    fill(head, whole, start, stop)
+    rows = RowSGD(head, lr=0.0)
+    embeddings, labels = global_batch(40, sum(sizes))
+    first = sum(sizes[: world.rank])
+    mine = slice(first, first + sizes[world.rank])
+    with torch.no_grad():
+        logits = plain_logits(whole, embeddings)
+    logits[torch.arange(len(labels)), labels] = -torch.inf
+    near, lists = logits.topk(16).indices, torch.zeros(0)
+    used = torch.ones(40, dtype=torch.bool)
+    for step in range(3):
+        output = head(embeddings[mine].requires_grad_(), labels[mine], with_gauge=True)
+        output.loss.backward()
+        if step:
+            drawn = torch.zeros(40, dtype=torch.bool)
+            drawn[start + head.contexts[0].rows.selected[::centers] // centers] = True
+            used = torch.stack(world.all_gather_object(drawn)).any(dim=0)
+            assert output.hard_age == 1
+            assert abs(float(output.hard_recall) - float(used[near].double().mean())) < 1e-6
+            room = int(math.ceil((stop - start) * 0.6) * 0.9)
+            listed = {c - 1 for c in lists[:, 1:].flatten().tolist() if start < c <= stop} - {
+                *labels.tolist()
+            }
+            taken = {c for c in listed if drawn[c]}
+            positives = len({c for c in labels.tolist() if start <= c < stop})
+            assert len(taken) >= min(len(listed), room, math.ceil((stop - start) * 0.6) - positives)
+        known = logits.masked_fill(~used, -torch.inf)
+        lists = head.neighbours.of_labels(labels)
+        assert (lists[:, 0] == step + 1).all()
+        for sample, label in enumerate(labels.tolist()):
+            one = known[labels.tolist().index(label)]
+            best = one.topk(min(16, int(one.isfinite().sum()))).indices + 1
+            assert lists[sample, 1:].tolist() == best.tolist() + [0] * (16 - len(best)), (name, step, sample)
+        rows.step()
+
+
 def plain_logits(head: torch.nn.Module, embeddings: torch.Tensor) -> torch.Tensor:
     if head.bias is not None:
         return reference.softmax_logits(embeddings, head.weight, head.bias)
@@ -312,7 +363,9 @@ def main() -> None:
             check_sharded(world, name, classes, 1, sizes, 1.0, keep=False, per_class=True)
         check_sharded(world, name, 23, 3, uneven, 0.3, keep=True, per_class=True)
         check_dense(world, name, uneven, per_class=True)
-    if sys.argv[1:] == ["margins per class"]:
+    for name, centers in (("arcface", 1), ("cosface", 3), ("softmax", 1)):
+        check_hard_negatives(world, name, centers, uneven)
+    if sys.argv[1:] == ["in short"]:
         world.close()
         return
     for loss_type in LOSS_TYPES:

@@ -89,7 +89,7 @@ MORE = {
 STEPS = 20
 
 
-def draw_independent_of_ranks(head, every, unit, labels, passes):
+def draw_independent_of_ranks(head, every, labels, listed):
     """Replace the sampling, which depends on the ranks: use a third of the classes and the positives."""
     start, stop = head.class_range
     chosen = (torch.arange(start, stop) + head.step) % 3 == 0
