@@ -37,7 +37,10 @@ def batch_embedder(folder: str | os.PathLike[str], column: str = "image") -> Bat
 
 @dataclass(frozen=True)
 class BatchEmbedder:
-    """Add the columns ``embedding`` and ``error`` to batches; see `batch_embedder`.
+    """Add the columns ``embedding`` and ``error`` to a pyarrow RecordBatch or Table, or a dict of columns.
+
+    ``embedding`` is a list (Spark reads none of fixed size) of D float32, L2-normalised; null, and ``error``
+    the reason, if an image failed. In a dict: float32 [n, D], NaN if it failed; ``error`` is otherwise "".
 
     metadata: of Arrow schemas: ``plsc.fingerprint``, ``plsc.input`` (preprocessing), ``plsc.normalised``.
     """
@@ -47,11 +50,7 @@ class BatchEmbedder:
     metadata: Mapping[str, str]
 
     def __call__(self, batch: Any) -> Any:
-        """Return a batch (RecordBatch, Table or dict of columns) with the L2-normalised embeddings.
-
-        ``embedding`` is a list (Spark reads none of fixed size) of D float32; null, and ``error`` the reason,
-        if an image failed. In a dict: float32 [n, D], then NaN; ``error`` is otherwise empty, not null.
-        """
+        """Return the batch with ``embedding`` and ``error``; DataError if it has no column of images."""
         is_arrow = isinstance(batch, (pa.RecordBatch, pa.Table))
         if self.column not in (names := batch.schema.names if is_arrow else list(batch)):
             raise DataError(f"the batch has no column {self.column!r}; {suggest(self.column, names)}")
