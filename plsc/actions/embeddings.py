@@ -229,10 +229,11 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
-def write_shard(folder: Path, number: int, names: Sequence[str], columns: Columns, suffix: str) -> str:
-    """Write the rows of a shard, and return the name of the file."""
-    encode = _as_parquet if suffix == "parquet" else _as_npy
-    content = encode(names, columns)
+def write_shard(
+    folder: Path, number: int, names: Sequence[str], columns: Columns, suffix: str, about: Any = None
+) -> str:
+    """Write the rows of a shard, and return the name of the file; about: metadata of a Parquet schema."""
+    content = _as_parquet(names, columns, about) if suffix == "parquet" else _as_npy(names, columns)
     file = f"{number:05d}-{zlib.crc32(content):08x}.{suffix}"
     with replacing(folder / file) as temporary:
         temporary.write_bytes(content)
@@ -291,7 +292,7 @@ def _as_npy(names: Sequence[str], columns: Columns) -> bytes:
     return file.getvalue()
 
 
-def _as_parquet(names: Sequence[str], columns: Columns) -> bytes:
+def _as_parquet(names: Sequence[str], columns: Columns, about: Any) -> bytes:
     arrays = {
         name: pa.array(column)
         if column.ndim == 1
@@ -300,5 +301,6 @@ def _as_parquet(names: Sequence[str], columns: Columns) -> bytes:
     }
     readable = [name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for name in names]
     file = io.BytesIO()
-    pq.write_table(pa.table({**arrays, NAMES: pa.array(readable, pa.string())}), file, compression="none")
+    table = pa.table({**arrays, NAMES: pa.array(readable, pa.string())}, metadata=about)
+    pq.write_table(table, file, compression="none")
     return file.getvalue()

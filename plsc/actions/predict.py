@@ -40,7 +40,7 @@ from plsc.config import Config, Options
 from plsc.data.batch import SampleNames
 from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.embed import embed_batches
-from plsc.export.folder import checksum_of, describe_input
+from plsc.export.folder import checksum_of, describe_input, schema_metadata
 from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
@@ -174,6 +174,7 @@ class Predictor:
         """Write all outputs as shards, except those that are there already; a collective."""
         world, samples = self.world, self.samples
         suffix = "parquet" if folder.suffix == ".parquet" else "npy"
+        metadata = schema_metadata(about["model"]["weights"], about["input"], "false")
         doing = f"write {folder}"
         files, rows = on_main_rank(world, doing, lambda: _begin(folder, about))
         kept = self._check(folder, files, rows)
@@ -187,7 +188,7 @@ class Predictor:
             if number in kept:  # computed because another rank needed this one's class weights
                 continue
             names = samples.names(columns.pop(NUMBERS).tolist())
-            file = write_shard(folder, number, names, columns, suffix)
+            file = write_shard(folder, number, names, columns, suffix, metadata)
             written[number] = {"file": file, "rows": len(names)}
 
         self.bad.gather()
@@ -355,7 +356,7 @@ def _describe(
             "checkpoint": str(path),
             "step": manifest.step,
             "name": config.model.name,
-            "weights": checksum_of(load_weights(path)) if world.is_main else "",
+            "weights": on_main_rank(world, f"read {path}", lambda: checksum_of(load_weights(path))),
         },
         "input": describe_input(predictor.network, config, config.data.landmarks is not None),
         "flip": False,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -85,6 +87,9 @@ def test_uneven_ranks_compute_in_memory_and_in_folders_what_plain_pytorch_does(t
         assert len(found) == COUNT
         assert len(found.index["shards"]) >= COUNT / 4
         check({name: found[name][:] for name in found}, expected)
+    files = sorted((trained / f"written{ranks}.parquet").glob("*.parquet"))
+    fingerprint = found.index["model"]["weights"].encode()  # by each rank that has a shard
+    assert {pq.read_schema(file).metadata[b"plsc.fingerprint"] for file in files} == {fingerprint}
     table = pq.read_table(trained / f"written{ranks}.parquet")  # as any other reader does
     np.testing.assert_allclose(table["embeddings"].to_pylist(), expected["embeddings"], **CLOSE)
 
@@ -114,6 +119,27 @@ def ins(trained):
     used = entry(trained / "nowhere", trained / "unused", set_checkpoint_dir=trained / "run" / "0")
     used.set_num_workers(0)
     return used
+
+
+def test_duckdb_reads_the_embeddings_and_which_model_computed_them(trained, ins, tmp_path):
+    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed")
+    folder = tmp_path / "out.parquet"
+    found = ins.predict(trained / "faces/images", output=folder)
+    shards = f"'{folder}/*.parquet'"
+    held = dict(
+        duckdb.sql(f"SELECT decode(key), decode(value) FROM parquet_kv_metadata({shards})").fetchall()
+    )
+    assert held["plsc.fingerprint"] == found.index["model"]["weights"]
+    assert json.loads(held["plsc.input"])["preprocessing"] == "(x - 127.5) / 128"
+    assert held["plsc.normalised"] == "false"
+    sql = f"SELECT names, embeddings::FLOAT[8] AS embedding FROM {shards}"
+    products = f"SELECT array_inner_product(a.embedding, b.embedding) FROM ({sql}) a, ({sql}) b"
+    vectors = found["embeddings"][np.argsort(found["names"][:])]
+    computed = duckdb.sql(f"{products} ORDER BY a.names, b.names").fetchall()
+    np.testing.assert_allclose(np.ravel(computed), np.ravel(vectors @ vectors.T), rtol=1e-5, atol=1e-5)
+    assert pq.read_schema(next(folder.glob("*.parquet"))).field("embeddings").type == pa.list_(
+        pa.float32(), 8
+    )
 
 
 def test_a_folder_a_list_file_and_a_list_give_the_same_embeddings(trained, expected, ins, tmp_path):

@@ -170,7 +170,7 @@ class FileSource(IndexedSource):
 
     def _stored_at(self, index: int) -> bytes:
         if isinstance(self.root, str):
-            return _read_remote_image(self.root, os.fsdecode(self._paths[index]))
+            return read_remote_image(self.root, os.fsdecode(self._paths[index]))
         path = os.path.join(self._root, self._paths[index])  # noqa: PTH118 - a hot path
         return read_image_file(path, self._folder)
 
@@ -193,7 +193,7 @@ class FileSource(IndexedSource):
         return printable(self._paths[index])
 
 
-def _read_remote_image(root: str, name: str) -> bytes:
+def read_remote_image(root: str, name: str) -> bytes:
     """Return the bytes of a file below a URL; DataError if it is missing or cannot be read."""
     filesystem, inside = open_filesystem(root)
 

@@ -1,0 +1,120 @@
+"""Embed batches of images in the worker processes of Spark, Ray and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from plsc.data.decode import MAX_FILE_BYTES, MAX_PIXELS
+from plsc.data.sources.base import read_image_file, read_remote_image
+from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.export.folder import schema_metadata
+from plsc.export.served import ServedModel, open_model
+from plsc.storage.urls import base_name, is_url, parent_of
+
+EMBEDDING, ERROR = "embedding", "error"
+_BATCH = 64  # images per call of onnxruntime
+
+
+def batch_embedder(folder: str | os.PathLike[str], column: str = "image") -> BatchEmbedder:
+    """Return a picklable callable that embeds batches; each process loads the model once, with one thread.
+
+    folder: of ``plsc export``, at the same path on all machines. column: of the images: encoded bytes, paths
+    or URLs, or structs with ``bytes`` and ``path``. Raises, as does the callable, the errors of `open_model`.
+    """
+    model = open_model(folder)
+    metadata = schema_metadata(model.fingerprint, model.about["input"], "true")
+    return BatchEmbedder(model.folder.resolve(), column, metadata)
+
+
+@dataclass(frozen=True)
+class BatchEmbedder:
+    """Add the columns ``embedding`` and ``error`` to a pyarrow RecordBatch or Table, or a dict of columns.
+
+    ``embedding`` is a list (Spark reads none of fixed size) of D float32, L2-normalised; null, and ``error``
+    the reason, if an image failed. In a dict: float32 [n, D], NaN if it failed; ``error`` is otherwise "".
+
+    metadata: of Arrow schemas: ``plsc.fingerprint``, ``plsc.input`` (preprocessing), ``plsc.normalised``.
+    """
+
+    folder: Path
+    column: str
+    metadata: Mapping[str, str]
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch with ``embedding`` and ``error``; DataError if it has no column of images."""
+        is_arrow = isinstance(batch, (pa.RecordBatch, pa.Table))
+        if self.column not in (names := batch.schema.names if is_arrow else list(batch)):
+            raise DataError(f"the batch has no column {self.column!r}; {suggest(self.column, names)}")
+        vectors, errors = self._embed(batch[self.column].to_pylist() if is_arrow else batch[self.column])
+        if not is_arrow:
+            return {**batch, EMBEDDING: vectors, ERROR: [error or "" for error in errors]}
+        rows = [None if error else row for row, error in zip(vectors, errors, strict=True)]
+        batch = batch.append_column(EMBEDDING, pa.array(rows, pa.list_(pa.float32())))
+        batch = batch.append_column(ERROR, pa.array(errors, pa.string()))
+        return batch.replace_schema_metadata({**(batch.schema.metadata or {}), **self.metadata})
+
+    def in_spark(self, frame: Any) -> Any:
+        """Return a Spark DataFrame with both columns, by ``mapInArrow``; OptionError if workers cannot."""
+        from pyspark.sql.types import ArrayType, FloatType, StringType, StructType
+
+        def embed(batches: Any) -> Any:
+            self({self.column: []})  # opens the model even if there are no rows
+            return map(self, batches)
+
+        schema = StructType(list(frame.schema.fields))
+        schema.add(EMBEDDING, ArrayType(FloatType()), metadata=dict(self.metadata)).add(ERROR, StringType())
+        try:
+            frame.sparkSession.range(1).where("id < 0").mapInArrow(embed, schema).collect()
+        except Exception as error:  # Spark has several kinds, and pandas may be missing here
+            lines = re.findall(r"^[\w.]*Error: .*", str(error), re.MULTILINE) or [str(error)]
+            raise OptionError(
+                f"Spark's Python workers cannot embed: {lines[-1]:.300}; set PYSPARK_PYTHON to a Python with "
+                "plsc[export,spark] before the session starts, and have the model on all machines"
+            ) from error
+        return frame.mapInArrow(embed, schema)
+
+    def _embed(self, values: Any) -> tuple[np.ndarray, list[str | None]]:
+        model = _opened(self.folder, self.metadata["plsc.fingerprint"], os.getpid())
+        errors: list[str | None] = [None] * len(values)
+        vectors = np.full((len(values), model.emb_size), np.nan, np.float32)
+        for first in range(0, len(values), _BATCH):
+            images = {}
+            for number, value in enumerate(values[first : first + _BATCH], first):
+                try:
+                    images[number] = model.preprocess(_bytes_of(value), MAX_FILE_BYTES, MAX_PIXELS)
+                except DataError as error:
+                    errors[number] = str(error)
+            if images:
+                vectors[list(images)] = model.embed(np.stack(list(images.values())))
+        return vectors, errors
+
+
+@functools.cache
+def _opened(folder: Path, fingerprint: str, process: int) -> ServedModel:
+    """Return the model of a process, whose number counts because threads do not survive a fork."""
+    model = open_model(folder, threads=1)
+    if model.fingerprint != fingerprint:
+        raise CheckpointError(f"{folder} is another model on this machine; copy the same to all machines")
+    return model
+
+
+def _bytes_of(data: Any) -> bytes:
+    if isinstance(data, Mapping):  # an image of Hugging Face datasets, not decoded
+        data = data.get("bytes") or data.get("path")
+    if isinstance(data, bytes):
+        return data
+    if not isinstance(data, str):
+        wrong = DataError if data is None else OptionError  # this image, or all
+        raise wrong(f"an image is {type(data).__name__}; expected encoded bytes, or a path")
+    if is_url(data):
+        return read_remote_image(parent_of(data), base_name(data))
+    return read_image_file(data, None)

@@ -1,0 +1,79 @@
+"""Batches of images become batches of embeddings, or reasons; other processes load the same model."""
+
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.export import batch_embedder, open_model
+from tests.serving import export_model
+
+pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return export_model(tmp_path_factory.mktemp("batches"))
+
+
+@pytest.fixture(scope="module")
+def paths(model):
+    return [str(path) for path in sorted((model.parent / "faces/images").iterdir())]
+
+
+@pytest.fixture(scope="module")
+def expected(model, paths):
+    opened = open_model(model)
+    return opened.embed(np.stack([opened.preprocess(Path(path).read_bytes()) for path in paths]))
+
+
+@pytest.mark.parametrize("make", [pa.table, pa.RecordBatch.from_pydict])
+def test_an_arrow_batch_gets_the_embeddings_of_open_model_and_the_fingerprint(model, paths, expected, make):
+    images = [*(Path(path).read_bytes() for path in paths), b"no image", None]
+    embedder = pickle.loads(pickle.dumps(batch_embedder(model)))
+    found = embedder(make({"id": list(range(len(images))), "image": images}))
+    assert type(found) is type(make({"id": [0]}))
+    assert found.schema.names == ["id", "image", "embedding", "error"]
+    assert found.schema.metadata[b"plsc.fingerprint"].decode() == open_model(model).fingerprint
+    assert b"(x - 127.5) / 128" in found.schema.metadata[b"plsc.input"]
+    rows = found["embedding"].to_pylist()
+    assert np.array_equal(np.array(rows[:-2], np.float32), expected)
+    assert rows[-2:] == [None, None]
+    *fine, damaged, missing = found["error"].to_pylist()
+    assert set(fine) == {None}
+    assert "not readable" in damaged
+    assert "expected encoded bytes, or a path" in missing
+    assert embedder(found.slice(0, 0).select(["image"])).num_rows == 0
+
+
+def test_a_dict_takes_paths_urls_and_structs_and_marks_failures_by_nan(model, paths, expected, tmp_path):
+    embedder = batch_embedder(model, "where")
+    structs = [{"bytes": Path(paths[0]).read_bytes(), "path": None}, {"bytes": None, "path": paths[1]}]
+    found = embedder({"where": [*structs, *paths[2:-1], f"file://{paths[-1]}", str(tmp_path / "no.png")]})
+    assert np.array_equal(found["embedding"][:-1], expected)
+    assert np.isnan(found["embedding"][-1]).all()
+    assert found["error"][:-1] == [""] * len(paths)
+    assert "is missing" in found["error"][-1]
+
+
+def test_what_is_wrong_with_all_images_stops_the_job(model):
+    embedder = batch_embedder(model)
+    with pytest.raises(DataError, match=r"no column 'image'; known: images, label; did you mean 'images'"):
+        embedder({"images": [], "label": []})
+    with pytest.raises(OptionError, match="an image is ndarray; expected encoded bytes"):
+        embedder({"image": [np.zeros((16, 16, 3), np.uint8)]})
+
+
+def test_a_machine_with_another_model_or_none_is_an_error(model, tmp_path):
+    other = replace(batch_embedder(model), metadata={"plsc.fingerprint": "0" * 64})
+    with pytest.raises(CheckpointError, match="another model on this machine"):
+        other({"image": []})
+    embedder = batch_embedder(shutil.copytree(model, tmp_path / "model"))
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"model\.json"):
+        embedder({"image": []})
