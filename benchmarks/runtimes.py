@@ -4,8 +4,8 @@
     python benchmarks/runtimes.py MODEL [--batches 1 16 64] [--rounds 15] [--threads 1]
 
 MODEL is a folder of plsc export in float32. The runtimes take turns, in another order in each round; each
-turn embeds the same images, at least 64. Speeds are medians; ratios are medians over the rounds of the time of
-onnxruntime divided by that of the other, of the same round. OpenVINO runs as it does by default and with
+turn embeds the same images, at least 64. Speeds are medians; ratios are medians over the rounds of the time
+of onnxruntime divided by that of the other. OpenVINO runs as it does by default and with
 INFERENCE_PRECISION_HINT=f32. Prints a table, and the raw seconds as JSON.
 """
 
