@@ -73,6 +73,7 @@ def test_the_card_shows_data_results_capacity_and_groups_as_recorded(trained, ex
 
 
 def test_the_card_names_what_was_not_measured(trained, tmp_path):
+    (trained[0].parent / "LICENSE").write_text("Of something else\n")
     missing = trained[0].rename(trained[0].with_name("moved"))
     try:
         folder = converted(trained, tmp_path / "model", graph="none")
@@ -84,6 +85,17 @@ def test_the_card_names_what_was_not_measured(trained, tmp_path):
     )
     assert "| faces | 24 | 3 | not recorded |" in text
     assert hub.ModelCard(text).data.eval_results is None
+
+
+def test_the_licence_may_be_in_a_file_of_its_own(trained, tmp_path):
+    readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
+    (trained[0] / "LICENSE").write_text("\nMIT License\n\nPermission is hereby granted\n")
+    try:
+        folder = converted(trained, tmp_path / "model", graph="none")
+    finally:
+        (trained[0] / "LICENSE").unlink()
+        readme.rename(trained[0] / "README.md")
+    assert "| faces | 24 | 3 | MIT License |" in (folder / "README.md").read_text()
 
 
 def test_a_report_of_other_weights_is_refused(trained, tmp_path):
