@@ -464,13 +464,15 @@ class Entry(OriginalSetters):
         thumbnails: bool = False,
         head: str | None = None,
         unseen: str | None = None,
+        layout: str = "plain",
+        reports: Sequence[str] = (),
     ) -> Path:
         """Write the network of the checkpoint to a new folder, and return the folder.
 
-        It holds model.json, the weights, and a graph with L2-normalised output. The graph is loaded again and
-        compared with the network on images of the dataset, or random ones if none is set; if it differs,
-        nothing is written. If there is a pair file, model.json gets thresholds per FAR. `plsc.load_network`
-        and `plsc.export.open_model` load the folder. See docs/model.md.
+        It holds model.json, README.md, config.json, the weights, and a graph with L2-normalised output. The
+        graph is loaded again and compared with the network on images of the dataset, or random ones if none
+        is set; if it differs, nothing is written. If there is a pair file, model.json gets thresholds per
+        FAR. `plsc.load_network` and `plsc.export.open_model` load the folder. See docs/model.md.
 
         Args:
             output: the folder; by default ``<save_dir>/model``.
@@ -483,8 +485,11 @@ class Entry(OriginalSetters):
             head: of several heads, the one whose class weights are written.
             unseen: labelled dataset (path or URL) of at least 20 classes that were not trained: model.json
                 gets the FPIR of galleries of any size, for ``plsc serve --fpir``.
+            layout: ``plain``; ``triton``: the folder is a model of a Triton model repository;
+                ``insightface``: model.onnx takes images as insightface scales them.
+            reports: folders of ``test(protocol, output=...)`` with this checkpoint, which README.md shows.
         """
-        conversion = Conversion(graph, precision, flip, classes, thumbnails, head, unseen)
+        conversion = Conversion(graph, precision, flip, classes, thumbnails, head, unseen, layout, reports)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
 

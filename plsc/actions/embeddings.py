@@ -104,7 +104,7 @@ class Embeddings:
         path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
         if (path / MODEL_NAME).is_file():
             about = read_about(path)
-            check_file(path / WEIGHTS_NAME, about.get("weights"))
+            check_file(path, WEIGHTS_NAME, about.get("weights"))
             options, weights = about["options"], load_file(path / WEIGHTS_NAME)
         else:
             options, weights = open_checkpoint(path).options, load_weights(path)

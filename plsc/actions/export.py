@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,19 @@ from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.evaluate.capacity_report import CapacityResult, evaluate_capacity
 from plsc.evaluate.plots import plot_roc
+from plsc.evaluate.report import Section
 from plsc.evaluate.verification import VerificationResult
-from plsc.export.check import Embed, check_accuracy, compare, load_graph
+from plsc.export.card import add_metadata, write_card
+from plsc.export.check import BATCHES, Embed, check_accuracy, compare, load_graph
 from plsc.export.folder import (
     CLASSES_NAME,
+    DIVISORS,
     ROC_NAME,
     THUMBNAILS_NAME,
     describe_file,
     write_about,
     write_tensors,
+    write_triton_config,
     write_weights,
 )
 from plsc.export.graph import PRECISIONS, as_served, missing_package, write_graph
@@ -66,6 +71,8 @@ class Conversion:
         head: of several heads, the one whose class weights are written.
         unseen: path or URL of a labelled dataset of classes that were not trained; also write how many
             strangers a gallery accepts.
+        layout: ``plain``, ``triton`` or ``insightface``; the others only for ONNX.
+        reports: folders of ``plsc test`` with the same weights, which README.md shows.
     """
 
     graph: str | None = None
@@ -75,8 +82,14 @@ class Conversion:
     thumbnails: bool = False
     head: str | None = None
     unseen: str | None = None
+    layout: str = "plain"
+    reports: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if self.layout not in DIVISORS:
+            raise OptionError(f"layout is {self.layout!r}; {suggest(self.layout, DIVISORS)}")
+        if self.layout != "plain" and self.graph not in (None, "onnx"):
+            raise OptionError(f"layout is {self.layout!r}, which needs an ONNX graph, not {self.graph!r}")
         if self.graph is None:
             return
         if self.graph not in PRECISIONS:
@@ -118,6 +131,9 @@ def run_conversion(
             f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
             "convert_for_prediction(output)"
         )
+    if conversion.layout == "insightface" and config.model.image_shape != (3, 112, 112):
+        shape = list(config.model.image_shape)
+        raise OptionError(f"the images are {shape}; insightface needs [3, 112, 112]: choose another layout")
     folder = output or Path(config.checkpoint.save_dir) / "model"
     exporter = Exporter(network, config, checkpoint, user, world, conversion)
     results = exporter.evaluate() if conversion.graph != "none" else []
@@ -169,14 +185,20 @@ class Exporter:
             if self.conversion.thumbnails:
                 assert samples is not None
                 about["thumbnails"] = self._write_thumbnails(temporary / THUMBNAILS_NAME, samples)
+            measured: list[Section] = []
             if self.conversion.graph != "none":
-                embed = self._write_graph(temporary, about, samples, results)
+                embed, measured = self._write_graph(temporary, about, samples, results)
                 if self.conversion.precision == "int8":
                     capacity = self.capacity(_Graph(embed), World.single())
                 if capacity is not None:
                     about["capacity"] = capacity.as_dict()
+                    measured.append(capacity.section("Capacity"))
                     logger.info(capacity.summary())
+            add_metadata(temporary, about)
             write_about(temporary, about)
+            write_card(temporary, about, self.checkpoint[1], measured, self.conversion.reports)
+            if self.conversion.layout == "triton":
+                write_triton_config(temporary, about, max(BATCHES))
 
     def _open_samples(self) -> Samples | None:
         """Return the images for checks and thumbnails; None if there are none and none are needed."""
@@ -197,23 +219,25 @@ class Exporter:
 
     def _write_graph(
         self, folder: Path, about: dict[str, Any], samples: Samples | None, results: Results
-    ) -> Embed:
-        """Write, check and return the graph; add its description and the thresholds to `about`."""
+    ) -> tuple[Embed, list[Section]]:
+        """Write, check and return the graph, and its results; add description and thresholds to `about`."""
         kind, precision = self.conversion.graph, self.conversion.precision
         assert kind is not None
         served = as_served(self.network, self.conversion.flip)
         images = self._images(samples, _CALIBRATED if precision == "int8" else _CHECKED)
         started = time.monotonic()
-        shape = self.config.model.image_shape
-        about["graph"] = write_graph(folder, served, kind, precision, shape, images)
+        about["graph"] = write_graph(folder, served, kind, precision, images, self.conversion.layout)
         write_about(folder, about)
         embed = load_graph(folder, kind)
         difference = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
-        about["graph"]["difference"] = {"largest": difference.largest, "cosine": difference.lowest_cosine}
+        kinds = "random images" if samples is None else "images of a dataset"
+        found = {"largest": difference.largest, "cosine": difference.lowest_cosine, "images": kinds}
+        about["graph"]["difference"] = found
         logger.info(
             f"{kind} {precision}: {difference.summary()}, compared with the network in batches of 1, 3 and "
             f"64 images ({time.monotonic() - started:.1f} s)"
         )
+        measured = []
         for target, result in results:
             if precision == "int8":
                 eager, options = result.cosines, self.config.changed({"data.flip": False})
@@ -222,7 +246,8 @@ class Exporter:
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)
             plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
-        return embed
+            measured.append(result.section(target.name))
+        return embed, measured
 
     def _images(self, samples: Samples | None, count: int) -> np.ndarray:
         """Return images, random ones or of many classes, pre-processed, float32 [n, C, H, W]."""
@@ -257,7 +282,7 @@ class Exporter:
             tensors["names.bytes"] = torch.from_numpy(names.text).contiguous()
             tensors["names.ends"] = torch.from_numpy(names.ends).contiguous()
         write_tensors(folder / CLASSES_NAME, tensors)
-        return {"count": len(weight), "names": names is not None, **describe_file(folder / CLASSES_NAME)}
+        return {"count": len(weight), "names": names is not None, **describe_file(folder, CLASSES_NAME)}
 
     def _write_thumbnails(self, folder: Path, samples: Samples) -> dict[str, Any]:
         """Write the first image of each class, in the size of the network's input."""

@@ -20,6 +20,7 @@ from plsc.evaluate.capacity_report import CapacityResult, evaluate_capacity
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
 from plsc.evaluate.report import Section, write_report
+from plsc.export.folder import checksum_of
 from plsc.models import BaseModel
 from plsc.names import PROTOCOLS
 from plsc.parallel.world import World
@@ -79,8 +80,9 @@ def run_protocol(
     for outcome in outcomes:
         if hasattr(outcome.result, "warning") and (warning := outcome.result.warning()):
             world.log(f"{outcome.name}: {warning}", logging.WARNING)
+    fingerprint = checksum_of({name: one.cpu() for name, one in network.state_dict().items()})
     model = [
-        f"Checkpoint: {path}, step {manifest.step:,}; network {config.model.name}.",
+        f"Checkpoint: {path}, step {manifest.step:,}; network {config.model.name}; weights {fingerprint}.",
         *evaluator.choices(data),
     ]
 

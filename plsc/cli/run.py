@@ -83,9 +83,9 @@ def _keep_dominant(options: Options, output: str) -> None:
     _entry(options).keep_dominant(output)
 
 
-def _export(options: Options, checkpoint: str, model: str, **given: Any) -> None:
+def _export(options: Options, checkpoint: str, model: str, reports: str, **given: Any) -> None:
     options.set("checkpoint.load_dir", checkpoint)
-    _entry(options).convert_for_prediction(model, **given)
+    _entry(options).convert_for_prediction(model, reports=_listed(reports), **given)
 
 
 def _config(options: Options) -> None:
@@ -159,6 +159,8 @@ COMMANDS = {
             Argument("thumbnails", bool, False, "also write one image per class"),
             Argument("head", str, None, "of several heads, the one of --classes"),
             Argument("unseen", str, None, "dataset of classes that were not trained, for plsc serve --fpir"),
+            Argument("layout", str, "plain", "plain, triton (a model of a model repository) or insightface"),
+            Argument("reports", str, "", "folders of plsc test --protocol, which README.md shows; by commas"),
         ],
         takes_options=True,
     ),

@@ -43,22 +43,27 @@ def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"# {title}", ""]
     for section in sections:
-        lines += [f"## {section.title}", ""]
-        for table in section.tables:
-            lines += [f"**{table.title}**", ""] if table.title else []
-            lines += _rows(table)
-        for name, draw in section.pictures.items():
-            draw(folder / name)
-            lines += [f"![{Path(name).stem.replace('_', ' ')}]({name})", ""]
-        for name, write in section.files.items():
+        for name, write in {**section.pictures, **section.files}.items():
             write(folder / name)
-            lines += [f"[{name}]({name})", ""]
-        lines += ["How it was measured:", "", *(f"- {choice}" for choice in section.choices), ""]
+        lines += lines_of(section)
     values = {one.title: {**one.values, "choices": list(one.choices)} for one in sections}
     for name, text in (("report.md", "\n".join(lines)), ("report.json", json.dumps(values, indent=2) + "\n")):
         with replacing(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
     return folder / "report.md"
+
+
+def lines_of(section: Section) -> list[str]:
+    """Return the lines of a section in Markdown."""
+    lines = [f"## {section.title}", ""]
+    for table in section.tables:
+        lines += [f"**{table.title}**", ""] if table.title else []
+        lines += _rows(table)
+    for name in section.pictures:
+        lines += [f"![{Path(name).stem.replace('_', ' ')}]({name})", ""]
+    for name in section.files:
+        lines += [f"[{name}]({name})", ""]
+    return [*lines, "How it was measured:", "", *(f"- {choice}" for choice in section.choices), ""]
 
 
 def _rows(table: Table) -> list[str]:

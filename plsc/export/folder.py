@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.retention import METRICS_KEY
-from plsc.checkpoint.shard_file import bytes_of, checksum
+from plsc.checkpoint.shard_file import bytes_of
 from plsc.config import Config
 from plsc.data.alignment import scaled_template
 from plsc.inputs import map_tensors
@@ -31,15 +30,20 @@ from plsc.version import __version__
 MODEL_NAME = "model.json"
 WEIGHTS_NAME = "model.safetensors"
 ONNX_NAME = "model.onnx"
+TRITON_NAME = f"1/{ONNX_NAME}"  # Triton reads version 1 of a model from the folder 1
 TORCH_NAME = "model.pt2"
 CLASSES_NAME = "classes.safetensors"
 THUMBNAILS_NAME = "thumbnails"
 ROC_NAME = "roc.png"
+# The layouts: their graphs take images (x - 127.5) / divisor. ArcFaceONNX of insightface scales so, unless
+# names of the first eight nodes begin with Sub and Mul; ours begin with node_.
+DIVISORS = {"plain": 128, "triton": 128, "insightface": 127.5}
 _FORMAT, _VERSION = "plsc-model", 1
 _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time
 _LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
 _ADVICE = "export the model again"
+_RESIZE = "bilinear with antialiasing, without a crop; EXIF orientation is ignored"
 
 
 def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Manifest) -> dict[str, Any]:
@@ -60,20 +64,29 @@ def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Ma
         "metrics": manifest.scalars.get(METRICS_KEY, {}),
         "options": {name: config.as_dict()[name] for name in ("model", "runtime")},
         "arguments": constructor_arguments(network),
-        "weights": {**describe_file(folder / WEIGHTS_NAME), **asdict(checksum(folder / WEIGHTS_NAME))},
+        "weights": describe_file(folder, WEIGHTS_NAME),  # `add_metadata` adds the CRC-32
         "fingerprint": checksum_of(weights),
     }
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file. As other files, it can be read by everyone who can read its folder."""
-    save_file(tensors, path)  # only by its owner
+    save_file(tensors, path, metadata)  # only by its owner
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def write_about(folder: Path, about: Mapping[str, Any]) -> None:
     """Write model.json."""
     (folder / MODEL_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def write_triton_config(folder: Path, about: Mapping[str, Any], most_images: int) -> None:
+    """Write config.pbtxt; Triton takes the name from the folder. most_images: per batch."""
+    lines = ['backend: "onnxruntime"', f"max_batch_size: {most_images}", "dynamic_batching { }"]
+    for what in ("input", "output"):
+        name, dims = about["graph"][what], about[what]["shape"][1:]
+        lines.append(f'{what} [ {{ name: "{name}" data_type: TYPE_FP32 dims: {dims} }} ]')
+    (folder / "config.pbtxt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def trained_on_aligned(manifest: Manifest) -> bool:
@@ -92,7 +105,8 @@ def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
     about: dict[str, Any] = {
         "shape": ["batch", *config.model.image_shape],
         "dtype": config.runtime.dtype,
-        "channels": "RGB",
+        "channels": "RGB" if config.model.image_shape[0] == 3 else "gray",
+        "resize": _RESIZE,
         "preprocessing": "(x - 127.5) / 128",
     }
     if is_aligned:
@@ -110,28 +124,28 @@ def _describe_tensor(example: Tensor) -> dict[str, Any]:
     return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
 
 
-def describe_file(path: Path, expected_bytes: int | None = None) -> dict[str, Any]:
+def describe_file(folder: Path, name: str, expected_bytes: int | None = None) -> dict[str, Any]:
     """Return name, size and SHA-256 of a file, for JSON. OSError for another size than `expected_bytes`."""
     digest = hashlib.sha256()
-    with open_regular(path, path.parent, expected_bytes) as stream:
+    with open_regular(folder / name, folder, expected_bytes) as stream:
         while piece := stream.read(_PIECE):
             digest.update(piece)
-        return {"file": path.name, "bytes": stream.tell(), "sha256": digest.hexdigest()}
+        return {"file": name, "bytes": stream.tell(), "sha256": digest.hexdigest()}
 
 
-def check_file(path: Path, about: object) -> None:
+def check_file(folder: Path, name: str, about: object) -> None:
     """Raise CheckpointError unless a file of a model is as model.json says; `about`: from `describe_file`."""
-    check = Checker(str(path.parent / MODEL_NAME))
-    held = check.mapping(about, f"the description of {path.name}")
+    check = Checker(str(folder / MODEL_NAME))
+    held = check.mapping(about, f"the description of {name}")
     try:
-        size = check.integer(held.get("bytes", path.stat().st_size), f"the size of {path.name}")
-        if size > (_LARGEST_GRAPH if path.name == ONNX_NAME else _LARGEST_FILE):
-            raise check.wrong(f"{path.name} has {size} bytes, which is too large", _ADVICE)
-        found = describe_file(path, size)["sha256"]
+        size = check.integer(held.get("bytes", (folder / name).stat().st_size), f"the size of {name}")
+        if size > (_LARGEST_GRAPH if name in (ONNX_NAME, TRITON_NAME) else _LARGEST_FILE):
+            raise check.wrong(f"{name} has {size} bytes, which is too large", _ADVICE)
+        found = describe_file(folder, name, size)["sha256"]
     except OSError as error:
-        raise check.wrong(f"{path.name} cannot be read: {error.strerror}", _ADVICE) from error
+        raise check.wrong(f"{name} cannot be read: {error.strerror}", _ADVICE) from error
     if found != held.get("sha256"):
-        raise check.wrong(f"{path.name} was changed or damaged: its SHA-256 differs", _ADVICE)
+        raise check.wrong(f"{name} was changed or damaged: its SHA-256 differs", _ADVICE)
 
 
 def checksum_of(weights: Mapping[str, Tensor]) -> str:

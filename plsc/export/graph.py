@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import refusing
-from plsc.export.folder import ONNX_NAME, TORCH_NAME, describe_file
+from plsc.export.folder import DIVISORS, ONNX_NAME, TORCH_NAME, TRITON_NAME, describe_file
 from plsc.models import BaseModel
 from plsc.models.base_model import unwrap
 from plsc.models.folding import fold_batch_norm
@@ -36,16 +36,20 @@ _NOISY = ("torch", "onnxscript", "onnx_ir")  # loggers
 class Served(nn.Module):
     """A network as it is served: float32 images [b, C, H, W] to L2-normalised float32 embeddings [b, D].
 
-    flip: add the embedding of the mirrored image; both are computed in one pass over 2b images.
+    flip: add the embedding of the mirrored image; both are computed in one pass over 2b images. scale: factor
+    of the images.
     """
 
-    def __init__(self, network: BaseModel, flip: bool) -> None:
+    def __init__(self, network: BaseModel, flip: bool, scale: float = 1.0) -> None:
         super().__init__()
         self.network = network
         self.flip = flip
+        self.scale = scale
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the embeddings."""
+        if self.scale != 1:
+            images = images * self.scale
         if not self.flip:
             return F.normalize(self.network(images, None, False).float())
         both = self.network(torch.cat([images, images.flip(-1)]), None, False).float()
@@ -63,7 +67,7 @@ def as_served(network: BaseModel, flip: bool) -> Served:
 
 
 def write_graph(
-    folder: Path, served: Served, kind: str, precision: str, image_shape: Sequence[int], images: np.ndarray
+    folder: Path, served: Served, kind: str, precision: str, images: np.ndarray, layout: str = "plain"
 ) -> dict[str, Any]:
     """Write the graph of a network to a folder, and return its description for model.json.
 
@@ -72,14 +76,17 @@ def write_graph(
         served: the network.
         kind: ``onnx`` or ``torch``.
         precision: one of PRECISIONS[kind]. The input and output are always float32.
-        image_shape: (C, H, W).
         images: float32 [N, C, H, W], to calibrate int8.
+        layout: one of DIVISORS; for ``torch``, only ``plain``.
 
     Raises OptionError for a network that cannot be exported.
     """
     half = precision in ("float16", "bfloat16")
-    graph = _folded(served, image_shape, getattr(torch, precision) if half else torch.float32)
-    path = folder / (ONNX_NAME if kind == "onnx" else TORCH_NAME)
+    scale, image_shape = DIVISORS[layout] / 128, images.shape[1:]
+    graph = _folded(served, image_shape, getattr(torch, precision) if half else torch.float32, scale)
+    name = TORCH_NAME if kind == "torch" else TRITON_NAME if layout == "triton" else ONNX_NAME
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
     example = (torch.zeros(2, *image_shape),)
     what = f"{type(served.network).__name__} cannot be exported to {kind}"
     advice = "torch.export must be able to trace build_network; or choose graph 'none'"
@@ -92,9 +99,10 @@ def write_graph(
         else:
             about["opset"] = _write_onnx(path, program)
             if precision == "int8":
-                _quantise(path, images)
+                _quantise(path, images / np.float32(scale))
     return {
-        **describe_file(path),
+        **describe_file(folder, name),
+        "layout": layout,
         "precision": precision,
         "input": INPUT,
         "output": OUTPUT,
@@ -115,19 +123,20 @@ def missing_package() -> str:
     return ""
 
 
-def _folded(served: Served, image_shape: Sequence[int], dtype: torch.dtype) -> Served:
+def _folded(served: Served, image_shape: Sequence[int], dtype: torch.dtype, scale: float) -> Served:
     """Return a copy with folded batch norms, as far as possible, in a dtype."""
     folded = fold_batch_norm(served.network, image_shape)
     network = served.network if isinstance(folded, str) else folded
-    return Served(copy.deepcopy(network).to(dtype), served.flip).eval()
+    return Served(copy.deepcopy(network).to(dtype), served.flip, scale).eval()
 
 
 def _write_onnx(path: Path, program: torch.export.ExportedProgram) -> int:
     """Write an ONNX file, and return its opset."""
     import onnx
 
+    batch = {INPUT: {0: "batch"}}  # the name of the dimension
     converted = torch.onnx.export(
-        program, dynamo=True, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+        program, dynamo=True, input_names=[INPUT], output_names=[OUTPUT], dynamic_shapes=batch, verbose=False
     )
     assert converted is not None
     model = converted.model_proto

@@ -24,11 +24,13 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.evaluate.capacity import Capacity
 from plsc.export.folder import (
     CLASSES_NAME,
+    DIVISORS,
     MODEL_NAME,
     ONNX_NAME,
     ROC_NAME,
     THUMBNAILS_NAME,
     TORCH_NAME,
+    TRITON_NAME,
     WEIGHTS_NAME,
     check_file,
     read_about,
@@ -90,18 +92,21 @@ class ServedModel:
         self.capacity = _capacity(check, self.about)
         self.fingerprint = check.text(check.item(self.about, "fingerprint"), "the fingerprint")
         graph = check.mapping(self.about.get("graph", {}), "the graph")
-        if graph.get("file") != ONNX_NAME:
+        name = graph.get("file")
+        if name not in (ONNX_NAME, TRITON_NAME):
             held = repr(graph["file"]) if "file" in graph else "no graph"
             reason = ": a .pt2 file could run code" if held == repr(TORCH_NAME) else ""
             raise check.wrong(
                 f"it has {held:.100}, but only {ONNX_NAME} is served{reason}", "export the model to ONNX"
             )
-        for what, name in (("weights", WEIGHTS_NAME), ("graph", ONNX_NAME), ("classes", CLASSES_NAME)):
+        for what, file in (("weights", WEIGHTS_NAME), ("graph", name), ("classes", CLASSES_NAME)):
             if what != "classes" or what in self.about:
-                check_file(folder / name, self.about.get(what))
+                check_file(folder, file, self.about.get(what))
         if graph.get("flip") is True:  # other embeddings than those of the weights alone
             self.fingerprint = f"flip-{self.fingerprint}"
-        self._session = _start(folder / ONNX_NAME, self.image_shape, threads)
+        self._path = folder / name
+        self._scale = np.float32(128 / DIVISORS.get(str(graph.get("layout")), 128))
+        self._session = _start(self._path, self.image_shape, threads)
         noise = np.random.default_rng(0).uniform(-1, 1, (2, *self.image_shape)).astype(np.float32)
         if not are_normalised(self._run(noise)).all():
             raise check.wrong("an embedding of the graph does not have norm 1", "choose another precision")
@@ -176,10 +181,11 @@ class ServedModel:
 
     def _run(self, images: np.ndarray) -> np.ndarray:
         try:
-            found: np.ndarray = self._session.run([OUTPUT], {INPUT: images})[0]
+            given = images if self._scale == 1 else images * self._scale
+            found: np.ndarray = self._session.run([OUTPUT], {INPUT: given})[0]
         except Exception as error:  # onnxruntime has an exception class per status code
             raise CheckpointError(
-                f"{self.folder / ONNX_NAME} fails on {len(images)} images: {str(error)[:300]}; {_ADVICE}"
+                f"{self._path} fails on {len(images)} images: {str(error)[:300]}; {_ADVICE}"
             ) from error
         if found.shape != (len(images), self.emb_size) or found.dtype != np.float32:
             raise self._check.wrong(

@@ -98,10 +98,9 @@ def read_model(
     if not isinstance(custom, BaseModel) and ":" in config.model.name:
         config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
     network = build_network(config, world, custom)
-    path = folder / WEIGHTS_NAME
-    check_file(path, about.get("weights"))
+    check_file(folder, WEIGHTS_NAME, about.get("weights"))
     try:
-        network.load_state_dict(load_file(path))
+        network.load_state_dict(load_file(folder / WEIGHTS_NAME))
     except (SafetensorError, RuntimeError) as error:
         first = str(error).splitlines()[-1].strip()
         raise check.wrong(

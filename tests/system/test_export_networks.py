@@ -65,7 +65,7 @@ def difference(folder, network, shape, precision, kind="onnx", flip=False):
     manifest = Manifest("0", 1, 0, 0, 1, 64, {"": HeadInfo(2, [[0, 2]])})
     about = write_weights(folder, network, config, manifest)
     served = as_served(network, flip)
-    about["graph"] = write_graph(folder, served, kind, precision, shape, images)
+    about["graph"] = write_graph(folder, served, kind, precision, images)
     write_about(folder, about)
     return compare(served, load_graph(folder, kind), images, precision)
 

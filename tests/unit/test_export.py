@@ -75,6 +75,7 @@ def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
     about = json.loads((folder / "model.json").read_text())
     assert about["input"] == {
         "shape": ["batch", 3, 16, 16], "dtype": "float32", "channels": "RGB",
+        "resize": "bilinear with antialiasing, without a crop; EXIF orientation is ignored",
         "preprocessing": "(x - 127.5) / 128",
     }  # fmt: skip
     assert about["output"] == {"shape": ["batch", 8], "normalised": False}
@@ -256,6 +257,12 @@ def test_every_precision(trained, flat, tmp_path, graph, precision, messages):
     assert set(saved) == set(given)
     if graph == "onnx":
         assert plsc.export.open_model(folder).about["graph"]["precision"] == precision
+        model = onnx.load(folder / "model.onnx")
+        dims = [
+            one[0].type.tensor_type.shape.dim[0].dim_param for one in (model.graph.input, model.graph.output)
+        ]
+        assert dims == ["batch", "batch"]
+        assert "fingerprint" in {one.key for one in model.metadata_props}
         return
     with pytest.raises(CheckpointError, match=r"a .pt2 file could run code"):
         plsc.export.open_model(folder)
@@ -306,7 +313,7 @@ def rewrite(folder, change_graph=None, **change):
     path, about = folder / "model.onnx", json.loads((folder / "model.json").read_text())
     if change_graph is not None:
         path.write_bytes(change_graph(path.read_bytes()))
-        about["graph"] |= describe_file(path)
+        about["graph"] |= describe_file(folder, path.name)
     (folder / "model.json").write_text(json.dumps({**about, **change}))
 
 
@@ -532,7 +539,7 @@ def test_a_small_graph_with_computed_shapes_is_served(exported, tmp_path):
 def test_hostile_class_weights_are_refused(exported, tmp_path, content):
     folder = shutil.copytree(exported, tmp_path / "model")
     (folder / "classes.safetensors").write_bytes(content)
-    rewrite(folder, classes=describe_file(folder / "classes.safetensors"))
+    rewrite(folder, classes=describe_file(folder, "classes.safetensors"))
     with pytest.raises(CheckpointError, match=r"classes.safetensors: it (cannot be read|has no)"):
         plsc.export.open_model(folder).class_weights()
 

@@ -1,0 +1,204 @@
+"""What an export says about itself, and its layouts for other programs."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from plsc.data.pairs import read_pairs
+from plsc.errors import CheckpointError, OptionError
+from plsc.evaluate.verification import verify
+from plsc.export import open_model
+from tests.images import write_dataset, write_pair_file
+from tests.system.small_entry import entry
+
+onnx = pytest.importorskip("onnx", reason="plsc[export] is not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+hub = pytest.importorskip("huggingface_hub", reason="plsc[timm] is not installed")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of a network for images of 112 x 112."""
+    folder = tmp_path_factory.mktemp("card")
+    dataset = write_dataset(folder / "faces", classes=3, per_class=8)
+    write_pair_file(dataset / "lfw.bin", dataset)
+    (dataset / "README.md").write_text("---\npretty_name: Faces\nlicense: mit\n---\n")
+    entry(dataset, folder / "run", set_image_shape=(3, 112, 112)).train()
+    return dataset, folder / "run"
+
+
+def opened(trained):
+    return entry(*trained, set_image_shape=(3, 112, 112), set_checkpoint_dir=trained[1] / "0")
+
+
+def converted(trained, folder, **how):
+    return opened(trained).convert_for_prediction(folder, **how)
+
+
+@pytest.fixture(scope="module")
+def explained(trained, tmp_path_factory):
+    """An export with everything that can be measured, and the results of the tests."""
+    dataset, folder = trained[0], tmp_path_factory.mktemp("explained")
+    unseen = write_dataset(folder / "unseen", classes=24, per_class=3, seed=9)
+    names = [f"images/{path.name}" for path in sorted((dataset / "images").iterdir())]
+    groups = folder / "groups.tsv"
+    groups.write_text("".join(f"{name}\t{'odd' if i % 2 else 'even'}\n" for i, name in enumerate(names)))
+    report, images = str(folder / "report"), str(dataset)
+    results = opened(trained).test("all_pairs", images=images, groups=str(groups), output=report)
+    how = {"flip": True, "classes": True, "unseen": str(unseen), "reports": [report]}
+    return converted(trained, folder / "model", **how), results
+
+
+def test_the_card_shows_data_results_capacity_and_groups_as_recorded(trained, explained):
+    folder, results = explained
+    model, text = open_model(folder), (folder / "README.md").read_text()
+    pairs = read_pairs(trained[0] / "lfw.bin")
+    measured = verify(model.embed(np.stack([model.preprocess(one) for one in pairs.images])), pairs.is_same)
+    accuracy, tar = hub.ModelCard(text).data.eval_results
+    low, high = measured.tar_intervals[0.1]
+    assert accuracy.metric_value == measured.accuracy
+    assert tar.metric_value == measured.tar_at_far[0.1]
+    assert tar.metric_name == f"TAR at FAR 0.1, 95% interval {low:.4f} to {high:.4f}"
+    assert "| faces | 24 | 3 | mit |" in text
+    assert f"| thresholds | {json.dumps(model.about['thresholds'])} |" in text
+    assert f"{model.capacity.images:,} images of 24 classes, without distractors" in text
+    tar = results["all_pairs groups"].tables["FAR 0.1"]["even"]["TAR"]
+    assert f"| even | {tar['value']:.6f} ({tar['interval'][0]:.6f} to {tar['interval'][1]:.6f})" in text
+    assert "Not measured" not in text
+    assert str(trained[0].parent) not in text
+
+
+def test_the_card_names_what_was_not_measured(trained, tmp_path):
+    (trained[0].parent / "LICENSE").write_text("Of something else\n")
+    missing = trained[0].rename(trained[0].with_name("moved"))
+    try:
+        folder = converted(trained, tmp_path / "model", graph="none")
+    finally:
+        missing.rename(trained[0])
+    text = (folder / "README.md").read_text()
+    assert (
+        "Not measured: results with intervals, the capacity of a gallery, rates per group of images." in text
+    )
+    assert "| faces | 24 | 3 | not recorded |" in text
+    assert hub.ModelCard(text).data.eval_results is None
+
+
+def test_the_licence_may_be_in_a_file_of_its_own(trained, tmp_path):
+    readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
+    (trained[0] / "LICENSE").write_text("\nMIT License\n\nPermission is hereby granted\n")
+    try:
+        folder = converted(trained, tmp_path / "model", graph="none")
+    finally:
+        (trained[0] / "LICENSE").unlink()
+        readme.rename(trained[0] / "README.md")
+    assert "| faces | 24 | 3 | MIT License |" in (folder / "README.md").read_text()
+
+
+def test_a_report_of_other_weights_is_refused(trained, tmp_path):
+    (tmp_path / "report.md").write_text("# Evaluation\n\n- Checkpoint: 0, step 2; weights 00ff.\n")
+    for report, message in ((tmp_path, "is not of the weights"), (tmp_path / "none", "plsc test --protocol")):
+        with pytest.raises(CheckpointError, match=message):
+            converted(trained, tmp_path / "model", graph="none", reports=[str(report)])
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_files_say_how_to_use_them(explained):
+    folder = explained[0]
+    model, config = open_model(folder), json.loads((folder / "config.json").read_text())
+    graph = onnx.load(folder / "model.onnx")
+    expected = {
+        "fingerprint": model.fingerprint, "embedding_size": "8", "image_shape": "[3, 112, 112]",
+        "flip": "true", "normalised": "true", "channels": "RGB", "preprocessing": "(x - 127.5) / 128",
+        "resize": "bilinear with antialiasing, without a crop; EXIF orientation is ignored",
+        "thresholds": json.dumps(model.about["thresholds"]),
+    }  # fmt: skip
+    assert {one.key: one.value for one in graph.metadata_props} == expected
+    assert {name: config[name] for name in ("embedding_size", "thresholds", "channels")} == {
+        "embedding_size": 8, "thresholds": model.about["thresholds"], "channels": "RGB",
+    }  # fmt: skip
+    of_weights = {"fingerprint": model.about["fingerprint"], "flip": "false", "normalised": "false"}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt", **expected, **of_weights}
+
+
+def pictures(trained):
+    return [path.read_bytes() for path in sorted((trained[0] / "images").iterdir())[:16]]
+
+
+@pytest.fixture(scope="module")
+def expected(trained, tmp_path_factory):
+    """The 16 embeddings of the plain layout."""
+    model = open_model(converted(trained, tmp_path_factory.mktemp("plain") / "model"))
+    return model.embed(np.stack([model.preprocess(one) for one in pictures(trained)]))
+
+
+def test_triton_reads_the_configuration_and_serves_the_same_embeddings(trained, tmp_path, expected):
+    triton = pytest.importorskip("tritonclient", reason="tritonclient is not installed")
+    from google.protobuf import text_format
+
+    # The package of this file imports grpc, which the file does not need.
+    path = Path(triton.__path__[0]) / "grpc/model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
+    messages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(messages)
+    folder = converted(trained, tmp_path / "repository/faces", layout="triton")
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), messages.ModelConfig())
+    assert (config.backend, config.HasField("dynamic_batching")) == ("onnxruntime", True)
+    session = onnxruntime.InferenceSession(folder / "1/model.onnx")
+    for ours, theirs in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
+        assert [(one.name, ["batch", *one.dims]) for one in ours] == [(one.name, one.shape) for one in theirs]
+        assert [messages.DataType.Name(one.data_type) for one in ours] == ["TYPE_FP32"]
+    model = open_model(folder)
+    images = np.stack([model.preprocess(one) for one in pictures(trained)])
+    assert len(images) <= config.max_batch_size
+    found = session.run([config.output[0].name], {config.input[0].name: images})[0]
+    assert np.abs(found - expected).max() < 1e-5
+    assert np.array_equal(model.embed(images), found)
+
+
+def as_insightface(path, pictures):
+    """Embed RGB pictures as `ArcFaceONNX` of insightface 2.1: __init__ and get_feat."""
+    names = [node.name for node in onnx.load(path).graph.node[:8]]
+    found = [any(name.startswith(parts) for name in names) for parts in (("Sub", "_minus"), ("Mul", "_mul"))]
+    mean, std = (0.0, 1.0) if all(found) else (127.5, 127.5)
+    session = onnxruntime.InferenceSession(path)
+    (given,), (output,) = session.get_inputs(), session.get_outputs()
+    assert given.shape[2:] == list(pictures.shape[1:3])
+    blob = ((pictures.astype(np.float32) - mean) * (1 / std)).transpose(0, 3, 1, 2)  # cv2.dnn.blobFromImages
+    return session.run([output.name], {given.name: np.ascontiguousarray(blob, np.float32)})[0]
+
+
+def test_insightface_computes_the_same_embeddings(trained, tmp_path, expected):
+    folder = converted(trained, tmp_path / "model", layout="insightface")
+    model = open_model(folder)
+    images = np.stack([model.preprocess(one) for one in pictures(trained)])
+    pixels = (images * 128 + 127.5).round().astype(np.uint8).transpose(0, 2, 3, 1)
+    found = as_insightface(folder / "model.onnx", pixels)
+    assert np.abs(found - expected).max() < 1e-5
+    assert np.abs(model.embed(images) - expected).max() < 1e-5
+    props = {one.key: one.value for one in onnx.load(folder / "model.onnx").metadata_props}
+    assert props["preprocessing"] == "(x - 127.5) / 127.5"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata()["preprocessing"] == "(x - 127.5) / 128"  # of the weights
+
+
+def test_layouts_that_do_not_fit_are_refused(trained, tmp_path):
+    small = entry(trained[0], tmp_path / "run")
+    checkpoint = small.train().checkpoint
+    small = entry(trained[0], tmp_path / "run", set_checkpoint_dir=checkpoint)
+    for ins, how, message in (
+        (
+            opened(trained),
+            {"layout": "trition"},
+            "layout is 'trition'; known: insightface, plain, triton; did you mean 'triton'",
+        ),
+        (opened(trained), {"layout": "triton", "graph": "torch"}, "needs an ONNX graph, not 'torch'"),
+        (small, {"layout": "insightface"}, r"images are \[3, 16, 16\]; insightface needs \[3, 112, 112\]"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ins.convert_for_prediction(tmp_path / "model", **how)
