@@ -90,20 +90,20 @@ def nearest_of(
 
     Returns the global indices of classes, int64 [B, NEIGHBOURS], the best first; -1 where there are too few.
     """
-    scores = labels.new_full((len(labels), NEIGHBOURS), -torch.inf, dtype=torch.float32)
+    most = NEIGHBOURS + 1  # with the label
+    scores = labels.new_full((len(labels), most), -torch.inf, dtype=torch.float32)
     classes = torch.full_like(scores, -1, dtype=torch.int64)
     for one in rows.tiles(tile):
         numbers = rows.global_indices(one)[:: rows.centers].to(labels.device) // rows.centers
-        found = scores_of(one).to(scores).nan_to_num(-torch.inf)
-        found.masked_fill_(numbers == labels[:, None], -torch.inf)
-        scores, order = torch.cat([scores, found], dim=1).topk(NEIGHBOURS)
-        classes = torch.cat([classes, numbers.expand_as(found)], dim=1).gather(1, order)
+        found, columns = scores_of(one).topk(min(most, len(numbers)))
+        scores, order = torch.cat([scores, found.to(scores)], dim=1).topk(most)
+        classes = torch.cat([classes, numbers[columns.to(labels.device)]], dim=1).gather(1, order)
     ranks = [1] * (1 if group is None else group.size())
     scores, classes = (
         gather_rows(part[None], ranks, group).transpose(0, 1).flatten(1) for part in (scores, classes)
     )
-    scores, order = scores.topk(NEIGHBOURS)
-    return classes.gather(1, order).where(scores > -torch.inf, -1)
+    scores, order = scores.masked_fill(classes == labels[:, None], -torch.inf).topk(NEIGHBOURS)
+    return classes.gather(1, order).where(scores > -torch.inf, -1)  # also where a score is nan
 
 
 def _first_of(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -317,14 +317,14 @@ class ShardedHead(Head):
         if listed is not None:
             near = nearest_of(
                 rows,
-                labels[some].to(device),
+                labels[some],
                 lambda tile: backend.class_logits(rows, measured, tile),
                 backend.tile,
                 self.group,
             )
-            used = near.new_empty(0) if classes is None else classes + self.class_range[0]
-            hits = sum_over_ranks(torch.isin(near, used).sum().to(labels), self.group)
-            gauges["hard_recall"] = hits / (near >= 0).sum().to(labels).clamp(min=1)
+            used = near.new_empty(0) if classes is None else classes.to(near) + self.class_range[0]
+            hits = sum_over_ranks(torch.isin(near, used).sum(), self.group)
+            gauges["hard_recall"] = hits / (near >= 0).sum().clamp(min=1)
             updated = listed[:, 0]
             ages = (self.step + 1 - updated)[updated > 0].float()
             gauges["hard_age"] = ages.mean() if len(ages) else ages.new_zeros(())

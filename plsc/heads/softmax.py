@@ -226,7 +226,8 @@ class TorchBackend:
         if context.kept is None:
             return self.class_logits(context.rows, context.queries, tile)
         terms = self._kept_terms(context.kept, len(context.queries.unit), tile)
-        return terms.view(len(terms), -1, context.rows.centers).amax(dim=2)
+        centers = context.rows.centers
+        return terms if centers == 1 else terms.view(len(terms), -1, centers).amax(dim=2)
 
     def _kept_terms(self, kept: Tensor, batch: int, tile: slice) -> Tensor:
         """Return `Sums.kept` of the rows of a tile, [B, t]."""
