@@ -26,13 +26,13 @@ def is_postgres(place: object) -> bool:
     return str(place).startswith(("postgresql:/", "postgres:/"))
 
 
-def open_store(place: str, model: str, size: int | None = None) -> AnyStore:
+def open_store(place: str, model: str, size: int | None = None, timeout: int = 0) -> AnyStore:
     """Open the store in an SQLite file or a database; arguments as of `Store` and `PostgresStore`."""
     if not is_postgres(place):
         return Store(Path(place), model, size or 0)
     from plsc.gallery.postgres import PostgresStore
 
-    return PostgresStore(place, model, size)
+    return PostgresStore(place, model, size, timeout)
 
 
 def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:

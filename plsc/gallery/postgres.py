@@ -31,7 +31,7 @@ _LEAST_EF = 100  # of hnsw.ef_search: 52, for k = 10, finds less
 _SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries per query, rows read at a time
 _COUNT_SECONDS = 60.0  # changes by other servers are counted so late
 _LOCK = 0x706C7363  # key of advisory locks: "plsc"
-_LIMITS = {"connect_timeout": 5, "tcp_user_timeout": 20_000, "keepalives_idle": 10, "keepalives_interval": 5}
+_LIMITS = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}
 
 
 class PostgresStore:
@@ -44,6 +44,8 @@ class PostgresStore:
         url: ``postgresql://user:password@host:port/database``; libpq's variables and files count, too.
         model: fingerprint of the network; without `size`, its first digits, if they are those of one table.
         size: D, values per vector; the table is created if it does not exist. None: it must exist.
+        timeout: seconds until a connection that accepts no data counts as lost; 0: as long as the system waits.
+            On a slow disk, a large transaction may wait for minutes.
 
     Raises:
         OptionError: the URL cannot be parsed.
@@ -51,7 +53,7 @@ class PostgresStore:
         CheckpointError: it has no entries of the network, or they are of another size.
     """
 
-    def __init__(self, url: str, model: str, size: int | None = None) -> None:
+    def __init__(self, url: str, model: str, size: int | None = None, timeout: int = 0) -> None:
         self.path = shown(url)
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
@@ -62,7 +64,7 @@ class PostgresStore:
                 "the URL of the database cannot be parsed; expected postgresql://host:port/name, user and "
                 "password before the host; write %40 for @, %2F for / and %25 for % in the password"
             ) from None
-        how: dict[str, Any] = {**_LIMITS, **given, "autocommit": True}
+        how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
         with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
             self.model, self.size = _open_table(connection, self.path, model, size)
         self._table, self._index = _names_of(self.model)

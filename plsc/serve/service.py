@@ -45,7 +45,7 @@ class Service:
         self.gallery, self.is_classes = self._open_gallery()
         self.capacity = capacity_of_search(self.model.capacity, self.is_classes, options.fpir)
         place = options.store or f"{Path(folder).resolve()}.sqlite"
-        self.store = open_store(place, self.model.fingerprint, self.model.emb_size)
+        self.store = open_store(place, self.model.fingerprint, self.model.emb_size, timeout=20)
         if not isinstance(self.store, Store) and self.store.build_index():
             logger.info(f"built the index; it finds {self.store.measure_recall():.2%} of the 10 nearest")
         largest, queue, timeout = options.batch_size, options.queue_size, options.timeout
