@@ -44,7 +44,7 @@ class PostgresStore:
         url: ``postgresql://user:password@host:port/database``; libpq's variables and files count, too.
         model: fingerprint of the network; without `size`, its first digits, if they are those of one table.
         size: D, values per vector; the table is created if it does not exist. None: it must exist.
-        timeout: seconds until a connection that accepts no data counts as lost; 0: as long as the system waits.
+        timeout: seconds until a connection that accepts no data counts as lost; 0: as the system decides.
             On a slow disk, a large transaction may wait for minutes.
 
     Raises:
