@@ -5,9 +5,9 @@
 
 The gallery has a million vectors of 512 values, in clusters: each vector is a centre plus Gaussian noise, so
 two vectors of a cluster have a cosine of 0.8 on average. The centres are the embeddings of `--embeddings` (a
-folder of ``plsc predict``), rotated into 512 dimensions, or Gaussian vectors. The queries are further vectors
-around random centres. The reference multiplies float32 matrices with torch, part by part. Writes results.json
-and results.md to the folder.
+folder of ``plsc predict``, or a file of capacity_data.py), rotated into 512 dimensions, or Gaussian vectors.
+The queries are further vectors around random centres. The reference multiplies float32 matrices with torch,
+part by part. Writes results.json and results.md to the folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     """Measure all ways of search in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="output folder")
-    parser.add_argument("--embeddings", type=Path, help="folder of plsc predict; default: random centres")
+    parser.add_argument("--embeddings", type=Path, help="of the centres; default: random ones")
     parser.add_argument("--count", type=int, default=10**6)
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--queries", type=int, default=1000)
@@ -82,7 +82,7 @@ def read_centres(folder: Path | None, size: int) -> np.ndarray:
     if folder is None:
         centres = random.standard_normal((50_000, size))
     else:
-        own = open_embeddings(folder)["embeddings"][:]
+        own = (np.load(folder) if folder.suffix == ".npz" else open_embeddings(folder))["embeddings"][:]
         basis, _ = np.linalg.qr(random.standard_normal((size, own.shape[1])))
         centres = own @ basis.T
     return unit(centres)

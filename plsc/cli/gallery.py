@@ -1,12 +1,12 @@
-"""The commands ``index`` and ``search``."""
+"""The commands ``index``, ``search`` and ``gallery copy``."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from plsc.cli.parser import REQUIRED, Argument, Command, word
-from plsc.errors import OptionError
+from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
+from plsc.errors import DataError, OptionError, shown
 
 
 def run_index(
@@ -14,9 +14,18 @@ def run_index(
 ) -> None:
     """Write a gallery of images, embeddings or classes."""
     from plsc.gallery.embedder import index_classes, index_embeddings, index_images, open_embedder
+    from plsc.gallery.places import is_postgres
 
     if images is not None and embeddings is not None:
         raise OptionError("--images and --embeddings are both given; remove one of them")
+    if is_postgres(gallery):
+        from plsc.gallery.embedder import enrol_images
+
+        if images is None or kind != "float32":
+            raise OptionError("a database takes only --images, in float32; remove the other options")
+        count, recall = enrol_images(open_embedder(model, options["model.name"]), gallery, images)
+        print(f"wrote {shown(gallery)}: {count:,} images; {recall:.2%} of the 10 nearest entries are found")
+        return
     if embeddings is not None:
         made = index_embeddings(model, gallery, embeddings, kind)
     elif images is not None:
@@ -33,11 +42,14 @@ def run_search(
     from plsc.evaluate.capacity import capacity_of_search
     from plsc.gallery import open_gallery
     from plsc.gallery.embedder import open_embedder, search_images
+    from plsc.gallery.places import is_postgres, open_store
 
     embedder = open_embedder(model, options["model.name"])
-    opened = open_gallery(gallery, embedder.fingerprint)
-    capacity = capacity_of_search(embedder.capacity, opened.is_classes, fpir)
+    opened = (open_store if is_postgres(gallery) else open_gallery)(gallery, embedder.fingerprint)
+    capacity = capacity_of_search(embedder.capacity, getattr(opened, "is_classes", False), fpir)
     threshold, size = embedder.threshold, len(opened)
+    if not size:
+        raise DataError(f"{shown(gallery)} has no entries of this network")
     if capacity is not None and fpir is not None:
         threshold = capacity.strictest(fpir, size)
     if capacity is not None and (warning := capacity.warning(size, fpir)):
@@ -51,15 +63,22 @@ def run_search(
         print(name, *lines, sep="\n")
 
 
+def run_copy(source: str, target: str, fingerprint: str | None) -> None:
+    """Copy a gallery."""
+    from plsc.gallery.places import copy_gallery
+
+    print(f"copied to {shown(target)}: {copy_gallery(source, target, fingerprint or '')}")
+
+
 _MODEL = word("model", "a folder of plsc export, or a checkpoint (folder or fsspec URL)")
 _NETWORK = Argument("model.name", str, None, "custom network of a checkpoint, as module:Class")
-COMMANDS = {
+COMMANDS: dict[str, Command | Group] = {
     "index": Command(
         "write a gallery for search: the classes of a model, or images",
         run_index,
         (
             _MODEL,
-            word("gallery", "the folder to write; it must not exist"),
+            word("gallery", "the folder to write, which must not exist; or a postgresql:// URL"),
             Argument("images", str, None, "folder, list file or image; default: the classes of the model"),
             Argument("embeddings", str, None, "folder of plsc predict with this model"),
             Argument(
@@ -74,11 +93,25 @@ COMMANDS = {
         run_search,
         (
             _MODEL,
-            word("gallery", "a folder of plsc index"),
+            word("gallery", "a folder of plsc index, or a postgresql:// URL"),
             Argument("images", list[str], REQUIRED, "images, folders or list files", positional=True),
             Argument("k", int, 5, "number of entries per image"),
             Argument("fpir", float, None, "share of strangers to accept, for the threshold of unknown"),
             _NETWORK,
         ),
+    ),
+    "gallery": Group(
+        "copy galleries",
+        {
+            "copy": Command(
+                "copy a gallery between folders, SQLite files of plsc serve, and PostgreSQL",
+                run_copy,
+                (
+                    word("source", "a folder of plsc index, an SQLite file, or a postgresql:// URL"),
+                    word("target", "a folder to write, a file named *.sqlite, or a postgresql:// URL"),
+                    Argument("fingerprint", str, None, "of several networks in a database, the first digits"),
+                ),
+            )
+        },
     ),
 }

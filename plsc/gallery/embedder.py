@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +25,9 @@ from plsc.errors import DataError, OptionError
 from plsc.evaluate.capacity import Capacity
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
-from plsc.gallery.gallery import Gallery, open_gallery, write_gallery
+from plsc.gallery.gallery import Gallery, normalised, open_gallery, write_gallery
+from plsc.gallery.places import AnyStore
+from plsc.gallery.store import New
 from plsc.parallel.world import World
 from plsc.run.build_heads import choose_head
 from plsc.run.targets import embed
@@ -41,6 +44,7 @@ class Embedder:
 
     Attributes:
         fingerprint: as of `ServedModel`.
+        size: D, values per embedding.
         decode: decodes an image.
         embed: returns the embeddings, float32 [n, D], of n decoded images.
         classes: returns the class weights, float32 [C, D] or [C, sub-centres, D], and the class names.
@@ -49,6 +53,7 @@ class Embedder:
     """
 
     fingerprint: str
+    size: int
     decode: Callable[[Any], Any]
     embed: Callable[[list[Any]], np.ndarray]
     classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
@@ -85,6 +90,7 @@ def open_embedder(model: StrPath, network: str | None = None, head: str | None =
         served = open_model(path)
         return Embedder(
             served.fingerprint,
+            served.emb_size,
             served.preprocess,
             lambda images: served.embed(np.stack(images)),
             served.class_weights,
@@ -103,6 +109,7 @@ def open_embedder(model: StrPath, network: str | None = None, head: str | None =
     shape = config.model.image_shape
     return Embedder(
         checksum_of(load_weights(path)),
+        config.model.emb_size,
         lambda data: decode_image(data, shape),
         # without the mirrored image, as in `plsc predict` and `plsc export`
         lambda images: embed(trained, images, config, world, "the images", flip=False),
@@ -136,6 +143,22 @@ def index_images(embedder: Embedder, gallery: StrPath, images: StrPath, kind: st
     return write_gallery(gallery, embeddings, names, model=embedder.fingerprint, kind=kind)
 
 
+def enrol_images(embedder: Embedder, url: str, images: StrPath) -> tuple[int, float]:
+    """Enrol images in an empty table of PostgreSQL and build its index, in one transaction.
+
+    Returns the number of images, and the recall of `PostgresStore.measure_recall`.
+    """
+    from plsc.gallery.postgres import PostgresStore
+
+    source = open_images(images)
+    with closing(PostgresStore(url, embedder.fingerprint, embedder.size)) as store:
+        if len(store):
+            raise DataError(f"{store.path} has {len(store)} entries; enrol further images with plsc serve")
+        rows = [row for _, found in embedder.embed_source(source) for row in normalised(found, 0, "vector")]
+        store.write([New(source.name(number), row, b"") for number, row in enumerate(rows)], builds=True)
+        return len(rows), store.measure_recall()
+
+
 def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind: str = "float32") -> Gallery:
     """Write the output folder of `Entry.predict` with the same model as a gallery of its images.
 
@@ -150,16 +173,22 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
 
 
 def search_images(
-    embedder: Embedder, gallery: StrPath | Gallery, images: Sequence[StrPath], k: int = 5
+    embedder: Embedder, gallery: StrPath | Gallery | AnyStore, images: Sequence[StrPath], k: int = 5
 ) -> Iterator[tuple[str, list[tuple[float, str]]]]:
     """Yield the name of each image, and the cosine and name of its k nearest entries, nearest first.
 
-    gallery: its folder, or as `open_gallery` returns it. images: each as in `index_images`. Raises
-    CheckpointError if the gallery was made with another network.
+    gallery: its folder, a `Gallery`, or a store. images: each as in `index_images`. Raises CheckpointError if
+    the gallery was made with another network.
     """
-    opened = gallery if isinstance(gallery, Gallery) else open_gallery(gallery, embedder.fingerprint)
+    opened = gallery
+    if isinstance(opened, (str, os.PathLike)):
+        opened = open_gallery(opened, embedder.fingerprint)
     for source in map(open_images, images):
         for numbers, embeddings in embedder.embed_source(source):
-            for number, scores, entries in zip(numbers, *opened.search(embeddings, k), strict=True):
-                nearest = [(float(s), opened.name(int(e))) for s, e in zip(scores, entries, strict=True)]
-                yield source.name(number), nearest
+            if isinstance(opened, Gallery):
+                pairs = zip(*opened.search(embeddings, k), strict=True)
+                near = [[(float(s), opened.name(int(e))) for s, e in zip(*row, strict=True)] for row in pairs]
+            else:
+                found = opened.search(normalised(embeddings, 0, "embedding"), k)
+                near = [[(one.similarity, one.name) for one in row] for row in found]
+            yield from zip(map(source.name, numbers), near, strict=True)

@@ -17,6 +17,7 @@ from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.export.served import are_normalised
+from plsc.gallery.store import New
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_json
@@ -37,6 +38,7 @@ class Gallery:
 
     Attributes:
         names: the name of each entry, or None.
+        model: fingerprint of the network; '' if the gallery is only in memory.
         about: the contents of gallery.json; empty if the gallery is only in memory.
     """
 
@@ -44,6 +46,7 @@ class Gallery:
         self._vectors = vectors
         self.names = names
         self.about = about
+        self.model = str(about.get("model", ""))
         self._centers = int(about.get("centers", 1))
 
     def __len__(self) -> int:
@@ -82,7 +85,7 @@ class Gallery:
             )
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise OptionError(f"k is {k!r}; expected the number of entries to find, 1 or more")
-        unit = _normalised(queries, 0, "query")
+        unit = normalised(queries, 0, "query")
         k = min(k, len(self))
         found = [self._search(unit[first : first + _QUERIES], k) for first in range(0, len(unit), _QUERIES)]
         if not found:
@@ -93,6 +96,16 @@ class Gallery:
     def name(self, number: int) -> str:
         """Return the name of an entry, or its number if it has none."""
         return (self.names[number] if self.names is not None else "") or str(number)
+
+    def ids(self) -> np.ndarray:
+        """Return the numbers of all entries plus 1, int64 [n]: their ids in a store."""
+        return np.arange(1, len(self) + 1)
+
+    def read(self, after: int, count: int) -> list[New]:
+        """Return the first entries whose id is larger than `after`, of a gallery of images."""
+        last = min(after + count, len(self))
+        vectors = self._vectors.decode(slice(after, last), np.float32)
+        return [New(self.name(i), vectors[i - after], b"", i + 1) for i in range(after, last)]
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         rows = self._vectors.candidates(queries, k * self._centers)
@@ -271,7 +284,7 @@ def _chunks(vectors: np.ndarray | Chunks) -> Chunks:
         for part in vectors() if callable(vectors) else [vectors]:
             for low in range(0, len(part), _ROWS):
                 rows = np.asarray(part[low : low + _ROWS])
-                yield _normalised(rows, first, "vector")
+                yield normalised(rows, first, "vector")
                 first += len(rows)
         if not first:
             raise DataError("there are no vectors; expected at least one")
@@ -279,7 +292,7 @@ def _chunks(vectors: np.ndarray | Chunks) -> Chunks:
     return parts
 
 
-def _normalised(rows: np.ndarray, first: int, what: str) -> np.ndarray:
+def normalised(rows: np.ndarray, first: int, what: str) -> np.ndarray:
     """Return rows of norm 1, float32 [n, D]; a zero row is unchanged. first: the number of the first row."""
     if rows.ndim != 2:
         raise DataError(f"expected vectors of shape [N, D], got {list(rows.shape)}")

@@ -157,8 +157,8 @@ def _add_entries(app: FastAPI, service: Service) -> None:
     @app.get("/entries/{number}/thumbnail", summary="Return the picture of an enrolled entry")
     def entry_thumbnail(number: int) -> Response:
         picture = service.store.thumbnail(number) if 0 < number <= _LARGEST_ID else None
-        if picture is None:
-            return _missing(f"there is no entry {number}")
+        if not picture:
+            return _missing(f"there is no picture of entry {number}")
         return Response(picture, media_type="image/jpeg")
 
     @app.get("/classes/{number}/thumbnail", summary="Return the picture of a class of the model")

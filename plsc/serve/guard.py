@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 from fastapi import Request, Response
 
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.gallery.store import StoreError
 from plsc.serve.batching import Busy
-from plsc.serve.store import StoreError
 
 Headers: TypeAlias = Mapping[bytes, bytes]
 Scope = MutableMapping[str, Any]

@@ -15,7 +15,7 @@ class ServeOptions:
     """Options of a server. Raises OptionError for invalid values."""
 
     gallery: str | None = declare(None, "gallery to search; by default the classes in the model, if any")
-    store: str | None = declare(None, "SQLite file for enrolled entries; by default MODEL.sqlite")
+    store: str | None = declare(None, "entries: SQLite file or postgresql:// URL; by default MODEL.sqlite")
     host: str = declare("127.0.0.1", "address to listen on")
     port: int = declare(8000, "port to listen on; 0: any free one", check=between(0, 65535))
     api_key_file: str | None = declare(None, "file with the API key; or set PLSC_API_KEY")

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpreter lock
 _CONNECTIONS, _OTHER_FILES = 1024, 128  # at most open
 _ACCEPTED = 16  # new connections per iteration of the event loop
-_NOISY = ("asyncio", "uvicorn.error", f"{__name__}.connections")  # loggers of what any client can cause
+# loggers of what any client can cause
+_NOISY = ("asyncio", "uvicorn.error", "psycopg.pool", f"{__name__}.connections")
 
 
 def serve(model: str, options: ServeOptions) -> None:

@@ -22,10 +22,11 @@ from plsc.evaluate.capacity import capacity_of_search
 from plsc.export import ServedModel, open_model
 from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
+from plsc.gallery.places import open_store
+from plsc.gallery.store import Found, New, Store
 from plsc.parallel.machine import usable_cores
 from plsc.serve.batching import Batcher, Busy
 from plsc.serve.options import ServeOptions
-from plsc.serve.store import Found, New, Store
 
 logger = logging.getLogger(__name__)
 MOST_FOUND = 100
@@ -43,8 +44,10 @@ class Service:
         self.far = self.model.default_far if options.far is None else self.known_far(options.far)
         self.gallery, self.is_classes = self._open_gallery()
         self.capacity = capacity_of_search(self.model.capacity, self.is_classes, options.fpir)
-        path = Path(options.store) if options.store else Path(f"{Path(folder).resolve()}.sqlite")
-        self.store = Store(path, self.model.fingerprint, self.model.emb_size)
+        place = options.store or f"{Path(folder).resolve()}.sqlite"
+        self.store = open_store(place, self.model.fingerprint, self.model.emb_size, timeout=20)
+        if not isinstance(self.store, Store) and self.store.build_index():
+            logger.info(f"built the index; it finds {self.store.measure_recall():.2%} of the 10 nearest")
         largest, queue, timeout = options.batch_size, options.queue_size, options.timeout
         self.embeddings: Batcher[np.ndarray, np.ndarray] = Batcher(
             self._embed, largest, queue, timeout, wait=0.002

@@ -24,7 +24,7 @@ from plsc.cli import main
 from plsc.errors import DataError
 from plsc.export import open_model
 from plsc.gallery import write_gallery
-from plsc.serve.store import Store
+from plsc.gallery.store import Store
 from tests.images import write_dataset
 from tests.serving import export_model, serving
 from tests.system.small_entry import entry

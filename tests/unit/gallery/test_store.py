@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import plsc.serve.store
+import plsc.gallery.store
 from plsc.errors import CheckpointError, DataError
-from plsc.serve.store import New, Store, StoreError
+from plsc.gallery.store import New, Store, StoreError
 
 SIZE = 6
 
@@ -82,7 +82,7 @@ def test_ids_are_never_used_again(store):
 
 
 def test_a_full_store_refuses_only_what_exceeds_it(store, monkeypatch):
-    monkeypatch.setattr(plsc.serve.store, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(plsc.gallery.store, "MOST_ENTRIES", 2)
     *good, refused = store.write(news(3))
     assert [type(one) for one in good] == [int, int]
     assert isinstance(refused, DataError)

@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +37,16 @@ class StoreError(DataError):
 
 @dataclass(frozen=True)
 class New:
-    """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file."""
+    """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file, or b"".
+
+    id, enrolled: id, larger than all in the store, and time of enrolment, UTC, of an entry that is copied.
+    """
 
     name: str
     vector: np.ndarray
     thumbnail: bytes
+    id: int | None = None
+    enrolled: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,15 @@ class Found:
     name: str
 
 
+def rank(query: np.ndarray, vectors: np.ndarray, ids: list[int], names: list[str], k: int) -> list[Found]:
+    """Return the k entries nearest to a query, float32 [D], and of equal ones those with the lower ids.
+
+    vectors: float32 [n, D]. A sum per row in float64: the result does not depend on the position of the row.
+    """
+    exact = (vectors * query.astype(np.float64)).sum(axis=1)
+    return [Found(float(exact[i]), ids[i], names[i]) for i in np.lexsort((ids, -exact))[:k]]
+
+
 class Store:
     """Enrolled entries. SQLite has the only copy that counts; searches use an index in memory.
 
@@ -60,16 +75,16 @@ class Store:
 
     Args:
         path: the file; it is created if it does not exist.
-        model: fingerprint of the network.
-        size: D, values per vector.
+        model: fingerprint of the network; by default that of the entries.
+        size: D, values per vector; by default that of the entries.
 
     Raises:
         DataError: the file is damaged, is no such file, or is in use.
         CheckpointError: it has entries of another network.
     """
 
-    def __init__(self, path: Path, model: str, size: int) -> None:
-        self.path, self._model, self._size = path, model, size
+    def __init__(self, path: Path, model: str = "", size: int = 0) -> None:
+        self.path, self.model, self.size = path, model, size
         self._lock = threading.Lock()
         with self._refusing():
             # A journal of another database deletes any file that it names. Stores use a write-ahead log.
@@ -117,15 +132,12 @@ class Store:
             scores = queries @ vectors.T
             if not count:
                 return [[] for _ in queries]
-            near = min(k + 16, count)  # the products of equal vectors differ by rounding errors
-            rows = np.argpartition(-scores, near - 1, axis=1)[:, :near]
-            found = []
-            for query, nearest in zip(queries.astype(np.float64), rows, strict=True):
-                # A sum per row: the result does not depend on the position of the row, unlike a product.
-                exact = (vectors[nearest] * query).sum(axis=1)
-                order = np.lexsort((nearest, -exact))[:k]
-                found.append([Found(float(exact[i]), ids[nearest[i]], names[nearest[i]]) for i in order])
-        return found
+            most = min(k + 16, count)  # the products of equal vectors differ by rounding errors
+            rows = np.argpartition(-scores, most - 1, axis=1)[:, :most]
+            return [
+                rank(query, vectors[near], [ids[i] for i in near], [names[i] for i in near], k)
+                for query, near in zip(queries, rows, strict=True)
+            ]
 
     def thumbnail(self, number: int) -> bytes | None:
         """Return the JPEG file of an entry; None if there is no such entry."""
@@ -141,6 +153,23 @@ class Store:
         query = f"SELECT {columns} FROM entries WHERE id > ? ORDER BY id LIMIT ?"
         with self._lock, self._refusing():
             return self._database.execute(query, (after, count)).fetchall()
+
+    def read(self, after: int, count: int) -> list[New]:
+        """Return the first entries whose id is larger than `after`."""
+        values = "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, enrolled || '+00:00'"
+        query = f"SELECT {values} FROM entries WHERE id > ? ORDER BY id LIMIT ?"
+        with self._lock, self._refusing():
+            rows = self._database.execute(query, (after, count)).fetchall()
+        try:
+            return [
+                New(n, np.frombuffer(v, "<f4"), t, i, datetime.fromisoformat(e)) for n, v, t, i, e in rows
+            ]
+        except ValueError as error:
+            raise DataError(f"{self.path} has an invalid time of enrolment ({error})") from error
+
+    def ids(self) -> np.ndarray:
+        """Return the ids of all entries, ascending, int64 [n]."""
+        return np.array(self._ids, np.int64)
 
     def close(self) -> None:
         """Close the file."""
@@ -169,20 +198,25 @@ class Store:
 
     def _build_index(self) -> None:
         """Read all vectors."""
+        if not self.model:
+            query = "SELECT CAST(model AS TEXT), length(CAST(vector AS BLOB)) / 4 FROM entries LIMIT 1"
+            if (first := self._database.execute(query).fetchone()) is None:
+                raise DataError(f"{self.path} has no entries")
+            self.model, self.size = first
         columns = "id, CAST(name AS TEXT), CAST(vector AS BLOB), CAST(model AS TEXT)"
         rows = self._database.execute(f"SELECT {columns} FROM entries ORDER BY id")
         self._ids: list[int] = []
         self._names: list[str] = []
-        self._vectors = np.empty((64, self._size), np.float32)
+        self._vectors = np.empty((64, self.size), np.float32)
         for number, name, vector, model in rows:
-            if model != self._model:
+            if model != self.model:
                 raise CheckpointError(
                     f"{self.path} has entries of another network (weights {model:.16}, not "
-                    f"{self._model:.16}); serve that network, or choose another store"
+                    f"{self.model:.16}); serve that network, or choose another store"
                 )
-            if len(vector) != 4 * self._size:
+            if len(vector) != 4 * self.size:
                 raise CheckpointError(
-                    f"{self.path} has vectors of {len(vector) // 4} values; the model has {self._size}"
+                    f"{self.path} has vectors of {len(vector) // 4} values; the model has {self.size}"
                 )
             self._append(number, name, np.frombuffer(vector, "<f4"))
         wrong = np.flatnonzero(~are_normalised(self._vectors[: len(self)]))
@@ -198,9 +232,11 @@ class Store:
         self._names.append(name)
 
     def _insert(self, new: New) -> int:
-        values = (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, self._model)
+        time = new.enrolled and f"{new.enrolled:%Y-%m-%d %H:%M:%S}"
         cursor = self._database.execute(
-            "INSERT INTO entries (name, vector, thumbnail, model) VALUES (?, ?, ?, ?)", values
+            "INSERT INTO entries (name, vector, thumbnail, model, id, enrolled) "
+            "VALUES (?, ?, ?, ?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
+            (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, self.model, new.id, time),
         )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
@@ -213,7 +249,7 @@ class Store:
                 self._append(result, change.name, change.vector)
         if deleted:
             kept = [row for row, number in enumerate(self._ids) if number not in deleted]
-            self._vectors = np.concatenate([self._vectors[kept], np.empty((64, self._size), np.float32)])
+            self._vectors = np.concatenate([self._vectors[kept], np.empty((64, self.size), np.float32)])
             self._ids = [self._ids[row] for row in kept]
             self._names = [self._names[row] for row in kept]
 

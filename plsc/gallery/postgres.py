@@ -1,0 +1,267 @@
+"""Enrolled entries in PostgreSQL: a table per network, with an HNSW index of pgvector.
+
+The table has the vectors in float32, and the index in float16 (halfvec). A search takes candidates from the
+index and compares them again exactly, as `Store` does: what both find has the same similarity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from plsc.errors import CheckpointError, OptionError, shown
+from plsc.gallery.store import Found, New, StoreError, rank
+
+try:
+    import psycopg
+    from pgvector.psycopg import register_vector
+    from psycopg_pool import ConnectionPool
+except ImportError as error:
+    raise OptionError(f"PostgreSQL needs a package ({error}): pip install 'plsc[postgres]'") from error
+
+_ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
+_COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8", "enrolled": "timestamptz"}
+_OLDEST = (0, 8)  # of pgvector: has iterative scans, so that deleted entries do not hide others
+_LEAST_EF = 100  # of hnsw.ef_search: 52, for k = 10, finds less
+_SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries per query, rows read at a time
+_COUNT_SECONDS = 60.0  # changes by other servers are counted so late
+_LOCK = 0x706C7363  # key of advisory locks: "plsc"
+_LIMITS = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}
+
+
+class PostgresStore:
+    """Enrolled entries of one network in a table of PostgreSQL, for any number of servers at a time.
+
+    What `write` has returned is on disk, and is found by all servers. Methods raise StoreError as long as the
+    connection is lost, and may be called from any thread.
+
+    Args:
+        url: ``postgresql://user:password@host:port/database``; libpq's variables and files count, too.
+        model: fingerprint of the network; without `size`, its first digits, if they are those of one table.
+        size: D, values per vector; the table is created if it does not exist. None: it must exist.
+        timeout: seconds until a connection that accepts no data counts as lost; 0: as the system decides.
+            On a slow disk, a large transaction may wait for minutes.
+
+    Raises:
+        OptionError: the URL cannot be parsed.
+        StoreError: the database cannot be used.
+        CheckpointError: it has no entries of the network, or they are of another size.
+    """
+
+    def __init__(self, url: str, model: str, size: int | None = None, timeout: int = 0) -> None:
+        self.path = shown(url)
+        try:
+            given = psycopg.conninfo.conninfo_to_dict(url)
+            if "@" in str(given.get("dbname", "")):  # the password has a '/'
+                raise psycopg.ProgrammingError
+        except psycopg.Error:  # its message may contain the password
+            raise OptionError(
+                "the URL of the database cannot be parsed; expected postgresql://host:port/name, user and "
+                "password before the host; write %40 for @, %2F for / and %25 for % in the password"
+            ) from None
+        how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
+        with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
+            self.model, self.size = _open_table(connection, self.path, model, size)
+        self._table, self._index = _names_of(self.model)
+        self._ids = f"pg_get_serial_sequence({psycopg.sql.quote(self._table)}, 'id')"
+        pool: Any = {"min_size": 0, "max_size": 8, "timeout": 5, "reconnect_timeout": 5, "open": True}
+        pool.update(configure=_configure, check=ConnectionPool.check_connection)
+        self._pool: Any = ConnectionPool(kwargs=how, **pool)
+        with self._connected() as connection:
+            self._update_count(connection)
+
+    def __len__(self) -> int:
+        """Return the number of entries, without a query; changes by other servers count a minute later."""
+        return self._count
+
+    def write(self, changes: Sequence[New | int], builds: bool = False) -> list[int | bool | Exception]:
+        """Enrol and delete entries in one transaction, as `Store.write`; builds: it also builds the index."""
+        news = [one for one in changes if isinstance(one, New)]
+        gone = [one for one in changes if isinstance(one, int)]
+        with self._connected() as connection, connection.transaction(), connection.cursor() as cursor:
+            cursor.execute(f"DELETE FROM {self._table} WHERE id = ANY(%s) RETURNING id", [gone])
+            deleted = {number for (number,) in cursor}
+            cursor.execute(f"SELECT nextval({self._ids}), now() FROM generate_series(1, %s)", [len(news)])
+            free = cursor.fetchall()
+            ids = [one.id or number for one, (number, _) in zip(news, free, strict=True)]
+            with cursor.copy(
+                f"COPY {self._table} ({', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
+            ) as copy:
+                copy.set_types(list(_COLUMNS.values()))
+                for one, number, (_, now) in zip(news, ids, free, strict=True):
+                    copy.write_row([one.name, one.vector, one.thumbnail, number, one.enrolled or now])
+            if ids and ids[-1] > free[-1][0]:
+                cursor.execute(f"SELECT setval({self._ids}, %s)", [ids[-1]])
+            if builds:
+                self._build(connection)
+        self._count += len(news) - len(deleted)
+        numbers, results = iter(ids), list[int | bool | Exception]()
+        for change in changes:
+            results.append(change in deleted if isinstance(change, int) else next(numbers))
+            deleted -= {change} if isinstance(change, int) else set()  # given twice, it is deleted once
+        return results
+
+    def build_index(self) -> bool:
+        """Build the HNSW index unless there is one; return whether it was built, for entries."""
+        with self._connected() as connection, connection.transaction():
+            return self._build(connection) and len(self) > 0
+
+    def search(self, queries: np.ndarray, k: int) -> list[list[Found]]:
+        """Return the k nearest entries of each query, the nearest first. queries: float32 [q, D], norm 1.
+
+        A few of the nearest may be missing: see `measure_recall`.
+        """
+        count, half = 4 * k + 12, f"halfvec({self.size})"
+        setting = f"SELECT set_config('hnsw.ef_search', '{max(count, _LEAST_EF)}', false)"
+        order = f"(vector::{half}) <#> %b::vector::{half}"
+        query = f"SELECT vector, id, name FROM {self._table} ORDER BY {order} LIMIT {count}"
+        with self._connected() as connection:
+            if time.monotonic() > self._counted + _COUNT_SECONDS:
+                self._update_count(connection)
+            with connection.pipeline():
+                connection.execute(setting)
+                answers = [connection.execute(query, [one], binary=True) for one in queries]
+            found = [answer.fetchall() for answer in answers]
+        return [
+            rank(one, self._stacked(rows), [row[1] for row in rows], [row[2] for row in rows], k)
+            for one, rows in zip(queries, found, strict=True)
+        ]
+
+    def measure_recall(self) -> float:
+        """Return the share of the 10 nearest entries of 100 random ones that `search` finds."""
+        with self._connected() as connection, connection.transaction():
+            vectors = f"SELECT vector FROM {self._table}"
+            sample = connection.execute(f"{vectors} ORDER BY random() LIMIT {_SAMPLE}", binary=True)
+            queries = self._stacked(sample.fetchall())
+            best = np.empty((len(queries), 0))
+            with connection.cursor("vectors") as cursor:
+                cursor.execute(vectors, binary=True)
+                while rows := cursor.fetchmany(_ROWS):
+                    best = np.concatenate([best, queries @ self._stacked(rows).T], axis=1)
+                    best = -np.sort(-best, axis=1)[:, :_NEAREST]
+        found = zip(self.search(queries, _NEAREST), best[:, -1], strict=True)
+        # Equal entries may be found in place of each other.
+        return sum(one.similarity > low - 1e-6 for row, low in found for one in row) / best.size
+
+    def thumbnail(self, number: int) -> bytes | None:
+        """Return the JPEG file of an entry; None if there is no such entry."""
+        rows = self._read("thumbnail", "WHERE id = %s", number)
+        return rows[0][0] if rows else None
+
+    def entries(self, after: int, count: int) -> list[tuple[int, str, str]]:
+        """Return (id, name, time of enrolment) of the first entries whose id is larger than `after`."""
+        with self._connected() as connection:
+            self._update_count(connection)
+        columns = "id, name, to_char(enrolled, 'YYYY-MM-DD HH24:MI:SS')"
+        return self._read(columns, "WHERE id > %s ORDER BY id LIMIT %s", after, count)
+
+    def read(self, after: int, count: int) -> list[New]:
+        """Return the first entries whose id is larger than `after`."""
+        rows = self._read(", ".join(_COLUMNS), "WHERE id > %s ORDER BY id LIMIT %s", after, count)
+        return [New(name, vector.to_numpy(), *others) for name, vector, *others in rows]
+
+    def ids(self) -> np.ndarray:
+        """Return the ids of all entries, ascending, int64 [n]."""
+        return np.array(self._read("id", "ORDER BY id"), np.int64).ravel()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.close()
+
+    def _read(self, columns: str, ending: str, *values: int) -> list[Any]:
+        with self._connected() as connection:
+            query = f"SELECT {columns} FROM {self._table} {ending}"
+            return connection.execute(query, values, binary=True).fetchall()
+
+    def _build(self, connection: Any) -> bool:
+        connection.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_LOCK, self._index])
+        if connection.execute("SELECT to_regclass(%s)", [self._index]).fetchone()[0] is not None:
+            return False
+        column = f"(vector::halfvec({self.size})) halfvec_ip_ops"
+        connection.execute(f"CREATE INDEX {self._index} ON {self._table} USING hnsw ({column})")
+        connection.execute(f"ANALYZE {self._table}")
+        return True
+
+    def _update_count(self, connection: Any) -> None:
+        self._count = connection.execute(f"SELECT count(*) FROM {self._table}").fetchone()[0]
+        self._counted = time.monotonic()
+
+    def _stacked(self, rows: list[Any]) -> np.ndarray:
+        return np.array([row[0].to_numpy() for row in rows], np.float32).reshape(-1, self.size)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Any]:
+        with self._refusing(), self._pool.connection() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Convert errors of the database to StoreError. Their messages do not contain the password."""
+        try:
+            yield
+        except psycopg.Error as error:
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            raise StoreError(f"{self.path} cannot be used ({what}); check the database and rights") from error
+
+
+def _configure(connection: Any) -> None:
+    register_vector(connection)
+    connection.execute("SET hnsw.iterative_scan = relaxed_order")
+    connection.execute("SET timezone = 'UTC'")
+    # What was answered is on disk. Stricter settings, for replicas, are kept.
+    is_off = "current_setting('synchronous_commit') = 'off'"
+    connection.execute(f"SELECT set_config('synchronous_commit', 'on', false) WHERE {is_off}")
+
+
+def _names_of(model: str) -> tuple[str, str]:
+    """Return the names of the table and its index, quoted."""
+    name = f"plsc_{model:.16}"
+    return psycopg.sql.Identifier(name).as_string(), psycopg.sql.Identifier(f"{name}_hnsw").as_string()
+
+
+def _open_table(connection: Any, path: str, model: str, size: int | None) -> tuple[str, int]:
+    """Return the fingerprint and D of the table of a network, which is created if `size` is given."""
+    connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])  # of two servers, one creates it
+    installed = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
+    if installed is None or tuple(map(int, installed[0].split(".")[:2])) < _OLDEST:
+        has = f"has pgvector {installed[0]}" if installed else "does not have the extension pgvector"
+        advice = "ALTER EXTENSION vector UPDATE" if installed else "CREATE EXTENSION vector"
+        raise StoreError(f"{path} {has}; install pgvector 0.8 or newer, and run {advice} in the database")
+    query = """
+        SELECT substr(obj_description(class.oid, 'pg_class'), %s), atttypmod
+        FROM pg_class AS class JOIN pg_attribute ON attrelid = class.oid AND attname = 'vector'
+        WHERE pg_table_is_visible(class.oid) AND starts_with(obj_description(class.oid, 'pg_class'), %s)"""
+    known = dict(connection.execute(query, [len(_ABOUT) + 1, _ABOUT]).fetchall())
+    others = ", ".join(f"{one:.16}" for one in sorted(known)) or "none"
+    if size is None:
+        matching = [one for one in known if one.startswith(model)]
+        if len(matching) != 1:
+            which = f"the network {model:.16}" if model else "one network"
+            raise CheckpointError(
+                f"{path} does not have entries of {which}; networks that have some: {others}"
+            )
+        return matching[0], known[matching[0]]
+    if known.get(model, size) != size:
+        raise CheckpointError(f"{path} has vectors of {known[model]} values; the model has {size}")
+    if model not in known:
+        if known:
+            text = f"{path} has no entries of this network; those of others ({others}) are not searched"
+            logging.getLogger(__name__).warning(text)
+        table, _ = _names_of(model)
+        # The vector is in the row; by default it would be in another table, in two parts.
+        connection.execute(f"""
+            CREATE TABLE {table} (
+                id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
+                name text NOT NULL,
+                vector vector({size}) NOT NULL,
+                thumbnail bytea NOT NULL,
+                enrolled timestamptz NOT NULL
+            );
+            ALTER TABLE {table} ALTER vector SET STORAGE MAIN, ALTER thumbnail SET STORAGE EXTERNAL;
+            COMMENT ON TABLE {table} IS {psycopg.sql.quote(_ABOUT + model)}""")
+    return model, size

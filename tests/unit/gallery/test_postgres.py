@@ -1,0 +1,334 @@
+"""Stores in PostgreSQL: the interface they share with SQLite, several at a time, failures, and copies."""
+
+import contextlib
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("psycopg", reason="plsc[postgres] is not installed")
+import psycopg
+
+import plsc.gallery.places
+from plsc.cli import main
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.gallery import open_gallery, write_gallery
+from plsc.gallery.places import copy_gallery, open_store
+from plsc.gallery.store import New, StoreError
+from tests.postgres_server import PASSWORD, postgres_server
+
+SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def server():
+    yield from postgres_server("synchronous_commit=off", "timezone=Asia/Tokyo")
+
+
+@pytest.fixture
+def database(server):
+    """The URL of an empty database with pgvector."""
+    with connected(server.url()) as connection:
+        connection.execute("DROP DATABASE IF EXISTS one WITH (FORCE)")
+        connection.execute("CREATE DATABASE one")
+    with connected(server.url("one")) as connection:
+        connection.execute("CREATE EXTENSION vector")
+    return server.url("one")
+
+
+@contextlib.contextmanager
+def connected(url):
+    with psycopg.connect(url, autocommit=True) as connection:
+        yield connection
+
+
+@contextlib.contextmanager
+def opened(place, model="m1", size=SIZE):
+    with contextlib.closing(open_store(str(place), model, size)) as store:
+        yield store
+
+
+def vectors(count, seed=0, size=SIZE):
+    found = np.random.default_rng(seed).standard_normal((count, size)).astype(np.float32)
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def news(count, seed=0):
+    return [New(f"n{i}", vector, b"jpeg %d" % i) for i, vector in enumerate(vectors(count, seed))]
+
+
+def contents(store):
+    return [(one.id, one.name, one.vector.tobytes(), one.thumbnail) for one in store.read(0, 10**6)]
+
+
+def test_both_stores_give_the_same_results_for_the_same_calls(database, tmp_path):
+    with opened(database) as ours, opened(tmp_path / "s.sqlite") as sqlite:
+        ours.build_index()
+        results = []
+        for store in (ours, sqlite):
+            first = store.write([*news(40), New("zero", np.zeros(SIZE, np.float32), b"")])
+            changes = [
+                first[3],
+                *news(3, seed=1),
+                first[3],
+                10**9,
+                first[20],
+                New("equal", vectors(1)[0], b""),
+            ]
+            changed = store.write(changes)
+            found = store.search(np.concatenate([vectors(40), vectors(5, seed=7)]), 9)
+            looks = [store.thumbnail(first[1]), store.thumbnail(10**9), store.thumbnail(first[3])]
+            listed = [row[:2] for row in store.entries(first[2], 7)]
+            results.append(
+                (first, changed, found, looks, listed, contents(store), len(store), [*store.ids()])
+            )
+        assert results[0] == results[1]
+        assert results[0][1] == [True, 42, 43, 44, False, False, True, 45]
+        times = [[row[2] for row in store.entries(0, 1)] for store in (ours, sqlite)]
+        assert {len(time) for (time,) in times} == {len("2026-01-01 00:00:00")}
+        assert abs(np.subtract(*[np.datetime64(time) for (time,) in times])) < np.timedelta64(10, "m")  # UTC
+        ids = ours.write([*ours.ids().tolist()])
+        assert set(ids) == {True}
+        assert min(ours.write(news(2))) > 45
+
+
+def test_what_one_server_enrols_is_found_by_another_and_by_one_that_starts_later(database):
+    with opened(database) as first, opened(database) as second:
+        first.build_index()
+        counts = [0, 0]
+
+        def enrol(number, store):
+            for batch in range(10):
+                counts[number] += len(store.write(news(7, seed=100 * number + batch)))
+
+        threads = [threading.Thread(target=enrol, args=pair) for pair in enumerate((first, second))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert counts == [70, 70]
+        assert contents(first) == contents(second)
+        assert len(second.entries(0, 1000)) == len(second) == 140
+        [[nearest]] = second.search(vectors(7, seed=3)[5:6], 1)
+        assert nearest.name == "n5"
+        with opened(database, size=None) as third:
+            assert contents(third) == contents(first)
+            assert third.search(vectors(3), 5) == first.search(vectors(3), 5)
+
+
+def test_an_answered_write_survives_a_crash_and_a_lost_connection_is_an_error_until_it_is_back(
+    database, server
+):
+    with opened(database) as store, opened(database) as other:
+        store.build_index()
+        other.search(vectors(1), 1)
+        ids = store.write(news(30))
+        server.kill()
+        try:
+            for one in (store, other):
+                for call in (lambda one=one: one.search(vectors(1), 1), lambda one=one: one.write(news(1))):
+                    with pytest.raises(StoreError, match="cannot be used"):
+                        call()
+        finally:
+            server.start()
+        assert [*store.ids()] == ids
+        assert other.search(vectors(30)[4:5], 1)[0][0].id == ids[4]
+        assert len(other.write(news(1))) == 1
+
+
+def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(database):
+    centres = vectors(100, seed=5, size=128)
+    crowd = np.repeat(centres, 60, axis=0) + 0.3 * vectors(6000, seed=6, size=128)
+    crowd = (crowd / np.linalg.norm(crowd, axis=1, keepdims=True)).astype(np.float32)
+    with opened(database, size=128) as store:
+        store.write([New(str(i), one, b"") for i, one in enumerate(crowd)], builds=True)
+        assert not store.build_index()
+        with connected(database) as connection:
+            query = (
+                "EXPLAIN SELECT id FROM plsc_m1 ORDER BY (vector::halfvec(128)) <#> %s::halfvec(128) LIMIT 52"
+            )
+            plan = connection.execute(query, [str(crowd[0].tolist())]).fetchall()
+            assert "Index Scan using plsc_m1_hnsw" in plan[1][0]
+        for _ in range(2):
+            assert 0.98 <= store.measure_recall() <= 1
+            kept = store.ids()
+            queries = vectors(50, seed=8, size=128) * 0.3 + centres[:50]
+            queries = (queries / np.linalg.norm(queries, axis=1, keepdims=True)).astype(np.float32)
+            best = np.argsort(-(queries @ crowd[kept - 1].T), axis=1)[:, :10]
+            found = store.search(queries, 10)
+            hits = [len({one.id for one in row} & {*kept[one]}) for row, one in zip(found, best, strict=True)]
+            assert sum(hits) >= 0.98 * 500
+            store.write([int(number) for number in kept if number % 60 > 12])  # not vacuumed yet
+
+
+@pytest.mark.parametrize(
+    "how", ["extension", "old", "rights", "size", "password", "port", "percent", "slash"]
+)
+def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
+    database, server, how, capsys, caplog
+):
+    url, kind, message = (
+        database,
+        StoreError,
+        "does not have the extension pgvector; .* CREATE EXTENSION vector",
+    )
+    with connected(database) as connection:
+        if how == "extension":
+            connection.execute("DROP EXTENSION vector")
+        elif how == "old":
+            connection.execute("SET allow_system_table_mods = on")
+            connection.execute("UPDATE pg_extension SET extversion = '0.7.4' WHERE extname = 'vector'")
+            message = (
+                "has pgvector 0.7.4; install pgvector 0.8 or newer, and run ALTER EXTENSION vector UPDATE"
+            )
+        elif how == "rights":
+            connection.execute("DROP ROLE IF EXISTS guest")
+            connection.execute(f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD}'")
+            url, message = server.url("one", f"guest:{PASSWORD}"), "permission denied for schema public"
+        elif how == "size":
+            with opened(database, size=SIZE + 1):
+                kind, message = CheckpointError, f"has vectors of {SIZE + 1} values; the model has {SIZE}"
+        before = tables(connection)
+    if how == "password":
+        url, message = server.url("one", f"plsc:{PASSWORD}-wrong"), "password authentication failed"
+    elif how == "port":
+        url, message = database.replace(f":{server.port}/", ":9/"), "Connection refused"
+    elif how in ("percent", "slash"):
+        url = f"postgresql://plsc:{PASSWORD}{'%zz' if how == 'percent' else f'/{PASSWORD}'}@127.0.0.1/one"
+        kind, message = OptionError, "cannot be parsed"
+    with pytest.raises(kind, match=message) as caught, opened(url):
+        pass
+    assert "\n" not in str(caught.value)
+    chain, error = [], caught.value
+    while error is not None:
+        chain.append(str(error))
+        error = error.__cause__
+    assert PASSWORD not in "".join([*chain, caplog.text, *capsys.readouterr()])
+    with connected(database) as connection:
+        assert tables(connection) == before
+
+
+def tables(connection):
+    return connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'plsc%' ORDER BY 1").fetchall()
+
+
+def test_tables_of_other_networks_are_named_and_are_not_searched(database, caplog):
+    with opened(database, "a" * 64) as first:
+        first.write(news(3))
+        with caplog.at_level(logging.WARNING), opened(database, "b" * 64) as second:
+            assert "aaaaaaaaaaaaaaaa) are not searched" in caplog.text
+            assert second.search(vectors(1), 3) == [[]]
+    with pytest.raises(CheckpointError, match=r"of the network c{16}; networks that have some: a{16}, b{16}"):
+        open_store(database, "c" * 64)
+    with pytest.raises(CheckpointError, match=r"of one network; networks that have some: a{16}, b{16}"):
+        open_store(database, "")
+    with connected(database) as connection:
+        connection.execute("COMMENT ON TABLE plsc_bbbbbbbbbbbbbbbb IS 'other'")
+    with pytest.raises(StoreError, match='"plsc_bbbbbbbbbbbbbbbb" already exists'):
+        open_store(database, "b" * 64, SIZE)
+
+
+def test_a_full_disk_is_one_message_and_nothing_is_half_enrolled():
+    size, largest = 1024, 17 * 2**20  # a file of the log has 16 MiB, and the table would have more
+    many = [New(str(i), one, b"") for i, one in enumerate(vectors(5000, size=size))]
+    with contextlib.contextmanager(postgres_server)(file_bytes=largest) as server:
+        with connected(server.url()) as connection:
+            connection.execute("CREATE EXTENSION vector")
+        with opened(server.url(), size=size) as store:
+            ids = store.write(many[:1])
+            for builds in (False, True):
+                with pytest.raises(StoreError, match="could not extend file"):
+                    store.write(many, builds)
+            assert [*store.ids()] == ids
+            assert len(store) == 1
+            assert len(store.write(many[:10])) == 10
+
+
+def filled(kind, folder, server):
+    """A gallery with the entries 0..29, in a store without id 3, as ids are not all there."""
+    if kind == "folder":
+        write_gallery(folder / "from", vectors(30), [f"n{i}" for i in range(30)], model="m1")
+        return str(folder / "from")
+    place = str(folder / "from.sqlite")
+    if kind == "postgres":
+        with connected(server.url()) as connection:
+            connection.execute("DROP DATABASE IF EXISTS two WITH (FORCE)")
+            connection.execute("CREATE DATABASE two")
+        place = server.url("two")
+        with connected(place) as connection:
+            connection.execute("CREATE EXTENSION vector")
+    with opened(place) as store:
+        first = store.write([*news(2), New("gone", vectors(1)[0], b"")])
+        store.write([first[2], *news(30)[2:]])
+    return place
+
+
+@pytest.mark.parametrize("source", ["folder", "sqlite", "postgres"])
+@pytest.mark.parametrize("target", ["sqlite", "postgres"])
+def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
+    database, tmp_path, server, source, target, monkeypatch, capsys
+):
+    monkeypatch.setattr(plsc.gallery.places, "_BATCH", 7)
+    start, end = (
+        filled(source, tmp_path, server),
+        database if target == "postgres" else f"{tmp_path}/t.sqlite",
+    )
+    read = plsc.gallery.places._batches
+
+    def interrupted(*arguments):
+        batches = read(*arguments)
+        yield next(batches)
+        yield next(batches)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plsc.gallery.places, "_batches", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copy_gallery(start, end)
+    assert main(["gallery", "copy", start, end]) == 0
+    shown = end.replace(f"plsc:{PASSWORD}@", "")
+    assert f"copied to {shown}: 30 entries, of which 14 were there" in capsys.readouterr().out
+    assert copy_gallery(start, end).startswith("30 entries, of which 30 were there")
+    with opened(end) as store:
+        copied = contents(store)
+        assert [name for _, name, _, _ in copied] == [f"n{i}" for i in range(30)]
+        if source == "folder":
+            assert [(one.id, one.vector.tobytes()) for one in store.read(0, 99)] == [
+                (i, vector.tobytes())
+                for i, vector in enumerate(open_gallery(start)._vectors.decode(slice(None)).astype("f4"), 1)
+            ]
+        else:
+            with opened(start) as original:
+                assert copied == contents(original)
+                assert store.entries(0, 99) == original.entries(0, 99)
+        assert store.search(vectors(30), 1)[4][0].name == "n4"
+        assert min(store.write(news(2))) > copied[-1][0]
+    with pytest.raises(DataError, match="has entries that are not of"):
+        copy_gallery(start, end)
+
+
+@pytest.mark.parametrize("source", ["folder", "sqlite", "postgres"])
+def test_a_copy_to_a_folder_is_a_gallery_of_all_entries(tmp_path, database, server, source):
+    assert copy_gallery(filled(source, tmp_path, server), str(tmp_path / "to")) == "30 entries"
+    copied = open_gallery(tmp_path / "to", "m1")
+    assert [copied.name(i) for i in range(len(copied))] == [f"n{i}" for i in range(30)]
+    assert copied.search(vectors(30), 1)[1].ravel().tolist() == [*range(30)]
+
+
+def test_what_cannot_be_copied_is_one_message(database, tmp_path, monkeypatch, messages):
+    write_gallery(tmp_path / "classes", vectors(3), model="m1", of="classes")
+    write_gallery(tmp_path / "images", vectors(3), model="m1")
+    monkeypatch.setattr(plsc.gallery.places, "MOST_ENTRIES", 2)
+    for source, target, message in [
+        ("classes", database, "has the classes of a model"),
+        ("images", tmp_path / "t.sqlite", "has 3 entries; an SQLite file has at most 2"),
+        ("images", tmp_path / "images", "exists"),
+        ("missing", database, "cannot be read"),
+        (filled("sqlite", tmp_path, None), tmp_path / "images", "exists"),
+    ]:
+        assert main(["gallery", "copy", str(tmp_path / source), str(target)]) == 1
+        assert message in messages[-1]
+    assert not (tmp_path / "t.sqlite").exists()
+    with connected(database) as connection:
+        assert tables(connection) == []
