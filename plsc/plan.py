@@ -26,6 +26,7 @@ from plsc.config.head import sample_ratios
 from plsc.config.optim import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
+from plsc.heads.neighbours import KEPT_BYTES, LIST_BYTES
 from plsc.heads.softmax import tile_size
 from plsc.inputs import Input, map_tensors
 from plsc.models import build_model
@@ -258,8 +259,9 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
     ratio = max(sample_ratios(head.sample_ratio).values())
     n = max(math.ceil(local * ratio), min(b, local)) * k  # the classes of the batch are included
     kept = 2 * n * b
-    if kept > head.keep_mb * 2**20:
+    if kept > max(head.keep_mb * 2**20, KEPT_BYTES if head.hard_share else 0):
         kept = 0
+    lists = {"lists of hard negatives": LIST_BYTES} if head.hard_share else {}
 
     matrix = b * d * _FLOAT
     device = torch.device("cpu" if config.runtime.device == "cpu" else "cuda")
@@ -286,9 +288,9 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
         moved = n // k * per_class["weight"] + 2 * copies + 2 * kept
     return HeadPlan(
         f"Head: {head.class_num:,} classes; ranks: {ranks:,}; per rank: {local:,}; global batch: {b:,}",
-        {name: local * size for name, size in per_class.items()},
+        {name: local * size for name, size in (per_class | lists).items()},
         step,
-        bytes_per_class=sum(per_class.values()),
+        bytes_per_class=sum((per_class | lists).values()),
         operations=(6 if kept else 8) * b * n * d,  # without kept terms, the update computes the logits again
         rows_moved=moved,
         place="in CPU memory" if head.offload else _DEVICE if head.weights_file is None else "in a file",

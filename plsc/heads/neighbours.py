@@ -21,6 +21,9 @@ from plsc.parallel.collectives import gather_rows, sum_over_ranks
 NEIGHBOURS = 16
 """Classes in a list."""
 
+LIST_BYTES = 4 * (1 + NEIGHBOURS)
+"""Bytes of a list."""
+
 KEPT_BYTES = 2**30
 """Largest softmax terms that a step keeps to find the nearest classes; otherwise it computes logits again."""
 

@@ -102,6 +102,7 @@ def test_stored_bytes_of_the_head_equal_those_of_real_tensors(rows, optimizer, s
         ({"head.row_dtype": "bfloat16", "head.state_dtype": "int8"}, 1544),
         ({"head.row_dtype": "bfloat16", "head.optimizer": "adagrad"}, 1028),
         ({"head.row_dtype": "int8", "head.optimizer": "adagrad"}, 520),
+        ({"head.sample_ratio": 0.1, "head.hard_share": 0.5}, 4096 + 4 * 17),
     ],
 )
 def test_bytes_per_class(options, expected):
