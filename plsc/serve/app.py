@@ -7,6 +7,7 @@ import contextlib
 import html
 import io
 import json
+import logging
 import math
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ from plsc.errors import DataError
 from plsc.serve.guard import STATUSES, Guard
 from plsc.serve.service import MOST_FOUND, Service, check_name
 from plsc.version import __version__
+
+logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 NPY = "application/x-npy"
@@ -283,10 +286,14 @@ async def _from_form(request: Request, count: int) -> tuple[list[bytes], str | N
 
 
 def _answer_with(status: int) -> Any:
-    headers = {"Retry-After": "1"} if status == 429 else None
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
 
     async def answer(request: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": str(error)[:500]}, status, headers)
+        detail = str(error)[:500]
+        if status == 503:  # names the machine of the database
+            logger.warning(detail)
+            detail = "the entries cannot be used now; try again, or see the server's log"
+        return JSONResponse({"detail": detail}, status, headers)
 
     return answer
 

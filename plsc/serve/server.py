@@ -23,7 +23,7 @@ _SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpre
 _CONNECTIONS, _OTHER_FILES = 1024, 128  # at most open
 _ACCEPTED = 16  # new connections per iteration of the event loop
 # loggers of what any client can cause
-_NOISY = ("asyncio", "uvicorn.error", "psycopg.pool", f"{__name__}.connections")
+_NOISY = ("asyncio", "uvicorn.error", "psycopg.pool", "plsc.serve.app", f"{__name__}.connections")
 
 
 def serve(model: str, options: ServeOptions) -> None:
