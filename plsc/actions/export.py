@@ -230,9 +230,7 @@ class Exporter:
         write_about(folder, about)
         embed = load_graph(folder, kind)
         difference = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
-        kinds = "random images" if samples is None else "images of a dataset"
-        found = {"largest": difference.largest, "cosine": difference.lowest_cosine, "images": kinds}
-        about["graph"]["difference"] = found
+        about["graph"]["difference"] = {"largest": difference.largest, "cosine": difference.lowest_cosine}
         logger.info(
             f"{kind} {precision}: {difference.summary()}, compared with the network in batches of 1, 3 and "
             f"64 images ({time.monotonic() - started:.1f} s)"

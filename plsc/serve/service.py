@@ -198,35 +198,22 @@ class Service:
 
     def _search(self, items: list[tuple[np.ndarray, int]]) -> list[list[dict[str, Any]]]:
         queries, k = np.stack([query for query, _ in items]), max(k for _, k in items)
-        enrolled = self.store.search(queries, k)
+        near = [
+            [{**vars(one), "source": "enrolled", "thumbnail": f"entries/{one.id}/thumbnail"} for one in row]
+            for row in self.store.search(queries, k)
+        ]
         if self.gallery is not None:
-            scores, numbers = self.gallery.search(queries, k)
-        results = []
-        for row, (_, wanted) in enumerate(items):
-            near = [self._of_store(found) for found in enrolled[row]]
-            if self.gallery is not None:
-                near += map(self._of_gallery, numbers[row].tolist(), scores[row].tolist())
-            results.append(sorted(near, key=lambda one: -one["similarity"])[:wanted])
-        return results
+            for row, found in zip(near, self.gallery.find(queries, k), strict=True):
+                row += map(self._of_gallery, found)
+        pairs = zip(near, items, strict=True)
+        return [sorted(row, key=lambda one: -one["similarity"])[:wanted] for row, (_, wanted) in pairs]
 
-    def _of_store(self, found: Found) -> dict[str, Any]:
-        return {
-            "similarity": found.similarity,
-            "name": found.name,
-            "id": found.id,
-            "source": "enrolled",
-            "thumbnail": f"entries/{found.id}/thumbnail",
-        }
-
-    def _of_gallery(self, number: int, similarity: float) -> dict[str, Any]:
-        assert self.gallery is not None
+    def _of_gallery(self, found: Found) -> dict[str, Any]:
         has_picture = self.is_classes and "thumbnails" in self.model.about
         return {
-            "similarity": similarity,
-            "name": self.gallery.name(number),
-            "id": number,
+            **vars(found),
             "source": "class" if self.is_classes else "gallery",
-            "thumbnail": f"classes/{number}/thumbnail" if has_picture else None,
+            "thumbnail": f"classes/{found.id}/thumbnail" if has_picture else None,
         }
 
 
