@@ -131,8 +131,7 @@ def run_conversion(
             f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
             "convert_for_prediction(output)"
         )
-    if conversion.layout == "insightface" and config.model.image_shape != (3, 112, 112):
-        shape = list(config.model.image_shape)
+    if conversion.layout == "insightface" and (shape := list(config.model.image_shape)) != [3, 112, 112]:
         raise OptionError(f"the images are {shape}; insightface needs [3, 112, 112]: choose another layout")
     folder = output or Path(config.checkpoint.save_dir) / "model"
     exporter = Exporter(network, config, checkpoint, user, world, conversion)

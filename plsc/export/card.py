@@ -33,8 +33,8 @@ _LICENCES = {"README.md": r"\A---\n(?:(?!---).*\n)*?license: *(\S.*)", "LICENSE"
 
 def facts(about: dict[str, Any], of_graph: bool) -> dict[str, Any]:
     """Return what a user of the graph, or of the weights, must know; about: the contents of model.json."""
-    graph, given = about.get("graph", {}), about["input"]
-    flip = of_graph and bool(graph.get("flip"))
+    graph, given = about["graph"] if of_graph else {}, about["input"]
+    flip = bool(graph.get("flip"))
     found: dict[str, Any] = {
         "fingerprint": "flip-" * flip + about["fingerprint"],
         "embedding_size": about["output"]["shape"][1],
@@ -42,9 +42,9 @@ def facts(about: dict[str, Any], of_graph: bool) -> dict[str, Any]:
         "flip": flip,
     }
     if isinstance(given, dict) and "preprocessing" in given:  # of images
-        image = {name: one for name, one in given.items() if name not in ("shape", "dtype")}
-        image["preprocessing"] = f"(x - 127.5) / {DIVISORS[graph['layout']] if of_graph else 128:g}"
-        found |= {"image_shape": given["shape"][1:], **image}
+        found["image_shape"] = given["shape"][1:]
+        found |= {name: one for name, one in given.items() if name not in ("shape", "dtype")}
+        found["preprocessing"] = f"(x - 127.5) / {DIVISORS[graph.get('layout', 'plain')]:g}"
     return {**found, "thresholds": about["thresholds"]} if "thresholds" in about else found
 
 
@@ -69,34 +69,19 @@ def _as_text(values: dict[str, Any]) -> dict[str, str]:
     return {name: one if isinstance(one, str) else json.dumps(one) for name, one in values.items()}
 
 
-def read_report(folder: str, fingerprint: str) -> list[str]:
-    """Return a report of ``plsc test``. Raises DataError if there is none, or it is of other weights."""
-    try:
-        text = read_regular(Path(folder) / "report.md", _MOST_BYTES).decode()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: {error}; expected a folder that plsc test --protocol wrote") from error
-    if fingerprint not in text:
-        raise DataError(
-            f"the report {folder} is not of the weights {fingerprint:.16}...; test the exported checkpoint"
-        )
-    return text.splitlines()[2:]  # without its title
-
-
 def write_card(
     folder: Path, about: dict[str, Any], manifest: Manifest, measured: list[Section], reports: Sequence[str]
 ) -> None:
     """Write README.md and config.json of an export.
 
     about: the contents of model.json. manifest: of the checkpoint. measured: the results of the export.
-    reports: folders of ``plsc test``. Raises DataError as `read_report`.
+    reports: folders of ``plsc test``. Raises DataError if one has no report, or that of other weights.
     """
     network, known = about["options"]["model"]["name"], facts(about, of_graph="graph" in about)
     config = {"model_type": "plsc", "architectures": [network], **known}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    limits = [
-        "- The results hold for samples like those that were measured, prepared as above.",
-        "- Results on pairs, of a gallery or per group that are not shown above were not measured.",
-    ]
+    limits = ["- The results hold for samples like those that were measured, prepared as above."]
+    limits += ["- Results on pairs, of a gallery or per group that are not shown above were not measured."]
     if "graph" in about:
         largest = about["graph"]["difference"]["largest"]
         limits.append(f"- The graph differs from the network by up to {largest:.1e} per value.")
@@ -104,20 +89,34 @@ def write_card(
     header |= {"pipeline_tag": _TASK} if "image_shape" in known else {}
     if indexed := [_indexed(one) for one in measured if "tar_intervals" in one.values]:
         header["model-index"] = [{"name": network, "results": indexed}]
-    results = [line for section in measured for line in lines_of(section)]
-    results += [line for one in reports for line in read_report(one, about["fingerprint"])]
-    text = "\n".join(line for line in results if not line.startswith(("![", "[")))  # pictures, files
-    text = _FOLDERS.sub("", re.sub("^## ", "### ", text, flags=re.MULTILINE)).strip()
+    results = _results(measured, reports, about["fingerprint"]) or "Nothing was measured."
     lines = [
         *("---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", ""),
         *(f"# {network}: embeddings of {known['embedding_size']} values", ""),
         *(f"Written by plsc {about['plsc']} from step {about['step']:,} of a run. Input and output:", ""),
         *("| | |", "|---|---|", *(f"| {name} | {one} |" for name, one in _as_text(known).items()), ""),
         *("## Training data", "", *_training_data(manifest), ""),
-        *("## Results", "", text or "Nothing was measured.", ""),
+        *("## Results", "", results, ""),
         *("## Limits", "", *limits, ""),
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _results(measured: Sequence[Section], reports: Sequence[str], fingerprint: str) -> str:
+    """Return all results one level lower, without pictures, files and the folders of paths."""
+    lines = [line for section in measured for line in lines_of(section)]
+    for folder in reports:
+        try:
+            text = read_regular(Path(folder) / "report.md", _MOST_BYTES).decode()
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder}: {error}; expected a folder that plsc test --protocol wrote"
+            ) from error
+        if fingerprint not in text:
+            raise DataError(f"the report {folder} is not of the exported weights; test their checkpoint")
+        lines += text.splitlines()[2:]  # without its title
+    text = "\n".join(line for line in lines if not line.startswith(("![", "[")))
+    return _FOLDERS.sub("", re.sub("^## ", "### ", text, flags=re.MULTILINE)).strip()
 
 
 def _indexed(section: Section) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.gallery import Gallery, normalised, write_gallery
 from plsc.gallery.places import AnyStore, open_store
-from plsc.gallery.store import New
+from plsc.gallery.store import Found, New
 from plsc.parallel.world import World
 from plsc.run.build_heads import choose_head
 from plsc.run.targets import embed
@@ -173,8 +173,8 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
 
 def search_images(
     embedder: Embedder, gallery: Gallery | AnyStore, images: Sequence[StrPath], k: int = 5
-) -> Iterator[tuple[str, list[tuple[float, str]]]]:
-    """Yield the name of each image, and the cosine and name of its k nearest entries, nearest first.
+) -> Iterator[tuple[str, list[Found]]]:
+    """Yield the name of each image, and its k nearest entries, the nearest first.
 
     gallery: of the same network. images: each as in `index_images`.
     """
@@ -184,5 +184,4 @@ def search_images(
                 found = gallery.find(embeddings, k)
             else:
                 found = gallery.search(normalised(embeddings, 0, "embedding"), k)
-            for number, row in zip(numbers, found, strict=True):
-                yield source.name(number), [(one.similarity, one.name) for one in row]
+            yield from zip(map(source.name, numbers), found, strict=True)

@@ -57,10 +57,8 @@ def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:
             vectors = np.array([one.vector for one in read], np.float32).reshape(-1, origin.size)
             write_gallery(target, vectors, [one.name for one in read], model=origin.model)
             return f"{len(read):,} entries"
-        if not is_postgres(target) and len(origin) > MOST_ENTRIES:
-            raise DataError(
-                f"{source} has {len(origin):,} entries; an SQLite file has at most {MOST_ENTRIES:,}"
-            )
+        if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
+            raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
         with closing(open_store(target, origin.model, origin.size)) as store:
             other = DataError(f"{target} has entries that are not of {source}; choose an empty target")
             count = there = last = 0

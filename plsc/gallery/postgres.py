@@ -73,9 +73,8 @@ class PostgresStore:
         self._ids = f"pg_get_serial_sequence({psycopg.sql.quote(self._table)}, 'id')"
         pool: Any = {**_POOL, "configure": _configure, "check": ConnectionPool.check_connection}
         self._pool: Any = ConnectionPool(kwargs=how, **pool)
-        self._count, self._counted = 0, float("-inf")  # number of entries, and when they were counted
-        with self._connected():
-            pass
+        self._count = 0
+        self.entries(0, 0)  # counts them
 
     def __len__(self) -> int:
         """Return the number of entries, without a query; changes by other servers count a minute later."""

@@ -23,7 +23,7 @@ from plsc.export import ServedModel, open_model
 from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
 from plsc.gallery.places import open_store
-from plsc.gallery.store import Found, New, Store
+from plsc.gallery.store import New, Store
 from plsc.parallel.machine import usable_cores
 from plsc.serve.batching import Batcher, Busy
 from plsc.serve.options import ServeOptions
@@ -204,17 +204,16 @@ class Service:
         ]
         if self.gallery is not None:
             for row, found in zip(near, self.gallery.find(queries, k), strict=True):
-                row += map(self._of_gallery, found)
+                row += [{**vars(one), **self._origin(one.id)} for one in found]
         pairs = zip(near, items, strict=True)
         return [sorted(row, key=lambda one: -one["similarity"])[:wanted] for row, (_, wanted) in pairs]
 
-    def _of_gallery(self, found: Found) -> dict[str, Any]:
-        has_picture = self.is_classes and "thumbnails" in self.model.about
-        return {
-            **vars(found),
-            "source": "class" if self.is_classes else "gallery",
-            "thumbnail": f"classes/{found.id}/thumbnail" if has_picture else None,
-        }
+    def _origin(self, number: int) -> dict[str, Any]:
+        """Return the source and the picture of an entry of the gallery."""
+        if not self.is_classes:
+            return {"source": "gallery", "thumbnail": None}
+        has_pictures = "thumbnails" in self.model.about
+        return {"source": "class", "thumbnail": f"classes/{number}/thumbnail" if has_pictures else None}
 
 
 def _as_jpeg(pixels: np.ndarray) -> bytes:

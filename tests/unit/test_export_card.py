@@ -98,7 +98,10 @@ def test_the_licence_may_be_in_a_file_of_its_own(trained, tmp_path):
 
 def test_a_report_of_other_weights_is_refused(trained, tmp_path):
     (tmp_path / "report.md").write_text("# Evaluation\n\n- Checkpoint: 0, step 2; weights 00ff.\n")
-    for report, message in ((tmp_path, "is not of the weights"), (tmp_path / "none", "plsc test --protocol")):
+    for report, message in (
+        (tmp_path, "is not of the exported weights"),
+        (tmp_path / "none", "plsc test --protocol"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             converted(trained, tmp_path / "model", graph="none", reports=[str(report)])
     assert not (tmp_path / "model").exists()
