@@ -80,7 +80,7 @@ def _differ(one: New, other: New) -> bool:
     return (one.id, one.name, one.vector.tobytes()) != (other.id, other.name, other.vector.tobytes())
 
 
-def _batches(origin: Any) -> Iterator[list[New]]:
+def _batches(origin: Any) -> Iterator[list[Any]]:
     last = 0
     while entries := origin.read(last, _BATCH):
         yield entries

@@ -161,6 +161,7 @@ def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(d
             found = store.search(queries, 10)
             hits = [len({one.id for one in row} & {*kept[one]}) for row, one in zip(found, best, strict=True)]
             assert sum(hits) >= 0.98 * 500
+            assert len(store.search(queries[:1], 300)[0]) == 300
             store.write([int(number) for number in kept if number % 60 > 12])  # not vacuumed yet
 
 
