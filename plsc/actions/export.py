@@ -131,8 +131,7 @@ def run_conversion(
             f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
             "convert_for_prediction(output)"
         )
-    if conversion.layout == "insightface" and config.model.image_shape != (3, 112, 112):
-        shape = list(config.model.image_shape)
+    if conversion.layout == "insightface" and (shape := list(config.model.image_shape)) != [3, 112, 112]:
         raise OptionError(f"the images are {shape}; insightface needs [3, 112, 112]: choose another layout")
     folder = output or Path(config.checkpoint.save_dir) / "model"
     exporter = Exporter(network, config, checkpoint, user, world, conversion)
@@ -230,9 +229,7 @@ class Exporter:
         write_about(folder, about)
         embed = load_graph(folder, kind)
         difference = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
-        kinds = "random images" if samples is None else "images of a dataset"
-        found = {"largest": difference.largest, "cosine": difference.lowest_cosine, "images": kinds}
-        about["graph"]["difference"] = found
+        about["graph"]["difference"] = {"largest": difference.largest, "cosine": difference.lowest_cosine}
         logger.info(
             f"{kind} {precision}: {difference.summary()}, compared with the network in batches of 1, 3 and "
             f"64 images ({time.monotonic() - started:.1f} s)"

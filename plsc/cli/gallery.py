@@ -13,17 +13,15 @@ def run_index(
     model: str, gallery: str, images: str | None, embeddings: str | None, kind: str, **options: Any
 ) -> None:
     """Write a gallery of images, embeddings or classes."""
-    from plsc.gallery.embedder import index_classes, index_embeddings, index_images, open_embedder
+    from plsc.gallery.embedder import enrol, index_classes, index_embeddings, index_images, open_embedder
     from plsc.gallery.places import is_postgres
 
     if images is not None and embeddings is not None:
         raise OptionError("--images and --embeddings are both given; remove one of them")
     if is_postgres(gallery):
-        from plsc.gallery.embedder import enrol_images
-
         if images is None or kind != "float32":
             raise OptionError("a database takes only --images, in float32; remove the other options")
-        count, recall = enrol_images(open_embedder(model, options["model.name"]), gallery, images)
+        count, recall = enrol(open_embedder(model, options["model.name"]), gallery, images)
         print(f"wrote {shown(gallery)}: {count:,} images; {recall:.2%} of the 10 nearest entries are found")
         return
     if embeddings is not None:
@@ -50,28 +48,39 @@ def run_search(
     threshold, size = embedder.threshold, len(opened)
     if not size:
         raise DataError(f"{shown(gallery)} has no entries of this network")
+    if k < 1:
+        raise OptionError(f"k is {k}; expected the number of entries to find, 1 or more")
     if capacity is not None and fpir is not None:
         threshold = capacity.strictest(fpir, size)
     if capacity is not None and (warning := capacity.warning(size, fpir)):
         logging.getLogger(__name__).warning(warning)
     for name, nearest in search_images(embedder, opened, images, k):
-        lines = [f"  {cosine:7.4f}  {entry}" for cosine, entry in nearest]
-        if threshold is not None and nearest[0][0] < threshold:
+        lines = [f"  {one.similarity:7.4f}  {one.name}" for one in nearest]
+        if threshold is not None and nearest[0].similarity < threshold:
             lines.insert(0, f"  unknown: no entry reaches the threshold, {threshold:.4f}")
         if capacity is not None:
-            lines.append(f"  {capacity.fpir(nearest[0][0], size).sentence(size)}")
+            lines.append(f"  {capacity.fpir(nearest[0].similarity, size).sentence(size)}")
         print(name, *lines, sep="\n")
 
 
-def run_copy(source: str, target: str, fingerprint: str | None) -> None:
+def run_copy(source: str, target: str, fingerprint: str) -> None:
     """Copy a gallery."""
     from plsc.gallery.places import copy_gallery
 
-    print(f"copied to {shown(target)}: {copy_gallery(source, target, fingerprint or '')}")
+    print(f"copied to {shown(target)}: {copy_gallery(source, target, fingerprint)}")
 
 
 _MODEL = word("model", "a folder of plsc export, or a checkpoint (folder or fsspec URL)")
 _NETWORK = Argument("model.name", str, None, "custom network of a checkpoint, as module:Class")
+_COPY = Command(
+    "copy a gallery between folders, SQLite files of plsc serve, and PostgreSQL",
+    run_copy,
+    (
+        word("source", "a folder of plsc index, an SQLite file, or a postgresql:// URL"),
+        word("target", "a folder to write, a file named *.sqlite, or a postgresql:// URL"),
+        Argument("fingerprint", str, "", "of several networks in a database, the first digits"),
+    ),
+)
 COMMANDS: dict[str, Command | Group] = {
     "index": Command(
         "write a gallery for search: the classes of a model, or images",
@@ -100,18 +109,5 @@ COMMANDS: dict[str, Command | Group] = {
             _NETWORK,
         ),
     ),
-    "gallery": Group(
-        "copy galleries",
-        {
-            "copy": Command(
-                "copy a gallery between folders, SQLite files of plsc serve, and PostgreSQL",
-                run_copy,
-                (
-                    word("source", "a folder of plsc index, an SQLite file, or a postgresql:// URL"),
-                    word("target", "a folder to write, a file named *.sqlite, or a postgresql:// URL"),
-                    Argument("fingerprint", str, None, "of several networks in a database, the first digits"),
-                ),
-            )
-        },
-    ),
+    "gallery": Group("copy galleries", {"copy": _COPY}),
 }

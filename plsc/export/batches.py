@@ -110,11 +110,10 @@ def _opened(folder: Path, fingerprint: str, process: int) -> ServedModel:
 def _bytes_of(data: Any) -> bytes:
     if isinstance(data, Mapping):  # an image of Hugging Face datasets, not decoded
         data = data.get("bytes") or data.get("path")
-    if isinstance(data, bytes):
-        return data
-    if not isinstance(data, str):
+    if isinstance(data, str):
+        is_file = not is_url(data)
+        return read_image_file(data, None) if is_file else read_remote_image(parent_of(data), base_name(data))
+    if not isinstance(data, bytes):
         wrong = DataError if data is None else OptionError  # this image, or all
         raise wrong(f"an image is {type(data).__name__}; expected encoded bytes, or a path")
-    if is_url(data):
-        return read_remote_image(parent_of(data), base_name(data))
-    return read_image_file(data, None)
+    return data

@@ -1,7 +1,7 @@
 """What an export says about itself: README.md, config.json, and metadata in the ONNX and safetensors files.
 
 README.md is a model card with the header of the Hugging Face Hub. It shows what the checkpoint, the export
-and reports of ``plsc test`` recorded, and names what was not measured.
+and reports of ``plsc test`` recorded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,12 @@ _MOST_BYTES = 2**24  # of a report or a licence
 _TASK = "image-feature-extraction"  # of the Hub
 _FOLDERS = re.compile(r"(\w+:/)?/\S*/(?=\S)")  # of absolute paths and URLs
 _LICENCES = {"README.md": r"\A---\n(?:(?!---).*\n)*?license: *(\S.*)", "LICENSE": r"(\S.*)"}
-_PARTS = {  # of the results, and what their titles are like
-    "results with intervals": "^## ",
-    "the capacity of a gallery": "^## Capacity$",
-    "rates per group of images": "^## .* groups$",
-}
 
 
 def facts(about: dict[str, Any], of_graph: bool) -> dict[str, Any]:
     """Return what a user of the graph, or of the weights, must know; about: the contents of model.json."""
-    graph, given = about.get("graph", {}), about["input"]
-    flip = of_graph and bool(graph.get("flip"))
+    graph, given = about["graph"] if of_graph else {}, about["input"]
+    flip = bool(graph.get("flip"))
     found: dict[str, Any] = {
         "fingerprint": "flip-" * flip + about["fingerprint"],
         "embedding_size": about["output"]["shape"][1],
@@ -47,9 +42,9 @@ def facts(about: dict[str, Any], of_graph: bool) -> dict[str, Any]:
         "flip": flip,
     }
     if isinstance(given, dict) and "preprocessing" in given:  # of images
-        image = {name: one for name, one in given.items() if name not in ("shape", "dtype")}
-        image["preprocessing"] = f"(x - 127.5) / {DIVISORS[graph['layout']] if of_graph else 128:g}"
-        found |= {"image_shape": given["shape"][1:], **image}
+        found["image_shape"] = given["shape"][1:]
+        found |= {name: one for name, one in given.items() if name not in ("shape", "dtype")}
+        found["preprocessing"] = f"(x - 127.5) / {DIVISORS[graph.get('layout', 'plain')]:g}"
     return {**found, "thresholds": about["thresholds"]} if "thresholds" in about else found
 
 
@@ -74,55 +69,63 @@ def _as_text(values: dict[str, Any]) -> dict[str, str]:
     return {name: one if isinstance(one, str) else json.dumps(one) for name, one in values.items()}
 
 
-def read_report(folder: str, fingerprint: str) -> list[str]:
-    """Return a report of ``plsc test``. Raises DataError if there is none, or it is of other weights."""
-    try:
-        text = read_regular(Path(folder) / "report.md", _MOST_BYTES).decode()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: {error}; expected a folder that plsc test --protocol wrote") from error
-    if fingerprint not in text:
-        raise DataError(
-            f"the report {folder} is not of the weights {fingerprint:.16}...; test the exported checkpoint"
-        )
-    return text.splitlines()[2:]  # without its title
-
-
 def write_card(
     folder: Path, about: dict[str, Any], manifest: Manifest, measured: list[Section], reports: Sequence[str]
 ) -> None:
     """Write README.md and config.json of an export.
 
     about: the contents of model.json. manifest: of the checkpoint. measured: the results of the export.
-    reports: folders of ``plsc test``. Raises DataError as `read_report`.
+    reports: folders of ``plsc test``. Raises DataError if one has no report, or that of other weights.
     """
     network, known = about["options"]["model"]["name"], facts(about, of_graph="graph" in about)
     config = {"model_type": "plsc", "architectures": [network], **known}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    limits = ["- The results hold for samples like those that were measured, prepared as above."]
+    limits += ["- Results on pairs, of a gallery or per group that are not shown above were not measured."]
+    if "graph" in about:
+        largest = about["graph"]["difference"]["largest"]
+        limits.append(f"- The graph differs from the network by up to {largest:.1e} per value.")
     header: dict[str, Any] = {"library_name": "plsc", "tags": ["plsc", network]}
     header |= {"pipeline_tag": _TASK} if "image_shape" in known else {}
     if indexed := [_indexed(one) for one in measured if "tar_intervals" in one.values]:
         header["model-index"] = [{"name": network, "results": indexed}]
-    results = [line for section in measured for line in lines_of(section)]
-    results += [line for one in reports for line in read_report(one, about["fingerprint"])]
+    results = _results(measured, reports, about["fingerprint"]) or "Nothing was measured."
     lines = [
         *("---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", ""),
         *(f"# {network}: embeddings of {known['embedding_size']} values", ""),
         *(f"Written by plsc {about['plsc']} from step {about['step']:,} of a run. Input and output:", ""),
         *("| | |", "|---|---|", *(f"| {name} | {one} |" for name, one in _as_text(known).items()), ""),
         *("## Training data", "", *_training_data(manifest), ""),
-        *("## Results", "", _results(results, about["metrics"]), ""),
-        *("## Limits", "", *_limits(about, "alignment" in known), ""),
+        *("## Results", "", results, ""),
+        *("## Limits", "", *limits, ""),
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _results(measured: Sequence[Section], reports: Sequence[str], fingerprint: str) -> str:
+    """Return all results one level lower, without pictures, files and the folders of paths."""
+    lines = [line for section in measured for line in lines_of(section)]
+    for folder in reports:
+        try:
+            text = read_regular(Path(folder) / "report.md", _MOST_BYTES).decode()
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder}: {error}; expected a folder that plsc test --protocol wrote"
+            ) from error
+        if fingerprint not in text:
+            raise DataError(f"the report {folder} is not of the exported weights; test their checkpoint")
+        lines += text.splitlines()[2:]  # without its title
+    text = "\n".join(line for line in lines if not line.startswith(("![", "[")))
+    return _FOLDERS.sub("", re.sub("^## ", "### ", text, flags=re.MULTILINE)).strip()
 
 
 def _indexed(section: Section) -> dict[str, Any]:
     """Return the result on a pair file for the ``model-index`` of the Hub."""
     found, metrics = section.values, [{"type": "accuracy", "value": section.values["accuracy"]}]
-    for far in (far for far in found["tar_at_far"] if far not in found["unresolved_fars"]):
-        low, high = found["tar_intervals"][far]
-        name = f"TAR at FAR {far}, 95% interval {low:.4f} to {high:.4f}"
-        metrics.append({"type": "tar", "value": found["tar_at_far"][far], "name": name})
+    for far, (low, high) in found["tar_intervals"].items():
+        if far not in found["unresolved_fars"]:
+            name = f"TAR at FAR {far}, 95% interval {low:.4f} to {high:.4f}"
+            metrics.append({"type": "tar", "value": found["tar_at_far"][far], "name": name})
     task = {"type": _TASK, "name": "verification of pairs"}
     return {"task": task, "dataset": {"type": section.title, "name": section.title}, "metrics": metrics}
 
@@ -148,23 +151,3 @@ def _licence(place: Path) -> str:
             if found := re.search(pattern, text):
                 return found[1]
     return "not recorded"
-
-
-def _results(measured: Sequence[str], metrics: dict[str, float]) -> str:
-    """Return sections one level lower, without pictures and the folders of paths; and what is missing."""
-    text = "\n".join(line for line in measured if not line.startswith(("![", "[")))
-    missing = [what for what, title in _PARTS.items() if not re.search(title, text, re.MULTILINE)]
-    text = _FOLDERS.sub("", re.sub("^## ", "### ", text, flags=re.MULTILINE))
-    text += f"\n\nNot measured: {', '.join(missing)}." if missing else ""
-    if during := ", ".join(f"{name} {value:g}" for name, value in metrics.items()):
-        text += f"\n\nRecorded during training, without intervals: {during}."
-    return re.sub(r"\n{3,}", "\n\n", text.strip())
-
-
-def _limits(about: dict[str, Any], is_aligned: bool) -> list[str]:
-    how = "aligned by their landmarks (alignment, above)" if is_aligned else "not aligned by plsc"
-    found = [f"- The results hold for samples like those that were measured. In training, they were {how}."]
-    if graph := about.get("graph"):
-        largest, samples = graph["difference"]["largest"], graph["difference"]["images"]
-        found.append(f"- The graph differs from the network by up to {largest:.1e} per value, on {samples}.")
-    return found

@@ -43,7 +43,6 @@ _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time
 _LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
 _ADVICE = "export the model again"
-_RESIZE = "bilinear with antialiasing, without a crop; EXIF orientation is ignored"
 
 
 def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Manifest) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
         "shape": ["batch", *config.model.image_shape],
         "dtype": config.runtime.dtype,
         "channels": "RGB" if config.model.image_shape[0] == 3 else "gray",
-        "resize": _RESIZE,
+        "resize": "bilinear with antialiasing, without a crop; EXIF orientation is ignored",
         "preprocessing": "(x - 127.5) / 128",
     }
     if is_aligned:

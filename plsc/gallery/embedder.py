@@ -25,9 +25,9 @@ from plsc.errors import DataError, OptionError
 from plsc.evaluate.capacity import Capacity
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
-from plsc.gallery.gallery import Gallery, normalised, open_gallery, write_gallery
-from plsc.gallery.places import AnyStore
-from plsc.gallery.store import New
+from plsc.gallery.gallery import Gallery, normalised, write_gallery
+from plsc.gallery.places import AnyStore, open_store
+from plsc.gallery.store import Found, New
 from plsc.parallel.world import World
 from plsc.run.build_heads import choose_head
 from plsc.run.targets import embed
@@ -143,15 +143,14 @@ def index_images(embedder: Embedder, gallery: StrPath, images: StrPath, kind: st
     return write_gallery(gallery, embeddings, names, model=embedder.fingerprint, kind=kind)
 
 
-def enrol_images(embedder: Embedder, url: str, images: StrPath) -> tuple[int, float]:
+def enrol(embedder: Embedder, url: str, images: StrPath) -> tuple[int, float]:
     """Enrol images in an empty table of PostgreSQL and build its index, in one transaction.
 
     Returns the number of images, and the recall of `PostgresStore.measure_recall`.
     """
-    from plsc.gallery.postgres import PostgresStore
-
     source = open_images(images)
-    with closing(PostgresStore(url, embedder.fingerprint, embedder.size)) as store:
+    store: Any = open_store(url, embedder.fingerprint, embedder.size)
+    with closing(store):
         if len(store):
             raise DataError(f"{store.path} has {len(store)} entries; enrol further images with plsc serve")
         rows = [row for _, found in embedder.embed_source(source) for row in normalised(found, 0, "vector")]
@@ -173,22 +172,16 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
 
 
 def search_images(
-    embedder: Embedder, gallery: StrPath | Gallery | AnyStore, images: Sequence[StrPath], k: int = 5
-) -> Iterator[tuple[str, list[tuple[float, str]]]]:
-    """Yield the name of each image, and the cosine and name of its k nearest entries, nearest first.
+    embedder: Embedder, gallery: Gallery | AnyStore, images: Sequence[StrPath], k: int = 5
+) -> Iterator[tuple[str, list[Found]]]:
+    """Yield the name of each image, and its k nearest entries, the nearest first.
 
-    gallery: its folder, a `Gallery`, or a store. images: each as in `index_images`. Raises CheckpointError if
-    the gallery was made with another network.
+    gallery: of the same network. images: each as in `index_images`.
     """
-    opened = gallery
-    if isinstance(opened, (str, os.PathLike)):
-        opened = open_gallery(opened, embedder.fingerprint)
     for source in map(open_images, images):
         for numbers, embeddings in embedder.embed_source(source):
-            if isinstance(opened, Gallery):
-                pairs = zip(*opened.search(embeddings, k), strict=True)
-                near = [[(float(s), opened.name(int(e))) for s, e in zip(*row, strict=True)] for row in pairs]
+            if isinstance(gallery, Gallery):
+                found = gallery.find(embeddings, k)
             else:
-                found = opened.search(normalised(embeddings, 0, "embedding"), k)
-                near = [[(one.similarity, one.name) for one in row] for row in found]
-            yield from zip(map(source.name, numbers), near, strict=True)
+                found = gallery.search(normalised(embeddings, 0, "embedding"), k)
+            yield from zip(map(source.name, numbers), found, strict=True)

@@ -17,7 +17,7 @@ from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.export.served import are_normalised
-from plsc.gallery.store import New
+from plsc.gallery.store import Found, New
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_json
@@ -97,12 +97,14 @@ class Gallery:
         """Return the name of an entry, or its number if it has none."""
         return (self.names[number] if self.names is not None else "") or str(number)
 
-    def ids(self) -> np.ndarray:
-        """Return the numbers of all entries plus 1, int64 [n]: their ids in a store."""
-        return np.arange(1, len(self) + 1)
+    def find(self, queries: np.ndarray, k: int) -> list[list[Found]]:
+        """Return what `search` finds, with names; an id is the number of the entry."""
+        pairs = zip(*self.search(queries, k), strict=True)
+        found = [zip(scores.tolist(), numbers.tolist(), strict=True) for scores, numbers in pairs]
+        return [[Found(score, number, self.name(number)) for score, number in row] for row in found]
 
     def read(self, after: int, count: int) -> list[New]:
-        """Return the first entries whose id is larger than `after`, of a gallery of images."""
+        """Return the first entries whose id, their number plus 1, is larger than `after`."""
         last = min(after + count, len(self))
         vectors = self._vectors.decode(slice(after, last), np.float32)
         return [New(self.name(i), vectors[i - after], b"", i + 1) for i in range(after, last)]

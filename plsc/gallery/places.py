@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from plsc.errors import DataError
-from plsc.export.served import are_normalised
 from plsc.gallery.gallery import open_gallery, write_gallery
 from plsc.gallery.store import MOST_ENTRIES, New, Store
 
@@ -26,10 +25,10 @@ def is_postgres(place: object) -> bool:
     return str(place).startswith(("postgresql:/", "postgres:/"))
 
 
-def open_store(place: str, model: str, size: int | None = None, timeout: int = 0) -> AnyStore:
+def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnyStore:
     """Open the store in an SQLite file or a database; arguments as of `Store` and `PostgresStore`."""
     if not is_postgres(place):
-        return Store(Path(place), model, size or 0)
+        return Store(Path(place), model, size)
     from plsc.gallery.postgres import PostgresStore
 
     return PostgresStore(place, model, size, timeout)
@@ -46,44 +45,43 @@ def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:
         fingerprint: if the database has several networks, the first digits of the fingerprint of one.
 
     Raises:
-        DataError: a place cannot be used, the target has other entries, or one of them was changed meanwhile.
+        DataError: a place cannot be used, or the target has other entries.
     """
     in_folder = not is_postgres(source) and not Path(source).is_file()
     opened: Any = nullcontext(open_gallery(source)) if in_folder else closing(open_store(source, fingerprint))
     with opened as origin:
         if in_folder and origin.is_classes:
             raise DataError(f"{source} has the classes of a model; expected a gallery of images")
-        ids = origin.ids()
         if not is_postgres(target) and not target.endswith(".sqlite"):
-            read = [(one.name, one.vector) for part in _batches(origin, source, 0) for one in part]
-            vectors = np.array([vector for _, vector in read], np.float32).reshape(-1, origin.size)
-            write_gallery(target, vectors, [name for name, _ in read], model=origin.model)
+            read = [one for part in _batches(origin) for one in part]
+            vectors = np.array([one.vector for one in read], np.float32).reshape(-1, origin.size)
+            write_gallery(target, vectors, [one.name for one in read], model=origin.model)
             return f"{len(read):,} entries"
-        if not is_postgres(target) and len(ids) > MOST_ENTRIES:
-            raise DataError(f"{source} has {len(ids):,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
+        if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
+            raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
         with closing(open_store(target, origin.model, origin.size)) as store:
-            there = store.ids()
-            last = int(there[-1]) if len(there) else 0
-            ends = [one for place in (origin, store) for one in place.read(max(last - 1, 0), 1)]
-            is_start = len({(one.name, one.vector.tobytes()) for one in ends}) < 2
-            if not is_start or not np.array_equal(there, ids[: len(there)]):
-                raise DataError(f"{target} has entries that are not of {source}; choose an empty target")
-            for entries in _batches(origin, source, last):
-                store.write(entries)
-            if not np.array_equal(store.ids(), ids):
-                raise DataError(f"{source} or {target} was changed during the copy; copy again")
-            text = f"{len(ids):,} entries, of which {len(there):,} were there"
-            if not isinstance(store, Store) and len(ids):
-                store.build_index()
+            other = DataError(f"{target} has entries that are not of {source}; choose an empty target")
+            count = there = last = 0
+            for entries in _batches(origin):
+                held = store.read(last, len(entries))
+                if any(map(_differ, held, entries)):
+                    raise other
+                store.write(entries[len(held) :])
+                there, count, last = there + len(held), count + len(entries), entries[-1].id
+            if store.entries(last, 1) or len(store) != count:
+                raise other
+            text = f"{count:,} entries, of which {there:,} were there"
+            if not isinstance(store, Store) and store.build_index():
                 text += f"; {store.measure_recall():.2%} of the 10 nearest entries are found"
             return text
 
 
-def _batches(origin: Any, source: str, last: int) -> Iterator[list[New]]:
-    """Yield the entries whose id is larger than `last`."""
+def _differ(one: New, other: New) -> bool:
+    return (one.id, one.name, one.vector.tobytes()) != (other.id, other.name, other.vector.tobytes())
+
+
+def _batches(origin: Any) -> Iterator[list[Any]]:
+    last = 0
     while entries := origin.read(last, _BATCH):
-        wrong = ~are_normalised(np.stack([one.vector for one in entries]))
-        if wrong.any():
-            raise DataError(f"{source}: entry {entries[np.argmax(wrong)].id} does not have norm 1; delete it")
         yield entries
         last = entries[-1].id

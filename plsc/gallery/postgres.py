@@ -27,11 +27,12 @@ except ImportError as error:
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
 _COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8", "enrolled": "timestamptz"}
 _OLDEST = (0, 8)  # of pgvector: has iterative scans, so that deleted entries do not hide others
-_LEAST_EF = 100  # of hnsw.ef_search: 52, for k = 10, finds less
+_LEAST_EF, _MOST_EF = 100, 1000  # of hnsw.ef_search: 52, for k = 10, finds less; a scan for more iterates
 _SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries per query, rows read at a time
 _COUNT_SECONDS = 60.0  # changes by other servers are counted so late
 _LOCK = 0x706C7363  # key of advisory locks: "plsc"
 _LIMITS = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}
+_POOL = {"min_size": 0, "max_size": 8, "timeout": 5, "reconnect_timeout": 5, "open": True}
 
 
 class PostgresStore:
@@ -43,7 +44,7 @@ class PostgresStore:
     Args:
         url: ``postgresql://user:password@host:port/database``; libpq's variables and files count, too.
         model: fingerprint of the network; without `size`, its first digits, if they are those of one table.
-        size: D, values per vector; the table is created if it does not exist. None: it must exist.
+        size: D, values per vector; the table is created if it does not exist. 0: it must exist.
         timeout: seconds until a connection that accepts no data counts as lost; 0: as the system decides.
             On a slow disk, a large transaction may wait for minutes.
 
@@ -53,7 +54,7 @@ class PostgresStore:
         CheckpointError: it has no entries of the network, or they are of another size.
     """
 
-    def __init__(self, url: str, model: str, size: int | None = None, timeout: int = 0) -> None:
+    def __init__(self, url: str, model: str, size: int = 0, timeout: int = 0) -> None:
         self.path = shown(url)
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
@@ -66,14 +67,14 @@ class PostgresStore:
             ) from None
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
         with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
-            self.model, self.size = _open_table(connection, self.path, model, size)
-        self._table, self._index = _names_of(self.model)
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])  # of two servers, one creates it
+            _check_extension(connection, self.path)
+            self._open_table(connection, model, size)
         self._ids = f"pg_get_serial_sequence({psycopg.sql.quote(self._table)}, 'id')"
-        pool: Any = {"min_size": 0, "max_size": 8, "timeout": 5, "reconnect_timeout": 5, "open": True}
-        pool.update(configure=_configure, check=ConnectionPool.check_connection)
+        pool: Any = {**_POOL, "configure": _configure, "check": ConnectionPool.check_connection}
         self._pool: Any = ConnectionPool(kwargs=how, **pool)
-        with self._connected() as connection:
-            self._update_count(connection)
+        self._count = 0
+        self.entries(0, 0)  # counts them
 
     def __len__(self) -> int:
         """Return the number of entries, without a query; changes by other servers count a minute later."""
@@ -89,9 +90,8 @@ class PostgresStore:
             cursor.execute(f"SELECT nextval({self._ids}), now() FROM generate_series(1, %s)", [len(news)])
             free = cursor.fetchall()
             ids = [one.id or number for one, (number, _) in zip(news, free, strict=True)]
-            with cursor.copy(
-                f"COPY {self._table} ({', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
-            ) as copy:
+            command = f"COPY {self._table} ({', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
+            with cursor.copy(command) as copy:
                 copy.set_types(list(_COLUMNS.values()))
                 for one, number, (_, now) in zip(news, ids, free, strict=True):
                     copy.write_row([one.name, one.vector, one.thumbnail, number, one.enrolled or now])
@@ -117,20 +117,16 @@ class PostgresStore:
         A few of the nearest may be missing: see `measure_recall`.
         """
         count, half = 4 * k + 12, f"halfvec({self.size})"
-        setting = f"SELECT set_config('hnsw.ef_search', '{max(count, _LEAST_EF)}', false)"
+        setting = f"SET hnsw.ef_search = {min(max(count, _LEAST_EF), _MOST_EF)}"
         order = f"(vector::{half}) <#> %b::vector::{half}"
         query = f"SELECT vector, id, name FROM {self._table} ORDER BY {order} LIMIT {count}"
         with self._connected() as connection:
-            if time.monotonic() > self._counted + _COUNT_SECONDS:
-                self._update_count(connection)
             with connection.pipeline():
                 connection.execute(setting)
                 answers = [connection.execute(query, [one], binary=True) for one in queries]
             found = [answer.fetchall() for answer in answers]
-        return [
-            rank(one, self._stacked(rows), [row[1] for row in rows], [row[2] for row in rows], k)
-            for one, rows in zip(queries, found, strict=True)
-        ]
+        pairs = zip(queries, found, strict=True)
+        return [rank(one, self._stacked(rows), [row[1:] for row in rows], k) for one, rows in pairs]
 
     def measure_recall(self) -> float:
         """Return the share of the 10 nearest entries of 100 random ones that `search` finds."""
@@ -155,8 +151,7 @@ class PostgresStore:
 
     def entries(self, after: int, count: int) -> list[tuple[int, str, str]]:
         """Return (id, name, time of enrolment) of the first entries whose id is larger than `after`."""
-        with self._connected() as connection:
-            self._update_count(connection)
+        self._counted = float("-inf")  # whoever lists entries wants their present number, too
         columns = "id, name, to_char(enrolled, 'YYYY-MM-DD HH24:MI:SS')"
         return self._read(columns, "WHERE id > %s ORDER BY id LIMIT %s", after, count)
 
@@ -165,13 +160,46 @@ class PostgresStore:
         rows = self._read(", ".join(_COLUMNS), "WHERE id > %s ORDER BY id LIMIT %s", after, count)
         return [New(name, vector.to_numpy(), *others) for name, vector, *others in rows]
 
-    def ids(self) -> np.ndarray:
-        """Return the ids of all entries, ascending, int64 [n]."""
-        return np.array(self._read("id", "ORDER BY id"), np.int64).ravel()
-
     def close(self) -> None:
         """Close the connections."""
         self._pool.close()
+
+    def _open_table(self, connection: Any, model: str, size: int) -> None:
+        """Find the table of a network; create it if `size` is given."""
+        query = """
+            SELECT substr(description, %s), atttypmod FROM pg_attribute,
+                obj_description(attrelid, 'pg_class') AS description
+            WHERE attname = 'vector' AND pg_table_is_visible(attrelid) AND starts_with(description, %s)"""
+        known = dict(connection.execute(query, [len(_ABOUT) + 1, _ABOUT]).fetchall())
+        others = ", ".join(f"{one:.16}" for one in sorted(known)) or "none"
+        if not size:
+            matching = [one for one in known if one.startswith(model)]
+            if len(matching) != 1:
+                which = f"the network {model:.16}" if model else "one network"
+                text = f"does not have entries of {which}; networks that have some: {others}"
+                raise CheckpointError(f"{self.path} {text}")
+            [model] = matching
+        self.model, self.size = model, known.get(model, size)
+        name = f"plsc_{model:.16}"
+        self._table, self._index = (psycopg.sql.Identifier(one).as_string() for one in (name, f"{name}_hnsw"))
+        if size not in (0, self.size):
+            raise CheckpointError(f"{self.path} has vectors of {self.size} values; the model has {size}")
+        if model in known:
+            return
+        if known:
+            text = f"{self.path} has no entries of this network; those of others ({others}) are not searched"
+            logging.getLogger(__name__).warning(text)
+        # The vector is in the row; by default it would be in another table, in two parts.
+        connection.execute(f"""
+            CREATE TABLE {self._table} (
+                id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
+                name text NOT NULL,
+                vector vector({size}) NOT NULL,
+                thumbnail bytea NOT NULL,
+                enrolled timestamptz NOT NULL
+            );
+            ALTER TABLE {self._table} ALTER vector SET STORAGE MAIN, ALTER thumbnail SET STORAGE EXTERNAL;
+            COMMENT ON TABLE {self._table} IS {psycopg.sql.quote(_ABOUT + model)}""")
 
     def _read(self, columns: str, ending: str, *values: int) -> list[Any]:
         with self._connected() as connection:
@@ -187,16 +215,15 @@ class PostgresStore:
         connection.execute(f"ANALYZE {self._table}")
         return True
 
-    def _update_count(self, connection: Any) -> None:
-        self._count = connection.execute(f"SELECT count(*) FROM {self._table}").fetchone()[0]
-        self._counted = time.monotonic()
-
     def _stacked(self, rows: list[Any]) -> np.ndarray:
         return np.array([row[0].to_numpy() for row in rows], np.float32).reshape(-1, self.size)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
         with self._refusing(), self._pool.connection() as connection:
+            if time.monotonic() > self._counted + _COUNT_SECONDS:
+                self._count = connection.execute(f"SELECT count(*) FROM {self._table}").fetchone()[0]
+                self._counted = time.monotonic()
             yield connection
 
     @contextlib.contextmanager
@@ -211,57 +238,17 @@ class PostgresStore:
 
 def _configure(connection: Any) -> None:
     register_vector(connection)
-    connection.execute("SET hnsw.iterative_scan = relaxed_order")
-    connection.execute("SET timezone = 'UTC'")
     # What was answered is on disk. Stricter settings, for replicas, are kept.
-    is_off = "current_setting('synchronous_commit') = 'off'"
-    connection.execute(f"SELECT set_config('synchronous_commit', 'on', false) WHERE {is_off}")
+    connection.execute("""
+        SET hnsw.iterative_scan = relaxed_order;
+        SET timezone = 'UTC';
+        SELECT set_config('synchronous_commit', 'on', false)
+        WHERE current_setting('synchronous_commit') = 'off'""")
 
 
-def _names_of(model: str) -> tuple[str, str]:
-    """Return the names of the table and its index, quoted."""
-    name = f"plsc_{model:.16}"
-    return psycopg.sql.Identifier(name).as_string(), psycopg.sql.Identifier(f"{name}_hnsw").as_string()
-
-
-def _open_table(connection: Any, path: str, model: str, size: int | None) -> tuple[str, int]:
-    """Return the fingerprint and D of the table of a network, which is created if `size` is given."""
-    connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])  # of two servers, one creates it
-    installed = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
-    if installed is None or tuple(map(int, installed[0].split(".")[:2])) < _OLDEST:
-        has = f"has pgvector {installed[0]}" if installed else "does not have the extension pgvector"
-        advice = "ALTER EXTENSION vector UPDATE" if installed else "CREATE EXTENSION vector"
+def _check_extension(connection: Any, path: str) -> None:
+    found = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
+    if found is None or tuple(map(int, found[0].split(".")[:2])) < _OLDEST:
+        has = f"has pgvector {found[0]}" if found else "does not have the extension pgvector"
+        advice = "ALTER EXTENSION vector UPDATE" if found else "CREATE EXTENSION vector"
         raise StoreError(f"{path} {has}; install pgvector 0.8 or newer, and run {advice} in the database")
-    query = """
-        SELECT substr(obj_description(class.oid, 'pg_class'), %s), atttypmod
-        FROM pg_class AS class JOIN pg_attribute ON attrelid = class.oid AND attname = 'vector'
-        WHERE pg_table_is_visible(class.oid) AND starts_with(obj_description(class.oid, 'pg_class'), %s)"""
-    known = dict(connection.execute(query, [len(_ABOUT) + 1, _ABOUT]).fetchall())
-    others = ", ".join(f"{one:.16}" for one in sorted(known)) or "none"
-    if size is None:
-        matching = [one for one in known if one.startswith(model)]
-        if len(matching) != 1:
-            which = f"the network {model:.16}" if model else "one network"
-            raise CheckpointError(
-                f"{path} does not have entries of {which}; networks that have some: {others}"
-            )
-        return matching[0], known[matching[0]]
-    if known.get(model, size) != size:
-        raise CheckpointError(f"{path} has vectors of {known[model]} values; the model has {size}")
-    if model not in known:
-        if known:
-            text = f"{path} has no entries of this network; those of others ({others}) are not searched"
-            logging.getLogger(__name__).warning(text)
-        table, _ = _names_of(model)
-        # The vector is in the row; by default it would be in another table, in two parts.
-        connection.execute(f"""
-            CREATE TABLE {table} (
-                id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
-                name text NOT NULL,
-                vector vector({size}) NOT NULL,
-                thumbnail bytea NOT NULL,
-                enrolled timestamptz NOT NULL
-            );
-            ALTER TABLE {table} ALTER vector SET STORAGE MAIN, ALTER thumbnail SET STORAGE EXTERNAL;
-            COMMENT ON TABLE {table} IS {psycopg.sql.quote(_ABOUT + model)}""")
-    return model, size

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,13 +59,15 @@ class Found:
     name: str
 
 
-def rank(query: np.ndarray, vectors: np.ndarray, ids: list[int], names: list[str], k: int) -> list[Found]:
+def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str]], k: int) -> list[Found]:
     """Return the k entries nearest to a query, float32 [D], and of equal ones those with the lower ids.
 
-    vectors: float32 [n, D]. A sum per row in float64: the result does not depend on the position of the row.
+    vectors: float32 [n, D]. entries: their ids and names. A sum per row in float64: the result does not
+    depend on the position of the row.
     """
     exact = (vectors * query.astype(np.float64)).sum(axis=1)
-    return [Found(float(exact[i]), ids[i], names[i]) for i in np.lexsort((ids, -exact))[:k]]
+    order = np.lexsort(([number for number, _ in entries], -exact))[:k]
+    return [Found(float(exact[i]), *entries[i]) for i in order]
 
 
 class Store:
@@ -100,7 +103,7 @@ class Store:
 
     def __len__(self) -> int:
         """Return the number of entries."""
-        return len(self._ids)
+        return len(self._entries)
 
     def write(self, changes: Sequence[New | int]) -> list[int | bool | Exception]:
         """Enrol entries, and delete those whose id is given, in one transaction.
@@ -128,53 +131,43 @@ class Store:
         """Return the k nearest entries of each query, the nearest first. queries: float32 [q, D], norm 1."""
         with self._lock:
             count = len(self)
-            vectors, ids, names = self._vectors[:count], self._ids, self._names
-            scores = queries @ vectors.T
             if not count:
                 return [[] for _ in queries]
             most = min(k + 16, count)  # the products of equal vectors differ by rounding errors
+            scores = queries @ self._vectors[:count].T
             rows = np.argpartition(-scores, most - 1, axis=1)[:, :most]
             return [
-                rank(query, vectors[near], [ids[i] for i in near], [names[i] for i in near], k)
+                rank(query, self._vectors[near], [self._entries[i] for i in near], k)
                 for query, near in zip(queries, rows, strict=True)
             ]
 
     def thumbnail(self, number: int) -> bytes | None:
         """Return the JPEG file of an entry; None if there is no such entry."""
-        with self._lock, self._refusing():
-            row = self._database.execute(
-                "SELECT CAST(thumbnail AS BLOB) FROM entries WHERE id = ?", (number,)
-            ).fetchone()
-        return None if row is None else bytes(row[0])
+        rows = self._read("CAST(thumbnail AS BLOB)", "WHERE id = ?", number)
+        return rows[0][0] if rows else None
 
     def entries(self, after: int, count: int) -> list[tuple[int, str, str]]:
         """Return (id, name, time of enrolment) of the first entries whose id is larger than `after`."""
         columns = "id, CAST(name AS TEXT), CAST(enrolled AS TEXT)"
-        query = f"SELECT {columns} FROM entries WHERE id > ? ORDER BY id LIMIT ?"
-        with self._lock, self._refusing():
-            return self._database.execute(query, (after, count)).fetchall()
+        return self._read(columns, "WHERE id > ? ORDER BY id LIMIT ?", after, count)
 
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id is larger than `after`."""
-        values = "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, enrolled || '+00:00'"
-        query = f"SELECT {values} FROM entries WHERE id > ? ORDER BY id LIMIT ?"
-        with self._lock, self._refusing():
-            rows = self._database.execute(query, (after, count)).fetchall()
-        try:
-            return [
-                New(n, np.frombuffer(v, "<f4"), t, i, datetime.fromisoformat(e)) for n, v, t, i, e in rows
-            ]
-        except ValueError as error:
-            raise DataError(f"{self.path} has an invalid time of enrolment ({error})") from error
-
-    def ids(self) -> np.ndarray:
-        """Return the ids of all entries, ascending, int64 [n]."""
-        return np.array(self._ids, np.int64)
+        time = "datetime(enrolled) || '+00:00'"  # NULL for an invalid one
+        columns = f"CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, {time}"
+        rows = self._read(columns, "WHERE id > ? ORDER BY id LIMIT ?", after, count)
+        return [
+            New(n, np.frombuffer(v, "<f4"), t, i, e and datetime.fromisoformat(e)) for n, v, t, i, e in rows
+        ]
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
             self._database.close()
+
+    def _read(self, columns: str, ending: str, *values: int) -> list[Any]:
+        with self._lock, self._refusing():
+            return self._database.execute(f"SELECT {columns} FROM entries {ending}", values).fetchall()
 
     def _open(self) -> None:
         run = self._database.execute
@@ -205,8 +198,7 @@ class Store:
             self.model, self.size = first
         columns = "id, CAST(name AS TEXT), CAST(vector AS BLOB), CAST(model AS TEXT)"
         rows = self._database.execute(f"SELECT {columns} FROM entries ORDER BY id")
-        self._ids: list[int] = []
-        self._names: list[str] = []
+        self._entries: list[tuple[int, str]] = []  # id and name
         self._vectors = np.empty((64, self.size), np.float32)
         for number, name, vector, model in rows:
             if model != self.model:
@@ -221,15 +213,14 @@ class Store:
             self._append(number, name, np.frombuffer(vector, "<f4"))
         wrong = np.flatnonzero(~are_normalised(self._vectors[: len(self)]))
         if len(wrong):
-            name = f"the vector of entry {self._ids[wrong[0]]}"
+            name = f"the vector of entry {self._entries[wrong[0]][0]}"
             raise DataError(f"{self.path}: {name} does not have norm 1; choose another store")
 
     def _append(self, number: int, name: str, vector: np.ndarray) -> None:
         if len(self) == len(self._vectors):
             self._vectors = np.concatenate([self._vectors, np.empty_like(self._vectors)])
         self._vectors[len(self)] = vector
-        self._ids.append(number)
-        self._names.append(name)
+        self._entries.append((number, name))
 
     def _insert(self, new: New) -> int:
         time = new.enrolled and f"{new.enrolled:%Y-%m-%d %H:%M:%S}"
@@ -248,10 +239,9 @@ class Store:
             if isinstance(change, New) and isinstance(result, int):
                 self._append(result, change.name, change.vector)
         if deleted:
-            kept = [row for row, number in enumerate(self._ids) if number not in deleted]
+            kept = [row for row, (number, _) in enumerate(self._entries) if number not in deleted]
             self._vectors = np.concatenate([self._vectors[kept], np.empty((64, self.size), np.float32)])
-            self._ids = [self._ids[row] for row in kept]
-            self._names = [self._names[row] for row in kept]
+            self._entries = [self._entries[row] for row in kept]
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

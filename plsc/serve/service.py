@@ -23,7 +23,7 @@ from plsc.export import ServedModel, open_model
 from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
 from plsc.gallery.places import open_store
-from plsc.gallery.store import Found, New, Store
+from plsc.gallery.store import New, Store
 from plsc.parallel.machine import usable_cores
 from plsc.serve.batching import Batcher, Busy
 from plsc.serve.options import ServeOptions
@@ -198,36 +198,22 @@ class Service:
 
     def _search(self, items: list[tuple[np.ndarray, int]]) -> list[list[dict[str, Any]]]:
         queries, k = np.stack([query for query, _ in items]), max(k for _, k in items)
-        enrolled = self.store.search(queries, k)
+        near = [
+            [{**vars(one), "source": "enrolled", "thumbnail": f"entries/{one.id}/thumbnail"} for one in row]
+            for row in self.store.search(queries, k)
+        ]
         if self.gallery is not None:
-            scores, numbers = self.gallery.search(queries, k)
-        results = []
-        for row, (_, wanted) in enumerate(items):
-            near = [self._of_store(found) for found in enrolled[row]]
-            if self.gallery is not None:
-                near += map(self._of_gallery, numbers[row].tolist(), scores[row].tolist())
-            results.append(sorted(near, key=lambda one: -one["similarity"])[:wanted])
-        return results
+            for row, found in zip(near, self.gallery.find(queries, k), strict=True):
+                row += [{**vars(one), **self._origin(one.id)} for one in found]
+        pairs = zip(near, items, strict=True)
+        return [sorted(row, key=lambda one: -one["similarity"])[:wanted] for row, (_, wanted) in pairs]
 
-    def _of_store(self, found: Found) -> dict[str, Any]:
-        return {
-            "similarity": found.similarity,
-            "name": found.name,
-            "id": found.id,
-            "source": "enrolled",
-            "thumbnail": f"entries/{found.id}/thumbnail",
-        }
-
-    def _of_gallery(self, number: int, similarity: float) -> dict[str, Any]:
-        assert self.gallery is not None
-        has_picture = self.is_classes and "thumbnails" in self.model.about
-        return {
-            "similarity": similarity,
-            "name": self.gallery.name(number),
-            "id": number,
-            "source": "class" if self.is_classes else "gallery",
-            "thumbnail": f"classes/{number}/thumbnail" if has_picture else None,
-        }
+    def _origin(self, number: int) -> dict[str, Any]:
+        """Return the source and the picture of an entry of the gallery."""
+        if not self.is_classes:
+            return {"source": "gallery", "thumbnail": None}
+        has_pictures = "thumbnails" in self.model.about
+        return {"source": "class", "thumbnail": f"classes/{number}/thumbnail" if has_pictures else None}
 
 
 def _as_jpeg(pixels: np.ndarray) -> bytes:

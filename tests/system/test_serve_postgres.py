@@ -69,6 +69,8 @@ def test_images_are_indexed_once_and_searched(folder, url, tmp_path, capsys, mes
     assert f"wrote {shown}: 24 images; 100.00% of the 10 nearest entries are found" in capsys.readouterr().out
     assert main(["search", model, url, str(images), "-k", "2"]) == 0
     found = [line for line in capsys.readouterr().out.splitlines() if "unknown" not in line]
+    assert main(["search", model, url, str(images), "-k", "0"]) == 1
+    assert "k is 0; expected the number of entries" in messages[-1]
     for image, nearest in zip(found[::3], found[1::3], strict=True):
         cosine, name = nearest.split(maxsplit=1)
         assert name == image

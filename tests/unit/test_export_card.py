@@ -68,11 +68,11 @@ def test_the_card_shows_data_results_capacity_and_groups_as_recorded(trained, ex
     assert f"{model.capacity.images:,} images of 24 classes, without distractors" in text
     tar = results["all_pairs groups"].tables["FAR 0.1"]["even"]["TAR"]
     assert f"| even | {tar['value']:.6f} ({tar['interval'][0]:.6f} to {tar['interval'][1]:.6f})" in text
-    assert "Not measured" not in text
+    assert "Nothing was measured" not in text
     assert str(trained[0].parent) not in text
 
 
-def test_the_card_names_what_was_not_measured(trained, tmp_path):
+def test_the_card_says_that_nothing_was_measured(trained, tmp_path):
     (trained[0].parent / "LICENSE").write_text("Of something else\n")
     missing = trained[0].rename(trained[0].with_name("moved"))
     try:
@@ -80,9 +80,7 @@ def test_the_card_names_what_was_not_measured(trained, tmp_path):
     finally:
         missing.rename(trained[0])
     text = (folder / "README.md").read_text()
-    assert (
-        "Not measured: results with intervals, the capacity of a gallery, rates per group of images." in text
-    )
+    assert "Nothing was measured." in text
     assert "| faces | 24 | 3 | not recorded |" in text
     assert hub.ModelCard(text).data.eval_results is None
 
@@ -100,7 +98,10 @@ def test_the_licence_may_be_in_a_file_of_its_own(trained, tmp_path):
 
 def test_a_report_of_other_weights_is_refused(trained, tmp_path):
     (tmp_path / "report.md").write_text("# Evaluation\n\n- Checkpoint: 0, step 2; weights 00ff.\n")
-    for report, message in ((tmp_path, "is not of the weights"), (tmp_path / "none", "plsc test --protocol")):
+    for report, message in (
+        (tmp_path, "is not of the exported weights"),
+        (tmp_path / "none", "plsc test --protocol"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             converted(trained, tmp_path / "model", graph="none", reports=[str(report)])
     assert not (tmp_path / "model").exists()
