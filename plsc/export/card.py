@@ -104,7 +104,8 @@ def write_card(
 
 def _results(measured: Sequence[Section], reports: Sequence[str], fingerprint: str) -> str:
     """Return all results one level lower, without pictures, files and the folders of paths."""
-    lines = [line for section in measured for line in lines_of(section)]
+    lines = ["Of this export:", ""] if measured else []
+    lines += [line for section in measured for line in lines_of(section)]
     for folder in reports:
         try:
             text = read_regular(Path(folder) / "report.md", _MOST_BYTES).decode()
@@ -114,6 +115,7 @@ def _results(measured: Sequence[Section], reports: Sequence[str], fingerprint: s
             ) from error
         if fingerprint not in text:
             raise DataError(f"the report {folder} is not of the exported weights; test their checkpoint")
+        lines += ["", "Of `plsc test`, whose embedding (see below), and so thresholds, may be others:", ""]
         lines += text.splitlines()[2:]  # without its title
     text = "\n".join(line for line in lines if not line.startswith(("![", "[")))
     return _FOLDERS.sub("", re.sub("^## ", "### ", text, flags=re.MULTILINE)).strip()

@@ -129,7 +129,7 @@ class PostgresStore:
         return [rank(one, self._stacked(rows), [row[1:] for row in rows], k) for one, rows in pairs]
 
     def measure_recall(self) -> float:
-        """Return the share of the 10 nearest entries of 100 random ones that `search` finds."""
+        """Return the share of the 10 nearest others of 100 random entries that `search` finds."""
         with self._connected() as connection, connection.transaction():
             vectors = f"SELECT vector FROM {self._table}"
             sample = connection.execute(f"{vectors} ORDER BY random() LIMIT {_SAMPLE}", binary=True)
@@ -139,10 +139,11 @@ class PostgresStore:
                 cursor.execute(vectors, binary=True)
                 while rows := cursor.fetchmany(_ROWS):
                     best = np.concatenate([best, queries @ self._stacked(rows).T], axis=1)
-                    best = -np.sort(-best, axis=1)[:, :_NEAREST]
-        found = zip(self.search(queries, _NEAREST), best[:, -1], strict=True)
-        # Equal entries may be found in place of each other.
-        return sum(one.similarity > low - 1e-6 for row, low in found for one in row) / best.size
+                    best = -np.sort(-best, axis=1)[:, : _NEAREST + 1]
+        found = zip(self.search(queries, _NEAREST + 1), best[:, -1], strict=True)
+        # Equal entries may be found in place of each other. Each entry finds itself.
+        hits = sum(one.similarity > low - 1e-6 for row, low in found for one in row) - len(queries)
+        return hits / max(1, best.size - len(queries)) if best.shape[1] > 1 else 1.0
 
     def thumbnail(self, number: int) -> bytes | None:
         """Return the JPEG file of an entry; None if there is no such entry."""
