@@ -1,4 +1,4 @@
-"""The commands ``index``, ``search`` and ``gallery copy``."""
+"""The commands ``index``, ``search``, ``gallery copy`` and ``gallery upgrade``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,24 @@ def run_copy(source: str, target: str, fingerprint: str | None) -> None:
     print(f"copied to {shown(target)}: {copy_gallery(source, target, fingerprint or '')}")
 
 
+def run_upgrade(
+    source: str, target: str, anchors_from: str | None, anchors_to: str | None, **options: Any
+) -> None:
+    """Map a gallery to another network."""
+    from plsc.gallery.anchors import upgrade_gallery
+
+    anchors = (anchors_from, anchors_to) if anchors_from and anchors_to else None
+    if (anchors_from or anchors_to) and not anchors:
+        raise OptionError("one of --anchors-from and --anchors-to is missing; pass both, of the same images")
+    runs, others = (options["from"], options["to"]), (anchors, options["head"], options["list"])
+    print(f"mapped to {shown(target)}: {upgrade_gallery(source, target, *runs, *others)}")
+
+
 _MODEL = word("model", "a folder of plsc export, or a checkpoint (folder or fsspec URL)")
+_PLACES = (
+    word("source", "a folder of plsc index, an SQLite file, or a postgresql:// URL"),
+    word("target", "a folder to write, a file named *.sqlite, or a postgresql:// URL"),
+)
 _NETWORK = Argument("model.name", str, None, "custom network of a checkpoint, as module:Class")
 COMMANDS: dict[str, Command | Group] = {
     "index": Command(
@@ -101,17 +118,29 @@ COMMANDS: dict[str, Command | Group] = {
         ),
     ),
     "gallery": Group(
-        "copy galleries",
+        "copy galleries, and map them to a new network",
         {
             "copy": Command(
                 "copy a gallery between folders, SQLite files of plsc serve, and PostgreSQL",
                 run_copy,
                 (
-                    word("source", "a folder of plsc index, an SQLite file, or a postgresql:// URL"),
-                    word("target", "a folder to write, a file named *.sqlite, or a postgresql:// URL"),
+                    *_PLACES,
                     Argument("fingerprint", str, None, "of several networks in a database, the first digits"),
                 ),
-            )
+            ),
+            "upgrade": Command(
+                "map a gallery to a new network, without its images",
+                run_upgrade,
+                (
+                    *_PLACES,
+                    Argument("from", str, REQUIRED, "the run that made it: a checkpoint or an export"),
+                    Argument("to", str, REQUIRED, "the new run: a checkpoint, or an export with --classes"),
+                    Argument("anchors_from", str, None, "embeddings of images by the old run (plsc predict)"),
+                    Argument("anchors_to", str, None, "embeddings of the same images by the new run"),
+                    Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
+                    Argument("list", str, None, "write the entries to this file, the least certain first"),
+                ),
+            ),
         },
     ),
 }

@@ -105,7 +105,12 @@ class Gallery:
         """Return the first entries whose id is larger than `after`, of a gallery of images."""
         last = min(after + count, len(self))
         vectors = self._vectors.decode(slice(after, last), np.float32)
-        return [New(self.name(i), vectors[i - after], b"", i + 1) for i in range(after, last)]
+        mapped = self.mapped()
+        return [New(self.name(i), vectors[i - after], b"", i + 1, None, mapped) for i in range(after, last)]
+
+    def mapped(self) -> str:
+        """Return how the vectors were mapped from another network, as `New.mapped`; '' if they were not."""
+        return json.dumps(self.about["mapped"]) if "mapped" in self.about else ""
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         rows = self._vectors.candidates(queries, k * self._centers)
@@ -139,6 +144,7 @@ def write_gallery(
     kind: str = "float32",
     centers: int = 1,
     of: str = "images",
+    mapped: str = "",
 ) -> Gallery:
     """Write vectors of any norm as a gallery to a new folder, and open it.
 
@@ -151,6 +157,7 @@ def write_gallery(
         kind: ``float32``, or ``int8``, which uses half the disk space and a quarter of the memory.
         centers: consecutive vectors per entry, such as sub-centres of a class.
         of: ``images``, or ``classes``: class weights.
+        mapped: as `New.mapped`.
 
     Raises:
         DataError: there are no vectors, one is not finite, or the folder cannot be written.
@@ -180,6 +187,7 @@ def write_gallery(
             "size": len(largest),
             "centers": centers,
             "of": of,
+            **({"mapped": json.loads(mapped)} if mapped else {}),
             "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
         }
         (temporary / ABOUT_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

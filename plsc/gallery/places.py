@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -48,38 +48,70 @@ def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:
     Raises:
         DataError: a place cannot be used, the target has other entries, or one of them was changed meanwhile.
     """
-    in_folder = not is_postgres(source) and not Path(source).is_file()
-    opened: Any = nullcontext(open_gallery(source)) if in_folder else closing(open_store(source, fingerprint))
+    with opened_gallery(source, fingerprint) as origin:
+        return copy_entries(origin, source, target)
+
+
+@contextmanager
+def opened_gallery(place: str, fingerprint: str = "") -> Iterator[Any]:
+    """Open a gallery of images in a folder or a store, arguments as of `copy_gallery`, and close it."""
+    in_folder = not is_postgres(place) and not Path(place).is_file()
+    network = fingerprint if is_postgres(place) else ""  # a file has one network
+    opened: Any = nullcontext(open_gallery(place)) if in_folder else closing(open_store(place, network))
     with opened as origin:
         if in_folder and origin.is_classes:
-            raise DataError(f"{source} has the classes of a model; expected a gallery of images")
-        ids = origin.ids()
-        if not is_postgres(target) and not target.endswith(".sqlite"):
-            read = [(one.name, one.vector) for part in _batches(origin, source, 0) for one in part]
-            vectors = np.array([vector for _, vector in read], np.float32).reshape(-1, origin.size)
-            write_gallery(target, vectors, [name for name, _ in read], model=origin.model)
-            return f"{len(read):,} entries"
-        if not is_postgres(target) and len(ids) > MOST_ENTRIES:
-            raise DataError(f"{source} has {len(ids):,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
-        with closing(open_store(target, origin.model, origin.size)) as store:
-            there = store.ids()
-            last = int(there[-1]) if len(there) else 0
-            ends = [one for place in (origin, store) for one in place.read(max(last - 1, 0), 1)]
-            is_start = len({(one.name, one.vector.tobytes()) for one in ends}) < 2
-            if not is_start or not np.array_equal(there, ids[: len(there)]):
-                raise DataError(f"{target} has entries that are not of {source}; choose an empty target")
-            for entries in _batches(origin, source, last):
-                store.write(entries)
-            if not np.array_equal(store.ids(), ids):
-                raise DataError(f"{source} or {target} was changed during the copy; copy again")
-            text = f"{len(ids):,} entries, of which {len(there):,} were there"
-            if not isinstance(store, Store) and len(ids):
-                store.build_index()
-                text += f"; {store.measure_recall():.2%} of the 10 nearest entries are found"
-            return text
+            raise DataError(f"{place} has the classes of a model; expected a gallery of images")
+        yield origin
 
 
-def _batches(origin: Any, source: str, last: int) -> Iterator[list[New]]:
+def copy_entries(origin: Any, source: str, target: str) -> str:
+    """Copy the entries of `origin` as `copy_gallery`; source: its name in messages."""
+    if not is_postgres(target) and not target.endswith(".sqlite"):
+        return _copy_to_folder(origin, source, target)
+    ids = origin.ids()
+    if not is_postgres(target) and len(ids) > MOST_ENTRIES:
+        raise DataError(f"{source} has {len(ids):,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
+    with closing(open_store(target, origin.model, origin.size)) as store:
+        there = store.ids()
+        last = int(there[-1]) if len(there) else 0
+        ends = [one for place in (origin, store) for one in place.read(max(last - 1, 0), 1)]
+        is_start = all(_is_same(ends[0], one) for one in ends)
+        if not is_start or not np.array_equal(there, ids[: len(there)]):
+            raise DataError(f"{target} has entries that are not of {source}; choose an empty target")
+        for entries in batches(origin, source, last):
+            store.write(entries)
+        if not np.array_equal(store.ids(), ids):
+            raise DataError(f"{source} or {target} was changed during the copy; copy again")
+        text = f"{len(ids):,} entries, of which {len(there):,} were there"
+        if not isinstance(store, Store) and len(ids):
+            store.build_index()
+            text += f"; {store.measure_recall():.2%} of the 10 nearest entries are found"
+        return text
+
+
+def _is_same(one: New, other: New) -> bool:
+    """Return whether two entries are equal, up to rounding errors of mapped vectors."""
+    is_near = np.allclose(one.vector, other.vector, rtol=0, atol=1e-5 if one.mapped else 0)
+    return is_near and (one.name, one.mapped) == (other.name, other.mapped)
+
+
+def _copy_to_folder(origin: Any, source: str, target: str) -> str:
+    names: list[str] = []
+    kinds = set()
+    for part in batches(origin, source, 0):
+        names += [one.name for one in part]
+        kinds |= {one.mapped for one in part}
+    if len(kinds) > 1:
+        raise DataError(f"{source} has mapped and other entries, which a folder cannot; copy it to a store")
+
+    def vectors() -> Iterator[np.ndarray]:
+        return (np.stack([one.vector for one in part]) for part in batches(origin, source, 0))
+
+    write_gallery(target, vectors, names, model=origin.model, mapped=kinds.pop() if kinds else "")
+    return f"{len(names):,} entries"
+
+
+def batches(origin: Any, source: str, last: int) -> Iterator[list[New]]:
     """Yield the entries whose id is larger than `last`."""
     while entries := origin.read(last, _BATCH):
         wrong = ~are_normalised(np.stack([one.vector for one in entries]))

@@ -25,7 +25,14 @@ except ImportError as error:
     raise OptionError(f"PostgreSQL needs a package ({error}): pip install 'plsc[postgres]'") from error
 
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
-_COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8", "enrolled": "timestamptz"}
+_COLUMNS = {
+    "name": "text",
+    "vector": "vector",
+    "thumbnail": "bytea",
+    "id": "int8",
+    "enrolled": "timestamptz",
+    "mapped": "text",
+}
 _OLDEST = (0, 8)  # of pgvector: has iterative scans, so that deleted entries do not hide others
 _LEAST_EF = 100  # of hnsw.ef_search: 52, for k = 10, finds less
 _SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries per query, rows read at a time
@@ -94,7 +101,8 @@ class PostgresStore:
             ) as copy:
                 copy.set_types(list(_COLUMNS.values()))
                 for one, number, (_, now) in zip(news, ids, free, strict=True):
-                    copy.write_row([one.name, one.vector, one.thumbnail, number, one.enrolled or now])
+                    time = one.enrolled or now
+                    copy.write_row([one.name, one.vector, one.thumbnail, number, time, one.mapped])
             if ids and ids[-1] > free[-1][0]:
                 cursor.execute(f"SELECT setval({self._ids}, %s)", [ids[-1]])
             if builds:
@@ -168,6 +176,11 @@ class PostgresStore:
     def ids(self) -> np.ndarray:
         """Return the ids of all entries, ascending, int64 [n]."""
         return np.array(self._read("id", "ORDER BY id"), np.int64).ravel()
+
+    def mapped(self) -> str:
+        """Return `New.mapped` of a mapped entry; '' if there is none."""
+        rows = self._read("mapped", "WHERE mapped <> '' LIMIT 1")
+        return rows[0][0] if rows else ""
 
     def close(self) -> None:
         """Close the connections."""
@@ -260,7 +273,8 @@ def _open_table(connection: Any, path: str, model: str, size: int | None) -> tup
                 name text NOT NULL,
                 vector vector({size}) NOT NULL,
                 thumbnail bytea NOT NULL,
-                enrolled timestamptz NOT NULL
+                enrolled timestamptz NOT NULL,
+                mapped text NOT NULL DEFAULT ''
             );
             ALTER TABLE {table} ALTER vector SET STORAGE MAIN, ALTER thumbnail SET STORAGE EXTERNAL;
             COMMENT ON TABLE {table} IS {psycopg.sql.quote(_ABOUT + model)}""")

@@ -40,6 +40,7 @@ class New:
     """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file, or b"".
 
     id, enrolled: id, larger than all in the store, and time of enrolment, UTC, of an entry that is copied.
+    mapped: how the vector was mapped from another network (JSON, `plsc.gallery.anchors`); '' if it was not.
     """
 
     name: str
@@ -47,6 +48,7 @@ class New:
     thumbnail: bytes
     id: int | None = None
     enrolled: datetime | None = None
+    mapped: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,17 @@ class Store:
 
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id is larger than `after`."""
-        values = "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, enrolled || '+00:00'"
+        values = (
+            "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, enrolled || '+00:00', "
+            "CAST(model AS TEXT)"
+        )
         query = f"SELECT {values} FROM entries WHERE id > ? ORDER BY id LIMIT ?"
         with self._lock, self._refusing():
             rows = self._database.execute(query, (after, count)).fetchall()
         try:
             return [
-                New(n, np.frombuffer(v, "<f4"), t, i, datetime.fromisoformat(e)) for n, v, t, i, e in rows
+                New(n, np.frombuffer(v, "<f4"), t, i, datetime.fromisoformat(e), model.partition(" ")[2])
+                for n, v, t, i, e, model in rows
             ]
         except ValueError as error:
             raise DataError(f"{self.path} has an invalid time of enrolment ({error})") from error
@@ -170,6 +176,13 @@ class Store:
     def ids(self) -> np.ndarray:
         """Return the ids of all entries, ascending, int64 [n]."""
         return np.array(self._ids, np.int64)
+
+    def mapped(self) -> str:
+        """Return `New.mapped` of a mapped entry; '' if there is none."""
+        query = "SELECT CAST(model AS TEXT) FROM entries WHERE model != ? LIMIT 1"
+        with self._lock, self._refusing():
+            row = self._database.execute(query, (self.model,)).fetchone()
+        return "" if row is None else row[0].partition(" ")[2]
 
     def close(self) -> None:
         """Close the file."""
@@ -202,14 +215,14 @@ class Store:
             query = "SELECT CAST(model AS TEXT), length(CAST(vector AS BLOB)) / 4 FROM entries LIMIT 1"
             if (first := self._database.execute(query).fetchone()) is None:
                 raise DataError(f"{self.path} has no entries")
-            self.model, self.size = first
+            self.model, self.size = first[0].partition(" ")[0], first[1]
         columns = "id, CAST(name AS TEXT), CAST(vector AS BLOB), CAST(model AS TEXT)"
         rows = self._database.execute(f"SELECT {columns} FROM entries ORDER BY id")
         self._ids: list[int] = []
         self._names: list[str] = []
         self._vectors = np.empty((64, self.size), np.float32)
         for number, name, vector, model in rows:
-            if model != self.model:
+            if model.partition(" ")[0] != self.model:
                 raise CheckpointError(
                     f"{self.path} has entries of another network (weights {model:.16}, not "
                     f"{self.model:.16}); serve that network, or choose another store"
@@ -233,10 +246,11 @@ class Store:
 
     def _insert(self, new: New) -> int:
         time = new.enrolled and f"{new.enrolled:%Y-%m-%d %H:%M:%S}"
+        model = f"{self.model} {new.mapped}" if new.mapped else self.model
         cursor = self._database.execute(
             "INSERT INTO entries (name, vector, thumbnail, model, id, enrolled) "
             "VALUES (?, ?, ?, ?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
-            (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, self.model, new.id, time),
+            (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, model, new.id, time),
         )
         assert cursor.lastrowid is not None
         return cursor.lastrowid

@@ -1,9 +1,9 @@
 """Map embeddings of one network to those of another, without their images.
 
-The map W [D_old, D_new] is fitted on pairs of unit vectors, of which the second is the embedding by the new
-network of what the first one is the embedding of: class weights of the same classes, or images. Candidates are
-the rotation (orthogonal Procrustes, Schönemann 1966) and ridge regressions. All come from X'X and X'Y, which one
-pass over the pairs sums up. Pairs kept aside choose one of them, and others measure its error.
+The map W [D_old, D_new] is fitted on pairs of unit vectors: the embeddings of an image by both networks, or
+the class weights of a class in both. Candidates are the rotation (orthogonal Procrustes, Schönemann 1966) and
+ridge regressions, all computed from X'X and X'Y, which one pass over the pairs sums up. Pairs kept aside
+choose one of them, and others measure its error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,8 @@ _LEAST_OF_BOUND, _LEVEL = 200, 0.95
 _MATCHING = 0.9  # share of pairs that are nearer to each other than to another pair
 
 
-class Pairs(NamedTuple):
+@dataclass(frozen=True)
+class Pairs:
     """Embeddings by both networks; `read` yields parts, [n, D_old] and [n, D_new], of any norm."""
 
     count: int
@@ -40,9 +41,9 @@ class EmbeddingMap:
         matrix: float32 [D_old, D_new].
         expected: float32 [D_old, D_new]: the mean of the new embeddings, given the old one.
         line: offset and slope: the expected cosine, given the norm of that mean.
-        about: `method`, such as ``rotation``; the numbers of pairs that it was fitted on (`classes`, `images`);
-            `cosine`, the mean between mapped and real embeddings, measured on pairs kept aside; `bound`: 95 %
-            of images have at least this cosine, or None: fewer than 200 images.
+        about: `method`, such as ``rotation``; `classes` and `images`, the numbers of pairs that it was fitted
+            on; `cosine`, the mean between mapped and real embeddings, measured on pairs kept aside; `bound`,
+            which the cosine of 95 % of images reaches, or None: fewer than 200 images.
     """
 
     matrix: np.ndarray
@@ -80,18 +81,18 @@ def fit_map(classes: Pairs | None = None, images: Pairs | None = None) -> Embedd
     if count < (needed := max(_LEAST, 3 * size // 2)):
         counts = " and ".join(f"{pairs.count:,} {name}" for name, pairs in kinds.items())
         raise DataError(
-            f"both networks have {counts or 'nothing'} in common; a map needs {needed:,}: pass the embeddings of "
-            f"{needed:,} images or more by both networks with --anchors"
+            f"both networks have {counts or 'nothing'} in common; a map needs {needed:,}: pass the "
+            f"embeddings of {needed:,} images or more by both networks (--anchors-from, --anchors-to)"
         )
     judges = sums["images" if images is not None and images.count >= _LEAST else "classes"]
     choosing, measuring = judges.aside(0), judges.aside(1)
-    fitted = {}
+    fitted: dict[tuple[tuple[str, ...], str], np.ndarray] = {}
     for names in itertools.chain(*(itertools.combinations(sums, n + 1) for n in range(len(sums)))):
         pooled = _Sums.pooled([sums[name] for name in names])
         fitted |= {(names, method): matrix for method, matrix in _candidates(pooled)}
     scores = {key: float(_cosines(matrix, *choosing).mean()) for key, matrix in fitted.items()}
     (names, method), matrix = (best := max(scores, key=lambda key: scores[key])), fitted[best]
-    ridge = max((key for key in scores if key[1] != "rotation"), key=lambda key: scores[key])
+    ridge = max((key for key in scores if key[1].startswith("ridge")), key=lambda key: scores[key])
     cosines = _cosines(matrix, *measuring)
     _check_match(matrix, *measuring)
     has_bound = images is not None and images.count >= _LEAST_OF_BOUND
@@ -116,7 +117,9 @@ class _Sums:
 
     @staticmethod
     def pooled(parts: list[_Sums]) -> _Sums:
-        return _Sums(sum(one.squares for one in parts), sum(one.products for one in parts))
+        return _Sums(
+            np.sum([one.squares for one in parts], axis=0), np.sum([one.products for one in parts], axis=0)
+        )
 
     def aside(self, half: int) -> tuple[np.ndarray, np.ndarray]:
         """Return every second of the pairs kept aside."""
@@ -167,6 +170,8 @@ def ridges(squares: np.ndarray, products: np.ndarray, penalties: np.ndarray) -> 
 
 def _candidates(sums: _Sums) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name and matrix of each map that may be chosen."""
+    if sums.products.shape[0] == sums.products.shape[1]:
+        yield "identity", np.eye(len(sums.products))  # the new network was trained from the old one
     yield "rotation", rotation(sums.products)
     mean = np.trace(sums.squares) / len(sums.squares)  # eigenvalue
     for penalty, matrix in zip(
@@ -185,9 +190,10 @@ def _check_match(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
     share = float((own > other).mean())
     if share < _MATCHING:
         raise DataError(
-            f"of the pairs kept aside, only {share:.0%} are nearer to each other than to another pair (half would "
-            "be by chance): the classes were renamed or numbered otherwise, or the images differ; pass the "
-            "embeddings of the same images by both networks with --anchors"
+            f"of the pairs kept aside, only {share:.0%} are nearer to each other than to another pair (half "
+            "would be by chance): the classes were renamed or numbered otherwise, the images differ, or the "
+            "networks have too little in common; pass the embeddings of the same images by both networks "
+            "(--anchors-from, --anchors-to)"
         )
 
 
