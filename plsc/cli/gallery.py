@@ -74,13 +74,14 @@ def run_upgrade(
     source: str, target: str, anchors_from: str | None, anchors_to: str | None, **options: Any
 ) -> None:
     """Map a gallery to another network."""
-    from plsc.gallery.anchors import upgrade_gallery
+    from plsc.gallery.anchors import open_run, upgrade_gallery
 
     anchors = (anchors_from, anchors_to) if anchors_from and anchors_to else None
     if (anchors_from or anchors_to) and not anchors:
         raise OptionError("one of --anchors-from and --anchors-to is missing; pass both, of the same images")
-    runs, others = (options["from"], options["to"]), (anchors, options["head"], options["list"])
-    print(f"mapped to {shown(target)}: {upgrade_gallery(source, target, *runs, *others)}")
+    runs = open_run(options["from"], options["head"]), open_run(options["to"], options["head"])
+    text = upgrade_gallery(source, target, runs, anchors, options["list"])
+    print(f"mapped to {shown(target)}: {text}")
 
 
 _MODEL = word("model", "a folder of plsc export, or a checkpoint (folder or fsspec URL)")

@@ -105,12 +105,13 @@ class Gallery:
         """Return the first entries whose id is larger than `after`, of a gallery of images."""
         last = min(after + count, len(self))
         vectors = self._vectors.decode(slice(after, last), np.float32)
-        mapped = self.mapped()
+        mapped = json.dumps(self.about["mapped"]) if "mapped" in self.about else ""
         return [New(self.name(i), vectors[i - after], b"", i + 1, None, mapped) for i in range(after, last)]
 
-    def mapped(self) -> str:
-        """Return how the vectors were mapped from another network, as `New.mapped`; '' if they were not."""
-        return json.dumps(self.about["mapped"]) if "mapped" in self.about else ""
+    def parts(self) -> Iterator[np.ndarray]:
+        """Yield all vectors in order, float32 [n, D] at a time."""
+        lows = range(0, self._vectors.shape[0], _ROWS)
+        return (self._vectors.decode(slice(low, low + _ROWS), np.float32) for low in lows)
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         rows = self._vectors.candidates(queries, k * self._centers)

@@ -26,6 +26,11 @@ def is_postgres(place: object) -> bool:
     return str(place).startswith(("postgresql:/", "postgres:/"))
 
 
+def is_folder(target: str) -> bool:
+    """Return whether a gallery is written to this place as a folder, not as a store."""
+    return not is_postgres(target) and not target.endswith(".sqlite")
+
+
 def open_store(place: str, model: str, size: int | None = None, timeout: int = 0) -> AnyStore:
     """Open the store in an SQLite file or a database; arguments as of `Store` and `PostgresStore`."""
     if not is_postgres(place):
@@ -66,8 +71,15 @@ def opened_gallery(place: str, fingerprint: str = "") -> Iterator[Any]:
 
 def copy_entries(origin: Any, source: str, target: str) -> str:
     """Copy the entries of `origin` as `copy_gallery`; source: its name in messages."""
-    if not is_postgres(target) and not target.endswith(".sqlite"):
-        return _copy_to_folder(origin, source, target)
+    if is_folder(target):
+        read = [one for part in batches(origin, source, 0) for one in part]
+        kinds = {one.mapped for one in read}
+        if len(kinds) > 1:
+            raise DataError(f"{source} has mapped and other entries, and a folder one kind; choose a store")
+        vectors = np.array([one.vector for one in read], np.float32).reshape(-1, origin.size)
+        how: Any = {"model": origin.model, "mapped": "".join(kinds)}
+        write_gallery(target, vectors, [one.name for one in read], **how)
+        return f"{len(read):,} entries"
     ids = origin.ids()
     if not is_postgres(target) and len(ids) > MOST_ENTRIES:
         raise DataError(f"{source} has {len(ids):,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
@@ -75,7 +87,9 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
         there = store.ids()
         last = int(there[-1]) if len(there) else 0
         ends = [one for place in (origin, store) for one in place.read(max(last - 1, 0), 1)]
-        is_start = all(_is_same(ends[0], one) for one in ends)
+        # Mapped vectors have rounding errors.
+        is_start = len({(one.name, one.mapped) for one in ends}) < 2
+        is_start = is_start and all(np.allclose(ends[0].vector, one.vector, 0, 1e-5) for one in ends)
         if not is_start or not np.array_equal(there, ids[: len(there)]):
             raise DataError(f"{target} has entries that are not of {source}; choose an empty target")
         for entries in batches(origin, source, last):
@@ -87,28 +101,6 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
             store.build_index()
             text += f"; {store.measure_recall():.2%} of the 10 nearest entries are found"
         return text
-
-
-def _is_same(one: New, other: New) -> bool:
-    """Return whether two entries are equal, up to rounding errors of mapped vectors."""
-    is_near = np.allclose(one.vector, other.vector, rtol=0, atol=1e-5 if one.mapped else 0)
-    return is_near and (one.name, one.mapped) == (other.name, other.mapped)
-
-
-def _copy_to_folder(origin: Any, source: str, target: str) -> str:
-    names: list[str] = []
-    kinds = set()
-    for part in batches(origin, source, 0):
-        names += [one.name for one in part]
-        kinds |= {one.mapped for one in part}
-    if len(kinds) > 1:
-        raise DataError(f"{source} has mapped and other entries, which a folder cannot; copy it to a store")
-
-    def vectors() -> Iterator[np.ndarray]:
-        return (np.stack([one.vector for one in part]) for part in batches(origin, source, 0))
-
-    write_gallery(target, vectors, names, model=origin.model, mapped=kinds.pop() if kinds else "")
-    return f"{len(names):,} entries"
 
 
 def batches(origin: Any, source: str, last: int) -> Iterator[list[New]]:

@@ -25,14 +25,8 @@ except ImportError as error:
     raise OptionError(f"PostgreSQL needs a package ({error}): pip install 'plsc[postgres]'") from error
 
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
-_COLUMNS = {
-    "name": "text",
-    "vector": "vector",
-    "thumbnail": "bytea",
-    "id": "int8",
-    "enrolled": "timestamptz",
-    "mapped": "text",
-}
+_COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8"}
+_COLUMNS |= {"enrolled": "timestamptz", "mapped": "text"}
 _OLDEST = (0, 8)  # of pgvector: has iterative scans, so that deleted entries do not hide others
 _LEAST_EF = 100  # of hnsw.ef_search: 52, for k = 10, finds less
 _SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries per query, rows read at a time
@@ -101,8 +95,8 @@ class PostgresStore:
             ) as copy:
                 copy.set_types(list(_COLUMNS.values()))
                 for one, number, (_, now) in zip(news, ids, free, strict=True):
-                    time = one.enrolled or now
-                    copy.write_row([one.name, one.vector, one.thumbnail, number, time, one.mapped])
+                    when = one.enrolled or now
+                    copy.write_row([one.name, one.vector, one.thumbnail, number, when, one.mapped])
             if ids and ids[-1] > free[-1][0]:
                 cursor.execute(f"SELECT setval({self._ids}, %s)", [ids[-1]])
             if builds:
@@ -176,11 +170,6 @@ class PostgresStore:
     def ids(self) -> np.ndarray:
         """Return the ids of all entries, ascending, int64 [n]."""
         return np.array(self._read("id", "ORDER BY id"), np.int64).ravel()
-
-    def mapped(self) -> str:
-        """Return `New.mapped` of a mapped entry; '' if there is none."""
-        rows = self._read("mapped", "WHERE mapped <> '' LIMIT 1")
-        return rows[0][0] if rows else ""
 
     def close(self) -> None:
         """Close the connections."""

@@ -177,13 +177,6 @@ class Store:
         """Return the ids of all entries, ascending, int64 [n]."""
         return np.array(self._ids, np.int64)
 
-    def mapped(self) -> str:
-        """Return `New.mapped` of a mapped entry; '' if there is none."""
-        query = "SELECT CAST(model AS TEXT) FROM entries WHERE model != ? LIMIT 1"
-        with self._lock, self._refusing():
-            row = self._database.execute(query, (self.model,)).fetchone()
-        return "" if row is None else row[0].partition(" ")[2]
-
     def close(self) -> None:
         """Close the file."""
         with self._lock:

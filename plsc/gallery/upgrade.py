@@ -10,27 +10,36 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from plsc.errors import DataError
 
+IMAGES = "pass the embeddings of the same images by both networks (--anchors-from, --anchors-to)"
+_ROWS = 8192  # pairs read at a time
 _ASIDE, _MOST_ASIDE = 4, 10_000  # a quarter of the pairs of each kind, half of them to choose
-_LEAST = 80  # pairs
-_PENALTIES = 10.0 ** np.arange(-4, 2)  # of a ridge regression, relative to the mean eigenvalue of X'X
-_LEAST_OF_BOUND, _LEVEL = 200, 0.95
+_LEAST, _LEAST_OF_BOUND, _LEVEL = 80, 200, 0.95  # pairs of a map; images of a bound, and its level
+_PENALTIES = 10.0 ** np.arange(-4, 2)  # of ridge regressions, relative to the mean eigenvalue of X'X
 _MATCHING = 0.9  # share of pairs that are nearer to each other than to another pair
+_Rows = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Embeddings by both networks; `read` yields parts, [n, D_old] and [n, D_new], of any norm."""
+    """Rows of embeddings [.., D_old] and [.., D_new] of any norm: row rows[0][i] belongs to row rows[1][i].
 
-    count: int
-    read: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
+    old, new: arrays, or what reads rows when it is indexed.
+    """
+
+    old: Any
+    new: Any
+    rows: _Rows
+
+    def __len__(self) -> int:
+        return len(self.rows[0])
 
 
 @dataclass(frozen=True)
@@ -41,9 +50,9 @@ class EmbeddingMap:
         matrix: float32 [D_old, D_new].
         expected: float32 [D_old, D_new]: the mean of the new embeddings, given the old one.
         line: offset and slope: the expected cosine, given the norm of that mean.
-        about: `method`, such as ``rotation``; `classes` and `images`, the numbers of pairs that it was fitted
-            on; `cosine`, the mean between mapped and real embeddings, measured on pairs kept aside; `bound`,
-            which the cosine of 95 % of images reaches, or None: fewer than 200 images.
+        about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on; `cosine`, the
+            mean between mapped and real embeddings, measured on pairs kept aside; `bound`, which the cosine
+            of 95 % of images reaches, or None: fewer than 200 images.
     """
 
     matrix: np.ndarray
@@ -53,7 +62,7 @@ class EmbeddingMap:
 
     def apply(self, old: np.ndarray) -> np.ndarray:
         """Return unit vectors, float32 [n, D_new], for unit vectors [n, D_old]; a zero vector is kept."""
-        return _unit(old.astype(np.float32, copy=False) @ self.matrix)
+        return _unit(old @ self.matrix)
 
     def errors(self, old: np.ndarray) -> np.ndarray:
         """Return the expected error of each mapped vector: 1 - its cosine with the real embedding, [n].
@@ -61,13 +70,11 @@ class EmbeddingMap:
         Where old embeddings leave open what the new one is, the mean of the possible ones is short: its norm
         is the expected cosine with a unit vector. Pairs kept aside calibrate it.
         """
-        offset, slope = self.line
-        norms = np.linalg.norm(old.astype(np.float32, copy=False) @ self.expected, axis=1)
-        return 1 - np.clip(offset + slope * norms, -1, 1)
+        return 1 - np.clip(np.polyval(self.line, np.linalg.norm(old @ self.expected, axis=1)), -1, 1)
 
 
-def fit_map(classes: Pairs | None = None, images: Pairs | None = None) -> EmbeddingMap:
-    """Fit a map on pairs of class weights, of embeddings of images, or on what is better: either, or both.
+def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
+    """Fit a map on class weights, on embeddings of images, or on both, whichever is best.
 
     Its error is measured on images if there are at least 80.
 
@@ -75,77 +82,36 @@ def fit_map(classes: Pairs | None = None, images: Pairs | None = None) -> Embedd
         DataError: there are too few pairs, they do not belong together, or one is not finite.
     """
     kinds = {name: pairs for name, pairs in (("classes", classes), ("images", images)) if pairs is not None}
-    sums = {name: _summed(pairs) for name, pairs in kinds.items() if pairs.count}
-    count = sum(pairs.count for pairs in kinds.values())
-    size = next((len(one.squares) for one in sums.values()), 0)
-    if count < (needed := max(_LEAST, 3 * size // 2)):
-        counts = " and ".join(f"{pairs.count:,} {name}" for name, pairs in kinds.items())
+    size = max((pairs.old.shape[1] for pairs in kinds.values()), default=0)
+    if sum(map(len, kinds.values())) < (needed := max(_LEAST, 3 * size // 2)):
+        counts = " and ".join(f"{len(pairs):,} {name}" for name, pairs in kinds.items())
         raise DataError(
-            f"both networks have {counts or 'nothing'} in common; a map needs {needed:,}: pass the "
-            f"embeddings of {needed:,} images or more by both networks (--anchors-from, --anchors-to)"
+            f"both networks have {counts} in common, but a map needs {needed:,} of them; {IMAGES}"
         )
-    judges = sums["images" if images is not None and images.count >= _LEAST else "classes"]
-    choosing, measuring = judges.aside(0), judges.aside(1)
+    sums = {name: _summed(pairs) for name, pairs in kinds.items() if len(pairs)}
+    _, _, old, new = sums["images" if images is not None and len(images) >= _LEAST else "classes"]
+    choosing, measuring = (old[::2], new[::2]), (old[1::2], new[1::2])
     fitted: dict[tuple[tuple[str, ...], str], np.ndarray] = {}
     for names in itertools.chain(*(itertools.combinations(sums, n + 1) for n in range(len(sums)))):
-        pooled = _Sums.pooled([sums[name] for name in names])
-        fitted |= {(names, method): matrix for method, matrix in _candidates(pooled)}
+        squares, products = (sum(sums[name][i] for name in names) for i in (0, 1))
+        fitted |= {(names, method): matrix for method, matrix in _candidates(squares, products)}
     scores = {key: float(_cosines(matrix, *choosing).mean()) for key, matrix in fitted.items()}
-    (names, method), matrix = (best := max(scores, key=lambda key: scores[key])), fitted[best]
+    names, method = best = max(scores, key=lambda key: scores[key])
     ridge = max((key for key in scores if key[1].startswith("ridge")), key=lambda key: scores[key])
-    cosines = _cosines(matrix, *measuring)
-    _check_match(matrix, *measuring)
-    has_bound = images is not None and images.count >= _LEAST_OF_BOUND
+    cosines = np.sort(_measured(fitted[best], *measuring))
+    # The quantile of split conformal prediction (Vovk et al. 2005).
+    lowest = cosines[max(0, math.floor((len(cosines) + 1) * (1 - _LEVEL) + 1e-9) - 1)]
+    has_bound = images is not None and len(images) >= _LEAST_OF_BOUND
     about = {
         "method": method,
-        **{name: kinds[name].count if name in names else 0 for name in ("classes", "images")},
+        **{name: len(kinds[name]) if name in names else 0 for name in ("classes", "images")},
         "cosine": round(float(cosines.mean()), 4),
-        "bound": round(_lower_bound(cosines), 4) if has_bound else None,
+        "bound": round(float(lowest), 4) if has_bound else None,
     }
-    expected = fitted[ridge].astype(np.float32)
-    line = _line(np.linalg.norm(choosing[0] @ expected, axis=1), _cosines(matrix, *choosing))
-    return EmbeddingMap(matrix.astype(np.float32), expected, line, about)
-
-
-@dataclass
-class _Sums:
-    """X'X [D_old, D_old] and X'Y [D_old, D_new] of the pairs that are fitted, and the pairs kept aside."""
-
-    squares: np.ndarray
-    products: np.ndarray
-    kept: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-
-    @staticmethod
-    def pooled(parts: list[_Sums]) -> _Sums:
-        return _Sums(
-            np.sum([one.squares for one in parts], axis=0), np.sum([one.products for one in parts], axis=0)
-        )
-
-    def aside(self, half: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return every second of the pairs kept aside."""
-        old, new = (np.concatenate(parts)[half::2] for parts in zip(*self.kept, strict=True))
-        return old, new
-
-
-def _summed(pairs: Pairs) -> _Sums:
-    """Read the pairs once."""
-    aside = min(pairs.count // _ASIDE, _MOST_ASIDE)
-    is_kept = np.zeros(pairs.count, bool)
-    is_kept[np.random.default_rng(0).choice(pairs.count, aside, replace=False)] = True
-    sums, first = None, 0
-    for part in pairs.read():
-        old, new = (_unit(np.asarray(one, np.float64)) for one in part)
-        kept = is_kept[first : first + len(old)]
-        first += len(old)
-        if not (np.isfinite(old).all() and np.isfinite(new).all()):
-            raise DataError(f"one of the pairs {first - len(old):,}..{first - 1:,} is not finite; remove it")
-        sums = sums or _Sums(np.zeros((old.shape[1],) * 2), np.zeros((old.shape[1], new.shape[1])))
-        sums.kept.append((old[kept].astype(np.float32), new[kept].astype(np.float32)))
-        old, new = old[~kept], new[~kept]
-        sums.squares += old.T @ old
-        sums.products += old.T @ new
-    assert sums is not None
-    return sums
+    norms = np.linalg.norm(choosing[0] @ fitted[ridge], axis=1)
+    slope, offset = np.polyfit(norms, _cosines(fitted[best], *choosing), 1)
+    matrix, expected = (fitted[key].astype(np.float32) for key in (best, ridge))
+    return EmbeddingMap(matrix, expected, (slope, offset), about)
 
 
 def rotation(products: np.ndarray) -> np.ndarray:
@@ -168,49 +134,53 @@ def ridges(squares: np.ndarray, products: np.ndarray, penalties: np.ndarray) -> 
         yield vectors @ (rotated / (np.maximum(values, 0) + penalty)[:, None])
 
 
-def _candidates(sums: _Sums) -> Iterator[tuple[str, np.ndarray]]:
+def _candidates(squares: np.ndarray, products: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name and matrix of each map that may be chosen."""
-    if sums.products.shape[0] == sums.products.shape[1]:
-        yield "identity", np.eye(len(sums.products))  # the new network was trained from the old one
-    yield "rotation", rotation(sums.products)
-    mean = np.trace(sums.squares) / len(sums.squares)  # eigenvalue
-    for penalty, matrix in zip(
-        _PENALTIES, ridges(sums.squares, sums.products, _PENALTIES * mean), strict=True
-    ):
-        yield f"ridge {penalty:g}", matrix
+    if products.shape[0] == products.shape[1]:
+        yield "identity", np.eye(len(products))  # the new network was trained from the old one
+    yield "rotation", rotation(products)
+    penalties = _PENALTIES * np.trace(squares) / len(squares)
+    yield from zip(
+        (f"ridge {one:g}" for one in _PENALTIES), ridges(squares, products, penalties), strict=True
+    )
+
+
+def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Read the pairs once; return X'X and X'Y, and old and new of the pairs kept aside."""
+    aside, rng = min(len(pairs) // _ASIDE, _MOST_ASIDE), np.random.default_rng(0)
+    is_kept = np.zeros(len(pairs), bool)
+    is_kept[rng.choice(len(pairs), aside, replace=False)] = True
+    size = pairs.old.shape[1]
+    squares, products, kept = np.zeros((size, size)), np.zeros((size, pairs.new.shape[1])), []
+    for low in range(0, len(pairs), _ROWS):
+        part = slice(low, low + _ROWS)
+        old, new = (
+            _unit(np.asarray(one[rows[part]], np.float64))
+            for one, rows in zip((pairs.old, pairs.new), pairs.rows, strict=True)
+        )
+        if not (np.isfinite(old).all() and np.isfinite(new).all()):
+            raise DataError(f"one of the pairs {low:,}..{low + len(old) - 1:,} is not finite; remove it")
+        kept.append((old[is_kept[part]].astype(np.float32), new[is_kept[part]].astype(np.float32)))
+        old, new = old[~is_kept[part]], new[~is_kept[part]]
+        squares += old.T @ old
+        products += old.T @ new
+    return squares, products, *map(np.concatenate, zip(*kept, strict=True))
 
 
 def _cosines(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return (_unit(old @ matrix) * new).sum(axis=1)
 
 
-def _check_match(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
-    """Raise DataError unless nearly all pairs are nearer to each other than to another pair."""
+def _measured(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return the cosines of pairs. Raises DataError unless nearly all are nearer than to another pair."""
     own, other = _cosines(matrix, old, new), _cosines(matrix, old, np.roll(new, len(new) // 2, axis=0))
-    share = float((own > other).mean())
-    if share < _MATCHING:
+    if (share := float((own > other).mean())) < _MATCHING:
         raise DataError(
             f"of the pairs kept aside, only {share:.0%} are nearer to each other than to another pair (half "
             "would be by chance): the classes were renamed or numbered otherwise, the images differ, or the "
-            "networks have too little in common; pass the embeddings of the same images by both networks "
-            "(--anchors-from, --anchors-to)"
+            f"networks have too little in common; {IMAGES}"
         )
-
-
-def _lower_bound(cosines: np.ndarray) -> float:
-    """Return what a new image's cosine reaches with a probability of 95 %, if it is drawn as these were.
-
-    The quantile of split conformal prediction (Vovk et al. 2005).
-    """
-    place = math.floor((len(cosines) + 1) * (1 - _LEVEL) + 1e-9)
-    return float(np.sort(cosines)[place - 1])
-
-
-def _line(norms: np.ndarray, cosines: np.ndarray) -> tuple[float, float]:
-    """Return offset and slope, at least 0, of the least squares line of cosines over norms."""
-    centred = norms - norms.mean()
-    slope = max(0.0, float(centred @ cosines / max(float(centred @ centred), 1e-12)))
-    return float(cosines.mean()) - slope * float(norms.mean()), slope
+    return own
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:

@@ -83,7 +83,7 @@ def test_a_mapped_gallery_is_near_the_real_embeddings_and_says_what_it_is(folder
     about = mapped.about["mapped"]
     assert about["from"] == model_of(folder / "old")
     assert (about["classes"], about["images"], about["bound"]) == (CLASSES, 0, None)
-    assert f"{2 * CLASSES} entries; {about['method']} of {CLASSES} classes and 0 images: cosine" in shown
+    assert f"{2 * CLASSES} entries; {about['method']}, fitted on {CLASSES} classes and 0 images" in shown
     assert [mapped.name(i) for i in range(len(mapped))] == [before.name(i) for i in range(len(before))]
     assert "mapped" not in before.about
     rows = [line.split("\t") for line in worst.read_text().splitlines()]
@@ -132,7 +132,7 @@ def test_a_mapped_store_keeps_ids_and_continues_and_is_copied_but_not_mapped_aga
         assert upgrade(folder, places[0], places[1]) == 0
     with contextlib.closing(open_store(str(places[1]), models[1], 8)) as store:
         after = store.read(0, 10**6)
-        assert json.loads(store.mapped())["from"] == models[0]
+        assert json.loads(store.read(0, 1)[0].mapped)["from"] == models[0]
     for one, other in zip(before, after, strict=True):
         assert (one.id, one.name, one.thumbnail, one.enrolled) == (
             other.id,
@@ -173,8 +173,13 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
     for source, more, how, message in [
         (gallery, [], {"new": "old"}, "have the same network"),
         (gallery, [], {"old": "new", "new": "old"}, "pass the run that made it as --from"),
-        (gallery, [], {"new": "named/3"}, "has class names, and .*/old has none"),
-        (gallery, [], {"new": tmp_path / "few_run/0"}, "have 20 classes in common; a map needs 80: "),
+        (gallery, [], {"new": "named/3"}, "only one of .*/old and .*/named/3 has class names"),
+        (
+            gallery,
+            [],
+            {"new": tmp_path / "few_run/0"},
+            "have 20 classes in common, but a map needs 80 of them; ",
+        ),
         (gallery, [], {"new": tmp_path / "unlike_run/0"}, "renamed or numbered otherwise"),
         (gallery, both, {}, "by_new was computed with another network than .*/old"),
         (gallery, both[:2], {}, "one of --anchors-from and --anchors-to is missing"),
@@ -192,5 +197,5 @@ def test_a_store_of_another_version_of_the_file_is_still_read(tmp_path):
     """A store without mapped entries is what it was: its column model is the fingerprint."""
     with contextlib.closing(Store(tmp_path / "s.sqlite", "m1", 8)) as store:
         store.write([New("a", np.eye(8, dtype=np.float32)[0], b"")])
-        assert store.mapped() == ""
+        assert store.read(0, 1)[0].mapped == ""
         assert store._database.execute("SELECT model FROM entries").fetchall() == [("m1",)]
