@@ -113,7 +113,7 @@ class _Mapped:
 
     def read(self, after: int, count: int) -> list[New]:
         entries = _unmapped(self._origin.read(after, count), self._source)
-        vectors = self._map.apply(_stacked(entries)) if entries else []
+        vectors: Any = self._map.apply(_stacked(entries)) if entries else []
         return [
             replace(one, vector=row, mapped=self.record) for one, row in zip(entries, vectors, strict=True)
         ]

@@ -93,7 +93,7 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
     choosing, measuring = (old[::2], new[::2]), (old[1::2], new[1::2])
     fitted: dict[tuple[tuple[str, ...], str], np.ndarray] = {}
     for names in itertools.chain(*(itertools.combinations(sums, n + 1) for n in range(len(sums)))):
-        squares, products = (sum(sums[name][i] for name in names) for i in (0, 1))
+        squares, products = (np.sum([sums[name][i] for name in names], axis=0) for i in (0, 1))
         fitted |= {(names, method): matrix for method, matrix in _candidates(squares, products)}
     scores = {key: float(_cosines(matrix, *choosing).mean()) for key, matrix in fitted.items()}
     names, method = best = max(scores, key=lambda key: scores[key])
@@ -147,9 +147,9 @@ def _candidates(squares: np.ndarray, products: np.ndarray) -> Iterator[tuple[str
 
 def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Read the pairs once; return X'X and X'Y, and old and new of the pairs kept aside."""
-    aside, rng = min(len(pairs) // _ASIDE, _MOST_ASIDE), np.random.default_rng(0)
+    count, rng = min(len(pairs) // _ASIDE, _MOST_ASIDE), np.random.default_rng(0)
     is_kept = np.zeros(len(pairs), bool)
-    is_kept[rng.choice(len(pairs), aside, replace=False)] = True
+    is_kept[rng.choice(len(pairs), count, replace=False)] = True
     size = pairs.old.shape[1]
     squares, products, kept = np.zeros((size, size)), np.zeros((size, pairs.new.shape[1])), []
     for low in range(0, len(pairs), _ROWS):
@@ -164,7 +164,8 @@ def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
         old, new = old[~is_kept[part]], new[~is_kept[part]]
         squares += old.T @ old
         products += old.T @ new
-    return squares, products, *map(np.concatenate, zip(*kept, strict=True))
+    aside_old, aside_new = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    return squares, products, aside_old, aside_new
 
 
 def _cosines(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
