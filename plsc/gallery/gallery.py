@@ -105,7 +105,7 @@ class Gallery:
         """Return the first entries whose id is larger than `after`, of a gallery of images."""
         last = min(after + count, len(self))
         vectors = self._vectors.decode(slice(after, last), np.float32)
-        mapped = json.dumps(self.about["mapped"]) if "mapped" in self.about else ""
+        mapped = str(self.about.get("mapped", ""))
         return [New(self.name(i), vectors[i - after], b"", i + 1, None, mapped) for i in range(after, last)]
 
     def parts(self) -> Iterator[np.ndarray]:
@@ -188,7 +188,7 @@ def write_gallery(
             "size": len(largest),
             "centers": centers,
             "of": of,
-            **({"mapped": json.loads(mapped)} if mapped else {}),
+            **({"mapped": mapped} if mapped else {}),
             "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
         }
         (temporary / ABOUT_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -80,7 +80,7 @@ def test_a_mapped_gallery_is_near_the_real_embeddings_and_says_what_it_is(folder
     shown = capsys.readouterr().out
     before, mapped = open_gallery(folder / "gallery"), open_gallery(target, model_of(folder / "new"))
     assert cosines(folder, vectors_of(mapped)).mean() > 0.9
-    about = mapped.about["mapped"]
+    about = json.loads(mapped.about["mapped"])
     assert about["from"] == model_of(folder / "old")
     assert (about["classes"], about["images"], about["bound"]) == (CLASSES, 0, None)
     assert f"{2 * CLASSES} entries; {about['method']}, fitted on {CLASSES} classes and 0 images" in shown
@@ -97,7 +97,7 @@ def test_a_mapped_gallery_is_near_the_real_embeddings_and_says_what_it_is(folder
 def test_images_of_both_networks_are_used_too_and_give_a_bound(folder, tmp_path, messages):
     anchors = ["--anchors-from", folder / "by_old", "--anchors-to", folder / "by_new"]
     assert upgrade(folder, folder / "gallery", tmp_path / "new", *anchors) == 0
-    about = open_gallery(tmp_path / "new").about["mapped"]
+    about = json.loads(open_gallery(tmp_path / "new").about["mapped"])
     assert about["classes"] + about["images"] > 0
     assert np.mean(cosines(folder, vectors_of(open_gallery(tmp_path / "new"))) >= about["bound"]) > 0.9
     embedder = open_embedder(folder / "named/3")
@@ -110,7 +110,8 @@ def test_images_of_both_networks_are_used_too_and_give_a_bound(folder, tmp_path,
     assert upgrade(folder, tmp_path / "named", tmp_path / "other", *anchors, old="named/3") == 0
     mapped = open_gallery(tmp_path / "other", model_of(folder / "new"))
     assert cosines(folder, vectors_of(mapped)).mean() > 0.1 + cosines(folder, real).mean()
-    assert (mapped.about["mapped"]["classes"], mapped.about["mapped"]["images"]) == (0, 2 * CLASSES)
+    about = json.loads(mapped.about["mapped"])
+    assert (about["classes"], about["images"]) == (0, 2 * CLASSES)
     assert "class weights are not used" in "".join(messages)
     assert "has class names" in "".join(messages)
 
@@ -149,7 +150,7 @@ def test_a_mapped_store_keeps_ids_and_continues_and_is_copied_but_not_mapped_aga
     how = ["--fingerprint", models[1][:16]] if kind == "postgres" else []
     assert main(["gallery", "copy", str(places[1]), str(tmp_path / "copy"), *how]) == 0
     copy = open_gallery(tmp_path / "copy", models[1])
-    assert copy.about["mapped"]["from"] == models[0]
+    assert json.loads(copy.about["mapped"])["from"] == models[0]
     for place in (places[1], tmp_path / "copy"):
         assert upgrade(folder, place, tmp_path / "again", old="new", new="named/3") == 1
         assert "were mapped from an older network" in messages[-1]
