@@ -40,6 +40,7 @@ import argparse
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,9 @@ class Plain(BaseModel):
         self.layers = nn.Sequential(*layers)
         self.neck = EmbeddingNeck(256, 128, 0.0, "norm-dropout-linear-norm", cells=16)
 
-    def build_network(self, input, label, is_train=True):  # type: ignore[no-untyped-def]
+    def build_network(
+        self, input: torch.Tensor, label: torch.Tensor | None, is_train: bool = True
+    ) -> torch.Tensor:
         """Return the embeddings, [batch, 128]."""
         return self.neck(self.layers(input))
 
@@ -244,7 +247,7 @@ def embed_again(
     return {"gain of TAR, chosen tenth": chosen, "gain of TAR, random tenth": float(np.mean(random))}
 
 
-def hidden_layer(kinds: list[Pairs], seed: int):  # type: ignore[no-untyped-def]
+def hidden_layer(kinds: list[Pairs], seed: int) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that maps embeddings by a network with a hidden layer."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)

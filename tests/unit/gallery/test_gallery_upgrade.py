@@ -194,8 +194,8 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
     assert "exists" in messages[-1]
 
 
-def test_a_store_of_another_version_of_the_file_is_still_read(tmp_path):
-    """A store without mapped entries is what it was: its column model is the fingerprint."""
+def test_an_entry_that_is_not_mapped_is_stored_as_before(tmp_path):
+    """Column `model` is the fingerprint of the network, so that files of before can be read, and read these."""
     with contextlib.closing(Store(tmp_path / "s.sqlite", "m1", 8)) as store:
         store.write([New("a", np.eye(8, dtype=np.float32)[0], b"")])
         assert store.read(0, 1)[0].mapped == ""
