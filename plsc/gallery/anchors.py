@@ -20,7 +20,7 @@ from plsc.actions.predict import EMBEDDINGS
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import fetch
 from plsc.data.class_names import ClassNames
-from plsc.errors import CheckpointError, DataError, PlscError
+from plsc.errors import CheckpointError, DataError, OptionError, PlscError
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.embedder import class_weights_of
@@ -147,6 +147,11 @@ def upgrade_gallery(
             )
         _unmapped(origin.read(0, 1), source)  # before the work
         found = fit_upgrade(old, new, anchors)
+        if worst is not None:  # first: nothing is written if this fails
+            try:
+                _write_worst(worst, batches(origin, source, 0), found)
+            except OSError as error:
+                raise OptionError(f"{worst} cannot be written ({error.strerror}); choose another") from error
         mapped = _Mapped(origin, source, found, new.fingerprint)
         if isinstance(origin, Gallery) and is_folder(target):  # a million entries in a minute
             how: Any = {"model": mapped.model, "mapped": mapped.record}
@@ -154,13 +159,9 @@ def upgrade_gallery(
             text = f"{len(origin):,} entries"
         else:
             text = copy_entries(mapped, source, target)
-        if worst is not None:
-            _write_worst(worst, batches(origin, source, 0), found)
     about = found.about
-    text += (
-        f"; {about['method']}, fitted on {about['classes']:,} classes and {about['images']:,} images; mean "
-    )
-    text += f"cosine with the real embeddings of pairs kept aside: {about['cosine']:.4f}"
+    text += f"; {about['method']}, fitted on {about['classes']:,} classes and {about['images']:,} images"
+    text += f"; mean cosine with the real embeddings of pairs kept aside: {about['cosine']:.4f}"
     return text + (f"; 95 % of images reach {about['bound']:.4f}" if about["bound"] is not None else "")
 
 

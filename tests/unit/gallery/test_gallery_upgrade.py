@@ -185,6 +185,7 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
         (gallery, both, {}, "by_new was computed with another network than .*/old"),
         (gallery, both[:2], {}, "one of --anchors-from and --anchors-to is missing"),
         (tmp_path / "classes", [], {}, "has the classes of a model"),
+        (gallery, ["--list", tmp_path / "no/list"], {}, "no/list cannot be written .No such file"),
         (gallery, [], {"new": "missing"}, "missing"),
     ]:
         assert upgrade(folder, source, target, *more, **how) == 1
@@ -195,7 +196,7 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
 
 
 def test_an_entry_that_is_not_mapped_is_stored_as_before(tmp_path):
-    """Column `model` is the fingerprint of the network, so that files of before can be read, and read these."""
+    """Column `model` is the fingerprint, so files without mapped entries have not changed."""
     with contextlib.closing(Store(tmp_path / "s.sqlite", "m1", 8)) as store:
         store.write([New("a", np.eye(8, dtype=np.float32)[0], b"")])
         assert store.read(0, 1)[0].mapped == ""
