@@ -1,4 +1,4 @@
-"""The commands ``index``, ``search`` and ``gallery copy``."""
+"""The commands ``index``, ``search``, ``gallery copy`` and ``gallery upgrade``."""
 
 from __future__ import annotations
 
@@ -70,15 +70,42 @@ def run_copy(source: str, target: str, fingerprint: str) -> None:
     print(f"copied to {shown(target)}: {copy_gallery(source, target, fingerprint)}")
 
 
+def run_upgrade(
+    source: str, target: str, anchors_from: str | None, anchors_to: str | None, **options: Any
+) -> None:
+    """Map a gallery to another network."""
+    from plsc.gallery.anchors import open_run, upgrade_gallery
+
+    anchors = (anchors_from, anchors_to) if anchors_from and anchors_to else None
+    if (anchors_from or anchors_to) and not anchors:
+        raise OptionError("one of --anchors-from and --anchors-to is missing; pass both, of the same images")
+    runs = open_run(options["from"], options["head"]), open_run(options["to"], options["head"])
+    text = upgrade_gallery(source, target, runs, anchors, options["list"])
+    print(f"mapped to {shown(target)}: {text}")
+
+
 _MODEL = word("model", "a folder of plsc export, or a checkpoint (folder or fsspec URL)")
+_PLACES = (
+    word("source", "a folder of plsc index, an SQLite file, or a postgresql:// URL"),
+    word("target", "a folder to write, a file named *.sqlite, or a postgresql:// URL"),
+)
 _NETWORK = Argument("model.name", str, None, "custom network of a checkpoint, as module:Class")
 _COPY = Command(
     "copy a gallery between folders, SQLite files of plsc serve, and PostgreSQL",
     run_copy,
+    (*_PLACES, Argument("fingerprint", str, "", "of several networks in a database, the first digits")),
+)
+_UPGRADE = Command(
+    "map a gallery to a new network, without its images",
+    run_upgrade,
     (
-        word("source", "a folder of plsc index, an SQLite file, or a postgresql:// URL"),
-        word("target", "a folder to write, a file named *.sqlite, or a postgresql:// URL"),
-        Argument("fingerprint", str, "", "of several networks in a database, the first digits"),
+        *_PLACES,
+        Argument("from", str, REQUIRED, "the run that made it: a checkpoint or an export"),
+        Argument("to", str, REQUIRED, "the new run: a checkpoint, or an export with --classes"),
+        Argument("anchors_from", str, None, "embeddings of images by the old run (plsc predict)"),
+        Argument("anchors_to", str, None, "embeddings of the same images by the new run"),
+        Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
+        Argument("list", str, None, "write the entries to this file, the least certain first"),
     ),
 )
 COMMANDS: dict[str, Command | Group] = {
@@ -109,5 +136,5 @@ COMMANDS: dict[str, Command | Group] = {
             _NETWORK,
         ),
     ),
-    "gallery": Group("copy galleries", {"copy": _COPY}),
+    "gallery": Group("copy and upgrade galleries", {"copy": _COPY, "upgrade": _UPGRADE}),
 }

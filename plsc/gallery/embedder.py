@@ -100,12 +100,6 @@ def open_embedder(model: StrPath, network: str | None = None, head: str | None =
     world = World.single("cpu")
     trained, config = load_with_config(path, network, world)
 
-    def classes() -> tuple[np.ndarray, ClassNames | None]:
-        manifest = read_manifest(path)
-        name = choose_head(path, manifest, head)
-        weight = load_weights(path, CLASS_WEIGHTS, name)["weight"]
-        return weight.float().numpy(), read_class_names(path, manifest, name)
-
     shape = config.model.image_shape
     return Embedder(
         checksum_of(load_weights(path)),
@@ -113,8 +107,16 @@ def open_embedder(model: StrPath, network: str | None = None, head: str | None =
         lambda data: decode_image(data, shape),
         # without the mirrored image, as in `plsc predict` and `plsc export`
         lambda images: embed(trained, images, config, world, "the images", flip=False),
-        classes,
+        lambda: class_weights_of(path, head),
     )
+
+
+def class_weights_of(path: Path, head: str | None) -> tuple[np.ndarray, ClassNames | None]:
+    """Return class weights and names of a checkpoint, as `Embedder.classes`; head: as of `open_embedder`."""
+    manifest = read_manifest(path)
+    name = choose_head(path, manifest, head)
+    weight = load_weights(path, CLASS_WEIGHTS, name)["weight"]
+    return weight.float().numpy(), read_class_names(path, manifest, name)
 
 
 def index_classes(embedder: Embedder, gallery: StrPath, kind: str = "float32") -> Gallery:

@@ -107,7 +107,13 @@ class Gallery:
         """Return the first entries whose id, their number plus 1, is larger than `after`."""
         last = min(after + count, len(self))
         vectors = self._vectors.decode(slice(after, last), np.float32)
-        return [New(self.name(i), vectors[i - after], b"", i + 1) for i in range(after, last)]
+        mapped = str(self.about.get("mapped", ""))
+        return [New(self.name(i), vectors[i - after], b"", i + 1, None, mapped) for i in range(after, last)]
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """Yield all vectors in order, float32 [n, D] at a time."""
+        lows = range(0, self._vectors.shape[0], _ROWS)
+        return (self._vectors.decode(slice(low, low + _ROWS), np.float32) for low in lows)
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         rows = self._vectors.candidates(queries, k * self._centers)
@@ -141,6 +147,7 @@ def write_gallery(
     kind: str = "float32",
     centers: int = 1,
     of: str = "images",
+    mapped: str = "",
 ) -> Gallery:
     """Write vectors of any norm as a gallery to a new folder, and open it.
 
@@ -153,6 +160,7 @@ def write_gallery(
         kind: ``float32``, or ``int8``, which uses half the disk space and a quarter of the memory.
         centers: consecutive vectors per entry, such as sub-centres of a class.
         of: ``images``, or ``classes``: class weights.
+        mapped: as `New.mapped`.
 
     Raises:
         DataError: there are no vectors, one is not finite, or the folder cannot be written.
@@ -182,6 +190,7 @@ def write_gallery(
             "size": len(largest),
             "centers": centers,
             "of": of,
+            **({"mapped": mapped} if mapped else {}),
             "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
         }
         (temporary / ABOUT_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,6 +23,11 @@ _BATCH = 4096  # entries copied per transaction
 def is_postgres(place: object) -> bool:
     """Return whether a place is the URL of a PostgreSQL database."""
     return str(place).startswith(("postgresql:/", "postgres:/"))
+
+
+def is_folder(target: str) -> bool:
+    """Return whether a gallery is written to this place as a folder, not as a store."""
+    return not is_postgres(target) and not target.endswith(".sqlite")
 
 
 def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnyStore:
@@ -47,40 +52,59 @@ def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:
     Raises:
         DataError: a place cannot be used, or the target has other entries.
     """
-    in_folder = not is_postgres(source) and not Path(source).is_file()
-    opened: Any = nullcontext(open_gallery(source)) if in_folder else closing(open_store(source, fingerprint))
+    with opened_gallery(source, fingerprint) as origin:
+        return copy_entries(origin, source, target)
+
+
+@contextmanager
+def opened_gallery(place: str, fingerprint: str = "") -> Iterator[Any]:
+    """Open a gallery of images in a folder or a store, arguments as of `copy_gallery`, and close it."""
+    in_folder = not is_postgres(place) and not Path(place).is_file()
+    network = fingerprint if is_postgres(place) else ""  # a file has one network
+    opened: Any = nullcontext(open_gallery(place)) if in_folder else closing(open_store(place, network))
     with opened as origin:
         if in_folder and origin.is_classes:
-            raise DataError(f"{source} has the classes of a model; expected a gallery of images")
-        if not is_postgres(target) and not target.endswith(".sqlite"):
-            read = [one for part in _batches(origin) for one in part]
-            vectors = np.array([one.vector for one in read], np.float32).reshape(-1, origin.size)
-            write_gallery(target, vectors, [one.name for one in read], model=origin.model)
-            return f"{len(read):,} entries"
-        if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
-            raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
-        with closing(open_store(target, origin.model, origin.size)) as store:
-            other = DataError(f"{target} has entries that are not of {source}; choose an empty target")
-            count = there = last = 0
-            for entries in _batches(origin):
-                held = store.read(last, len(entries))
-                if any(map(_differ, held, entries)):
-                    raise other
-                store.write(entries[len(held) :])
-                there, count, last = there + len(held), count + len(entries), entries[-1].id
-            if store.entries(last, 1) or len(store) != count:
+            raise DataError(f"{place} has the classes of a model; expected a gallery of images")
+        yield origin
+
+
+def copy_entries(origin: Any, source: str, target: str) -> str:
+    """Copy the entries of `origin` as `copy_gallery`; source: its name in messages."""
+    if is_folder(target):
+        read = [one for part in batches(origin) for one in part]
+        kinds = {one.mapped for one in read}
+        if len(kinds) > 1:
+            raise DataError(f"{source} has mapped and other entries, and a folder one kind; choose a store")
+        vectors = np.array([one.vector for one in read], np.float32).reshape(-1, origin.size)
+        how: Any = {"model": origin.model, "mapped": "".join(kinds)}
+        write_gallery(target, vectors, [one.name for one in read], **how)
+        return f"{len(read):,} entries"
+    if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
+        raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
+    with closing(open_store(target, origin.model, origin.size)) as store:
+        other = DataError(f"{target} has entries that are not of {source}; choose an empty target")
+        count = there = last = 0
+        for entries in batches(origin):
+            held = store.read(last, len(entries))
+            if any(map(_differ, held, entries)):
                 raise other
-            text = f"{count:,} entries, of which {there:,} were there"
-            if not isinstance(store, Store) and store.build_index():
-                text += f"; {store.measure_recall():.2%} of the 10 nearest entries are found"
-            return text
+            store.write(entries[len(held) :])
+            there, count, last = there + len(held), count + len(entries), entries[-1].id
+        if store.entries(last, 1) or len(store) != count:
+            raise other
+        text = f"{count:,} entries, of which {there:,} were there"
+        if not isinstance(store, Store) and store.build_index():
+            text += f"; {store.measure_recall():.2%} of the 10 nearest entries are found"
+        return text
 
 
 def _differ(one: New, other: New) -> bool:
-    return (one.id, one.name, one.vector.tobytes()) != (other.id, other.name, other.vector.tobytes())
+    are_near = np.allclose(one.vector, other.vector, 0, 1e-5)  # mapped ones have rounding errors
+    return (one.id, one.name, one.mapped) != (other.id, other.name, other.mapped) or not are_near
 
 
-def _batches(origin: Any) -> Iterator[list[Any]]:
+def batches(origin: Any) -> Iterator[list[Any]]:
+    """Yield all entries in order."""
     last = 0
     while entries := origin.read(last, _BATCH):
         yield entries

@@ -25,7 +25,8 @@ except ImportError as error:
     raise OptionError(f"PostgreSQL needs a package ({error}): pip install 'plsc[postgres]'") from error
 
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
-_COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8", "enrolled": "timestamptz"}
+_COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8"}
+_COLUMNS |= {"enrolled": "timestamptz", "mapped": "text"}
 _OLDEST = (0, 8)  # of pgvector: has iterative scans, so that deleted entries do not hide others
 _LEAST_EF, _MOST_EF = 100, 1000  # of hnsw.ef_search: 52, for k = 10, finds less; a scan for more iterates
 _SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries per query, rows read at a time
@@ -94,7 +95,8 @@ class PostgresStore:
             with cursor.copy(command) as copy:
                 copy.set_types(list(_COLUMNS.values()))
                 for one, number, (_, now) in zip(news, ids, free, strict=True):
-                    copy.write_row([one.name, one.vector, one.thumbnail, number, one.enrolled or now])
+                    when = one.enrolled or now
+                    copy.write_row([one.name, one.vector, one.thumbnail, number, when, one.mapped])
             if ids and ids[-1] > free[-1][0]:
                 cursor.execute(f"SELECT setval({self._ids}, %s)", [ids[-1]])
             if builds:
@@ -197,7 +199,8 @@ class PostgresStore:
                 name text NOT NULL,
                 vector vector({size}) NOT NULL,
                 thumbnail bytea NOT NULL,
-                enrolled timestamptz NOT NULL
+                enrolled timestamptz NOT NULL,
+                mapped text NOT NULL DEFAULT ''
             );
             ALTER TABLE {self._table} ALTER vector SET STORAGE MAIN, ALTER thumbnail SET STORAGE EXTERNAL;
             COMMENT ON TABLE {self._table} IS {psycopg.sql.quote(_ABOUT + model)}""")

@@ -41,6 +41,7 @@ class New:
     """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file, or b"".
 
     id, enrolled: id, larger than all in the store, and time of enrolment, UTC, of an entry that is copied.
+    mapped: how the vector was mapped from another network (JSON, `plsc.gallery.anchors`); '' if it was not.
     """
 
     name: str
@@ -48,6 +49,7 @@ class New:
     thumbnail: bytes
     id: int | None = None
     enrolled: datetime | None = None
+    mapped: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,11 @@ class Store:
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id is larger than `after`."""
         time = "datetime(enrolled) || '+00:00'"  # NULL for an invalid one
-        columns = f"CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, {time}"
-        rows = self._read(columns, "WHERE id > ? ORDER BY id LIMIT ?", after, count)
+        columns = "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, CAST(model AS TEXT)"
+        rows = self._read(f"{columns}, {time}", "WHERE id > ? ORDER BY id LIMIT ?", after, count)
         return [
-            New(n, np.frombuffer(v, "<f4"), t, i, e and datetime.fromisoformat(e)) for n, v, t, i, e in rows
+            New(n, np.frombuffer(v, "<f4"), t, i, e and datetime.fromisoformat(e), model.partition(" ")[2])
+            for n, v, t, i, model, e in rows
         ]
 
     def close(self) -> None:
@@ -195,13 +198,13 @@ class Store:
             query = "SELECT CAST(model AS TEXT), length(CAST(vector AS BLOB)) / 4 FROM entries LIMIT 1"
             if (first := self._database.execute(query).fetchone()) is None:
                 raise DataError(f"{self.path} has no entries")
-            self.model, self.size = first
+            self.model, self.size = first[0].partition(" ")[0], first[1]
         columns = "id, CAST(name AS TEXT), CAST(vector AS BLOB), CAST(model AS TEXT)"
         rows = self._database.execute(f"SELECT {columns} FROM entries ORDER BY id")
         self._entries: list[tuple[int, str]] = []  # id and name
         self._vectors = np.empty((64, self.size), np.float32)
         for number, name, vector, model in rows:
-            if model != self.model:
+            if model.partition(" ")[0] != self.model:
                 raise CheckpointError(
                     f"{self.path} has entries of another network (weights {model:.16}, not "
                     f"{self.model:.16}); serve that network, or choose another store"
@@ -224,10 +227,11 @@ class Store:
 
     def _insert(self, new: New) -> int:
         time = new.enrolled and f"{new.enrolled:%Y-%m-%d %H:%M:%S}"
+        model = f"{self.model} {new.mapped}" if new.mapped else self.model
         cursor = self._database.execute(
             "INSERT INTO entries (name, vector, thumbnail, model, id, enrolled) "
             "VALUES (?, ?, ?, ?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
-            (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, self.model, new.id, time),
+            (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, model, new.id, time),
         )
         assert cursor.lastrowid is not None
         return cursor.lastrowid

@@ -277,7 +277,7 @@ def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
         filled(source, tmp_path, server),
         database if target == "postgres" else f"{tmp_path}/t.sqlite",
     )
-    read = plsc.gallery.places._batches
+    read = plsc.gallery.places.batches
 
     def interrupted(origin):
         batches = read(origin)
@@ -286,7 +286,7 @@ def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(plsc.gallery.places, "_batches", interrupted)
+        patch.setattr(plsc.gallery.places, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
             copy_gallery(start, end)
     assert main(["gallery", "copy", start, end]) == 0

@@ -1,0 +1,189 @@
+"""Map embeddings of one network to those of another, without their images.
+
+The map W [D_old, D_new] is fitted on pairs of unit vectors: the embeddings of an image by both networks, or
+the class weights of a class in both. Candidates are the rotation (orthogonal Procrustes, Schönemann 1966) and
+ridge regressions, all computed from X'X and X'Y, which one pass over the pairs sums up. Pairs kept aside
+choose one of them, and others measure its error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plsc.errors import DataError
+
+IMAGES = "pass the embeddings of the same images by both networks (--anchors-from, --anchors-to)"
+_ROWS = 8192  # pairs read at a time
+_ASIDE, _MOST_ASIDE = 4, 10_000  # a quarter of the pairs of each kind, half of them to choose
+_LEAST, _LEAST_OF_BOUND, _LEVEL = 80, 200, 0.95  # pairs of a map; images of a bound, and its level
+_PENALTIES = 10.0 ** np.arange(-4, 2)  # of ridge regressions, relative to the mean eigenvalue of X'X
+_MATCHING = 0.9  # share of pairs that are nearer to each other than to another pair
+_Rows = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of embeddings [.., D_old] and [.., D_new] of any norm: row rows[0][i] belongs to row rows[1][i].
+
+    old, new: arrays, or what reads rows when it is indexed.
+    """
+
+    old: Any
+    new: Any
+    rows: _Rows
+
+    def __len__(self) -> int:
+        return len(self.rows[0])
+
+
+@dataclass(frozen=True)
+class EmbeddingMap:
+    """A map from old to new embeddings.
+
+    Attributes:
+        matrix: float32 [D_old, D_new].
+        expected: float32 [D_old, D_new]: the mean of the new embeddings, given the old one.
+        line: offset and slope: the expected cosine, given the norm of that mean.
+        about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on; `cosine`, the
+            mean between mapped and real embeddings, measured on pairs kept aside; `bound`, which the cosine
+            of 95 % of images reaches, or None: fewer than 200 images.
+    """
+
+    matrix: np.ndarray
+    expected: np.ndarray
+    line: tuple[float, float]
+    about: Mapping[str, Any]
+
+    def apply(self, old: np.ndarray) -> np.ndarray:
+        """Return unit vectors, float32 [n, D_new], for unit vectors [n, D_old]; a zero vector is kept."""
+        return _unit(old @ self.matrix)
+
+    def errors(self, old: np.ndarray) -> np.ndarray:
+        """Return the expected error of each mapped vector: 1 - its cosine with the real embedding, [n].
+
+        Where old embeddings leave open what the new one is, the mean of the possible ones is short: its norm
+        is the expected cosine with a unit vector. Pairs kept aside calibrate it.
+        """
+        return 1 - np.clip(np.polyval(self.line, np.linalg.norm(old @ self.expected, axis=1)), -1, 1)
+
+
+def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
+    """Fit a map on class weights, on embeddings of images, or on both, whichever is best.
+
+    Its error is measured on images if there are at least 80.
+
+    Raises:
+        DataError: there are too few pairs, they do not belong together, or one is not finite.
+    """
+    kinds = {name: pairs for name, pairs in (("classes", classes), ("images", images)) if pairs is not None}
+    size = max((pairs.old.shape[1] for pairs in kinds.values()), default=0)
+    if sum(map(len, kinds.values())) < (needed := max(_LEAST, 3 * size // 2)):
+        counts = " and ".join(f"{len(pairs):,} {name}" for name, pairs in kinds.items())
+        raise DataError(
+            f"both networks have {counts} in common, but a map needs {needed:,} of them; {IMAGES}"
+        )
+    sums = {name: _summed(pairs) for name, pairs in kinds.items() if len(pairs)}
+    _, _, old, new = sums["images" if images is not None and len(images) >= _LEAST else "classes"]
+    choosing, measuring = (old[::2], new[::2]), (old[1::2], new[1::2])
+    fitted: dict[tuple[tuple[str, ...], str], np.ndarray] = {}
+    for names in itertools.chain(*(itertools.combinations(sums, n + 1) for n in range(len(sums)))):
+        squares, products = (np.sum([sums[name][i] for name in names], axis=0) for i in (0, 1))
+        fitted |= {(names, method): matrix for method, matrix in _candidates(squares, products)}
+    scores = {key: float(_cosines(matrix, *choosing).mean()) for key, matrix in fitted.items()}
+    names, method = best = max(scores, key=lambda key: scores[key])
+    ridge = max((key for key in scores if key[1].startswith("ridge")), key=lambda key: scores[key])
+    cosines = np.sort(_measured(fitted[best], *measuring))
+    # The quantile of split conformal prediction (Vovk et al. 2005).
+    lowest = cosines[max(0, math.floor((len(cosines) + 1) * (1 - _LEVEL) + 1e-9) - 1)]
+    has_bound = images is not None and len(images) >= _LEAST_OF_BOUND
+    about = {
+        "method": method,
+        **{name: len(kinds[name]) if name in names else 0 for name in ("classes", "images")},
+        "cosine": round(float(cosines.mean()), 4),
+        "bound": round(float(lowest), 4) if has_bound else None,
+    }
+    norms = np.linalg.norm(choosing[0] @ fitted[ridge], axis=1)
+    slope, offset = np.polyfit(norms, _cosines(fitted[best], *choosing), 1)
+    matrix, expected = (fitted[key].astype(np.float32) for key in (best, ridge))
+    return EmbeddingMap(matrix, expected, (slope, offset), about)
+
+
+def rotation(products: np.ndarray) -> np.ndarray:
+    """Return the W with orthonormal rows or columns for which the sum of |xW - y|^2 is least, [D_old, D_new].
+
+    products: X'Y, [D_old, D_new].
+    """
+    u, _, vt = np.linalg.svd(products, full_matrices=False)
+    return u @ vt
+
+
+def ridges(squares: np.ndarray, products: np.ndarray, penalties: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield, per penalty p, the W for which the sum of |xW - y|^2 and p |W|^2 is least, [D_old, D_new].
+
+    squares: X'X, [D_old, D_old]. products: X'Y, [D_old, D_new].
+    """
+    values, vectors = np.linalg.eigh(squares)
+    rotated = vectors.T @ products
+    for penalty in penalties:
+        yield vectors @ (rotated / (np.maximum(values, 0) + penalty)[:, None])
+
+
+def _candidates(squares: np.ndarray, products: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name and matrix of each map that may be chosen."""
+    if products.shape[0] == products.shape[1]:
+        yield "identity", np.eye(len(products))  # the new network was trained from the old one
+    yield "rotation", rotation(products)
+    penalties = _PENALTIES * np.trace(squares) / len(squares)
+    yield from zip(
+        (f"ridge {one:g}" for one in _PENALTIES), ridges(squares, products, penalties), strict=True
+    )
+
+
+def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Read the pairs once; return X'X and X'Y, and old and new of the pairs kept aside."""
+    count, rng = min(len(pairs) // _ASIDE, _MOST_ASIDE), np.random.default_rng(0)
+    is_kept = np.zeros(len(pairs), bool)
+    is_kept[rng.choice(len(pairs), count, replace=False)] = True
+    size = pairs.old.shape[1]
+    squares, products, kept = np.zeros((size, size)), np.zeros((size, pairs.new.shape[1])), []
+    for low in range(0, len(pairs), _ROWS):
+        part = slice(low, low + _ROWS)
+        old, new = (
+            _unit(np.asarray(one[rows[part]], np.float64))
+            for one, rows in zip((pairs.old, pairs.new), pairs.rows, strict=True)
+        )
+        if not (np.isfinite(old).all() and np.isfinite(new).all()):
+            raise DataError(f"one of the pairs {low:,}..{low + len(old) - 1:,} is not finite; remove it")
+        kept.append((old[is_kept[part]].astype(np.float32), new[is_kept[part]].astype(np.float32)))
+        old, new = old[~is_kept[part]], new[~is_kept[part]]
+        squares += old.T @ old
+        products += old.T @ new
+    aside_old, aside_new = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    return squares, products, aside_old, aside_new
+
+
+def _cosines(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    return (_unit(old @ matrix) * new).sum(axis=1)
+
+
+def _measured(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return the cosines of pairs. Raises DataError unless nearly all are nearer than to another pair."""
+    own, other = _cosines(matrix, old, new), _cosines(matrix, old, np.roll(new, len(new) // 2, axis=0))
+    if (share := float((own > other).mean())) < _MATCHING:
+        raise DataError(
+            f"of the pairs kept aside, only {share:.0%} are nearer to each other than to another pair (half "
+            "would be by chance): the classes were renamed or numbered otherwise, the images differ, or the "
+            f"networks have too little in common; {IMAGES}"
+        )
+    return own
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.where(norms, norms, 1)
