@@ -22,6 +22,7 @@ IMAGES = "pass the embeddings of the same images by both networks (--anchors-fro
 _ROWS = 8192  # pairs read at a time
 _ASIDE, _MOST_ASIDE = 4, 10_000  # a quarter of the pairs of each kind, half of them to choose
 _LEAST, _LEAST_OF_BOUND, _LEVEL = 80, 200, 0.95  # pairs of a map; images of a bound, and its level
+_MOST_OTHERS = 2000  # pairs whose cosines with each other are measured
 _PENALTIES = 10.0 ** np.arange(-4, 2)  # of ridge regressions, relative to the mean eigenvalue of X'X
 _MATCHING = 0.9  # share of pairs that are nearer to each other than to another pair
 _Rows = tuple[np.ndarray, np.ndarray]
@@ -49,15 +50,16 @@ class EmbeddingMap:
     Attributes:
         matrix: float32 [D_old, D_new].
         expected: float32 [D_old, D_new]: the mean of the new embeddings, given the old one.
-        line: offset and slope: the expected cosine, given the norm of that mean.
+        calibration: slope and offset: the expected cosine, given the norm of that mean.
         about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on; `cosine`, the
             mean between mapped and real embeddings, measured on pairs kept aside; `bound`, which the cosine
-            of 95 % of images reaches, or None: fewer than 200 images.
+            of 95 % of images reaches, or None: fewer than 200 images; `slope` and `offset`: a mapped
+            embedding reaches slope * t + offset with a stranger as often as a real one reaches t.
     """
 
     matrix: np.ndarray
     expected: np.ndarray
-    line: tuple[float, float]
+    calibration: tuple[float, float]
     about: Mapping[str, Any]
 
     def apply(self, old: np.ndarray) -> np.ndarray:
@@ -70,7 +72,7 @@ class EmbeddingMap:
         Where old embeddings leave open what the new one is, the mean of the possible ones is short: its norm
         is the expected cosine with a unit vector. Pairs kept aside calibrate it.
         """
-        return 1 - np.clip(np.polyval(self.line, np.linalg.norm(old @ self.expected, axis=1)), -1, 1)
+        return 1 - np.clip(np.polyval(self.calibration, np.linalg.norm(old @ self.expected, axis=1)), -1, 1)
 
 
 def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
@@ -109,9 +111,11 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
         "bound": round(float(lowest), 4) if has_bound else None,
     }
     norms = np.linalg.norm(choosing[0] @ fitted[ridge], axis=1)
-    slope, offset = np.polyfit(norms, _cosines(fitted[best], *choosing), 1)
+    calibration = np.polyfit(norms, _cosines(fitted[best], *choosing), 1)
+    strangers = next(iter(sums.values()))  # classes if there are some: images may be of the same person
+    about["slope"], about["offset"] = _stranger_line(fitted[best], *(one[1::2] for one in strangers[2:]))
     matrix, expected = (fitted[key].astype(np.float32) for key in (best, ridge))
-    return EmbeddingMap(matrix, expected, (slope, offset), about)
+    return EmbeddingMap(matrix, expected, tuple(calibration), about)
 
 
 def rotation(products: np.ndarray) -> np.ndarray:
@@ -170,6 +174,18 @@ def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 
 def _cosines(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return (_unit(old @ matrix) * new).sum(axis=1)
+
+
+def _stranger_line(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> list[float]:
+    """Return slope and offset from quantiles of cosines between real embeddings to those with mapped ones.
+
+    Quantiles from 0.7 to the one that 10 cosines exceed.
+    """
+    old, new = _unit(old[:_MOST_OTHERS] @ matrix), new[:_MOST_OTHERS]
+    are_others = ~np.eye(len(new), dtype=bool)
+    levels = 1 - np.geomspace(0.3, 10 / are_others.sum(), 8)
+    real, mapped = (np.quantile((new @ rows.T)[are_others], levels) for rows in (new, old))
+    return [round(float(one), 4) for one in np.polyfit(real, mapped, 1)]
 
 
 def _measured(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
