@@ -39,6 +39,7 @@ class Gallery:
     Attributes:
         names: the name of each entry, or None.
         model: fingerprint of the network; '' if the gallery is only in memory.
+        mapped: as of `New`.
         about: the contents of gallery.json; empty if the gallery is only in memory.
     """
 
@@ -47,6 +48,7 @@ class Gallery:
         self.names = names
         self.about = about
         self.model = str(about.get("model", ""))
+        self.mapped = str(about.get("mapped", ""))
         self._centers = int(about.get("centers", 1))
 
     def __len__(self) -> int:
@@ -101,14 +103,14 @@ class Gallery:
         """Return what `search` finds, with names; an id is the number of the entry."""
         pairs = zip(*self.search(queries, k), strict=True)
         found = [zip(scores.tolist(), numbers.tolist(), strict=True) for scores, numbers in pairs]
-        return [[Found(score, number, self.name(number)) for score, number in row] for row in found]
+        return [[Found(one, number, self.name(number), self.mapped) for one, number in row] for row in found]
 
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id, their number plus 1, is larger than `after`."""
         last = min(after + count, len(self))
         vectors = self._vectors.decode(slice(after, last), np.float32)
-        mapped = str(self.about.get("mapped", ""))
-        return [New(self.name(i), vectors[i - after], b"", i + 1, None, mapped) for i in range(after, last)]
+        rows = range(after, last)
+        return [New(self.name(i), vectors[i - after], b"", i + 1, None, self.mapped) for i in rows]
 
     def parts(self) -> Iterator[np.ndarray]:
         """Yield all vectors in order, float32 [n, D] at a time."""

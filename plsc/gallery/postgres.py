@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import CheckpointError, OptionError, shown
-from plsc.gallery.store import Found, New, StoreError, rank
+from plsc.gallery.store import Change, Found, New, Replacement, StoreError, rank
 
 try:
     import psycopg
@@ -81,13 +81,21 @@ class PostgresStore:
         """Return the number of entries, without a query; changes by other servers count a minute later."""
         return self._count
 
-    def write(self, changes: Sequence[New | int], builds: bool = False) -> list[int | bool | Exception]:
-        """Enrol and delete entries in one transaction, as `Store.write`; builds: it also builds the index."""
+    def write(self, changes: Sequence[Change], builds: bool = False) -> list[int | bool | Exception]:
+        """Change entries in one transaction, as `Store.write`; builds: it also builds the index."""
         news = [one for one in changes if isinstance(one, New)]
         gone = [one for one in changes if isinstance(one, int)]
         with self._connected() as connection, connection.transaction(), connection.cursor() as cursor:
             cursor.execute(f"DELETE FROM {self._table} WHERE id = ANY(%s) RETURNING id", [gone])
             deleted = {number for (number,) in cursor}
+            changed = set()
+            for one in changes:
+                if isinstance(one, Replacement):
+                    command = (
+                        f"UPDATE {self._table} SET vector = %s, thumbnail = %s, mapped = '' WHERE id = %s"
+                    )
+                    cursor.execute(command, [one.vector, one.thumbnail, one.id])
+                    changed |= {one.id} if cursor.rowcount else set()
             cursor.execute(f"SELECT nextval({self._ids}), now() FROM generate_series(1, %s)", [len(news)])
             free = cursor.fetchall()
             ids = [one.id or number for one, (number, _) in zip(news, free, strict=True)]
@@ -104,6 +112,9 @@ class PostgresStore:
         self._count += len(news) - len(deleted)
         numbers, results = iter(ids), list[int | bool | Exception]()
         for change in changes:
+            if isinstance(change, Replacement):
+                results.append(change.id in changed)
+                continue
             results.append(change in deleted if isinstance(change, int) else next(numbers))
             deleted -= {change} if isinstance(change, int) else set()  # given twice, it is deleted once
         return results
@@ -121,7 +132,7 @@ class PostgresStore:
         count, half = 4 * k + 12, f"halfvec({self.size})"
         setting = f"SET hnsw.ef_search = {min(max(count, _LEAST_EF), _MOST_EF)}"
         order = f"(vector::{half}) <#> %b::vector::{half}"
-        query = f"SELECT vector, id, name FROM {self._table} ORDER BY {order} LIMIT {count}"
+        query = f"SELECT vector, id, name, mapped FROM {self._table} ORDER BY {order} LIMIT {count}"
         with self._connected() as connection:
             with connection.pipeline():
                 connection.execute(setting)
@@ -152,10 +163,10 @@ class PostgresStore:
         rows = self._read("thumbnail", "WHERE id = %s", number)
         return rows[0][0] if rows else None
 
-    def entries(self, after: int, count: int) -> list[tuple[int, str, str]]:
-        """Return (id, name, time of enrolment) of the first entries whose id is larger than `after`."""
+    def entries(self, after: int, count: int) -> list[tuple[int, str, str, bool]]:
+        """As `Store.entries`."""
         self._counted = float("-inf")  # whoever lists entries wants their present number, too
-        columns = "id, name, to_char(enrolled, 'YYYY-MM-DD HH24:MI:SS')"
+        columns = "id, name, to_char(enrolled, 'YYYY-MM-DD HH24:MI:SS'), mapped <> ''"
         return self._read(columns, "WHERE id > %s ORDER BY id LIMIT %s", after, count)
 
     def read(self, after: int, count: int) -> list[New]:
@@ -188,6 +199,9 @@ class PostgresStore:
         if size not in (0, self.size):
             raise CheckpointError(f"{self.path} has vectors of {self.size} values; the model has {size}")
         if model in known:
+            query = "SELECT 1 FROM pg_attribute WHERE attrelid = %s::regclass AND attname = 'mapped'"
+            if not connection.execute(query, [self._table]).fetchall():  # of plsc before 2026-11-26
+                connection.execute(f"ALTER TABLE {self._table} ADD mapped text NOT NULL DEFAULT ''")
             return
         if known:
             text = f"{self.path} has no entries of this network; those of others ({others}) are not searched"

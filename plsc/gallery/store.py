@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import sqlite3
+import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -53,23 +57,57 @@ class New:
 
 
 @dataclass(frozen=True)
+class Replacement:
+    """The embedding and picture of another image for an entry, as of `New`."""
+
+    id: int
+    vector: np.ndarray
+    thumbnail: bytes
+
+
+Change: TypeAlias = "New | Replacement | int"  # an int: the id of an entry to delete
+
+
+@dataclass(frozen=True)
 class Found:
-    """An entry near a query."""
+    """An entry near a query; `mapped` as of `New`."""
 
     similarity: float
     id: int
     name: str
+    mapped: str = ""
+
+    @property
+    def comparable(self) -> float:
+        """The similarity that strangers reach with real embeddings as often as `similarity` with this one.
+
+        Thresholds and the order of entries apply to it. Raises DataError if the record is damaged.
+        """
+        slope, offset = _stranger_line(self.mapped) if self.mapped else (1, 0)
+        return (self.similarity - offset) / slope
 
 
-def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str]], k: int) -> list[Found]:
+@functools.lru_cache(256)
+def _stranger_line(mapped: str) -> tuple[float, float]:
+    try:
+        about = json.loads(mapped)
+        slope, offset = float(about["slope"]), float(about["offset"])
+        if not (slope > 0 and np.isfinite([slope, offset]).all()):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError("the record of a mapped entry is damaged; upgrade the old gallery again") from error
+    return slope, offset
+
+
+def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str, str]], k: int) -> list[Found]:
     """Return the k entries nearest to a query, float32 [D], and of equal ones those with the lower ids.
 
-    vectors: float32 [n, D]. entries: their ids and names. A sum per row in float64: the result does not
-    depend on the position of the row.
+    vectors: float32 [n, D]. entries: id, name and `New.mapped` of each. A sum per row in float64: the result
+    does not depend on the position of the row.
     """
     exact = (vectors * query.astype(np.float64)).sum(axis=1)
-    order = np.lexsort(([number for number, _ in entries], -exact))[:k]
-    return [Found(float(exact[i]), *entries[i]) for i in order]
+    found = [Found(one, *entry) for one, entry in zip(exact.tolist(), entries, strict=True)]
+    return sorted(found, key=lambda one: (-one.comparable, one.id))[:k]
 
 
 class Store:
@@ -107,11 +145,11 @@ class Store:
         """Return the number of entries."""
         return len(self._entries)
 
-    def write(self, changes: Sequence[New | int]) -> list[int | bool | Exception]:
-        """Enrol entries, and delete those whose id is given, in one transaction.
+    def write(self, changes: Sequence[Change]) -> list[int | bool | Exception]:
+        """Enrol, replace and delete entries in one transaction.
 
-        Returns, per change, the id of the new entry; whether the entry to delete existed; or a DataError if
-        there are too many entries.
+        Returns, per change, the id of the new entry; whether the entry to replace or delete existed; or a
+        DataError if there are too many entries.
         """
         results: list[int | bool | Exception] = []
         with self._lock:
@@ -121,6 +159,10 @@ class Store:
                     if isinstance(change, int):
                         cursor = self._database.execute("DELETE FROM entries WHERE id = ?", (change,))
                         results.append(cursor.rowcount > 0)
+                    elif isinstance(change, Replacement):
+                        values = _stored(change.vector), change.thumbnail, self.model, change.id
+                        command = "UPDATE entries SET vector = ?, thumbnail = ?, model = ? WHERE id = ?"
+                        results.append(self._database.execute(command, values).rowcount > 0)
                     elif room < 1:
                         results.append(DataError(f"the store has {MOST_ENTRIES} entries; delete some first"))
                     else:
@@ -148,9 +190,9 @@ class Store:
         rows = self._read("CAST(thumbnail AS BLOB)", "WHERE id = ?", number)
         return rows[0][0] if rows else None
 
-    def entries(self, after: int, count: int) -> list[tuple[int, str, str]]:
-        """Return (id, name, time of enrolment) of the first entries whose id is larger than `after`."""
-        columns = "id, CAST(name AS TEXT), CAST(enrolled AS TEXT)"
+    def entries(self, after: int, count: int) -> list[tuple[int, str, str, bool]]:
+        """Return id, name, time of enrolment and whether it is mapped of the first entries after an id."""
+        columns = "id, CAST(name AS TEXT), CAST(enrolled AS TEXT), instr(model, ' ') > 0"
         return self._read(columns, "WHERE id > ? ORDER BY id LIMIT ?", after, count)
 
     def read(self, after: int, count: int) -> list[New]:
@@ -201,10 +243,11 @@ class Store:
             self.model, self.size = first[0].partition(" ")[0], first[1]
         columns = "id, CAST(name AS TEXT), CAST(vector AS BLOB), CAST(model AS TEXT)"
         rows = self._database.execute(f"SELECT {columns} FROM entries ORDER BY id")
-        self._entries: list[tuple[int, str]] = []  # id and name
+        self._entries: list[tuple[int, str, str]] = []  # id, name and `New.mapped`
         self._vectors = np.empty((64, self.size), np.float32)
         for number, name, vector, model in rows:
-            if model.partition(" ")[0] != self.model:
+            network, _, mapped = model.partition(" ")
+            if network != self.model:
                 raise CheckpointError(
                     f"{self.path} has entries of another network (weights {model:.16}, not "
                     f"{self.model:.16}); serve that network, or choose another store"
@@ -213,17 +256,17 @@ class Store:
                 raise CheckpointError(
                     f"{self.path} has vectors of {len(vector) // 4} values; the model has {self.size}"
                 )
-            self._append(number, name, np.frombuffer(vector, "<f4"))
+            self._append(number, name, sys.intern(mapped), np.frombuffer(vector, "<f4"))
         wrong = np.flatnonzero(~are_normalised(self._vectors[: len(self)]))
         if len(wrong):
             name = f"the vector of entry {self._entries[wrong[0]][0]}"
             raise DataError(f"{self.path}: {name} does not have norm 1; choose another store")
 
-    def _append(self, number: int, name: str, vector: np.ndarray) -> None:
+    def _append(self, number: int, name: str, mapped: str, vector: np.ndarray) -> None:
         if len(self) == len(self._vectors):
             self._vectors = np.concatenate([self._vectors, np.empty_like(self._vectors)])
         self._vectors[len(self)] = vector
-        self._entries.append((number, name))
+        self._entries.append((number, name, mapped))
 
     def _insert(self, new: New) -> int:
         time = new.enrolled and f"{new.enrolled:%Y-%m-%d %H:%M:%S}"
@@ -231,19 +274,25 @@ class Store:
         cursor = self._database.execute(
             "INSERT INTO entries (name, vector, thumbnail, model, id, enrolled) "
             "VALUES (?, ?, ?, ?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
-            (new.name, new.vector.astype("<f4").tobytes(), new.thumbnail, model, new.id, time),
+            (new.name, _stored(new.vector), new.thumbnail, model, new.id, time),
         )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
 
-    def _change_index(self, changes: Sequence[New | int], results: Sequence[int | bool | Exception]) -> None:
+    def _change_index(self, changes: Sequence[Change], results: Sequence[int | bool | Exception]) -> None:
         """Apply a committed transaction to the index."""
-        deleted = {change for change, done in zip(changes, results, strict=True) if done is True}
+        deleted = set()
         for change, result in zip(changes, results, strict=True):
             if isinstance(change, New) and isinstance(result, int):
-                self._append(result, change.name, change.vector)
+                self._append(result, change.name, change.mapped, change.vector)
+            elif isinstance(change, Replacement) and result is True:
+                row = bisect_left(self._entries, (change.id,))
+                self._entries[row] = (*self._entries[row][:2], "")
+                self._vectors[row] = change.vector
+            elif result is True:
+                deleted.add(change)
         if deleted:
-            kept = [row for row, (number, _) in enumerate(self._entries) if number not in deleted]
+            kept = [row for row, (number, *_) in enumerate(self._entries) if number not in deleted]
             self._vectors = np.concatenate([self._vectors[kept], np.empty((64, self.size), np.float32)])
             self._entries = [self._entries[row] for row in kept]
 
@@ -266,3 +315,7 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             what = "is used by another server" if "locked" in str(error) else f"cannot be used ({error})"
             raise StoreError(f"{self.path} {what}; choose another store") from error
+
+
+def _stored(vector: np.ndarray) -> bytes:
+    return vector.astype("<f4").tobytes()

@@ -126,9 +126,10 @@ def _add_images(app: FastAPI, service: Service) -> None:
         verdict = _Verdict(service, far, of_search=True)
         images, _ = await _read(request, 1)
         found = await service.search(await service.embed(images[0]), k)
-        is_known = verdict.accepts(found[0]["similarity"] if found else -math.inf)
+        nearest = found[0]["comparable"] if found else -math.inf
+        is_known = verdict.accepts(nearest)
         name = None if is_known is None else found[0]["name"] if is_known else "unknown"
-        strangers = service.strangers(found[0]["similarity"]) if found else None
+        strangers = service.strangers(nearest) if found else None
         return JSONResponse(
             {"name": name, "known": is_known, **verdict.about, "strangers": strangers, "results": found}
         )
@@ -148,8 +149,18 @@ def _add_entries(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=_LISTED)] = _LISTED,
     ) -> Response:
         rows = service.store.entries(after, limit)
-        listed = [{"id": number, "name": name, "enrolled": time} for number, name, time in rows]
+        fields = ("id", "name", "enrolled", "mapped")
+        listed = [dict(zip(fields, (*row[:3], bool(row[3])), strict=True)) for row in rows]
         return JSONResponse({"entries": listed, "count": len(service.store)})
+
+    @app.post(
+        "/entries/{number}/image", summary="Replace the image of an enrolled entry", openapi_extra=_body(1)
+    )
+    async def replace(request: Request, number: int) -> Response:
+        images, _ = await _read(request, 1)
+        if not 0 < number <= _LARGEST_ID or not await service.replace(number, images[0]):
+            return _missing(f"there is no entry {number}")
+        return JSONResponse({"id": number})
 
     @app.delete("/entries/{number}", summary="Delete an enrolled entry")
     async def delete(number: int) -> Response:

@@ -66,6 +66,10 @@ class Client:
         """Enrol an image under a name, and return the id of the entry; it is on disk then."""
         return int(self._json("POST", _query("/entries", name=name), _content(image))["id"])
 
+    def replace(self, number: int, image: Image) -> None:
+        """Replace the image of an enrolled entry: a mapped one becomes a real one."""
+        self._request("POST", f"/entries/{int(number)}/image", _content(image))
+
     def delete(self, number: int) -> None:
         """Delete an enrolled entry by its id."""
         self._request("DELETE", f"/entries/{int(number)}")

@@ -23,7 +23,7 @@ from plsc.export import ServedModel, open_model
 from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
 from plsc.gallery.places import open_store
-from plsc.gallery.store import New, Store
+from plsc.gallery.store import Change, Found, New, Replacement, Store
 from plsc.parallel.machine import usable_cores
 from plsc.serve.batching import Batcher, Busy
 from plsc.serve.options import ServeOptions
@@ -55,7 +55,7 @@ class Service:
         self._searches: Batcher[tuple[np.ndarray, int], list[dict[str, Any]]] = Batcher(
             self._search, largest, queue, timeout
         )
-        self._writes: Batcher[New | int, int | bool] = Batcher(self.store.write, largest, queue, timeout)
+        self._writes: Batcher[Change, int | bool] = Batcher(self.store.write, largest, queue, timeout)
         self._decoder = ThreadPoolExecutor(2)  # few large images at a time bound the memory
         self._decoding = 0
         self._threshold: tuple[int, float] | None = None  # of so many entries
@@ -124,6 +124,12 @@ class Service:
         number = int(await self._writes.submit(New(name, embedding, _as_jpeg(pixels))))
         self._warn()
         return number
+
+    async def replace(self, number: int, data: bytes) -> bool:
+        """Replace embedding and picture of an enrolled entry; return whether it exists."""
+        pixels = await self._pixels(data)
+        embedding = await self.embeddings.submit(pixels)
+        return bool(await self._writes.submit(Replacement(number, embedding, _as_jpeg(pixels))))
 
     async def delete(self, number: int) -> bool:
         """Delete an enrolled entry; return whether it existed."""
@@ -199,21 +205,25 @@ class Service:
     def _search(self, items: list[tuple[np.ndarray, int]]) -> list[list[dict[str, Any]]]:
         queries, k = np.stack([query for query, _ in items]), max(k for _, k in items)
         near = [
-            [{**vars(one), "source": "enrolled", "thumbnail": f"entries/{one.id}/thumbnail"} for one in row]
+            [_described(one, "enrolled", f"entries/{one.id}/thumbnail") for one in row]
             for row in self.store.search(queries, k)
         ]
         if self.gallery is not None:
             for row, found in zip(near, self.gallery.find(queries, k), strict=True):
-                row += [{**vars(one), **self._origin(one.id)} for one in found]
+                row += [_described(one, *self._origin(one.id)) for one in found]
         pairs = zip(near, items, strict=True)
-        return [sorted(row, key=lambda one: -one["similarity"])[:wanted] for row, (_, wanted) in pairs]
+        return [sorted(row, key=lambda one: -one["comparable"])[:wanted] for row, (_, wanted) in pairs]
 
-    def _origin(self, number: int) -> dict[str, Any]:
+    def _origin(self, number: int) -> tuple[str, str | None]:
         """Return the source and the picture of an entry of the gallery."""
         if not self.is_classes:
-            return {"source": "gallery", "thumbnail": None}
-        has_pictures = "thumbnails" in self.model.about
-        return {"source": "class", "thumbnail": f"classes/{number}/thumbnail" if has_pictures else None}
+            return "gallery", None
+        return "class", f"classes/{number}/thumbnail" if "thumbnails" in self.model.about else None
+
+
+def _described(one: Found, source: str, thumbnail: str | None) -> dict[str, Any]:
+    fields = {**vars(one), "comparable": one.comparable, "mapped": bool(one.mapped)}
+    return {**fields, "source": source, "thumbnail": thumbnail}
 
 
 def _as_jpeg(pixels: np.ndarray) -> bytes:

@@ -24,7 +24,7 @@ from plsc.cli import main
 from plsc.errors import DataError
 from plsc.export import open_model
 from plsc.gallery import write_gallery
-from plsc.gallery.store import Store
+from plsc.gallery.store import New, Store
 from tests.images import write_dataset
 from tests.serving import export_model, serving
 from tests.system.small_entry import entry
@@ -139,6 +139,40 @@ def test_what_is_unknown_is_enrolled_found_and_deleted(server):
     assert client.search(noise.getvalue(), k=3) == before
     with pytest.raises(DataError, match=f"there is no entry {number}"):
         client.delete(number)
+
+
+def test_a_mapped_entry_is_compared_by_its_line_and_replaced_by_an_image(folder, images, tmp_path):
+    model = open_model(folder / "model")
+    query = model.embed(model.preprocess(images[0])[None])[0]
+    other = model.embed(model.preprocess(images[5])[None])[0]
+    other -= (other @ query) * query
+    [far, near] = (a * query + np.sqrt(1 - a * a) * other / np.linalg.norm(other) for a in (0.5, 0.6))
+    with contextlib.closing(Store(tmp_path / "s.sqlite", model.fingerprint, len(query))) as store:
+        record = json.dumps({"slope": 0.5, "offset": 0.1})
+        store.write([New("mapped", far, b"", mapped=record), New("real", near, b"")])
+    with serving(folder / "model", tmp_path / "s.sqlite") as server:
+        client = server.client()
+        found = client.search(images[0], k=100)["results"]
+        places = {one["name"]: (place, one) for place, one in enumerate(found)}
+        assert places["mapped"][0] < places["real"][0]  # comparable to 0.8
+        seen = {key: places["mapped"][1][key] for key in ("similarity", "comparable", "mapped", "id")}
+        assert seen == pytest.approx(
+            {"similarity": 0.5, "comparable": 0.8, "mapped": True, "id": 1}, abs=1e-5
+        )
+        assert places["real"][1]["comparable"] == places["real"][1]["similarity"]
+        entries = ask(server, "GET", "/entries")[1]["entries"]
+        assert [one["mapped"] for one in entries] == [True, False]
+        client.replace(1, images[0])
+        assert client.search(images[0])["results"][0]["name"] == "mapped"
+        with pytest.raises(DataError, match="there is no entry 3"):
+            client.replace(3, images[0])
+    with serving(folder / "model", tmp_path / "s.sqlite") as server:
+        [first] = [one for one in server.client().search(images[0])["results"] if one["id"] == 1]
+        assert first["similarity"] == first["comparable"] == pytest.approx(1, abs=1e-5)
+        assert not first["mapped"]
+        now = ask(server, "GET", "/entries")[1]["entries"]
+        assert now == [{**entries[0], "mapped": False}, entries[1]]
+        assert ask(server, "GET", "/entries/1/thumbnail")[1].startswith(b"\xff\xd8")
 
 
 def test_without_thresholds_the_name_is_null_with_and_without_entries(folder, images, tmp_path):

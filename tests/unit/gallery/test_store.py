@@ -140,7 +140,7 @@ def test_columns_of_other_types_are_an_error_message_or_converted(store, tmp_pat
         return
     opened = Store(tmp_path / "s.sqlite", "m1", SIZE)
     rows = opened.entries(0, 9)
-    assert {(type(name), type(time)) for _, name, time in rows} == {(str, str)}
+    assert {(type(name), type(time)) for _, name, time, _ in rows} == {(str, str)}
     assert {type(one.name) for row in opened.search(vectors(1), 3) for one in row} == {str}
     assert len(opened.thumbnail(ids[1])) < 10
     opened.close()
