@@ -42,6 +42,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -129,8 +130,7 @@ class Network:
         if name == "half":
             data = options.folder / "half"
             data.mkdir(exist_ok=True)
-            (data / "images").unlink(missing_ok=True)
-            (data / "images").symlink_to((options.glyphs / "images").resolve())
+            shutil.copytree(options.glyphs / "images", data / "images", dirs_exist_ok=True)
             lines = (options.glyphs / "label.txt").read_text().splitlines(keepends=True)
             kept = [line for line in lines if int(line.split("\t")[1]) < CLASSES // 2]
             (data / "label.txt").write_text("".join(kept))
