@@ -53,8 +53,7 @@ from capacity_data import read_glyphs, unpack
 from torch import nn
 
 from plsc import Entry
-from plsc.gallery.anchors import open_run
-from plsc.gallery.upgrade import EmbeddingMap, Pairs, fit_map
+from plsc.gallery.upgrade import EmbeddingMap, Pairs, fit_map, open_run
 from plsc.models.base_model import BaseModel
 from plsc.models.neck import EmbeddingNeck
 

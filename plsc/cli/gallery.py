@@ -78,7 +78,7 @@ def run_upgrade(
     source: str, target: str, anchors_from: str | None, anchors_to: str | None, **options: Any
 ) -> None:
     """Map a gallery to another network."""
-    from plsc.gallery.anchors import open_run, upgrade_gallery
+    from plsc.gallery.upgrade import open_run, upgrade_gallery
 
     anchors = (anchors_from, anchors_to) if anchors_from and anchors_to else None
     if (anchors_from or anchors_to) and not anchors:

@@ -45,7 +45,7 @@ class New:
     """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file, or b"".
 
     id, enrolled: id, larger than all in the store, and time of enrolment, UTC, of an entry that is copied.
-    mapped: how the vector was mapped from another network (JSON, `plsc.gallery.anchors`); '' if it was not.
+    mapped: how the vector was mapped from another network (JSON, `plsc.gallery.upgrade`); '' if it was not.
     """
 
     name: str
