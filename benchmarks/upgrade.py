@@ -32,9 +32,10 @@ Goals, per cell and metric:
 3. The hidden layer is added to plsc only if its rank-1 is 0.5 points higher on average over all cells.
 4. The cosine that is printed, measured on images, differs by at most 0.02 from the mean over the test glyphs,
    and 93 to 97 % of the test glyphs reach the bound, on average over all changes and seeds.
-5. The threshold of new-new at FAR 1e-2, moved by the recorded line, accepts 0.5 to 2 % of the pairs of a
-   probe and a mapped entry of another character, per cell, for each of the three maps. The same at 1e-3 is
-   shown.
+5. The threshold of new-new at FAR 1e-2 accepts 0.5 to 2 % of the pairs of a probe and a mapped entry of
+   another character, per cell, for each of the three maps. The same at 1e-3 is shown. (Until seed 11 was
+   measured, this was said of thresholds moved by a line through quantiles of the pairs kept aside. They met it,
+   but were further off than the threshold itself, so the line was removed.)
 """
 
 from __future__ import annotations
@@ -210,13 +211,11 @@ def measure(
             cell[f"rank-1, {name}"] = float(same[np.arange(len(probes)), scores.argmax(axis=1)].mean())
             cell[f"TAR, {name}"] = tar(scores, same, np.zeros(len(enrolled), bool))
             strangers[name] = scores[~same]
-        for name, one in maps.items():
+        for name in maps:
             for far in (FAR, FAR / 10):
                 threshold = np.quantile(strangers["new-new"], 1 - far)
-                moved = one.about["slope"] * threshold + one.about["offset"]
-                for how, value in (("moved", moved), ("same", threshold)):
-                    share = (strangers[f"mapped by {name}"] >= value).mean()
-                    cell[f"accepted strangers, {how} threshold of {far:g}, {name}"] = float(share)
+                share = (strangers[f"mapped by {name}"] >= threshold).mean()
+                cell[f"accepted strangers, threshold of {far:g}, {name}"] = float(share)
         cell |= embed_again(maps["weights"], mine[enrolled], real[enrolled], real[probes], same, rng)
         cosines = (galleries["mapped by both"] * real).sum(axis=1)
         cell["cosine, printed"] = maps["both"].about["cosine"]

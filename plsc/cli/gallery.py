@@ -55,15 +55,11 @@ def run_search(
     if capacity is not None and (warning := capacity.warning(size, fpir)):
         logging.getLogger(__name__).warning(warning)
     for name, nearest in search_images(embedder, opened, images, k):
-        lines = [
-            f"  {one.similarity:7.4f}  {one.name}"
-            + (f" (mapped; comparable to {one.comparable:.4f})" if one.mapped else "")
-            for one in nearest
-        ]
-        if threshold is not None and nearest[0].comparable < threshold:
+        lines = [f"  {one.similarity:7.4f}  {one.name}{' (mapped)' * bool(one.mapped)}" for one in nearest]
+        if threshold is not None and nearest[0].similarity < threshold:
             lines.insert(0, f"  unknown: no entry reaches the threshold, {threshold:.4f}")
         if capacity is not None:
-            lines.append(f"  {capacity.fpir(nearest[0].comparable, size).sentence(size)}")
+            lines.append(f"  {capacity.fpir(nearest[0].similarity, size).sentence(size)}")
         print(name, *lines, sep="\n")
 
 

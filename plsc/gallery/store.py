@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import os
 import sqlite3
 import sys
@@ -77,27 +75,6 @@ class Found:
     name: str
     mapped: str = ""
 
-    @property
-    def comparable(self) -> float:
-        """The similarity that strangers reach with real embeddings as often as `similarity` with this one.
-
-        Thresholds and the order of entries apply to it. Raises DataError if the record is damaged.
-        """
-        slope, offset = _stranger_line(self.mapped) if self.mapped else (1, 0)
-        return (self.similarity - offset) / slope
-
-
-@functools.lru_cache(256)
-def _stranger_line(mapped: str) -> tuple[float, float]:
-    try:
-        about = json.loads(mapped)
-        slope, offset = float(about["slope"]), float(about["offset"])
-        if not (slope > 0 and np.isfinite([slope, offset]).all()):
-            raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError("the record of a mapped entry is damaged; upgrade the old gallery again") from error
-    return slope, offset
-
 
 def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str, str]], k: int) -> list[Found]:
     """Return the k entries nearest to a query, float32 [D], and of equal ones those with the lower ids.
@@ -106,8 +83,8 @@ def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str, s
     does not depend on the position of the row.
     """
     exact = (vectors * query.astype(np.float64)).sum(axis=1)
-    found = [Found(one, *entry) for one, entry in zip(exact.tolist(), entries, strict=True)]
-    return sorted(found, key=lambda one: (-one.comparable, one.id))[:k]
+    order = np.lexsort(([number for number, *_ in entries], -exact))[:k]
+    return [Found(float(exact[i]), *entries[i]) for i in order]
 
 
 class Store:

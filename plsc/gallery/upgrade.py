@@ -39,7 +39,6 @@ _IMAGES = "pass the embeddings of the same images by both networks (--anchors-fr
 _ROWS = 8192  # pairs read at a time
 _ASIDE, _MOST_ASIDE = 4, 10_000  # a quarter of the pairs of each kind, half of them to choose
 _LEAST, _LEAST_OF_BOUND, _LEVEL = 80, 200, 0.95  # pairs of a map; images of a bound, and its level
-_MOST_OTHERS = 2000  # pairs whose cosines with each other are measured
 _PENALTIES = 10.0 ** np.arange(-4, 2)  # of ridge regressions, relative to the mean eigenvalue of X'X
 _MATCHING = 0.9  # share of pairs that are nearer to each other than to another pair
 _Rows = tuple[np.ndarray, np.ndarray]
@@ -70,8 +69,7 @@ class EmbeddingMap:
         calibration: slope and offset: the expected cosine, given the norm of that mean.
         about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on; `cosine`, the
             mean between mapped and real embeddings, measured on pairs kept aside; `bound`, which the cosine
-            of 95 % of images reaches, or None: fewer than 200 images; `slope` and `offset`: a mapped
-            embedding reaches slope * t + offset with a stranger as often as a real one reaches t.
+            of 95 % of images reaches, or None: fewer than 200 images.
     """
 
     matrix: np.ndarray
@@ -129,8 +127,6 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
     }
     norms = np.linalg.norm(choosing[0] @ fitted[ridge], axis=1)
     calibration = np.polyfit(norms, _cosines(fitted[best], *choosing), 1)
-    strangers = next(iter(sums.values()))  # classes if there are some: images may be of the same person
-    about["slope"], about["offset"] = _stranger_line(fitted[best], *(one[1::2] for one in strangers[2:]))
     matrix, expected = (fitted[key].astype(np.float32) for key in (best, ridge))
     return EmbeddingMap(matrix, expected, tuple(calibration), about)
 
@@ -191,18 +187,6 @@ def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 
 def _cosines(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return (_unit(old @ matrix) * new).sum(axis=1)
-
-
-def _stranger_line(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> list[float]:
-    """Return slope and offset from quantiles of cosines between real embeddings to those with mapped ones.
-
-    Quantiles from 0.7 to the one that 10 cosines exceed.
-    """
-    old, new = _unit(old[:_MOST_OTHERS] @ matrix), new[:_MOST_OTHERS]
-    are_others = ~np.eye(len(new), dtype=bool)
-    levels = 1 - np.geomspace(0.3, 10 / are_others.sum(), 8)
-    real, mapped = (np.quantile((new @ rows.T)[are_others], levels) for rows in (new, old))
-    return [round(float(one), 4) for one in np.polyfit(real, mapped, 1)]
 
 
 def _measured(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -355,7 +339,9 @@ def upgrade_gallery(
     about = found.about
     text += f"; {about['method']}, fitted on {about['classes']:,} classes and {about['images']:,} images"
     text += f"; mean cosine with the real embeddings of pairs kept aside: {about['cosine']:.4f}"
-    return text + (f"; 95 % of images reach {about['bound']:.4f}" if about["bound"] is not None else "")
+    if about["bound"] is None:
+        return f"{text}; for a bound, {_IMAGES}: 200 or more"
+    return f"{text}; 95 % of images reach {about['bound']:.4f}"
 
 
 def _unmapped(entries: list[New], source: str) -> list[New]:

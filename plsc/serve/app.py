@@ -126,10 +126,9 @@ def _add_images(app: FastAPI, service: Service) -> None:
         verdict = _Verdict(service, far, of_search=True)
         images, _ = await _read(request, 1)
         found = await service.search(await service.embed(images[0]), k)
-        nearest = found[0]["comparable"] if found else -math.inf
-        is_known = verdict.accepts(nearest)
+        is_known = verdict.accepts(found[0]["similarity"] if found else -math.inf)
         name = None if is_known is None else found[0]["name"] if is_known else "unknown"
-        strangers = service.strangers(nearest) if found else None
+        strangers = service.strangers(found[0]["similarity"]) if found else None
         return JSONResponse(
             {"name": name, "known": is_known, **verdict.about, "strangers": strangers, "results": found}
         )

@@ -212,7 +212,7 @@ class Service:
             for row, found in zip(near, self.gallery.find(queries, k), strict=True):
                 row += [_described(one, *self._origin(one.id)) for one in found]
         pairs = zip(near, items, strict=True)
-        return [sorted(row, key=lambda one: -one["comparable"])[:wanted] for row, (_, wanted) in pairs]
+        return [sorted(row, key=lambda one: -one["similarity"])[:wanted] for row, (_, wanted) in pairs]
 
     def _origin(self, number: int) -> tuple[str, str | None]:
         """Return the source and the picture of an entry of the gallery."""
@@ -222,8 +222,7 @@ class Service:
 
 
 def _described(one: Found, source: str, thumbnail: str | None) -> dict[str, Any]:
-    fields = {**vars(one), "comparable": one.comparable, "mapped": bool(one.mapped)}
-    return {**fields, "source": source, "thumbnail": thumbnail}
+    return {**vars(one), "mapped": bool(one.mapped), "source": source, "thumbnail": thumbnail}
 
 
 def _as_jpeg(pixels: np.ndarray) -> bytes:

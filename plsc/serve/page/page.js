@@ -154,7 +154,7 @@ function drawSearch({ name, known, far, fpir, threshold, strangers, results }) {
   let verdict = results.length ? `Nearest: ${results[0].name}` : "There are no entries yet";
   let meaning = results.length ? "The model has no thresholds, so nothing is called unknown." : "Enrol an image to find it again.";
   if (results.length && known !== null) {
-    const similarity = shown(results[0].comparable);
+    const similarity = shown(results[0].similarity);
     verdict = known ? `Found: ${name}` : "Unknown";
     const ofPairs = fpir === null && !strangers ? ` Of pairs of different classes, about ${oneIn(far)} does (FAR ${far}).` : "";
     meaning = known
@@ -162,7 +162,7 @@ function drawSearch({ name, known, far, fpir, threshold, strangers, results }) {
       : `The nearest entry has similarity ${similarity}, below the threshold ${shown(threshold)} for ${fpir === null ? `FAR ${far}` : `FPIR ${fpir}`}.`;
   }
   if (results.length && strangers) meaning += ` ${strangers.text[0].toUpperCase()}${strangers.text.slice(1)}.`;
-  const cards = results.map((one) => card({ ...one, lines: [shown(one.comparable), one.mapped ? `${one.source}, mapped` : one.source] }));
+  const cards = results.map((one) => card({ ...one, lines: [shown(one.similarity), one.mapped ? `${one.source}, mapped` : one.source] }));
   draw(verdict, known === null ? "" : known ? "yes" : "no", meaning, cards, true);
 }
 
