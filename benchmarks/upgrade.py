@@ -34,8 +34,8 @@ Goals, per cell and metric:
    and 93 to 97 % of the test glyphs reach the bound, on average over all changes and seeds.
 5. The threshold of new-new at FAR 1e-2 accepts 0.5 to 2 % of the pairs of a probe and a mapped entry of
    another character, per cell, for each of the three maps. The same at 1e-3 is shown. (Until seed 11 was
-   measured, this was said of thresholds moved by a line through quantiles of the pairs kept aside. They met it,
-   but were further off than the threshold itself, so the line was removed.)
+   measured, this was said of thresholds moved by a line through quantiles of the pairs kept aside. They met
+   it, but were further off than the threshold itself, so the line was removed.)
 """
 
 from __future__ import annotations
