@@ -66,6 +66,19 @@ def ids_of(store):
     return [one.id for one in store.read(0, 10**6)]
 
 
+def test_a_table_without_mapped_entries_of_an_older_version_is_opened(database):
+    with opened(database) as store:
+        store.write(news(3))
+        before, table = contents(store), store._table
+    with connected(database) as connection:
+        connection.execute(f"ALTER TABLE {table} DROP mapped")
+    for _ in range(2):
+        with opened(database) as store:
+            assert contents(store) == before
+            store.write(news(1, seed=1))
+            before = contents(store)
+
+
 def test_both_stores_give_the_same_results_for_the_same_calls(database, tmp_path):
     with opened(database) as ours, opened(tmp_path / "s.sqlite") as sqlite:
         ours.build_index()
