@@ -21,6 +21,8 @@ from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.weights import Rows, States, read_dtype
 
 BACKENDS = ("auto", "torch", "native", "triton")
+# The C kernels by instruction set, fastest first: for tests and benchmarks. 'native' chooses.
+ENGINES = ("native-amx", "native-avx512bf16", "native-avx512", "native-avx2", "native-neon")
 _PRODUCTS = ("float32", "bfloat16")
 _TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # of a [B, tile] matrix: 4 and 64 MiB in float32
 
@@ -50,7 +52,7 @@ class Execution:
                 f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected keep_bytes of 0 or more, "
                 "and a tile of 1 or more, or None"
             )
-        if self.kernels not in BACKENDS:
+        if self.kernels not in (*BACKENDS, *ENGINES):
             raise OptionError(f"kernels is {self.kernels!r}; expected one of {', '.join(BACKENDS)}")
 
 
