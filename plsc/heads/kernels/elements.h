@@ -1,7 +1,23 @@
 /* Element-wise operations on logits: exponentials, sums, masks, gradient coefficients. */
 #include "vector.h"
 
-/* Constants of WIDTH samples, from `first` on. In a block, row r belongs to class r / K. */
+/* The class of the next row of a block: K rows per class. */
+struct class {
+  int32_t number, centers, row;
+};
+
+INLINE struct class class_of(const struct plan *plan, struct block block) {
+  int64_t centers = plan->rows.centers;
+  return (struct class){(int32_t)(block.first / centers), (int32_t)centers, 0};
+}
+
+INLINE int32_t next_row(struct class *class) {
+  int32_t number = class->number;
+  if (++class->row == class->centers) class->row = 0, class->number++;
+  return number;
+}
+
+/* Constants of WIDTH samples, from `first` on. */
 struct lanes {
   vec shift, threshold;
   ivec target_class;
@@ -66,14 +82,10 @@ static void raise_maximum(const struct plan *plan, struct scratch *scratch, stru
                           int64_t first, const float *at, int has_hard) {
   struct lanes lanes = load_lanes(plan, first, scratch->maximum);
   vec highest = lanes.shift;
-  int centers = (int)plan->rows.centers;
-  int32_t class = (int32_t)(block.first / centers);
-  for (int start = 0; start < block.rows; start += centers, class++) {
-    ivec other = lanes.target_class != class;
-    for (int r = start; r < start + centers; r++) {
-      vec z = logit(&lanes, load(at + r * LANES), has_hard);
-      highest = choose(other & (z > highest), z, highest);
-    }
+  struct class class = class_of(plan, block);
+  for (int r = 0; r < block.rows; r++) {
+    vec z = logit(&lanes, load(at + r * LANES), has_hard);
+    highest = choose((lanes.target_class != next_row(&class)) & (z > highest), z, highest);
   }
   ivec raised = ~(highest == lanes.shift);
   if (!any(raised)) return;
@@ -94,21 +106,18 @@ INLINE void exponentials_of(const struct plan *plan, struct scratch *scratch, st
   uint16_t *kept =
       keeps ? plan->kept + (first / LANES * plan->rows.count + block.first) * LANES + first % LANES : 0;
   vec sum = {0};
-  int centers = (int)plan->rows.centers;
-  int32_t class = (int32_t)(block.first / centers);
-  for (int start = 0; start < block.rows; start += centers, class++) {
-    ivec other = lanes.target_class != class;
-    for (int r = start; r < start + centers; r++) {
-      vec c = load(at + r * LANES);
-      vec p = where(other, exp_vector(logit(&lanes, c, has_hard) - lanes.shift));
-      sum += p;
-      /* A losing sub-centre has c = -inf and p = 0; it is never hard. */
-      if (has_hard) p *= slope(&lanes, c);
-      store(at + r * LANES, p);
-      if (!keeps) continue;
-      halves narrow = narrow_bf16(p);
-      memcpy(kept + r * LANES, &narrow, sizeof narrow);
-    }
+  struct class class = class_of(plan, block);
+  for (int r = 0; r < block.rows; r++) {
+    vec c = load(at + r * LANES);
+    ivec other = lanes.target_class != next_row(&class);
+    vec p = where(other, exp_vector(logit(&lanes, c, has_hard) - lanes.shift));
+    sum += p;
+    /* A losing sub-centre has c = -inf and p = 0; it is never hard. */
+    if (has_hard) p *= slope(&lanes, c);
+    store(at + r * LANES, p);
+    if (!keeps) continue;
+    halves narrow = narrow_bf16(p);
+    memcpy(kept + r * LANES, &narrow, sizeof narrow);
   }
   for (int i = 0; i < WIDTH; i++) scratch->total[first + i] += sum[i];
 }
@@ -153,27 +162,24 @@ INLINE void coefficients_of(const struct plan *plan, struct scratch *scratch, st
   ivec target_row = load_integers(plan->target_row + first);
   const uint16_t *kept = plan->gradient.kept;
   if (has_kept) kept += (first / LANES * plan->rows.count + block.first) * LANES + first % LANES;
-  int centers = (int)plan->rows.centers;
-  int32_t class = (int32_t)(block.first / centers);
-  for (int start = 0; start < block.rows; start += centers, class++) {
-    ivec other = lanes.target_class != class;
-    for (int r = start; r < start + centers; r++) {
-      vec g;
-      if (has_kept) {
-        halves narrow;
-        memcpy(&narrow, kept + r * LANES, sizeof narrow);
-        g = widen_bf16(narrow) * factor;
-      } else {
-        vec c = load(at + r * LANES);
-        g = exp_vector(logit(&lanes, c, has_hard) - lanes.shift);
-        if (has_hard) g *= slope(&lanes, c);
-      }
-      g = choose(target_row == (int32_t)(block.first + r), coefficient, where(other, g)) * weight;
-      store(at + r * LANES, g);
-      if (scratch->bias_sums) {
-        float *sums = scratch->bias_sums + r * LANES + first % LANES;
-        store(sums, load(sums) + g);
-      }
+  struct class class = class_of(plan, block);
+  for (int r = 0; r < block.rows; r++) {
+    vec g;
+    if (has_kept) {
+      halves narrow;
+      memcpy(&narrow, kept + r * LANES, sizeof narrow);
+      g = widen_bf16(narrow) * factor;
+    } else {
+      vec c = load(at + r * LANES);
+      g = exp_vector(logit(&lanes, c, has_hard) - lanes.shift);
+      if (has_hard) g *= slope(&lanes, c);
+    }
+    g = where(lanes.target_class != next_row(&class), g);
+    g = choose(target_row == (int32_t)block.first + r, coefficient, g) * weight;
+    store(at + r * LANES, g);
+    if (scratch->bias_sums) {
+      float *sums = scratch->bias_sums + r * LANES + first % LANES;
+      store(sums, load(sums) + g);
     }
   }
 }

@@ -17,16 +17,22 @@
 #define WIDTH 16 /* floats per vector */
 #define SQUARE_ROOTS(x) _mm512_sqrt_ps(x)
 #define WIDEN(halves) _mm512_cvtepu16_epi32((__m256i)(halves))
+#define WIDEN_BYTES(at) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at)))
+#define TO_BYTES(integers) __builtin_convertvector(integers, bytes)
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define WIDTH 8
 #define SQUARE_ROOTS(x) _mm256_sqrt_ps(x)
 #define WIDEN(halves) _mm256_cvtepu16_epi32((__m128i)(halves))
+#define WIDEN_BYTES(at) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at)))
+#define TO_BYTES(integers) __builtin_convertvector(__builtin_convertvector(integers, shorts), bytes)
 #else
 #include <arm_neon.h>
 #define WIDTH 4
 #define SQUARE_ROOTS(x) vsqrtq_f32(x)
 #define WIDEN(halves) __builtin_convertvector(halves, uvec)
+#define WIDEN_BYTES(at) (ivec){(at)[0], (at)[1], (at)[2], (at)[3]}
+#define TO_BYTES(integers) __builtin_convertvector(integers, bytes)
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -98,11 +104,9 @@ INLINE vec widen_bf16(halves bits) { return (vec)((uvec)WIDEN(bits) << 16); }
 
 INLINE halves upper_halves(uvec bits) { return __builtin_convertvector(bits >> 16, halves); }
 
-/* Adds to finite numbers; makes NaN quiet. */
+/* Adds to the bits of numbers; NaN stays NaN. The lower half of the bits of an infinity is 0. */
 INLINE uvec add_bits(vec x, uvec more) {
-  uvec bits = (uvec)x;
-  uvec nan = (uvec)(x != x), finite = (uvec)((bits & 0x7f800000) != 0x7f800000);
-  return (bits + (finite & more)) | (nan & 0x400000);
+  return (uvec)choose(x != x, (vec)((uvec)x | 0x400000), (vec)((uvec)x + more));
 }
 
 /* Rounds to the nearest bfloat16, ties to even; NaN stays NaN. */
@@ -201,15 +205,13 @@ INLINE char *stored_row(const struct plan *plan, int64_t position) {
 INLINE char *readable_row(const struct plan *plan, int64_t position, float *out) {
   char *row = stored_row(plan, position);
   if (!plan->rows.is_coded) return row;
+  const int8_t *codes = (int8_t *)row;
   int64_t dimension = plan->rows.dimension, d = 0;
   float scale;
   memcpy(&scale, row + dimension, sizeof scale);
-  for (; d + WIDTH <= dimension; d += WIDTH) {
-    bytes codes;
-    memcpy(&codes, row + d, sizeof codes);
-    store(out + d, __builtin_convertvector(__builtin_convertvector(codes, ivec), vec) * scale);
-  }
-  for (; d < dimension; d++) out[d] = (float)(int8_t)row[d] * scale;
+  for (; d + WIDTH <= dimension; d += WIDTH)
+    store(out + d, __builtin_convertvector((ivec)WIDEN_BYTES(codes + d), vec) * scale);
+  for (; d < dimension; d++) out[d] = (float)codes[d] * scale;
   return (char *)out;
 }
 
@@ -230,15 +232,14 @@ INLINE void encode_row(char *row, const float *values, int64_t dimension, uint32
   if (bad) scale = __builtin_nanf("");
   float inverse = scale > 0 ? 1 / scale : 0;
   for (int64_t d = 0; d < dimension; d += WIDTH) {
-    vec fraction = __builtin_convertvector((ivec)(noise_vector(d, row_key) >> 8), vec);
-    vec w = load_row(values, 0, d, dimension) * inverse;
-    w += fraction * 0x1p-24f;
-    ivec floor = __builtin_convertvector(w, ivec);
-    floor += __builtin_convertvector(floor, vec) > w;
-    w = __builtin_convertvector(floor, vec);
-    w = choose(w > 127, all(127), choose(w < -127, all(-127), w));
-    shorts code = __builtin_convertvector(__builtin_convertvector(w, ivec), shorts);
-    bytes codes = __builtin_convertvector(bad ? (shorts){0} : code, bytes);
+    vec w = load_row(values, 0, d, dimension);
+    w = __builtin_convertvector((ivec)(noise_vector(d, row_key) >> 8), vec) * 0x1p-24f + w * inverse;
+    ivec code = __builtin_convertvector(w, ivec);
+    code += __builtin_convertvector(code, vec) > w; /* the floor */
+    code += code > 127; /* rounding errors exceed the range by one at most */
+    code -= code < -127;
+    code &= bad ? 0 : -1;
+    bytes codes = TO_BYTES(code);
     STORE_SOME((int8_t *)row + d, codes, dimension - d);
   }
   memcpy(row + dimension, &scale, sizeof scale);
