@@ -138,6 +138,10 @@ class TorchBackend:
         settings = "".join(f"{f.name}={getattr(self, f.name)}, " for f in fields(self))
         return f"{self.name.capitalize()}Passes({settings}name={self.name!r})"
 
+    def describe(self) -> str:
+        """Return the name of the kernels, for log lines."""
+        return self.name
+
     def forward(
         self,
         rows: Rows,

@@ -44,6 +44,7 @@ def choose_backend(
         is_on_cpu = device.type == "cpu"
         reason = native.unavailable(products, engine) if is_on_cpu else f"the head computes on {device.type}"
         if reason is None:
+            engine = native.fastest_engine(products, engine)
             return native.NativeBackend(products, rows, torch.get_num_threads(), engine)
     else:
         from plsc.heads.kernels import triton_backend

@@ -131,6 +131,15 @@ class NativeBackend(TorchBackend):
     threads: int = 1
     engine: str | None = None
 
+    def describe(self) -> str:
+        """Return the name of the engine; for AVX2, also why AVX-512 is missing."""
+        engine = fastest_engine(self.products, self.engine)
+        if engine != "native-avx2":
+            return str(engine)
+        if torch.backends.cpu.get_cpu_capability() != "AVX512":
+            return f"{engine} (this processor lacks AVX-512)"
+        return f"{engine} (the compiler lacked AVX-512: install plsc again with a newer one)"
+
     def forward(
         self,
         rows: Rows,
