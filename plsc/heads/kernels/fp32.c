@@ -8,7 +8,6 @@
 
 #define HEIGHT (WIDTH == 8 ? 4 : 8) /* AVX2 has 16 registers, the others 32 */
 #define PARTS (LANES / WIDTH)       /* vectors in a row of a tile */
-#define DEPTH 256                   /* k of a product of logits: its columns fit into the L1 cache */
 
 static int64_t leading(const struct plan *plan) { return plan->padded_dimension + LANES; }
 

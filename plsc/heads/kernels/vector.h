@@ -16,6 +16,7 @@
 #include <immintrin.h>
 #define WIDTH 16 /* floats per vector */
 #define SQUARE_ROOTS(x) _mm512_sqrt_ps(x)
+#define FLOOR(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
 #define WIDEN(halves) _mm512_cvtepu16_epi32((__m256i)(halves))
 #define WIDEN_BYTES(at) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at)))
 #define TO_BYTES(integers) __builtin_convertvector(integers, bytes)
@@ -23,6 +24,7 @@
 #include <immintrin.h>
 #define WIDTH 8
 #define SQUARE_ROOTS(x) _mm256_sqrt_ps(x)
+#define FLOOR(x) _mm256_floor_ps(x)
 #define WIDEN(halves) _mm256_cvtepu16_epi32((__m128i)(halves))
 #define WIDEN_BYTES(at) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at)))
 #define TO_BYTES(integers) __builtin_convertvector(__builtin_convertvector(integers, shorts), bytes)
@@ -30,6 +32,7 @@
 #include <arm_neon.h>
 #define WIDTH 4
 #define SQUARE_ROOTS(x) vsqrtq_f32(x)
+#define FLOOR(x) vrndmq_f32(x)
 #define WIDEN(halves) __builtin_convertvector(halves, uvec)
 #define WIDEN_BYTES(at) (ivec){(at)[0], (at)[1], (at)[2], (at)[3]}
 #define TO_BYTES(integers) __builtin_convertvector(integers, bytes)
@@ -40,6 +43,7 @@
 #define MINUS_INFINITY (-__builtin_inff())
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef float loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)); /* in memory */
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
@@ -48,13 +52,9 @@ typedef int8_t bytes __attribute__((vector_size(WIDTH)));
 
 INLINE vec all(float x) { return x - (vec){0}; }
 
-INLINE vec load(const float *at) {
-  vec x;
-  memcpy(&x, at, sizeof x);
-  return x;
-}
+INLINE vec load(const float *at) { return *(const loose *)at; }
 
-INLINE void store(float *at, vec x) { memcpy(at, &x, sizeof x); }
+INLINE void store(float *at, vec x) { *(loose *)at = x; }
 
 INLINE ivec load_integers(const int32_t *at) {
   ivec x;
@@ -224,25 +224,26 @@ INLINE void encode_row(char *row, const float *values, int64_t dimension, uint32
     w = (vec)((ivec)w & 0x7fffffff);
     highest = choose(w > highest, w, highest);
   }
-  int bad = any(poison != 0);
   float peak = 0, scale;
   for (int i = 0; i < WIDTH; i++) peak = highest[i] > peak ? highest[i] : peak;
   memcpy(&scale, row + dimension, sizeof scale);
   if (!(peak <= scale * 127 && peak >= scale * 63)) scale = peak / 96;
-  if (bad) scale = __builtin_nanf("");
-  float inverse = scale > 0 ? 1 / scale : 0;
+  if (any(poison != 0)) scale = __builtin_nanf("");
+  memcpy(row + dimension, &scale, sizeof scale);
+  if (!(scale > 0)) {
+    memset(row, 0, (size_t)dimension);
+    return;
+  }
+  float inverse = 1 / scale;
   for (int64_t d = 0; d < dimension; d += WIDTH) {
     vec w = load_row(values, 0, d, dimension);
     w = __builtin_convertvector((ivec)(noise_vector(d, row_key) >> 8), vec) * 0x1p-24f + w * inverse;
-    ivec code = __builtin_convertvector(w, ivec);
-    code += __builtin_convertvector(code, vec) > w; /* the floor */
+    ivec code = __builtin_convertvector((vec)FLOOR(w), ivec);
     code += code > 127; /* rounding errors exceed the range by one at most */
     code -= code < -127;
-    code &= bad ? 0 : -1;
     bytes codes = TO_BYTES(code);
     STORE_SOME((int8_t *)row + d, codes, dimension - d);
   }
-  memcpy(row + dimension, &scale, sizeof scale);
 }
 
 #endif
