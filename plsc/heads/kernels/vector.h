@@ -96,7 +96,7 @@ INLINE vec exp_vector(vec x) {
   q = q * r + 0.4999999403953552f;
   q = q * (r * r) + r;
   q = q + 1.0f;
-  vec power = (vec)((ivec)q + (__builtin_convertvector(n, ivec) << 23));
+  vec power = (vec)((uvec)q + ((uvec)__builtin_convertvector(n, ivec) << 23));
   return where(~(x < -87.3f), choose(x > 88.72283f, all(__builtin_inff()), power));
 }
 
