@@ -34,29 +34,30 @@ INLINE void multiply_some(const struct factors *f, int m, int n, int width) {
   const char *right = f->right + n * f->right_stride;
   float *result = f->result + (m / 16) * f->result_m + n * f->result_n + (m % 16) * LANES;
   __m512 sum[HEIGHT][2];
-#pragma GCC unroll 8
+  __mmask16 adds = f->adds ? 0xffff : 0;
+UNROLL
   for (int i = 0; i < HEIGHT; i++)
-#pragma GCC unroll 2
+UNROLL
     for (int v = 0; v < width; v++)
-      sum[i][v] = f->adds ? _mm512_load_ps(result + v * f->result_n + i * LANES) : _mm512_setzero_ps();
+      sum[i][v] = _mm512_maskz_load_ps(adds, result + v * f->result_n + i * LANES);
   for (int k = 0; k < f->k; k++)
     for (int pair = 0; pair < 16; pair++) {
       __m512bh columns[2];
-#pragma GCC unroll 2
+UNROLL
       for (int v = 0; v < width; v++)
         columns[v] = (__m512bh)_mm512_load_si512(right + v * f->right_stride + k * FACTOR_TILE + pair * 64);
-#pragma GCC unroll 8
+UNROLL
       for (int i = 0; i < HEIGHT; i++) {
         int both;
         memcpy(&both, left + k * FACTOR_TILE + i * 64 + pair * 4, sizeof both);
         __m512bh row = (__m512bh)_mm512_set1_epi32(both);
-#pragma GCC unroll 2
+UNROLL
         for (int v = 0; v < width; v++) sum[i][v] = _mm512_dpbf16_ps(sum[i][v], row, columns[v]);
       }
     }
-#pragma GCC unroll 8
+UNROLL
   for (int i = 0; i < HEIGHT; i++)
-#pragma GCC unroll 2
+UNROLL
     for (int v = 0; v < width; v++) _mm512_store_ps(result + v * f->result_n + i * LANES, sum[i][v]);
 }
 
@@ -86,26 +87,26 @@ INLINE __m512i interleave(__m512i halves) {
 /* Transposes 16 vectors of 16 32-bit elements. */
 INLINE void transpose(__m512i v[16]) {
   __m512i t[16];
-#pragma GCC unroll 8
+UNROLL
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
   }
-#pragma GCC unroll 4
+UNROLL
   for (int i = 0; i < 16; i += 4) {
     v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-#pragma GCC unroll 4
+UNROLL
   for (int i = 0; i < 4; i++) {
     t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
     t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
     t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
     t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
   }
-#pragma GCC unroll 4
+UNROLL
   for (int i = 0; i < 4; i++) {
     v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
     v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
@@ -193,12 +194,12 @@ static void pack_terms_by_sample(const struct plan *plan, struct scratch *scratc
       const float *at = scratch->logits + (v * plan->capacity + r) * LANES;
       char *tile = out + (v * plan->capacity + r) / DEPTH * FACTOR_TILE;
       __m512i pairs[16];
-#pragma GCC unroll 16
+UNROLL
       for (int i = 0; i < 16; i++)
         pairs[i] = interleave(narrow_two(_mm512_load_ps(at + (2 * i + 1) * LANES),
                                          _mm512_load_ps(at + 2 * i * LANES)));
       transpose(pairs);
-#pragma GCC unroll 16
+UNROLL
       for (int i = 0; i < 16; i++) _mm512_store_si512(tile + i * 64, pairs[i]);
     }
 }

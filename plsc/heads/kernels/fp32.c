@@ -25,30 +25,30 @@ INLINE void multiply(const struct left *a, int64_t a_row, int64_t a_step, const 
                      int64_t b_tile, float *c, int64_t c_tile, int64_t first, int width, int adds) {
   vec sum[HEIGHT][3];
   const float *columns[3];
-#pragma GCC unroll 3
+UNROLL
   for (int v = 0; v < width; v++) columns[v] = b + vector_at(first + v, b_tile);
-#pragma GCC unroll 8
+UNROLL
   for (int m = 0; m < HEIGHT; m++)
-#pragma GCC unroll 3
+UNROLL
     for (int v = 0; v < width; v++)
       sum[m][v] = adds ? load(c + vector_at(first + v, c_tile) + m * LANES) : (vec){0};
   for (int64_t panel = 0, k = 0; panel < a->panels; panel++) {
     const float *at = a->at + panel * a->panel;
     for (int64_t stop = k + a->steps; k < stop; k++, at += a_step) {
       vec right[3];
-#pragma GCC unroll 3
+UNROLL
       for (int v = 0; v < width; v++) right[v] = load(columns[v] + k * b_step);
-#pragma GCC unroll 8
+UNROLL
       for (int m = 0; m < HEIGHT; m++) {
         vec left = all(at[m * a_row]);
-#pragma GCC unroll 3
+UNROLL
         for (int v = 0; v < width; v++) sum[m][v] += left * right[v];
       }
     }
   }
-#pragma GCC unroll 8
+UNROLL
   for (int m = 0; m < HEIGHT; m++)
-#pragma GCC unroll 3
+UNROLL
     for (int v = 0; v < width; v++) store(c + vector_at(first + v, c_tile) + m * LANES, sum[m][v]);
 }
 

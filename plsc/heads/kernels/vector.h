@@ -38,6 +38,11 @@
 #define TO_BYTES(integers) __builtin_convertvector(integers, bytes)
 #endif
 
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define SHORTEST 0x1p-120f /* as in plsc/heads/geometry.py */
 #define MINUS_INFINITY (-__builtin_inff())
