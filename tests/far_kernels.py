@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p tests.unit.heads.far_kernels``): the C kernels run in another process.
+"""A pytest plugin (``-p tests.far_kernels``): the C kernels run in another process.
 
 ``FAR_KERNELS`` is the command of far_kernels.c and its library, for example in an emulator of another
 processor. Python and PyTorch run on this processor. The tests of `plsc.heads.kernels.native` need no change.
