@@ -72,11 +72,15 @@ INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) 
 INLINE vec where(ivec mask, vec x) { return (vec)(mask & (ivec)x); }
 
 INLINE float sum_of(vec x) {
-  float lanes[WIDTH];
-  store(lanes, x);
-  for (int half = WIDTH / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+#if WIDTH == 16
+  return _mm512_reduce_add_ps(x);
+#elif WIDTH == 8
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
+  return sums[0] + sums[1];
+#else
+  return vaddvq_f32(x);
+#endif
 }
 
 INLINE int any(ivec mask) {
@@ -91,6 +95,9 @@ INLINE int64_t in_tiles(int64_t d) { return d / LANES * TILE + d % LANES; }
 /* e^x with a relative error of 1e-7; 0 instead of denormal numbers (they are slow), infinity above the
  * range, NaN for NaN. */
 INLINE vec exp_vector(vec x) {
+#if WIDTH == 16
+  x = _mm512_min_ps(all(128.0f), x);
+#endif
   vec n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f; /* to the nearest integer */
   vec r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
@@ -101,8 +108,13 @@ INLINE vec exp_vector(vec x) {
   q = q * r + 0.4999999403953552f;
   q = q * (r * r) + r;
   q = q + 1.0f;
+#if WIDTH == 16
+  vec power = _mm512_scalef_ps(q, n);
+#else
   vec power = (vec)((uvec)q + ((uvec)__builtin_convertvector(n, ivec) << 23));
-  return where(~(x < -87.3f), choose(x > 88.72283f, all(__builtin_inff()), power));
+  power = choose(x > 88.72283f, all(__builtin_inff()), power);
+#endif
+  return where(~(x < -87.3f), power);
 }
 
 INLINE vec widen_bf16(halves bits) { return (vec)((uvec)WIDEN(bits) << 16); }
