@@ -111,7 +111,7 @@ INLINE vec exp_vector(vec x) {
 #if WIDTH == 16
   vec power = _mm512_scalef_ps(q, n);
 #else
-  vec power = (vec)((ivec)q + (__builtin_convertvector(n, ivec) << 23));
+  vec power = (vec)((uvec)q + ((uvec)__builtin_convertvector(n, ivec) << 23));
   power = choose(x > 88.72283f, all(__builtin_inff()), power);
 #endif
   return where(~(x < -87.3f), power);
