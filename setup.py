@@ -22,22 +22,22 @@ COMMON = [
     "-O3",
     "-fPIC",
     "-fno-math-errno",
+    "-ffp-contract=fast",
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
 ]
-VECTORS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
-BF16 = [*VECTORS, "-mavx512bf16"]
-# What a processor must have for a file; the library asks it before it calls anything in there.
-FLAGS = {
-    "elements.c": VECTORS,
-    "rules.c": VECTORS,
-    "fp32.c": VECTORS,
-    "bf16.c": BF16,
-    "tiles.c": [*BF16, "-mamx-tile", "-mamx-bf16"],
-}
-# Without the instructions these compile to nothing, and older compilers do not know them.
-OPTIONAL = ("bf16.c", "tiles.c")
+AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+BF16 = [*AVX512, "-mavx512bf16"]
+# The files that are compiled once per instruction set: processor, file, engine of native.h, flags. The
+# library asks the processor before it calls anything in there.
+ENGINES = [
+    ("x86_64", "fp32.c", "PLSC_AVX2", ["-mavx2", "-mfma"]),
+    ("x86_64", "fp32.c", "PLSC_AVX512", AVX512),
+    ("x86_64", "bf16.c", "PLSC_AVX512_BF16", BF16),
+    ("x86_64", "bf16.c", "PLSC_AMX", [*BF16, "-mamx-tile", "-mamx-bf16"]),
+    ("aarch64", "fp32.c", "PLSC_NEON", []),
+]
 
 
 class BuildLibraries(build_ext):
@@ -55,8 +55,10 @@ class BuildLibraries(build_ext):
             return
         for extension in self.extensions:
             target = Path(self.get_ext_fullpath(extension.name))
+            objects = Path(self.build_temp, extension.name)
             try:
-                _build(compiler, extension.sources, Path(self.build_temp, extension.name), target)
+                for error in _build(compiler, extension.sources, objects, target):
+                    self.warn(f"{extension.name} is built without an engine of the head: {error.stderr}")
             except subprocess.CalledProcessError as error:
                 self.warn(f"{extension.name} is not built, plsc will run slower: {error.stderr}")
 
@@ -69,25 +71,36 @@ def _compiler() -> list[str] | None:
     return None
 
 
-def _build(compiler: list[str], sources: list[str], objects: Path, target: Path) -> None:
+def _build(
+    compiler: list[str], sources: list[str], objects: Path, target: Path
+) -> list[subprocess.CalledProcessError]:
+    """Build a library; return the errors of engines whose instructions the compiler does not know."""
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    compiled = []
+    compiled, left_out = [], []
+    machine = _run([*compiler, "-dumpmachine"])  # of the compiled code, such as arm64-apple-darwin
+    processor = machine.partition("-")[0].replace("arm64", "aarch64")
     for source in sources:
         name = Path(source).name
-        compiled.append(str(objects / f"{name}.o"))
-        command = [*compiler, *COMMON, "-c", source, "-o", compiled[-1]]
-        try:
-            _run([*command, *FLAGS.get(name, [])])
-        except subprocess.CalledProcessError:
-            if name not in OPTIONAL:
-                raise
-            _run(command)
-    _run([*compiler, "-shared", *compiled, "-o", str(target), "-Wl,-z,defs", "-lpthread", "-lm"])
+        variants = [engine for engine in ENGINES if engine[1] == name] or [(processor, name, "", [])]
+        for only, _, engine, flags in variants:
+            if only != processor:
+                continue
+            output = str(objects / f"{name}{engine}.o")
+            try:
+                _run([*compiler, *COMMON, f"-DENGINE={engine}", *flags, "-c", source, "-o", output])
+                compiled.append(output)
+            except subprocess.CalledProcessError as error:
+                if not flags:
+                    raise
+                left_out.append(error)
+    checks = [] if "apple" in machine else ["-Wl,-z,defs"]
+    _run([*compiler, "-shared", *compiled, "-o", str(target), *checks, "-lpthread", "-lm"])
+    return left_out
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 class PlatformWheel(bdist_wheel):
@@ -111,7 +124,11 @@ def _library(name: str) -> Extension:
 
 
 LIBRARIES = ["plsc.heads.kernels.libnative", "plsc.data.native.libdata"]
-HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
+HAS_KERNELS = (
+    sys.platform in ("linux", "darwin")
+    and platform.machine() in ("x86_64", "aarch64", "arm64")
+    and sys.maxsize > 2**32
+)
 setup(
     ext_modules=[_library(name) for name in LIBRARIES] if HAS_KERNELS else [],
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},

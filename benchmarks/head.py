@@ -4,6 +4,7 @@
     python benchmarks/head.py --classes 1e7                   # only ways with sampling
     python benchmarks/head.py --batch 1024 --classes 1e5
     python benchmarks/head.py --slopes --traffic --no-table   # growth of memory and network traffic
+    python benchmarks/head.py --ways 'plain PyTorch, fp32|plsc, fp32, native-avx2'
     python benchmarks/head.py --quick                         # to test the script, 1 to 2 minutes
 
 A step is the forward pass, the gradient of the embeddings, and the update of the class weights; ways.py
@@ -178,7 +179,7 @@ def passed_on(options: argparse.Namespace) -> list[str]:
 
 def compare(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
     """Measure all ways at one size and print the table."""
-    ways = [way for way in WAYS if options.ways is None or way.name in options.ways]
+    ways = WAYS if options.ways is None else [BY_NAME[name] for name in options.ways]
     if classes > ROWS_FIT:
         ways = [way for way in ways if way.for_millions]
     found = {way.name: measure_apart(options, way, classes, batch, report) for way in ways}

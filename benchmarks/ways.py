@@ -339,4 +339,11 @@ WAYS = (
     _our_way("plsc, bf16, int8 rows, Adagrad", "bfloat16", light="int8"),
     _our_way("plsc, bf16, int8 rows, Adagrad, 0.1", "bfloat16", ratio=0.1, light="int8"),
 )
-BY_NAME = {way.name: way for way in WAYS}
+# By name only: the C kernels of one instruction set, one of plsc.heads.softmax.ENGINES.
+_ENGINES = ("native-avx512", "native-avx2", "native-neon")
+_OF_ENGINES = [
+    _our_way(f"plsc, fp32{share}, {engine}", "float32", ratio=ratio, kernels=engine)
+    for engine in _ENGINES
+    for share, ratio in (("", 1.0), (", 0.1", 0.1))
+]
+BY_NAME = {way.name: way for way in (*WAYS, *_OF_ENGINES)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from plsc.cli.parser import Command
 from plsc.config import Options
-from plsc.errors import PlscError, kind_and_line
+from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.version import __version__
 
 _SECONDS = 60.0  # timeout of a rank, unless runtime.timeout is set
@@ -127,14 +127,15 @@ def _compiler() -> Finding:
 def _head_kernels(device: Any) -> Finding:
     import torch
 
-    from plsc.heads.kernels import native, triton_backend
+    from plsc.heads.kernels import choose_backend
 
-    is_cuda = device.type == "cuda" if device else torch.cuda.is_available()
-    name = "Triton" if is_cuda else "C"
-    reason = triton_backend.unavailable(device or torch.device("cuda")) if is_cuda else native.unavailable()
-    if reason:
-        return Finding("warning", "head kernels", f"plain PyTorch, which is slower; {name}: {reason}")
-    return Finding("ok", "head kernels", name)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted, dtypes = "triton" if device.type == "cuda" else "native", (torch.float32, torch.bfloat16)
+    try:
+        found = [choose_backend(wanted, device, torch.float32, products, None, 1) for products in dtypes]
+    except OptionError as error:
+        return Finding("warning", "head kernels", f"plain PyTorch, which is slower; {error}")
+    return Finding("ok", "head kernels", ", ".join(dict.fromkeys(backend.describe() for backend in found)))
 
 
 def _data_tools() -> Finding:

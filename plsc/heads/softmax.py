@@ -21,6 +21,8 @@ from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.weights import Rows, States, read_dtype
 
 BACKENDS = ("auto", "torch", "native", "triton")
+# The C kernels by instruction set, fastest first: for tests and benchmarks. 'native' chooses.
+ENGINES = ("native-amx", "native-avx512bf16", "native-avx512", "native-avx2", "native-neon")
 _PRODUCTS = ("float32", "bfloat16")
 _TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # of a [B, tile] matrix: 4 and 64 MiB in float32
 
@@ -50,7 +52,7 @@ class Execution:
                 f"keep_bytes is {self.keep_bytes}, tile is {self.tile}; expected keep_bytes of 0 or more, "
                 "and a tile of 1 or more, or None"
             )
-        if self.kernels not in BACKENDS:
+        if self.kernels not in (*BACKENDS, *ENGINES):
             raise OptionError(f"kernels is {self.kernels!r}; expected one of {', '.join(BACKENDS)}")
 
 
@@ -135,6 +137,10 @@ class TorchBackend:
         """Return the settings that determine the last bits, in the format of checkpoints."""
         settings = "".join(f"{f.name}={getattr(self, f.name)}, " for f in fields(self))
         return f"{self.name.capitalize()}Passes({settings}name={self.name!r})"
+
+    def describe(self) -> str:
+        """Return the name of the kernels, for log lines."""
+        return self.name
 
     def forward(
         self,

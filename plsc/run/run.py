@@ -11,6 +11,8 @@ from torch import nn
 from plsc.config import Config
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.errors import OptionError
+from plsc.heads import ShardedHead
+from plsc.heads.kernels import choose_backend
 from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
@@ -19,7 +21,7 @@ from plsc.optim.schedule import Schedule
 from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
 from plsc.run.build_data import TrainingData, open_training_data
-from plsc.run.build_heads import build_heads, margin_of
+from plsc.run.build_heads import build_heads, head_products, margin_of
 from plsc.run.build_network import (
     build_trained_network,
     check_network_options,
@@ -252,11 +254,16 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     count = len(run.data.sets)
     heads = f"{count} head{'s' * (count > 1)}" if count else f"loss {run.options.head.loss_type}"
     network = original_class_name(run.network) if run.is_custom else run.options.model.name
+    head, kernels = next(iter(run.heads.by_name.values())), ""
+    if isinstance(head, ShardedHead):
+        wanted, products = run.options.head.kernels, getattr(torch, head_products(run.options))
+        backend = choose_backend(wanted, run.world.device, head.weight.dtype, products, None, 1)
+        kernels = f", kernels {backend.describe()}"
     text = (
         f"training {network} ({parameters:,} parameters), {heads}, "
         f"{run.heads.class_num:,} classes, {images}, "
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
-        f"{mode}"
+        f"{mode}{kernels}"
     )
     resumed = [f"resuming from {checkpoint[0]} at step {run.position.step}"] if checkpoint else []
     return [text, *resumed, _rates(run), *run.notes]

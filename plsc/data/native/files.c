@@ -11,6 +11,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#if !defined(O_PATH)
+#define O_PATH O_RDONLY /* outside Linux */
+#endif
+
 PLSC_API int64_t plsc_read_files(const char *folder, int64_t may_leave, const char *text,
                                  const int64_t *ends, int64_t paths, const int64_t *chosen,
                                  int64_t count, unsigned char *buffer, int64_t capacity,
@@ -34,13 +38,18 @@ static int read_whole(int descriptor, unsigned char *to, int64_t length, int64_t
 }
 
 /* Open a file below a folder; -1 if links lead out of it, unless they may. Without O_NONBLOCK, opening a named
-   pipe would block. Before Linux 5.6, and for absolute links, Python opens the file. */
+   pipe would block. Before Linux 5.6, on other systems, and for absolute links,
+   Python opens the file. */
 static int open_below(int folder, const char *name, int may_leave) {
     struct {
         uint64_t flags, mode, resolve;
     } how = {O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0, 8 /* RESOLVE_BENEATH */};
     if (may_leave) return openat(folder, name, (int)how.flags);
+#if defined(__linux__)
     return (int)syscall(437 /* openat2 */, folder, name, &how, sizeof how);
+#else
+    return -1;
+#endif
 }
 
 /* Return the size of the open file, now at `to`; -1 if it cannot be read in one go; -2 if it exceeds `room`. */

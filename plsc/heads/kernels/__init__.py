@@ -1,4 +1,4 @@
-"""Kernels for the softmax over the class weights: C for x86-64 CPUs, Triton for CUDA GPUs.
+"""Kernels for the softmax over the class weights: C for CPUs, Triton for CUDA GPUs.
 
 Each backend derives from `plsc.heads.softmax.TorchBackend` and computes the same with fewer memory accesses.
 If a backend cannot be used, its `unavailable()` returns the reason, and the head runs in plain PyTorch.
@@ -12,7 +12,7 @@ import warnings
 import torch
 
 from plsc.errors import OptionError
-from plsc.heads.softmax import TorchBackend, tile_size
+from plsc.heads.softmax import ENGINES, TorchBackend, tile_size
 
 
 def choose_backend(
@@ -25,7 +25,8 @@ def choose_backend(
 ) -> TorchBackend:
     """Return the backend for a device.
 
-    kernels: one of BACKENDS; 'auto' falls back to PyTorch with a warning. products: float32 or bfloat16.
+    kernels: one of BACKENDS or ENGINES; 'auto' falls back to PyTorch with a warning. products: float32 or
+    bfloat16.
     tile: class weights per tile; None: chosen by the batch size only, so it is equal in every run.
 
     Raises OptionError, with the reason, if the requested kernels cannot be used.
@@ -36,13 +37,15 @@ def choose_backend(
         wanted = {"cpu": "native", "cuda": "triton"}.get(device.type, "torch")
     if wanted == "torch" or row_dtype is torch.float64:
         return TorchBackend(products, rows)
-    if wanted == "native":
+    if wanted.startswith("native"):
         from plsc.heads.kernels import native
 
+        engine = wanted if wanted in ENGINES else None
         is_on_cpu = device.type == "cpu"
-        reason = native.unavailable(products) if is_on_cpu else f"the head computes on {device.type}"
+        reason = native.unavailable(products, engine) if is_on_cpu else f"the head computes on {device.type}"
         if reason is None:
-            return native.NativeBackend(products, rows, threads=torch.get_num_threads())
+            engine = native.fastest_engine(products, engine)
+            return native.NativeBackend(products, rows, torch.get_num_threads(), engine)
     else:
         from plsc.heads.kernels import triton_backend
 

@@ -1,16 +1,78 @@
-/* bfloat16 products with float sums: the packed layouts of both engines, and the AVX512-BF16 engine.
+/* bfloat16 products with float sums. Compiled twice: for AVX512-BF16, and for AMX, which differ in `multiply`.
  *
  * A packed tile holds 16 x 32 values in 1 KiB. Left factor: 16 rows of 32 k. Right factor: 16 pairs of k,
  * each with 16 columns x 2. A factor is [tiles of rows or columns][tiles of k].
  */
-#include "pass.h"
+#include "elements.h"
+#include "rules.h"
 
-#if defined(__AVX512BF16__)
-#include <string.h>
+#define DEPTH 32         /* k in a packed tile */
+#define FACTOR_TILE 1024 /* its bytes */
 
-#include "vector.h"
+struct factors {
+  const char *left;   /* packed tiles [m / 16][k / 32], rows of 32 values */
+  size_t left_stride; /* bytes from one m / 16 to the next */
+  const char *right;  /* packed tiles [n / 16][k / 32], pairs of k interleaved */
+  size_t right_stride;
+  float *result;      /* tiles */
+  int64_t result_m, result_n; /* floats from one tile to the next */
+  int m, n, k;        /* in tiles */
+  int adds;           /* whether to add to the result */
+};
 
-#define DEPTH 32 /* k in a packed tile */
+#if defined(__AMX_BF16__)
+#include "tiles.h"
+#else
+#define FORWARD_ROWS 128
+#define BEGIN 0
+#define END 0
+#define HEIGHT 8
+
+/* 8 rows x 2 vectors. */
+INLINE void multiply_some(const struct factors *f, int m, int n, int width) {
+  const char *left = f->left + (m / 16) * f->left_stride + (m % 16) * 64;
+  const char *right = f->right + n * f->right_stride;
+  float *result = f->result + (m / 16) * f->result_m + n * f->result_n + (m % 16) * LANES;
+  __m512 sum[HEIGHT][2];
+  __mmask16 adds = f->adds ? 0xffff : 0;
+UNROLL
+  for (int i = 0; i < HEIGHT; i++)
+UNROLL
+    for (int v = 0; v < width; v++)
+      sum[i][v] = _mm512_maskz_load_ps(adds, result + v * f->result_n + i * LANES);
+  for (int k = 0; k < f->k; k++)
+    for (int pair = 0; pair < 16; pair++) {
+      __m512bh columns[2];
+UNROLL
+      for (int v = 0; v < width; v++)
+        columns[v] = (__m512bh)_mm512_load_si512(right + v * f->right_stride + k * FACTOR_TILE + pair * 64);
+UNROLL
+      for (int i = 0; i < HEIGHT; i++) {
+        int both;
+        memcpy(&both, left + k * FACTOR_TILE + i * 64 + pair * 4, sizeof both);
+        __m512bh row = (__m512bh)_mm512_set1_epi32(both);
+UNROLL
+        for (int v = 0; v < width; v++) sum[i][v] = _mm512_dpbf16_ps(sum[i][v], row, columns[v]);
+      }
+    }
+UNROLL
+  for (int i = 0; i < HEIGHT; i++)
+UNROLL
+    for (int v = 0; v < width; v++) _mm512_store_ps(result + v * f->result_n + i * LANES, sum[i][v]);
+}
+
+static void multiply(const struct factors *f, struct prefetch *prefetch) {
+  int64_t lines = lines_per_step(prefetch, (int64_t)(f->n + 1) / 2 * 2 * f->m);
+  for (int n = 0; n < f->n; n += 2)
+    for (int m = 0; m < 16 * f->m; m += HEIGHT) {
+      if (n + 1 < f->n)
+        multiply_some(f, m, n, 2);
+      else
+        multiply_some(f, m, n, 1);
+      prefetch_lines(prefetch, lines);
+    }
+}
+#endif
 
 /* Two vectors of floats as 32 bfloat16, `low` first. */
 INLINE __m512i narrow_two(__m512 high, __m512 low) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
@@ -25,26 +87,26 @@ INLINE __m512i interleave(__m512i halves) {
 /* Transposes 16 vectors of 16 32-bit elements. */
 INLINE void transpose(__m512i v[16]) {
   __m512i t[16];
-#pragma GCC unroll 8
+UNROLL
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
   }
-#pragma GCC unroll 4
+UNROLL
   for (int i = 0; i < 16; i += 4) {
     v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-#pragma GCC unroll 4
+UNROLL
   for (int i = 0; i < 4; i++) {
     t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
     t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
     t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
     t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
   }
-#pragma GCC unroll 4
+UNROLL
   for (int i = 0; i < 4; i++) {
     v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
     v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
@@ -53,25 +115,20 @@ INLINE void transpose(__m512i v[16]) {
   }
 }
 
-static uint16_t nearest(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  if (x != x) return (uint16_t)(bits >> 16 | 0x40);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 /* As right factors: for logits columns are samples and k is d; for the update the other way round. */
-void plsc_bf16_pack_queries(const struct plan *plan, int64_t panel) {
+static void pack_queries(const struct plan *plan, int64_t panel) {
   int64_t dimension = plan->rows.dimension, count = plan->queries.count;
   int64_t padded = plan->padded_dimension, batch = plan->panels * LANES;
   uint16_t *forward = (uint16_t *)plan->packed + panel * padded * LANES;
   uint16_t *backward = plan->packed_for_rows;
+  halves x = {0};
   for (int64_t i = 0; i < LANES; i++) {
-    int64_t b = panel * LANES + i;
+    int64_t b = panel * LANES + i, known = b < count ? dimension : 0;
     for (int64_t d = 0; d < padded; d++) {
-      uint16_t x = nearest(b < count && d < dimension ? plan->queries.unit[b * dimension + d] : 0);
-      forward[(d / 2) * 2 * LANES + 2 * i + d % 2] = x;
-      if (backward) backward[(d / LANES) * batch * LANES + (b / 2) * 2 * LANES + d % LANES * 2 + b % 2] = x;
+      if (d % WIDTH == 0) x = narrow_bf16(load_row(plan->queries.unit + b * dimension, 0, d, known));
+      forward[(d / 2) * 2 * LANES + 2 * i + d % 2] = x[d % WIDTH];
+      if (backward)
+        backward[(d / LANES) * batch * LANES + (b / 2) * 2 * LANES + d % LANES * 2 + b % 2] = x[d % WIDTH];
     }
   }
 }
@@ -83,13 +140,12 @@ INLINE void pack_pair(const struct plan *plan, struct scratch *scratch, int64_t 
   char *left = (char *)scratch->rows + (r / 16) * depth * FACTOR_TILE + (r % 16) * 64;
   char *right = (char *)scratch->rows_for_weighted + (r / DEPTH) * FACTOR_TILE + (r % DEPTH) / 2 * 64;
   int64_t stride = plan->capacity / DEPTH * FACTOR_TILE;
-  __m512 by[2] = {_mm512_set1_ps(inverse[0]), _mm512_set1_ps(inverse[1])};
   for (int64_t i = 0; i < depth; i++) {
     __m512 w[2][2];
     for (int p = 0; p < 2; p++)
       for (int h = 0; h < 2; h++) {
-        __mmask16 mask = row[p] ? row_mask(2 * i + h, dimension) : 0;
-        w[p][h] = _mm512_mul_ps(load_row(row[p], is_bf16, 2 * i + h, mask), by[p]);
+        int64_t d = (2 * i + h) * WIDTH, count = row[p] ? dimension : 0;
+        w[p][h] = load_row(row[p], is_bf16, d, count) * inverse[p];
       }
     _mm512_store_si512(left + i * FACTOR_TILE, narrow_two(w[0][1], w[0][0]));
     _mm512_store_si512(left + i * FACTOR_TILE + 64, narrow_two(w[1][1], w[1][0]));
@@ -99,7 +155,7 @@ INLINE void pack_pair(const struct plan *plan, struct scratch *scratch, int64_t 
   }
 }
 
-void plsc_bf16_pack_rows(const struct plan *plan, struct scratch *scratch, struct block block) {
+static void pack_rows(const struct plan *plan, struct scratch *scratch, struct block block) {
   int64_t dimension = plan->rows.dimension, padded = round_up(block.rows, DEPTH);
   int is_bf16 = plan->rows.is_bf16;
   for (int64_t r = 0; r < padded; r += 2) {
@@ -117,8 +173,8 @@ void plsc_bf16_pack_rows(const struct plan *plan, struct scratch *scratch, struc
   }
 }
 
-void plsc_bf16_logits(plsc_multiply *multiply, const struct plan *plan, struct scratch *scratch,
-                      struct block block, int64_t panel, int panels) {
+static void logits(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
+                   int panels) {
   size_t depth = plan->padded_dimension / DEPTH, bytes = depth * FACTOR_TILE;
   struct factors factors = {
       .left = scratch->rows, .left_stride = bytes,
@@ -138,18 +194,18 @@ static void pack_terms_by_sample(const struct plan *plan, struct scratch *scratc
       const float *at = scratch->logits + (v * plan->capacity + r) * LANES;
       char *tile = out + (v * plan->capacity + r) / DEPTH * FACTOR_TILE;
       __m512i pairs[16];
-#pragma GCC unroll 16
+UNROLL
       for (int i = 0; i < 16; i++)
         pairs[i] = interleave(narrow_two(_mm512_load_ps(at + (2 * i + 1) * LANES),
                                          _mm512_load_ps(at + 2 * i * LANES)));
       transpose(pairs);
-#pragma GCC unroll 16
+UNROLL
       for (int i = 0; i < 16; i++) _mm512_store_si512(tile + i * 64, pairs[i]);
     }
 }
 
-void plsc_bf16_weighted_sum(plsc_multiply *multiply, const struct plan *plan, struct scratch *scratch,
-                   struct block block, int64_t panel, int panels) {
+static void weighted_sum(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
+                         int panels) {
   int64_t tiles = plan->padded_dimension / LANES;
   size_t bytes = plan->capacity / DEPTH * FACTOR_TILE;
   pack_terms_by_sample(plan, scratch, block, panels);
@@ -175,8 +231,8 @@ static void pack_coefficients_by_row(const struct plan *plan, struct scratch *sc
     }
 }
 
-void plsc_bf16_row_gradient(plsc_multiply *multiply, const struct plan *plan, struct scratch *scratch,
-                       struct block block, int64_t panel, int panels) {
+static void row_gradient(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
+                         int panels) {
   int64_t tiles = plan->padded_dimension / LANES;
   pack_coefficients_by_row(plan, scratch, block, panels);
   struct factors factors = {
@@ -189,81 +245,23 @@ void plsc_bf16_row_gradient(plsc_multiply *multiply, const struct plan *plan, st
   multiply(&factors, &scratch->prefetch);
 }
 
-/* The AVX512-BF16 engine, for CPUs without AMX: 8 rows x 2 vectors. */
-#define HEIGHT 8
-
-INLINE void multiply_some(const struct factors *f, int m, int n, int width) {
-  const char *left = f->left + (m / 16) * f->left_stride + (m % 16) * 64;
-  const char *right = f->right + n * f->right_stride;
-  float *result = f->result + (m / 16) * f->result_m + n * f->result_n + (m % 16) * LANES;
-  __m512 sum[HEIGHT][2];
-#pragma GCC unroll 8
-  for (int i = 0; i < HEIGHT; i++)
-#pragma GCC unroll 2
-    for (int v = 0; v < width; v++)
-      sum[i][v] = f->adds ? _mm512_load_ps(result + v * f->result_n + i * LANES) : _mm512_setzero_ps();
-  for (int k = 0; k < f->k; k++)
-    for (int pair = 0; pair < 16; pair++) {
-      __m512bh columns[2];
-#pragma GCC unroll 2
-      for (int v = 0; v < width; v++)
-        columns[v] = (__m512bh)_mm512_load_si512(right + v * f->right_stride + k * FACTOR_TILE + pair * 64);
-#pragma GCC unroll 8
-      for (int i = 0; i < HEIGHT; i++) {
-        int both;
-        memcpy(&both, left + k * FACTOR_TILE + i * 64 + pair * 4, sizeof both);
-        __m512bh row = (__m512bh)_mm512_set1_epi32(both);
-#pragma GCC unroll 2
-        for (int v = 0; v < width; v++) sum[i][v] = _mm512_dpbf16_ps(sum[i][v], row, columns[v]);
-      }
-    }
-#pragma GCC unroll 8
-  for (int i = 0; i < HEIGHT; i++)
-#pragma GCC unroll 2
-    for (int v = 0; v < width; v++) _mm512_store_ps(result + v * f->result_n + i * LANES, sum[i][v]);
-}
-
-static void multiply(const struct factors *f, struct prefetch *prefetch) {
-  int64_t lines = lines_per_step(prefetch, (int64_t)(f->n + 1) / 2 * 2 * f->m);
-  for (int n = 0; n < f->n; n += 2)
-    for (int m = 0; m < 16 * f->m; m += HEIGHT) {
-      if (n + 1 < f->n)
-        multiply_some(f, m, n, 2);
-      else
-        multiply_some(f, m, n, 1);
-      prefetch_lines(prefetch, lines);
-    }
-}
-
-static void logits(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
-                   int panels) {
-  plsc_bf16_logits(multiply, plan, scratch, block, panel, panels);
-}
-
-static void weighted_sum(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
-                int panels) {
-  plsc_bf16_weighted_sum(multiply, plan, scratch, block, panel, panels);
-}
-
-static void row_gradient(const struct plan *plan, struct scratch *scratch, struct block block,
-                    int64_t panel, int panels) {
-  plsc_bf16_row_gradient(multiply, plan, scratch, block, panel, panels);
-}
-
 static const struct engine engine = {
-    .forward_rows = 128,
+    .forward_rows = FORWARD_ROWS,
     .update_rows = 64,
     .row_bytes = 2,
     .operand_bytes = 2,
     .query_bytes = 2,
-    .pack_queries = plsc_bf16_pack_queries,
-    .pack_rows = plsc_bf16_pack_rows,
+    .begin = BEGIN,
+    .end = END,
+    .pack_queries = pack_queries,
+    .pack_rows = pack_rows,
     .logits = logits,
     .weighted_sum = weighted_sum,
     .row_gradient = row_gradient,
+    .exponentials = exponentials,
+    .coefficients = coefficients,
+    .reduce_panel = reduce_panel,
+    .finish_rows = finish_rows,
 };
 
-const struct engine *plsc_vector_engine(void) { return &engine; }
-#else
-const struct engine *plsc_vector_engine(void) { return 0; }
-#endif
+REGISTER(engine)

@@ -8,11 +8,11 @@
 
 #include <stdint.h>
 
-#define PLSC_ABI 2
+#define PLSC_ABI 3
 #define PLSC_API __attribute__((visibility("default")))
 
-/* Instruction sets for matrix products. */
-enum plsc_engine { PLSC_FP32 = 0, PLSC_BF16_VECTOR = 1, PLSC_BF16_TILES = 2 };
+/* Instruction sets, in the order of ENGINES of plsc/heads/softmax.py. The first two multiply bfloat16. */
+enum plsc_engine { PLSC_AMX, PLSC_AVX512_BF16, PLSC_AVX512, PLSC_AVX2, PLSC_NEON, PLSC_ENGINES };
 
 enum plsc_status { PLSC_OK = 0, PLSC_NO_MEMORY = 1, PLSC_NO_ENGINE = 2 };
 
@@ -69,7 +69,7 @@ struct plsc_run {
 
 PLSC_API int32_t plsc_abi(void);
 
-/* Returns whether this CPU supports an engine. */
+/* Returns whether the library, the CPU and the operating system support an engine. */
 PLSC_API int32_t plsc_supports(int32_t engine);
 
 /* Forward. fixed: shift [B] is an input; otherwise it is an output, the running maximum.

@@ -1,11 +1,12 @@
-"""The softmax over the class weights on x86-64 CPUs, in C (the .c files in this folder).
+"""The softmax over the class weights on CPUs, in C (the .c files in this folder).
 
 A call reads each class weight once. A block of class weights stays in the cache while it is normalised,
 multiplied with the batch, and multiplied with the exponentials of its logits. The update also applies the
 optimizer and writes class weights and states.
 
-float32 products need AVX-512 (F, BW, DQ, VL), bfloat16 products AMX-BF16 or AVX512-BF16. Installing the
-package builds the library; in a checkout, run ``python setup.py build_ext --inplace``.
+The library has an engine per instruction set: AVX-512 (F, BW, DQ, VL), AVX2 with FMA, and NEON on 64-bit
+ARM. bfloat16 products use AMX-BF16 or AVX512-BF16; processors without them compute in float32, which is more
+exact. Installing the package builds the library; in a checkout, run ``python setup.py build_ext --inplace``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ import torch
 from torch import Tensor
 
 from plsc.heads.rules import Rule, kernel_states
-from plsc.heads.softmax import ForwardContext, Queries, Sums, TorchBackend
+from plsc.heads.softmax import ENGINES, ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.weights import Rows, States
 
-_ABI = 2  # PLSC_ABI of native.h
+_ABI = 3  # PLSC_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libnative.so")
 _PANEL = 16  # samples per panel; the number of panels is even
-_FP32, _BF16_VECTOR, _BF16_TILES = 0, 1, 2
-_ENGINES = {torch.float32: (_FP32,), torch.bfloat16: (_BF16_TILES, _BF16_VECTOR)}
+_FOR_BFLOAT16 = ("native-amx", "native-avx512bf16")  # the other engines multiply float32
 _KINDS = {"sgd": 1, "adamw": 2, "adagrad": 3}
 _STATUS_NO_MEMORY = 1
 
@@ -80,8 +80,11 @@ class _Run(ctypes.Structure):
 
 
 @functools.cache
-def unavailable(products: torch.dtype = torch.float32) -> str | None:
-    """Return why the kernels cannot be used with products of this dtype; None if they can."""
+def unavailable(products: torch.dtype = torch.float32, engine: str | None = None) -> str | None:
+    """Return why the kernels cannot be used with products of this dtype; None if they can.
+
+    engine: one of ENGINES; None: any.
+    """
     if not _LIBRARY.exists():
         return f"{_LIBRARY.name} is not built: install the package on a machine with a C compiler"
     try:
@@ -91,10 +94,8 @@ def unavailable(products: torch.dtype = torch.float32) -> str | None:
         return f"{_LIBRARY} cannot be loaded: {error}"
     if abi != _ABI:
         return f"{_LIBRARY} has ABI version {abi}, expected {_ABI}: reinstall the package"
-    if not library.plsc_supports(_FP32):
-        return "this CPU or operating system does not support AVX-512"
-    if _engine(products) is None:
-        return f"this CPU has no instructions for {products} products"
+    if fastest_engine(products, engine) is None:
+        return f"this CPU, operating system or build does not support {engine or 'AVX2, AVX-512 or NEON'}"
     return None
 
 
@@ -107,10 +108,13 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _engine(products: torch.dtype) -> int | None:
-    """Return the fastest supported instruction set for products of this dtype, or None."""
-    engines = (engine for engine in _ENGINES[products] if _library().plsc_supports(engine))
-    return next(engines, None)
+def fastest_engine(products: torch.dtype, engine: str | None = None) -> str | None:
+    """Return the fastest of ENGINES for products of this dtype, or None; engine: accept only this one."""
+    for name in ENGINES if engine is None else (engine,):
+        fits = products is torch.bfloat16 or name not in _FOR_BFLOAT16
+        if fits and _library().plsc_supports(ENGINES.index(name)):
+            return name
+    return None
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,21 @@ class NativeBackend(TorchBackend):
     tile: class weights per tile for callers that iterate over tiles; forward and update use their own blocks.
     threads: number of threads per call. The order of the forward pass's sums depends only on the number of
     threads, so equal numbers give equal bits; gradients of class weights and updates do not depend on it.
+    engine: one of ENGINES; None: the fastest.
     """
 
     name = "native"
     threads: int = 1
+    engine: str | None = None
+
+    def describe(self) -> str:
+        """Return the name of the engine; for AVX2, also why AVX-512 is missing."""
+        engine = fastest_engine(self.products, self.engine)
+        if engine != "native-avx2":
+            return str(engine)
+        if torch.backends.cpu.get_cpu_capability() != "AVX512":
+            return f"{engine} (this processor lacks AVX-512)"
+        return f"{engine} (the compiler lacked AVX-512: install plsc again with a newer one)"
 
     def forward(
         self,
@@ -145,9 +160,11 @@ class NativeBackend(TorchBackend):
         if keep and fixed_shift is not None:
             kept = unit.new_empty(_kept_shape(batch, rows), dtype=torch.bfloat16)
         is_fixed = fixed_shift is not None
-        run = _Run(_engine(self.products), self.threads)
-        _call("plsc_forward", c_rows, c_queries, run, is_fixed, shift, total, weighted, kept)
+        _call("plsc_forward", c_rows, c_queries, self._run(), is_fixed, shift, total, weighted, kept)
         return Sums(shift, total, weighted, kept)
+
+    def _run(self) -> _Run:
+        return _Run(ENGINES.index(fastest_engine(self.products, self.engine)), self.threads)
 
     def _kept_terms(self, kept: Tensor, batch: int, tile: slice) -> Tensor:
         return kept[:, tile].transpose(1, 2).flatten(0, 1)[:batch].contiguous()
@@ -174,8 +191,7 @@ class NativeBackend(TorchBackend):
         rows, unit = context.rows, context.queries.unit
         bias = None if rows.bias is None else unit.new_empty(tile.stop - tile.start)
         parts = (_rows(rows), _queries(context.queries, rows), _gradient(context))
-        run = _Run(_engine(self.products), self.threads)
-        _call("plsc_update", *parts, rule, run, tile.start, tile.stop, out, bias)
+        _call("plsc_update", *parts, rule, self._run(), tile.start, tile.stop, out, bias)
         return bias
 
 

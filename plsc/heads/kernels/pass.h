@@ -13,10 +13,9 @@
 
 #include "native.h"
 
-#define LANES 16                 /* floats per vector, samples per panel */
+#define LANES 16                 /* samples per panel */
 #define TILE (LANES * LANES)     /* floats per result tile */
 #define CHUNK 128                /* samples per chunk */
-#define FACTOR_TILE 1024         /* bytes per packed bfloat16 tile of 16 x 32 */
 
 struct plan;
 struct scratch;
@@ -39,13 +38,13 @@ struct prefetch {
   int64_t lines_per_product;
 };
 
-/* Matrix products for one instruction set. Packing converts inputs into the layout of the engine. */
+/* The operations on a block, for one instruction set. Packing converts inputs into the layout of the products. */
 struct engine {
   int64_t forward_rows, update_rows; /* rows per block, multiples of 32 */
   size_t row_bytes;                  /* scratch bytes per padded row and padded dimension */
   size_t operand_bytes;              /* scratch bytes per element of a chunk of logits */
   size_t query_bytes;                /* bytes per element of the padded batch */
-  int uses_tiles;                    /* whether threads must configure AMX tile registers */
+  void (*begin)(void), (*end)(void); /* prepare and release registers of the thread, or NULL */
   /* Packs the queries of a panel, in both layouts (the second only for the update). */
   void (*pack_queries)(const struct plan *, int64_t panel);
   /* Reads, normalises and packs the rows of a block. */
@@ -56,7 +55,20 @@ struct engine {
   void (*weighted_sum)(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
   /* gradient[row][d] (+)= sum over samples of coefficient * query. */
   void (*row_gradient)(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
+  /* Replaces a chunk of logits by exponentials and adds to the totals; or by gradient coefficients. */
+  void (*exponentials)(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
+  void (*coefficients)(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
+  /* Adds the sums of all threads. */
+  void (*reduce_panel)(const struct plan *, int64_t panel);
+  /* Updates the rows of a block with their gradients. */
+  void (*finish_rows)(const struct plan *, struct scratch *, struct block);
 };
+
+/* The engines that the compiler could build; each adds itself when the library is loaded. setup.py compiles an
+ * engine with the flags of its instruction set, and its number in native.h as ENGINE. */
+extern const struct engine *plsc_engines[PLSC_ENGINES];
+#define REGISTER(engine) \
+  __attribute__((constructor)) static void add_engine(void) { plsc_engines[ENGINE] = &engine; }
 
 /* The data of a call that its threads share, read-only except for next_block and the results. */
 struct plan {
@@ -98,41 +110,6 @@ struct scratch {
 
 /* threads.c: calls work(context, i) for i in 0..count-1, in parallel. */
 void plsc_parallel(void (*work)(void *, int), void *context, int count);
-
-/* One per file (fp32.c, bf16.c, tiles.c); NULL if the compiler does not support the instructions. */
-const struct engine *plsc_fp32_engine(void);
-const struct engine *plsc_vector_engine(void);
-const struct engine *plsc_tiles_engine(void);
-void plsc_tiles_begin(void);
-void plsc_tiles_end(void);
-
-/* bf16.c: the layouts of both bfloat16 engines, which differ only in `multiply`. */
-struct factors {
-  const char *left;   /* packed tiles [m / 16][k / 32], rows of 32 values */
-  size_t left_stride; /* bytes from one m / 16 to the next */
-  const char *right;  /* packed tiles [n / 16][k / 32], pairs of k interleaved */
-  size_t right_stride;
-  float *result;      /* tiles */
-  int64_t result_m, result_n; /* floats from one tile to the next */
-  int m, n, k;        /* in tiles */
-  int adds; /* whether to add to the result */
-};
-typedef void plsc_multiply(const struct factors *, struct prefetch *);
-void plsc_bf16_pack_queries(const struct plan *, int64_t panel);
-void plsc_bf16_pack_rows(const struct plan *, struct scratch *, struct block);
-void plsc_bf16_logits(plsc_multiply *, const struct plan *, struct scratch *, struct block, int64_t, int);
-void plsc_bf16_weighted_sum(plsc_multiply *, const struct plan *, struct scratch *, struct block, int64_t,
-                            int);
-void plsc_bf16_row_gradient(plsc_multiply *, const struct plan *, struct scratch *, struct block, int64_t,
-                            int);
-
-/* elements.c */
-void plsc_exponentials(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
-void plsc_coefficients(const struct plan *, struct scratch *, struct block, int64_t panel, int panels);
-void plsc_reduce_panel(const struct plan *, int64_t panel);
-
-/* rules.c */
-void plsc_finish_rows(const struct plan *, struct scratch *, struct block);
 
 /* Bytes of a row of class weights. */
 static inline int64_t row_bytes(const struct plsc_rows *rows) {

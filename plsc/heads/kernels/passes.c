@@ -60,9 +60,13 @@ static void take_scratch(const struct plan *plan, struct scratch *scratch, struc
 
 /* Requests huge pages: page faults would take longer than writing the memory. */
 static void use_large_pages(void *memory, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
   uintptr_t start = ((uintptr_t)memory + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   uintptr_t stop = ((uintptr_t)memory + bytes) / ALIGNMENT * ALIGNMENT;
   if (start < stop) madvise((void *)start, stop - start, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
 }
 
 static void *allocate(struct plan *plan) {
@@ -79,15 +83,6 @@ static void *allocate(struct plan *plan) {
     arena.used = 0;
   }
   return arena.base;
-}
-
-static const struct engine *engine_of(const struct plsc_run *run) {
-  if (!plsc_supports(run->engine)) return 0;
-  switch (run->engine) {
-    case PLSC_FP32: return plsc_fp32_engine();
-    case PLSC_BF16_VECTOR: return plsc_vector_engine();
-    default: return plsc_tiles_engine();
-  }
 }
 
 static void plan_shapes(struct plan *plan, const struct plsc_rows *rows, const struct plsc_queries *queries,
@@ -130,7 +125,7 @@ static void pack_share(void *context, int thread) {
 static void reduce_share(void *context, int thread) {
   struct plan *plan = context;
   for (int64_t panel = thread; panel < plan->panels; panel += plan->threads)
-    plsc_reduce_panel(plan, panel);
+    plan->engine->reduce_panel(plan, panel);
 }
 
 /* Starts threads only if there is enough work. */
@@ -193,7 +188,7 @@ static void forward_share(void *context, int thread) {
   }
   if (plan->want_weighted)
     memset(scratch->result, 0, (size_t)(batch * plan->padded_dimension) * sizeof(float));
-  if (engine->uses_tiles) plsc_tiles_begin();
+  if (engine->begin) engine->begin();
   for (int64_t number = blocks * thread / plan->threads; number < stop; number++) {
     struct block block = block_at(plan, number);
     plan_prefetch(plan, &scratch->prefetch, number + 1, stop);
@@ -202,11 +197,11 @@ static void forward_share(void *context, int thread) {
       int64_t left = plan->panels - panel;
       int panels = (int)(left < CHUNK / LANES ? left : CHUNK / LANES);
       engine->logits(plan, scratch, block, panel, panels);
-      plsc_exponentials(plan, scratch, block, panel, panels);
+      engine->exponentials(plan, scratch, block, panel, panels);
       if (plan->want_weighted) engine->weighted_sum(plan, scratch, block, panel, panels);
     }
   }
-  if (engine->uses_tiles) plsc_tiles_end();
+  if (engine->end) engine->end();
 }
 
 static void update_share(void *context, int thread) {
@@ -214,7 +209,7 @@ static void update_share(void *context, int thread) {
   const struct engine *engine = plan->engine;
   struct scratch *scratch = &plan->scratch[thread];
   int64_t blocks = count_blocks(plan);
-  if (engine->uses_tiles) plsc_tiles_begin();
+  if (engine->begin) engine->begin();
   /* Rows are independent, so threads take blocks dynamically. */
   int64_t number = __atomic_fetch_add(&plan->next_block, 1, __ATOMIC_RELAXED);
   while (number < blocks) {
@@ -230,12 +225,12 @@ static void update_share(void *context, int thread) {
       int64_t left = plan->panels - panel;
       int panels = (int)(left < CHUNK / LANES ? left : CHUNK / LANES);
       if (!plan->gradient.kept) engine->logits(plan, scratch, block, panel, panels);
-      plsc_coefficients(plan, scratch, block, panel, panels);
+      engine->coefficients(plan, scratch, block, panel, panels);
       engine->row_gradient(plan, scratch, block, panel, panels);
     }
-    plsc_finish_rows(plan, scratch, block);
+    engine->finish_rows(plan, scratch, block);
   }
-  if (engine->uses_tiles) plsc_tiles_end();
+  if (engine->end) engine->end();
 }
 
 int32_t plsc_abi(void) { return PLSC_ABI; }
@@ -245,8 +240,8 @@ int32_t plsc_forward(const struct plsc_rows *rows, const struct plsc_queries *qu
                      uint16_t *kept) {
   struct plan plan;
   memset(&plan, 0, sizeof plan);
-  plan.engine = engine_of(run);
-  if (!plan.engine) return PLSC_NO_ENGINE;
+  if (!plsc_supports(run->engine)) return PLSC_NO_ENGINE;
+  plan.engine = plsc_engines[run->engine];
   plan.fixed = fixed;
   plan.want_weighted = weighted != 0;
   plan.end = rows->count;
@@ -271,8 +266,8 @@ int32_t plsc_update(const struct plsc_rows *rows, const struct plsc_queries *que
                     const struct plsc_run *run, int64_t begin, int64_t end, float *out, float *bias_out) {
   struct plan plan;
   memset(&plan, 0, sizeof plan);
-  plan.engine = engine_of(run);
-  if (!plan.engine) return PLSC_NO_ENGINE;
+  if (!plsc_supports(run->engine)) return PLSC_NO_ENGINE;
+  plan.engine = plsc_engines[run->engine];
   plan.is_update = 1;
   plan.gradient = *gradient;
   plan.rule = *rule;

@@ -1,135 +1,217 @@
-/* AVX-512 functions: exp, bfloat16, noise, 8-bit rows. Included only by files that are compiled for AVX-512. */
+/* Vectors of the processor's width in the vector extension of GCC and clang: exp, bfloat16, noise, 8-bit rows.
+ *
+ * A comparison gives a vector of integers, -1 where it is true. An engine (fp32.c, bf16.c) includes this file,
+ * elements.h and rules.h, so that they are compiled once per instruction set.
+ */
 #ifndef PLSC_VECTOR_H
 #define PLSC_VECTOR_H
 
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "pass.h"
 
+/* What differs between instruction sets: the width, and what the extension has no word or a slow one for. */
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define WIDTH 16 /* floats per vector */
+#define SQUARE_ROOTS(x) _mm512_sqrt_ps(x)
+#define FLOOR(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
+#define WIDEN(halves) _mm512_cvtepu16_epi32((__m256i)(halves))
+#define WIDEN_BYTES(at) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at)))
+#define TO_BYTES(integers) __builtin_convertvector(integers, bytes)
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define WIDTH 8
+#define SQUARE_ROOTS(x) _mm256_sqrt_ps(x)
+#define FLOOR(x) _mm256_floor_ps(x)
+#define WIDEN(halves) _mm256_cvtepu16_epi32((__m128i)(halves))
+#define WIDEN_BYTES(at) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at)))
+#define TO_BYTES(integers) __builtin_convertvector(__builtin_convertvector(integers, shorts), bytes)
+#else
+#include <arm_neon.h>
+#define WIDTH 4
+#define SQUARE_ROOTS(x) vsqrtq_f32(x)
+#define FLOOR(x) vrndmq_f32(x)
+#define WIDEN(halves) __builtin_convertvector(halves, uvec)
+#define WIDEN_BYTES(at) (ivec){(at)[0], (at)[1], (at)[2], (at)[3]}
+#define TO_BYTES(integers) __builtin_convertvector(integers, bytes)
+#endif
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define SHORTEST 0x1p-120f /* as in plsc/heads/geometry.py */
+#define MINUS_INFINITY (-__builtin_inff())
+
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef float loose __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias)); /* in memory */
+typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
+typedef int16_t shorts __attribute__((vector_size(2 * WIDTH)));
+typedef int8_t bytes __attribute__((vector_size(WIDTH)));
+
+INLINE vec all(float x) { return x - (vec){0}; }
+
+INLINE vec load(const float *at) { return *(const loose *)at; }
+
+INLINE void store(float *at, vec x) { *(loose *)at = x; }
+
+INLINE ivec load_integers(const int32_t *at) {
+  ivec x;
+  memcpy(&x, at, sizeof x);
+  return x;
+}
+
+INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+
+INLINE vec where(ivec mask, vec x) { return (vec)(mask & (ivec)x); }
+
+INLINE float sum_of(vec x) {
+#if WIDTH == 16
+  return _mm512_reduce_add_ps(x);
+#elif WIDTH == 8
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
+  return sums[0] + sums[1];
+#else
+  return vaddvq_f32(x);
+#endif
+}
+
+INLINE int any(ivec mask) {
+  int32_t found = 0;
+  for (int i = 0; i < WIDTH; i++) found |= mask[i];
+  return found;
+}
+
+/* The place of element d of a row of tiles. */
+INLINE int64_t in_tiles(int64_t d) { return d / LANES * TILE + d % LANES; }
 
 /* e^x with a relative error of 1e-7; 0 instead of denormal numbers (they are slow), infinity above the
  * range, NaN for NaN. */
-INLINE __m512 exp_vector(__m512 x) {
-  __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
-  x = _mm512_min_ps(_mm512_set1_ps(128.0f), x); /* min returns its second operand for NaN */
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
-                                  _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+INLINE vec exp_vector(vec x) {
+#if WIDTH == 16
+  x = _mm512_min_ps(all(128.0f), x);
+#endif
+  vec n = x * 1.44269504f + 0x1.8p23f - 0x1.8p23f; /* to the nearest integer */
+  vec r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
   /* 1 + r + r^2 q(r), with q fitted for minimal relative error on |r| <= ln 2 / 2. */
-  __m512 q = _mm512_set1_ps(0.0013814320554956794f);
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0.00836885068565607f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0.041668400168418884f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0.1666651964187622f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0.4999999403953552f));
-  q = _mm512_fmadd_ps(q, _mm512_mul_ps(r, r), r);
-  q = _mm512_add_ps(q, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(_mm512_knot(tiny), q, n);
+  vec q = 0.0013814320554956794f * r + 0.00836885068565607f;
+  q = q * r + 0.041668400168418884f;
+  q = q * r + 0.1666651964187622f;
+  q = q * r + 0.4999999403953552f;
+  q = q * (r * r) + r;
+  q = q + 1.0f;
+#if WIDTH == 16
+  vec power = _mm512_scalef_ps(q, n);
+#else
+  vec power = (vec)((uvec)q + ((uvec)__builtin_convertvector(n, ivec) << 23));
+  power = choose(x > 88.72283f, all(__builtin_inff()), power);
+#endif
+  return where(~(x < -87.3f), power);
 }
 
-INLINE __m512 widen_bf16(__m256i bits) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+INLINE vec widen_bf16(halves bits) { return (vec)((uvec)WIDEN(bits) << 16); }
+
+INLINE halves upper_halves(uvec bits) { return __builtin_convertvector(bits >> 16, halves); }
+
+/* Adds to the bits of numbers; NaN stays NaN. The lower half of the bits of an infinity is 0. */
+INLINE uvec add_bits(vec x, uvec more) {
+  return (uvec)choose(x != x, (vec)((uvec)x | 0x400000), (vec)((uvec)x + more));
 }
 
 /* Rounds to the nearest bfloat16, ties to even; NaN stays NaN. */
-INLINE __m256i narrow_bf16(__m512 x) {
-  __m512i bits = _mm512_castps_si512(x);
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+INLINE halves narrow_bf16(vec x) { return upper_halves(add_bits(x, ((uvec)x >> 16 & 1) + 0x7fff)); }
+
+static inline float read_number(const void *at, int is_bf16) {
+  if (!is_bf16) return *(const float *)at;
+  uint32_t bits = (uint32_t)*(const uint16_t *)at << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
 }
 
-/* Loads the elements [16 i, 16 i + 16) of a row; those outside `mask` are 0. */
-INLINE __m512 load_row(const void *row, int is_bf16, int64_t i, __mmask16 mask) {
-  if (is_bf16) return widen_bf16(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)row + 16 * i));
-  return _mm512_maskz_loadu_ps(mask, (const float *)row + 16 * i);
+static __attribute__((noinline)) vec load_tail(const void *row, int is_bf16, int64_t d, int64_t dimension) {
+  float tail[WIDTH] = {0};
+  for (int64_t i = 0; d + i < dimension; i++)
+    tail[i] = read_number((const char *)row + (d + i) * (is_bf16 ? 2 : 4), is_bf16);
+  return load(tail);
 }
 
-/* The mask of the elements [16 i, 16 i + 16) that are below D. */
-INLINE __mmask16 row_mask(int64_t i, int64_t dimension) {
-  int64_t left = dimension - 16 * i;
-  return left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+/* Loads the elements [d, d + WIDTH) of a row; those from `dimension` on are 0. */
+INLINE vec load_row(const void *row, int is_bf16, int64_t d, int64_t dimension) {
+  if (__builtin_expect(d + WIDTH > dimension, 0)) return load_tail(row, is_bf16, d, dimension);
+  if (!is_bf16) return load((const float *)row + d);
+  halves x;
+  memcpy(&x, (const uint16_t *)row + d, sizeof x);
+  return widen_bf16(x);
 }
+
+/* Stores those of WIDTH elements for which there is room. */
+#define STORE_SOME(at, x, room)                         \
+  if (__builtin_expect((room) < WIDTH, 0)) {            \
+    __typeof__(x) tail = x; /* only the tail needs an address */ \
+    memcpy(at, &tail, (size_t)(room) * sizeof *(at));   \
+  } else                                                \
+    memcpy(at, &(x), sizeof(x))
 
 /* The norm in double, for rows that are very short, very long, zero or not finite. */
-static __attribute__((noinline, unused)) float inverse_of_extreme(const void *row, int is_bf16,
-                                                                  int64_t dimension) {
-  __m512d squares = _mm512_setzero_pd();
-  for (int64_t i = 0; 16 * i < dimension; i++) {
-    __m512 w = load_row(row, is_bf16, i, row_mask(i, dimension));
-    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(w));
-    __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(w, 1));
-    squares = _mm512_fmadd_pd(high, high, _mm512_fmadd_pd(low, low, squares));
+static __attribute__((noinline)) float inverse_of_extreme(const void *row, int is_bf16, int64_t dimension) {
+  double squares = 0;
+  for (int64_t d = 0; d < dimension; d++) {
+    double w = read_number((const char *)row + d * (is_bf16 ? 2 : 4), is_bf16);
+    squares += w * w;
   }
-  float length = (float)__builtin_sqrt(_mm512_reduce_add_pd(squares));
+  float length = (float)__builtin_sqrt(squares);
   return length >= SHORTEST ? 1.0f / length : 0;
 }
 
 /* 1 / |row|, or 0 if |row| counts as zero, as plsc/heads/geometry.py. */
 INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t i = 0; 16 * i < dimension; i++) {
-    __m512 w = load_row(row, is_bf16, i, row_mask(i, dimension));
-    sum = _mm512_fmadd_ps(w, w, sum);
+  vec sum = {0};
+  for (int64_t d = 0; d < dimension; d += WIDTH) {
+    vec w = load_row(row, is_bf16, d, dimension);
+    sum += w * w;
   }
-  float squares = _mm512_reduce_add_ps(sum);
+  float squares = sum_of(sum);
   if (squares >= 0x1p-80f && squares <= __FLT_MAX__) return 1.0f / __builtin_sqrtf(squares);
   return inverse_of_extreme(row, is_bf16, dimension);
 }
 
-/* The hash of plsc/heads/rules.py (_mix). */
+/* The hash of plsc/heads/rules.py (_mix), of a number or of each element of a vector. */
 #define GOLDEN 0x9e3779b9u
+#define MIX(x) (x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^ (x >> 16))
 
-INLINE uint32_t mix_number(uint32_t x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ (x >> 16);
-}
+INLINE uint32_t mix_number(uint32_t x) { return MIX(x); }
 
 INLINE uint32_t noise_key(int64_t row, uint32_t key) {
   uint64_t number = (uint64_t)row;
   return mix_number((uint32_t)number ^ mix_number((uint32_t)(number >> 32) ^ key));
 }
 
-INLINE __m512i mix_vector(__m512i x) {
-  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
-  x = _mm512_mullo_epi32(x, _mm512_set1_epi32(0x7feb352d));
-  x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
-  x = _mm512_mullo_epi32(x, _mm512_set1_epi32((int)0x846ca68bu));
-  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+/* Random bits for the elements [d, d + WIDTH) of a row. */
+INLINE uvec noise_vector(int64_t d, uint32_t row_key) {
+  static const uint32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  uvec x;
+  memcpy(&x, numbers, sizeof x);
+  x = (x * GOLDEN + GOLDEN * (uint32_t)d) ^ row_key;
+  return MIX(x);
 }
 
-/* Random bits for the elements [16 i, 16 i + 16) of a row. */
-INLINE __m512i noise_vector(int64_t i, uint32_t row_key) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i lanes = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)GOLDEN)); /* a constant */
-  __m512i column = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(GOLDEN * 16 * (uint32_t)i)));
-  return mix_vector(_mm512_xor_si512(column, _mm512_set1_epi32((int)row_key)));
-}
-
-/* Stores the elements [16 i, 16 i + 16) of a row; bfloat16 is rounded stochastically. */
-INLINE void store_row(void *row, int is_bf16, int64_t i, __mmask16 mask, __m512 x, uint32_t row_key) {
-  if (!is_bf16) {
-    _mm512_mask_storeu_ps((float *)row + 16 * i, mask, x);
-    return;
+/* Stores the elements [d, d + WIDTH) of a row; bfloat16 is rounded stochastically. */
+INLINE void store_row(void *row, int is_bf16, int64_t d, int64_t dimension, vec x, uint32_t row_key) {
+  if (is_bf16) {
+    halves half = upper_halves(add_bits(x, noise_vector(d, row_key) >> 16));
+    STORE_SOME((uint16_t *)row + d, half, dimension - d);
+  } else {
+    STORE_SOME((float *)row + d, x, dimension - d);
   }
-  __m512i noise = noise_vector(i, row_key);
-  __m512i bits = _mm512_castps_si512(x);
-  __m512i exponent = _mm512_set1_epi32(0x7f800000);
-  __mmask16 finite = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
-  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  bits = _mm512_mask_add_epi32(bits, finite, bits, _mm512_srli_epi32(noise, 16));
-  bits = _mm512_mask_or_epi32(bits, nan, bits, _mm512_set1_epi32(0x400000));
-  __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
-  _mm256_mask_storeu_epi16((uint16_t *)row + 16 * i, mask, half);
 }
 
 INLINE char *stored_row(const struct plan *plan, int64_t position) {
@@ -140,42 +222,45 @@ INLINE char *stored_row(const struct plan *plan, int64_t position) {
 INLINE char *readable_row(const struct plan *plan, int64_t position, float *out) {
   char *row = stored_row(plan, position);
   if (!plan->rows.is_coded) return row;
-  int64_t dimension = plan->rows.dimension;
+  const int8_t *codes = (int8_t *)row;
+  int64_t dimension = plan->rows.dimension, d = 0;
   float scale;
   memcpy(&scale, row + dimension, sizeof scale);
-  for (int64_t i = 0; 16 * i < dimension; i++) {
-    __m128i codes = _mm_maskz_loadu_epi8(row_mask(i, dimension), row + 16 * i);
-    __m512 w = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-    _mm512_store_ps(out + 16 * i, _mm512_mul_ps(w, _mm512_set1_ps(scale)));
-  }
+  for (; d + WIDTH <= dimension; d += WIDTH)
+    store(out + d, __builtin_convertvector((ivec)WIDEN_BYTES(codes + d), vec) * scale);
+  for (; d < dimension; d++) out[d] = (float)codes[d] * scale;
   return (char *)out;
 }
 
 /* encode_rows of plsc/heads/weights.py, with stochastic rounding. */
 INLINE void encode_row(char *row, const float *values, int64_t dimension, uint32_t row_key) {
-  __m512 highest = _mm512_setzero_ps();
-  __mmask16 bad = 0;
-  for (int64_t i = 0; 16 * i < dimension; i++) {
-    __m512 w = _mm512_maskz_loadu_ps(row_mask(i, dimension), values + 16 * i);
-    bad |= _mm512_fpclass_ps_mask(w, 0x99); /* NaN and infinities */
-    highest = _mm512_max_ps(highest, _mm512_abs_ps(w));
+  vec highest = {0}, poison = {0};
+  for (int64_t d = 0; d < dimension; d += WIDTH) {
+    vec w = load_row(values, 0, d, dimension);
+    poison += w * 0.0f; /* NaN from NaN and infinities */
+    w = (vec)((ivec)w & 0x7fffffff);
+    highest = choose(w > highest, w, highest);
   }
-  float peak = _mm512_reduce_max_ps(highest), scale;
+  float peak = 0, scale;
+  for (int i = 0; i < WIDTH; i++) peak = highest[i] > peak ? highest[i] : peak;
   memcpy(&scale, row + dimension, sizeof scale);
   if (!(peak <= scale * 127 && peak >= scale * 63)) scale = peak / 96;
-  if (bad) scale = __builtin_nanf("");
-  __m512 inverse = _mm512_set1_ps(scale > 0 ? 1 / scale : 0);
-  __m512 most = _mm512_set1_ps(127), least = _mm512_set1_ps(-127);
-  for (int64_t i = 0; 16 * i < dimension; i++) {
-    __mmask16 mask = row_mask(i, dimension);
-    __m512 fraction = _mm512_cvtepi32_ps(_mm512_srli_epi32(noise_vector(i, row_key), 8));
-    __m512 w = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, values + 16 * i), inverse);
-    w = _mm512_fmadd_ps(fraction, _mm512_set1_ps(0x1p-24f), w);
-    w = _mm512_roundscale_ps(w, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    w = bad ? _mm512_setzero_ps() : _mm512_max_ps(least, _mm512_min_ps(most, w));
-    _mm_mask_storeu_epi8(row + 16 * i, mask, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(w)));
-  }
+  if (any(poison != 0)) scale = __builtin_nanf("");
   memcpy(row + dimension, &scale, sizeof scale);
+  if (!(scale > 0)) {
+    memset(row, 0, (size_t)dimension);
+    return;
+  }
+  float inverse = 1 / scale;
+  for (int64_t d = 0; d < dimension; d += WIDTH) {
+    vec w = load_row(values, 0, d, dimension);
+    w = __builtin_convertvector((ivec)(noise_vector(d, row_key) >> 8), vec) * 0x1p-24f + w * inverse;
+    ivec code = __builtin_convertvector((vec)FLOOR(w), ivec);
+    code += code > 127; /* rounding errors exceed the range by one at most */
+    code -= code < -127;
+    bytes codes = TO_BYTES(code);
+    STORE_SOME((int8_t *)row + d, codes, dimension - d);
+  }
 }
 
 #endif

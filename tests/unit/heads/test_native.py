@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from plsc.heads.kernels import native
 from plsc.heads.rules import Rule, apply_rule, to_bfloat16
-from plsc.heads.softmax import ForwardContext, Queries
+from plsc.heads.softmax import ENGINES, ForwardContext, Queries
 from plsc.heads.weights import Rows, States, decode_rows, encode_rows
 
 pytestmark = pytest.mark.skipif(
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 FLOAT, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
-PRODUCTS = [p for p in (FLOAT, BF16) if native.unavailable(p) is None]
+SUPPORTED = [engine for engine in ENGINES if native.unavailable(BF16, engine) is None]
 SCALE, SHIFT = 16.0, 3.0
+each_engine = pytest.mark.parametrize("engine", SUPPORTED)
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,17 @@ class Shape:
     products: torch.dtype = FLOAT
     threads: int = 2
     seed: int = 0
+    engine: str | None = None
+
+
+def on(engine: str, **parts: Any) -> Shape:
+    """Return a shape for an engine and the products that it computes."""
+    products = FLOAT if native.unavailable(FLOAT, engine) is None else BF16
+    return Shape(engine=engine, products=products, **parts)
 
 
 shapes = st.builds(
-    Shape,
+    on,
     batch=st.integers(0, 40) | st.just(150),
     classes=st.integers(0, 40) | st.integers(200, 300),
     dimension=st.integers(1, 70),
@@ -54,7 +63,7 @@ shapes = st.builds(
     is_sampled=st.booleans(),
     has_hard=st.booleans(),
     has_extremes=st.booleans(),
-    products=st.sampled_from(PRODUCTS or [FLOAT]),
+    engine=st.sampled_from(SUPPORTED or ENGINES),
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
@@ -104,7 +113,7 @@ def make(shape: Shape) -> tuple[Rows, Queries]:
 
 
 def backend(shape: Shape) -> native.NativeBackend:
-    return native.NativeBackend(shape.products, threads=shape.threads)
+    return native.NativeBackend(shape.products, threads=shape.threads, engine=shape.engine)
 
 
 def unit_rows(rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -289,14 +298,15 @@ def states_of(rule: Rule, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"momentum_buffer": torch.randn(shape, generator=generator).to(dtype)}
 
 
+@each_engine
 @pytest.mark.parametrize("state_dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("row_dtype", [FLOAT, BF16, INT8])
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}")
 def test_update_changes_only_the_selected_class_weights(
-    rule: Rule, is_sampled: bool, row_dtype: torch.dtype, state_dtype: torch.dtype
+    rule: Rule, is_sampled: bool, row_dtype: torch.dtype, state_dtype: torch.dtype, engine: str
 ) -> None:
-    shape = Shape(row_dtype=row_dtype, is_sampled=is_sampled, classes=130, cosine=not is_sampled)
+    shape = on(engine, row_dtype=row_dtype, is_sampled=is_sampled, classes=130, cosine=not is_sampled)
     rows, queries = make(shape)
     context = some_context(shape, rows, queries)
     states = states_of(rule, rows, state_dtype)
@@ -325,10 +335,11 @@ def test_update_changes_only_the_selected_class_weights(
         assert (actual == expected).double().mean() > (0.99 if actual.dtype is BF16 else 0.1)
 
 
+@each_engine
 @pytest.mark.parametrize("is_compact", [False, True])
-def test_rounding_noise_depends_on_key_row_and_column(is_compact: bool) -> None:
+def test_rounding_noise_depends_on_key_row_and_column(is_compact: bool, engine: str) -> None:
     # From zero weights and momentum, a step with lr 1 gives exactly -g and g before rounding.
-    shape = Shape(cosine=False, is_sampled=True, dimension=41)
+    shape = on(engine, cosine=False, is_sampled=True, dimension=41)
     rows, queries = make(shape)
     rows.bias = None
     assert rows.selected is not None
@@ -346,8 +357,9 @@ def test_rounding_noise_depends_on_key_row_and_column(is_compact: bool) -> None:
     assert torch.equal(momentum[where], to_bfloat16(dw, numbers, rule.key + 1))
 
 
-def test_row_wise_states_are_rounded_as_column_0() -> None:
-    shape = Shape(cosine=False, classes=90)
+@each_engine
+def test_row_wise_states_are_rounded_as_column_0(engine: str) -> None:
+    shape = on(engine, cosine=False, classes=90)
     rows, queries = make(shape)
     context = some_context(shape, rows, queries)
     everything, states = slice(0, len(rows)), {"sum_of_squares": torch.zeros(90, dtype=BF16)}
@@ -359,10 +371,10 @@ def test_row_wise_states_are_rounded_as_column_0() -> None:
     torch.testing.assert_close(states["sum_of_squares"], expected, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@each_engine
 @pytest.mark.parametrize("is_fixed", [True, False])
-def test_the_same_call_gives_the_same_bits(products: torch.dtype, is_fixed: bool) -> None:
-    shape = Shape(batch=140, classes=3000, products=products, cosine=is_fixed)
+def test_the_same_call_gives_the_same_bits(engine: str, is_fixed: bool) -> None:
+    shape = on(engine, batch=140, classes=3000, cosine=is_fixed)
     rows, queries = make(shape)
     shift = SHIFT if is_fixed else None
     first, second = (backend(shape).forward(rows, queries, fixed_shift=shift) for _ in range(2))
@@ -373,9 +385,9 @@ def test_the_same_call_gives_the_same_bits(products: torch.dtype, is_fixed: bool
     assert torch.equal(first.weighted, second.weighted)
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
-def test_an_update_does_not_depend_on_the_number_of_threads(products: torch.dtype) -> None:
-    shape = Shape(batch=140, classes=1000, products=products, row_dtype=BF16)
+@each_engine
+def test_an_update_does_not_depend_on_the_number_of_threads(engine: str) -> None:
+    shape = on(engine, batch=140, classes=1000, row_dtype=BF16)
     changed = []
     for threads in (1, 2, 5):
         rows, queries = make(shape)
@@ -389,67 +401,59 @@ def test_an_update_does_not_depend_on_the_number_of_threads(products: torch.dtyp
         assert torch.equal(momentum, changed[0][1])
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
-def test_large_logits_do_not_overflow_with_a_running_maximum(
-    products: torch.dtype,
-) -> None:
-    shape = Shape(cosine=False, classes=900, batch=33, products=products)
+@each_engine
+def test_large_logits_do_not_overflow_with_a_running_maximum(engine: str) -> None:
+    shape = on(engine, cosine=False, classes=900, batch=33)
     rows, queries = make(shape)
     rows.weight *= torch.linspace(1, 40, len(rows))[:, None]
     sums = backend(shape).forward(rows, queries, fixed_shift=None)
-    z, _ = logits(rows, queries, products)
+    z, _ = logits(rows, queries, shape.products)
     assert z.max() > 500
     log_total = sums.total.double().log() + sums.shift.double()
     torch.testing.assert_close(
-        log_total, z.logsumexp(dim=1), rtol=1e-5 if products is FLOAT else 1e-2, atol=0
+        log_total, z.logsumexp(dim=1), rtol=1e-5 if shape.products is FLOAT else 1e-2, atol=0
     )
     assert sums.weighted is not None
-    w, _ = unit_rows(rows, products)
+    w, _ = unit_rows(rows, shape.products)
     p = (z - sums.shift.double()[:, None]).exp()
-    assert_near(sums.weighted, p @ w, p @ w.abs(), 1e-3 if products is FLOAT else 3e-2)
+    assert_near(sums.weighted, p @ w, p @ w.abs(), 1e-3 if shape.products is FLOAT else 3e-2)
 
 
-@pytest.mark.parametrize("engine", [native._BF16_VECTOR, native._BF16_TILES])
-def test_both_kinds_of_bfloat16_instructions_agree(engine: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native._library().plsc_supports(engine):
-        pytest.skip("this processor does not have them")
-    monkeypatch.setattr(native, "_engine", lambda products: engine)
-    for seed in range(3):
-        shape = Shape(products=BF16, batch=150 + seed, classes=700, dimension=100 - seed, seed=seed)
-        rows, queries = make(shape)
-        sums = backend(shape).forward(rows, queries, fixed_shift=SHIFT)
-        z, _ = logits(rows, queries, BF16)
-        w, _ = unit_rows(rows, BF16)
-        p = (z - SHIFT).exp()
-        assert sums.weighted is not None
-        assert_near(sums.weighted, p @ w, p @ w.abs(), 1e-2)
-        context = some_context(shape, rows, queries)
-        dw, _, size, _ = expected_gradients(shape, context)
-        actual, _ = gradients(context)
-        assert_near(times_norms(actual, rows), dw, size, 1e-2)
+@pytest.mark.parametrize("engine", [engine for engine in SUPPORTED if on(engine).products is FLOAT])
+def test_bfloat16_products_are_float32_products_without_their_instructions(engine: str) -> None:
+    rows, queries = make(Shape())
+    totals = [
+        native.NativeBackend(products, engine=engine).forward(rows, queries, fixed_shift=SHIFT).total
+        for products in (FLOAT, BF16)
+    ]
+    assert torch.equal(*totals)
 
 
-def test_exponentials_are_exact_to_float32_over_the_whole_range_of_logits() -> None:
+@each_engine
+def test_exponentials_are_exact_to_float32_over_the_whole_range_of_logits(engine: str) -> None:
     # One class with exact products: total = exp(x - shift) for each sample.
-    x = torch.linspace(-84, 84, 4001)
+    products = on(engine).products
+    x = torch.cat([torch.linspace(-84, 88.7, 4001), torch.tensor([89.0, 1e9, math.inf])]).to(products).float()
     queries = Queries(x[:, None].clone(), torch.full((len(x),), -1))
     rows = Rows(torch.ones(1, 1), cosine=False)
-    sums = native.NativeBackend().forward(rows, queries, fixed_shift=0.0, want_weighted=False)
-    torch.testing.assert_close(sums.total.double(), x.double().exp(), rtol=2e-7, atol=0)
+    one = native.NativeBackend(products, engine=engine)
+    sums = one.forward(rows, queries, fixed_shift=0.0, want_weighted=False)
+    torch.testing.assert_close(sums.total.double(), x.double().exp().float().double(), rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@each_engine
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_inputs_make_the_sums_non_finite(bad: float, products: torch.dtype) -> None:
+def test_non_finite_inputs_make_the_sums_non_finite(bad: float, engine: str) -> None:
     rows, queries = make(Shape())
     queries.unit[3, 5] = bad
-    sums = native.NativeBackend(products, threads=2).forward(rows, queries, fixed_shift=SHIFT)
+    sums = backend(on(engine)).forward(rows, queries, fixed_shift=SHIFT)
     assert sums.total.isfinite().tolist() == [i != 3 for i in range(21)]
 
 
-def test_rounding_keeps_non_finite_values() -> None:
+@each_engine
+def test_rounding_keeps_non_finite_values(engine: str) -> None:
     rows, queries = make(Shape(row_dtype=BF16, cosine=False))
-    context = some_context(Shape(cosine=False), rows, queries)
+    context = some_context(on(engine, cosine=False), rows, queries)
     rows.weight[7, 3], rows.weight[8, 3] = math.nan, math.inf
     context.weight.zero_()
     update(context, Rule("sgd", lr=0.0), {})

@@ -9,6 +9,7 @@ import torch
 
 from plsc.checkpoint import read_manifest
 from plsc.errors import CheckpointError, OptionError
+from plsc.heads.kernels import native
 from plsc.parallel.world import World
 from plsc.run.build_heads import load_head
 from plsc.run.run import build_run
@@ -175,3 +176,13 @@ def test_each_head_has_the_margins_of_its_own_classes_unless_its_dataset_sets_on
     margins = [head.margin.class_margins for head in heads.values()]
     assert torch.cat(margins[:2]).tolist() == pytest.approx([0.4] * 3 + [0.2] * 3)
     assert (margins[2], heads["other"].margin.margin) == (None, 0.3)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_log_and_checkpoint_name_the_kernels_of_the_head(kernels, dataset, tmp_path, capsys):
+    if kernels == "native" and native.unavailable():
+        pytest.skip(native.unavailable())
+    train(options(dataset, tmp_path / "a", train__epochs=1, head__kernels=kernels), WORLD)
+    name = "torch" if kernels == "torch" else native.fastest_engine(torch.float32)
+    assert f", 1 rank on cpu, float32, kernels {name}" in capsys.readouterr().out.splitlines()[0]
+    assert name in read_manifest(tmp_path / "a/0").heads[""].computed_by

@@ -1,8 +1,7 @@
-/* bfloat16 products on AMX: 2 x 2 result tiles stay in registers. */
-#include "pass.h"
-
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#include <immintrin.h>
+/* bfloat16 products on AMX, for bf16.c: 2 x 2 result tiles stay in registers. */
+#define FORWARD_ROWS 256
+#define BEGIN begin_tiles
+#define END end_tiles
 
 struct tile_configuration {
   uint8_t palette, start_row, reserved[14];
@@ -17,13 +16,12 @@ static const struct tile_configuration configuration = {
     .rows = {16, 16, 16, 16, 16, 16, 16, 16},
 };
 
-void plsc_tiles_begin(void) { _tile_loadconfig(&configuration); }
+static void begin_tiles(void) { _tile_loadconfig(&configuration); }
 
-void plsc_tiles_end(void) { _tile_release(); }
+static void end_tiles(void) { _tile_release(); }
 
-static inline __attribute__((always_inline)) void multiply_some(const struct factors *f, int m, int n,
-                                                                int two_m, int two_n,
-                                                                struct prefetch *prefetch, int64_t lines) {
+INLINE void multiply_some(const struct factors *f, int m, int n, int two_m, int two_n,
+                          struct prefetch *prefetch, int64_t lines) {
   const char *left = f->left + m * f->left_stride, *right = f->right + n * f->right_stride;
   float *result = f->result + m * f->result_m + n * f->result_n;
   float *below = result + f->result_m;
@@ -70,39 +68,3 @@ static void multiply(const struct factors *f, struct prefetch *prefetch) {
         multiply_some(f, m, n, 0, 0, prefetch, lines);
     }
 }
-
-static void logits(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
-                   int panels) {
-  plsc_bf16_logits(multiply, plan, scratch, block, panel, panels);
-}
-
-static void weighted_sum(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
-                int panels) {
-  plsc_bf16_weighted_sum(multiply, plan, scratch, block, panel, panels);
-}
-
-static void row_gradient(const struct plan *plan, struct scratch *scratch, struct block block,
-                    int64_t panel, int panels) {
-  plsc_bf16_row_gradient(multiply, plan, scratch, block, panel, panels);
-}
-
-static const struct engine engine = {
-    .forward_rows = 256,
-    .update_rows = 64,
-    .row_bytes = 2,
-    .operand_bytes = 2,
-    .query_bytes = 2,
-    .uses_tiles = 1,
-    .pack_queries = plsc_bf16_pack_queries,
-    .pack_rows = plsc_bf16_pack_rows,
-    .logits = logits,
-    .weighted_sum = weighted_sum,
-    .row_gradient = row_gradient,
-};
-
-const struct engine *plsc_tiles_engine(void) { return &engine; }
-#else
-void plsc_tiles_begin(void) {}
-void plsc_tiles_end(void) {}
-const struct engine *plsc_tiles_engine(void) { return 0; }
-#endif

@@ -1,0 +1,120 @@
+"""Build the C kernels with other compilers, and run them on emulated processors (QEMU's user mode)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plsc.heads.softmax import ENGINES
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = "plsc/heads/kernels/libnative.so"
+SUPPORTS = "import ctypes, sys; print([ctypes.CDLL(sys.argv[1]).plsc_supports(i) for i in range({})])"
+REFUSING = """#!/bin/sh
+for word; do
+  if [ "$word" = "{}" ]; then echo "unknown option $word" >&2; exit 1; fi
+done
+exec gcc "$@"
+"""
+
+pytestmark = pytest.mark.slow
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
+
+
+def needs(*programs: str) -> pytest.MarkDecorator:
+    missing = [program for program in programs if not shutil.which(program)]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(cwd), **variables}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def install(folder: Path, compiler: str | Path) -> str:
+    """Copy plsc to a folder, with the C parts as setup.py builds them; return the warnings."""
+    shutil.copytree(ROOT / "plsc", folder / "plsc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    where = "--build-lib", folder, "--build-temp", folder / "objects"
+    return run(sys.executable, "setup.py", "-q", "build_ext", *where, CC=str(compiler)).stderr
+
+
+def supported(folder: Path, *emulator: str) -> set[str]:
+    """Return the engines of a library that this processor, or the emulated one, supports."""
+    code = SUPPORTS.format(len(ENGINES))
+    numbers = json.loads(run(*emulator, sys.executable, "-S", "-c", code, folder / LIBRARY).stdout)
+    return {engine for engine, number in zip(ENGINES, numbers, strict=True) if number}
+
+
+def doctor(folder: Path, *emulator: str) -> str:
+    """Return what the doctor reports about the kernels."""
+    code = "from plsc.cli import main; main()"
+    words = sys.executable, "-c", code, "doctor", "--runtime.device", "cpu"
+    done = run(*emulator, *words, cwd=folder)
+    return next(line for line in done.stdout.splitlines() if "head kernels" in line)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gcc")
+    install(folder, "gcc")
+    return folder
+
+
+@needs("aarch64-linux-gnu-gcc", "qemu-aarch64")
+def test_the_kernels_pass_their_tests_on_64_bit_arm(tmp_path: Path) -> None:
+    compiler, program = "aarch64-linux-gnu-gcc", tmp_path / "far_kernels"
+    install(tmp_path, compiler)
+    run(compiler, "-Wall", "-Wextra", "-Werror", "-O2", "tests/far_kernels.c", "-o", program)
+    done = run(
+        *(sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "tests.far_kernels"),
+        "tests/unit/heads/test_native.py",
+        FAR_KERNELS=f"qemu-aarch64 -L /usr/aarch64-linux-gnu {program} {tmp_path / LIBRARY}",
+    )
+    assert "[native-neon] PASSED" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@on_x86
+@needs("gcc", "qemu-x86_64")
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [("Haswell", {"native-avx2"}), ("Nehalem", set()), ("Haswell,-xsave", set())],
+    ids=["AVX2", "none", "AVX2 whose registers the system does not save"],
+)
+def test_only_engines_that_processor_and_system_support_are_used(
+    processor: str, expected: set[str], installed: Path
+) -> None:
+    assert supported(installed, "qemu-x86_64", "-cpu", processor) == expected
+
+
+@on_x86
+@needs("gcc", "qemu-x86_64")
+def test_the_doctor_names_the_kernels_and_what_the_processor_lacks(installed: Path) -> None:
+    line = doctor(installed, "qemu-x86_64", "-cpu", "Haswell")
+    assert line.split(maxsplit=3)[3] == "native-avx2 (this processor lacks AVX-512)"
+
+
+@on_x86
+@needs("gcc")
+@pytest.mark.parametrize(("flag", "left_out"), [("-mavx512bf16", 2), ("-mavx512f", 3), ("-mavx2", 4)])
+def test_engines_whose_flags_the_compiler_lacks_are_left_out(
+    flag: str, left_out: int, installed: Path, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(REFUSING.format(flag))
+    compiler.chmod(0o755)
+    warnings = install(tmp_path, compiler)
+    assert warnings.count(f"unknown option {flag}") == left_out
+    everything = supported(installed)
+    assert supported(tmp_path) == everything - set(ENGINES[:left_out])
+    if flag == "-mavx512f" and "native-avx512" in everything:
+        assert "native-avx2 (the compiler lacked AVX-512" in doctor(tmp_path)
