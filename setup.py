@@ -57,8 +57,8 @@ class BuildLibraries(build_ext):
             target = Path(self.get_ext_fullpath(extension.name))
             objects = Path(self.build_temp, extension.name)
             try:
-                for error in _build(compiler, extension.sources, objects, target):
-                    self.warn(f"{extension.name} is built without an engine of the head: {error.stderr}")
+                for left_out in _build(compiler, extension.sources, objects, target):
+                    self.warn(f"{extension.name} is built without {left_out}")
             except subprocess.CalledProcessError as error:
                 self.warn(f"{extension.name} is not built, plsc will run slower: {error.stderr}")
 
@@ -71,10 +71,8 @@ def _compiler() -> list[str] | None:
     return None
 
 
-def _build(
-    compiler: list[str], sources: list[str], objects: Path, target: Path
-) -> list[subprocess.CalledProcessError]:
-    """Build a library; return the errors of engines whose instructions the compiler does not know."""
+def _build(compiler: list[str], sources: list[str], objects: Path, target: Path) -> list[str]:
+    """Build a library; return the engines whose instructions the compiler does not know, with its errors."""
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     compiled, left_out = [], []
@@ -93,7 +91,7 @@ def _build(
             except subprocess.CalledProcessError as error:
                 if not flags:
                     raise
-                left_out.append(error)
+                left_out.append(f"{engine}: {error.stderr}")
     checks = [] if "apple" in machine else ["-Wl,-z,defs"]
     _run([*compiler, "-shared", *compiled, "-o", str(target), *checks, "-lpthread", "-lm"])
     return left_out

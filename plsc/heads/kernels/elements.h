@@ -158,8 +158,7 @@ INLINE void coefficients_of(const struct plan *plan, struct scratch *scratch, st
                             int64_t first, float *at, int has_hard, int has_kept) {
   struct lanes lanes = load_lanes(plan, first, plan->shift); /* log of the sum over all classes */
   vec factor = load(plan->factor + first), weight = load(plan->weight + first);
-  vec coefficient = load(plan->coefficient + first);
-  ivec target_row = load_integers(plan->target_row + first);
+  float *sums = scratch->bias_sums ? scratch->bias_sums + first % LANES : 0;
   const uint16_t *kept = plan->gradient.kept;
   if (has_kept) kept += (first / LANES * plan->rows.count + block.first) * LANES + first % LANES;
   struct class class = class_of(plan, block);
@@ -174,13 +173,15 @@ INLINE void coefficients_of(const struct plan *plan, struct scratch *scratch, st
       g = exp_vector(logit(&lanes, c, has_hard) - lanes.shift);
       if (has_hard) g *= slope(&lanes, c);
     }
-    g = where(lanes.target_class != next_row(&class), g);
-    g = choose(target_row == (int32_t)block.first + r, coefficient, g) * weight;
+    g = where(lanes.target_class != next_row(&class), g) * weight;
     store(at + r * LANES, g);
-    if (scratch->bias_sums) {
-      float *sums = scratch->bias_sums + r * LANES + first % LANES;
-      store(sums, load(sums) + g);
-    }
+    if (sums) store(sums + r * LANES, load(sums + r * LANES) + g);
+  }
+  for (int i = 0; i < WIDTH; i++) {
+    int64_t r = plan->target_row[first + i] - block.first;
+    if (r < 0 || r >= block.rows) continue;
+    at[r * LANES + i] = plan->coefficient[first + i] * weight[i];
+    if (sums) sums[r * LANES + i] += at[r * LANES + i];
   }
 }
 

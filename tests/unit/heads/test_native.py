@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plsc.heads.kernels import native
+from plsc.errors import OptionError
+from plsc.heads.kernels import choose_backend, native
 from plsc.heads.rules import Rule, apply_rule, to_bfloat16
-from plsc.heads.softmax import ENGINES, ForwardContext, Queries
+from plsc.heads.softmax import ENGINES, Execution, ForwardContext, Queries
 from plsc.heads.weights import Rows, States, decode_rows, encode_rows
 
 pytestmark = pytest.mark.skipif(
@@ -427,6 +428,19 @@ def test_bfloat16_products_are_float32_products_without_their_instructions(engin
         for products in (FLOAT, BF16)
     ]
     assert torch.equal(*totals)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_execution_selects_the_kernels_of_an_instruction_set(engine: str) -> None:
+    parts = (torch.device("cpu"), FLOAT, BF16, None, 8)
+    kernels = Execution(kernels=engine).kernels
+    if engine in SUPPORTED:
+        backend = choose_backend(kernels, *parts)
+        assert isinstance(backend, native.NativeBackend)
+        assert backend.engine == engine
+    else:
+        with pytest.raises(OptionError, match=f"does not support {engine}"):
+            choose_backend(kernels, *parts)
 
 
 @each_engine
