@@ -1,6 +1,6 @@
 """The update formulas of the optimizers of class weights, for one tile of class weights and its gradients.
 
-kernels/rules.c and kernels/triton_kernels.py have the same formulas in the same order, with the same names.
+kernels/rules.h and kernels/triton_kernels.py have the same formulas in the same order, with the same names.
 All values are computed in float32 (float64 for float64 weights) and then stored in their own dtype. bfloat16
 and int8 values are rounded stochastically, because small updates would be lost otherwise. The noise depends
 only on (key, row, column), not on ranks, tiles or resumes.

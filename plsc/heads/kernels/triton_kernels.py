@@ -137,7 +137,7 @@ def update(
             _store(weight + place, w, inside, row_number, column, noise_key)
 
 
-# The update formulas, as in plsc/heads/rules.py and rules.c.
+# The update formulas, as in plsc/heads/rules.py and rules.h.
 
 
 @triton.jit

@@ -16,6 +16,7 @@
 #include <immintrin.h>
 #define WIDTH 16 /* floats per vector */
 #define SQUARE_ROOTS(x) _mm512_sqrt_ps(x)
+#define HIGHER(a, b) _mm512_max_epi32((__m512i)(a), (__m512i)(b))
 #define FLOOR(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
 #define WIDEN(halves) _mm512_cvtepu16_epi32((__m256i)(halves))
 #define WIDEN_BYTES(at) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at)))
@@ -24,6 +25,7 @@
 #include <immintrin.h>
 #define WIDTH 8
 #define SQUARE_ROOTS(x) _mm256_sqrt_ps(x)
+#define HIGHER(a, b) _mm256_max_epi32((__m256i)(a), (__m256i)(b))
 #define FLOOR(x) _mm256_floor_ps(x)
 #define WIDEN(halves) _mm256_cvtepu16_epi32((__m128i)(halves))
 #define WIDEN_BYTES(at) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at)))
@@ -32,6 +34,7 @@
 #include <arm_neon.h>
 #define WIDTH 4
 #define SQUARE_ROOTS(x) vsqrtq_f32(x)
+#define HIGHER(a, b) vmaxq_s32(a, b)
 #define FLOOR(x) vrndmq_f32(x)
 #define WIDEN(halves) __builtin_convertvector(halves, uvec)
 #define WIDEN_BYTES(at) (ivec){(at)[0], (at)[1], (at)[2], (at)[3]}
@@ -137,19 +140,28 @@ static inline float read_number(const void *at, int is_bf16) {
   return x;
 }
 
+#if WIDTH != 16
 static __attribute__((noinline)) vec load_tail(const void *row, int is_bf16, int64_t d, int64_t dimension) {
   float tail[WIDTH] = {0};
   for (int64_t i = 0; d + i < dimension; i++)
     tail[i] = read_number((const char *)row + (d + i) * (is_bf16 ? 2 : 4), is_bf16);
   return load(tail);
 }
+#endif
 
 /* Loads the elements [d, d + WIDTH) of a row; those from `dimension` on are 0. */
 INLINE vec load_row(const void *row, int is_bf16, int64_t d, int64_t dimension) {
+#if WIDTH == 16 /* masks are faster than a branch */
+  int64_t left = dimension - d;
+  __mmask16 mask = left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+  if (!is_bf16) return _mm512_maskz_loadu_ps(mask, (const float *)row + d);
+  halves x = (halves)_mm256_maskz_loadu_epi16(mask, (const uint16_t *)row + d);
+#else
   if (__builtin_expect(d + WIDTH > dimension, 0)) return load_tail(row, is_bf16, d, dimension);
   if (!is_bf16) return load((const float *)row + d);
   halves x;
   memcpy(&x, (const uint16_t *)row + d, sizeof x);
+#endif
   return widen_bf16(x);
 }
 
@@ -234,18 +246,16 @@ INLINE char *readable_row(const struct plan *plan, int64_t position, float *out)
 
 /* encode_rows of plsc/heads/weights.py, with stochastic rounding. */
 INLINE void encode_row(char *row, const float *values, int64_t dimension, uint32_t row_key) {
-  vec highest = {0}, poison = {0};
-  for (int64_t d = 0; d < dimension; d += WIDTH) {
-    vec w = load_row(values, 0, d, dimension);
-    poison += w * 0.0f; /* NaN from NaN and infinities */
-    w = (vec)((ivec)w & 0x7fffffff);
-    highest = choose(w > highest, w, highest);
-  }
-  float peak = 0, scale;
-  for (int i = 0; i < WIDTH; i++) peak = highest[i] > peak ? highest[i] : peak;
+  ivec highest = {0};
+  for (int64_t d = 0; d < dimension; d += WIDTH)
+    highest = (ivec)HIGHER(highest, (ivec)load_row(values, 0, d, dimension) & 0x7fffffff);
+  int32_t bits = 0; /* of the largest magnitude; from infinity's on, not finite */
+  for (int i = 0; i < WIDTH; i++) bits = highest[i] > bits ? highest[i] : bits;
+  float peak, scale;
+  memcpy(&peak, &bits, sizeof peak);
   memcpy(&scale, row + dimension, sizeof scale);
   if (!(peak <= scale * 127 && peak >= scale * 63)) scale = peak / 96;
-  if (any(poison != 0)) scale = __builtin_nanf("");
+  if (bits >= 0x7f800000) scale = __builtin_nanf("");
   memcpy(row + dimension, &scale, sizeof scale);
   if (!(scale > 0)) {
     memset(row, 0, (size_t)dimension);
