@@ -54,6 +54,7 @@ INLINE void multiply_some(const struct factors *f, int m, int n, int two_m, int 
 }
 
 static void multiply(const struct factors *f, struct prefetch *prefetch) {
+  __asm__ volatile("" ::: "memory"); /* GCC does not know that _tile_loadd reads memory */
   int64_t lines = lines_per_step(prefetch, (int64_t)((f->n + 1) / 2) * ((f->m + 1) / 2) * f->k);
   for (int n = 0; n < f->n; n += 2)
     for (int m = 0; m < f->m; m += 2) {
