@@ -105,7 +105,7 @@ _UPGRADE = Command(
         Argument("anchors_from", str, None, "embeddings of images by the old run (plsc predict)"),
         Argument("anchors_to", str, None, "embeddings of the same images by the new run"),
         Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
-        Argument("list", str, None, "write the entries to this file, the least certain first"),
+        Argument("list", str, None, "write the entries to a new file, the least certain first"),
     ),
 )
 COMMANDS: dict[str, Command | Group] = {

@@ -290,7 +290,11 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            what = "is used by another server" if "locked" in str(error) else f"cannot be used ({error})"
+            what = (
+                "is in use, for example by plsc serve"
+                if "locked" in str(error)
+                else f"cannot be used ({error})"
+            )
             raise StoreError(f"{self.path} {what}; choose another store") from error
 
 

@@ -38,6 +38,7 @@ from plsc.storage.urls import is_url
 _IMAGES = "pass the embeddings of the same images by both networks (--anchors-from, --anchors-to)"
 _ROWS = 8192  # pairs read at a time
 _ASIDE, _MOST_ASIDE = 4, 10_000  # a quarter of the pairs of each kind, half of them to choose
+_RUNS = 8  # of consecutive pairs kept aside: images of a person are often next to each other
 _LEAST, _LEAST_OF_BOUND, _LEVEL = 80, 200, 0.95  # pairs of a map; images of a bound, and its level
 _PENALTIES = 10.0 ** np.arange(-4, 2)  # of ridge regressions, relative to the mean eigenvalue of X'X
 _MATCHING = 0.9  # share of pairs that are nearer to each other than to another pair
@@ -67,9 +68,9 @@ class EmbeddingMap:
         matrix: float32 [D_old, D_new].
         expected: float32 [D_old, D_new]: the mean of the new embeddings, given the old one.
         calibration: slope and offset: the expected cosine, given the norm of that mean.
-        about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on; `cosine`, the
-            mean between mapped and real embeddings, measured on pairs kept aside; `bound`, which the cosine
-            of 95 % of images reaches, or None: fewer than 200 images.
+        about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on, of `anchors`
+            images; `cosine`, the mean between mapped and real embeddings, `measured_on` pairs kept aside;
+            `bound`, which the cosine of 95 % of images reaches, or None: fewer than 200 images.
     """
 
     matrix: np.ndarray
@@ -107,7 +108,8 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
         )
     sums = {name: _summed(pairs) for name, pairs in kinds.items() if len(pairs)}
     _, _, old, new = sums["images" if images is not None and len(images) >= _LEAST else "classes"]
-    choosing, measuring = (old[::2], new[::2]), (old[1::2], new[1::2])
+    half = len(old) // 2
+    choosing, measuring = (old[:half], new[:half]), (old[half:], new[half:])
     fitted: dict[tuple[tuple[str, ...], str], np.ndarray] = {}
     for names in itertools.chain(*(itertools.combinations(sums, n + 1) for n in range(len(sums)))):
         squares, products = (np.sum([sums[name][i] for name in names], axis=0) for i in (0, 1))
@@ -122,6 +124,8 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
     about = {
         "method": method,
         **{name: len(kinds[name]) if name in names else 0 for name in ("classes", "images")},
+        "anchors": len(images) if images is not None else 0,
+        "measured_on": "class weights" if images is None or len(images) < _LEAST else "images",
         "cosine": round(float(cosines.mean()), 4),
         "bound": round(float(lowest), 4) if has_bound else None,
     }
@@ -164,9 +168,8 @@ def _candidates(squares: np.ndarray, products: np.ndarray) -> Iterator[tuple[str
 
 def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Read the pairs once; return X'X and X'Y, and old and new of the pairs kept aside."""
-    count, rng = min(len(pairs) // _ASIDE, _MOST_ASIDE), np.random.default_rng(0)
-    is_kept = np.zeros(len(pairs), bool)
-    is_kept[rng.choice(len(pairs), count, replace=False)] = True
+    count = min(len(pairs) // _ASIDE, _MOST_ASIDE)
+    is_kept = np.arange(len(pairs)) % -(-len(pairs) // _RUNS) < -(-count // _RUNS)
     size = pairs.old.shape[1]
     squares, products, kept = np.zeros((size, size)), np.zeros((size, pairs.new.shape[1])), []
     for low in range(0, len(pairs), _ROWS):
@@ -232,10 +235,16 @@ def fit_upgrade(old: Run, new: Run, anchors: tuple[str, str] | None = None) -> E
 
     Raises:
         DataError: as `fit_map`, or the classes or images are not the same.
-        CheckpointError: the runs have the same network, or one has no class weights.
+        CheckpointError: the runs have the same network, one has no class weights, or only one adds the
+            mirrored image.
     """
     if old.fingerprint == new.fingerprint:
         raise CheckpointError(f"{old.place} and {new.place} have the same network; pass the new one as --to")
+    if old.fingerprint.startswith("flip-") != new.fingerprint.startswith("flip-"):
+        raise CheckpointError(
+            f"only one of {old.place} and {new.place} adds the mirrored image, which class weights do not "
+            "show; export both with --flip, or both without"
+        )
     images = _pairs_of_images(old, new, anchors) if anchors else None
     try:
         classes = _pairs_of_classes(old, new)
@@ -272,7 +281,10 @@ def _pairs_of_images(old: Run, new: Run, anchors: tuple[str, str]) -> Pairs:
                 f"{run.fingerprint:.16}); predict again with it"
             )
     if not np.array_equal(*(found[NAMES][:] for found in opened)):
-        raise DataError(f"{anchors[0]} and {anchors[1]} differ in images or their order; predict both again")
+        raise DataError(
+            f"{anchors[0]} and {anchors[1]} differ in images (by their paths) or their order; predict both "
+            "again"
+        )
     numbers = np.arange(len(opened[0]))
     return Pairs(opened[0][EMBEDDINGS], opened[1][EMBEDDINGS], (numbers, numbers))
 
@@ -309,7 +321,7 @@ def upgrade_gallery(
         source, target: as of `copy_gallery`.
         runs: the old and the new one.
         anchors: as of `fit_upgrade`.
-        worst: a file to write: the entries, those with the largest expected error first, with their ids.
+        worst: a new file: the entries, those with the largest expected error first, with their ids.
 
     Raises:
         DataError: as `copy_gallery` and `fit_upgrade`; or the gallery is a mapped one.
@@ -337,8 +349,11 @@ def upgrade_gallery(
         else:
             text = copy_entries(mapped, source, target)
     about = found.about
-    text += f"; {about['method']}, fitted on {about['classes']:,} classes and {about['images']:,} images"
-    text += f"; mean cosine with the real embeddings of pairs kept aside: {about['cosine']:.4f}"
+    fitted = f"{about['classes']:,} classes and {about['images']:,} of {about['anchors']:,} images"
+    text += (
+        f"; {about['method']}, fitted on {fitted}; mean cosine with real {about['measured_on']} that were "
+    )
+    text += f"kept aside: {about['cosine']:.4f}"
     if about["bound"] is None:
         return f"{text}; for a bound, {_IMAGES}: 200 or more"
     return f"{text}; 95 % of images reach {about['bound']:.4f}"
@@ -358,7 +373,7 @@ def _write_worst(path: str, parts: Any, found: EmbeddingMap) -> None:
     for part in parts:
         errors = found.errors(_stacked(part)).tolist()
         rows += [(error, one.id, one.name) for error, one in zip(errors, part, strict=True)]
-    with Path(path).open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with Path(path).open("x", encoding="utf-8", errors="backslashreplace") as file:
         file.write("id\texpected_error\tname\n")
         file.writelines(
             f"{number}\t{error:.4f}\t{name}\n" for error, number, name in sorted(rows, reverse=True)

@@ -157,7 +157,7 @@ def test_a_vector_or_model_of_another_type_is_an_error_message(store, tmp_path, 
 
 def test_a_store_in_use_is_refused(store, tmp_path):
     store.write(news(1))
-    with pytest.raises(DataError, match="is used by another server"):
+    with pytest.raises(DataError, match="is in use, for example by plsc serve"):
         Store(tmp_path / "s.sqlite", "m1", SIZE)
 
 
