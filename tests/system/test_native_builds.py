@@ -69,18 +69,32 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@needs("aarch64-linux-gnu-gcc", "qemu-aarch64")
-def test_the_kernels_pass_their_tests_on_64_bit_arm(tmp_path: Path) -> None:
-    compiler, program = "aarch64-linux-gnu-gcc", tmp_path / "far_kernels"
-    install(tmp_path, compiler)
+def run_tests(folder: Path, compiler: str, *emulator: str) -> str:
+    """Run the tests of the kernels in the library of a folder; return what pytest prints."""
+    program = folder / "far_kernels"
     run(compiler, "-Wall", "-Wextra", "-Werror", "-O2", "tests/far_kernels.c", "-o", program)
-    done = run(
+    return run(
         *(sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "tests.far_kernels"),
         "tests/unit/heads/test_native.py",
-        FAR_KERNELS=f"qemu-aarch64 -L /usr/aarch64-linux-gnu {program} {tmp_path / LIBRARY}",
-    )
-    assert "[native-neon] PASSED" in done.stdout
-    assert "skipped" not in done.stdout
+        FAR_KERNELS=" ".join([*emulator, str(program), str(folder / LIBRARY)]),
+    ).stdout
+
+
+@needs("aarch64-linux-gnu-gcc", "qemu-aarch64")
+def test_the_kernels_pass_their_tests_on_64_bit_arm(tmp_path: Path) -> None:
+    install(tmp_path, "aarch64-linux-gnu-gcc")
+    found = run_tests(tmp_path, "aarch64-linux-gnu-gcc", "qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
+    assert "[native-neon] PASSED" in found
+    assert "skipped" not in found
+
+
+@on_x86
+@needs("gcc")
+def test_the_kernels_pass_their_tests_with_the_tiles_of_amx_in_c(tmp_path: Path) -> None:
+    install(tmp_path, f"gcc -include {ROOT / 'tests/amx_in_c.h'}")
+    if "native-amx" not in supported(tmp_path):
+        pytest.skip("this processor lacks AVX512-BF16")
+    assert "[native-amx] PASSED" in run_tests(tmp_path, "gcc")
 
 
 @on_x86
