@@ -94,7 +94,7 @@ class EmbeddingMap:
 def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
     """Fit a map on class weights, on embeddings of images, or on both, whichever is best.
 
-    Its error is measured on images if there are at least 80.
+    Its error is measured on images if there are at least 80, otherwise on the kind of which there are more.
 
     Raises:
         DataError: there are too few pairs, they do not belong together, or one is not finite.
@@ -107,7 +107,9 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
             f"both networks have {counts} in common, but a map needs {needed:,} of them; {_IMAGES}"
         )
     sums = {name: _summed(pairs) for name, pairs in kinds.items() if len(pairs)}
-    _, _, old, new = sums["images" if images is not None and len(images) >= _LEAST else "classes"]
+    anchors = len(kinds.get("images", ()))
+    measured = "images" if anchors >= _LEAST else max(kinds, key=lambda name: len(kinds[name]))
+    _, _, old, new = sums[measured]
     half = len(old) // 2
     choosing, measuring = (old[:half], new[:half]), (old[half:], new[half:])
     fitted: dict[tuple[tuple[str, ...], str], np.ndarray] = {}
@@ -120,14 +122,13 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
     cosines = np.sort(_measured(fitted[best], *measuring))
     # The quantile of split conformal prediction (Vovk et al. 2005).
     lowest = cosines[max(0, math.floor((len(cosines) + 1) * (1 - _LEVEL) + 1e-9) - 1)]
-    has_bound = images is not None and len(images) >= _LEAST_OF_BOUND
     about = {
         "method": method,
         **{name: len(kinds[name]) if name in names else 0 for name in ("classes", "images")},
-        "anchors": len(images) if images is not None else 0,
-        "measured_on": "class weights" if images is None or len(images) < _LEAST else "images",
+        "anchors": anchors,
+        "measured_on": "images" if measured == "images" else "class weights",
         "cosine": round(float(cosines.mean()), 4),
-        "bound": round(float(lowest), 4) if has_bound else None,
+        "bound": round(float(lowest), 4) if anchors >= _LEAST_OF_BOUND else None,
     }
     norms = np.linalg.norm(choosing[0] @ fitted[ridge], axis=1)
     calibration = np.polyfit(norms, _cosines(fitted[best], *choosing), 1)
@@ -168,8 +169,8 @@ def _candidates(squares: np.ndarray, products: np.ndarray) -> Iterator[tuple[str
 
 def _summed(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Read the pairs once; return X'X and X'Y, and old and new of the pairs kept aside."""
-    count = min(len(pairs) // _ASIDE, _MOST_ASIDE)
-    is_kept = np.arange(len(pairs)) % -(-len(pairs) // _RUNS) < -(-count // _RUNS)
+    count, period = min(len(pairs) // _ASIDE, _MOST_ASIDE), -(-len(pairs) // _RUNS)
+    is_kept = np.arange(len(pairs)) % period < min(-(-count // _RUNS), period // 2)
     size = pairs.old.shape[1]
     squares, products, kept = np.zeros((size, size)), np.zeros((size, pairs.new.shape[1])), []
     for low in range(0, len(pairs), _ROWS):

@@ -69,6 +69,18 @@ def test_the_chosen_map_is_no_worse_than_any_other_and_its_cosine_is_that_of_new
     assert (found.about["classes"], found.about["images"]) == (4000, 0)
 
 
+@pytest.mark.parametrize(
+    ("classes", "images", "on"), [(3, 77, "images"), (20, 70, "images"), (300, 5, "class weights")]
+)
+def test_few_pairs_of_one_kind_are_used_and_the_error_is_measured_on_the_other(classes, images, on):
+    with np.errstate(all="raise"):
+        found = fit_map(pairs(*related(classes, noise=0.5)), pairs(*related(images, seed=2, noise=0.5)))
+    assert found.about["measured_on"] == on
+    assert found.about["classes"] + found.about["images"] >= max(classes, images)
+    more, real = related(2000, seed=7, noise=0.5)
+    assert found.about["cosine"] == pytest.approx(cosines(found.apply(more), real).mean(), abs=0.05)
+
+
 def test_embeddings_that_did_not_change_are_kept():
     ours, _ = related(300, new=OLD)
     noise = np.random.default_rng(9).standard_normal(ours.shape)
