@@ -132,10 +132,13 @@ def _head_kernels(device: Any) -> Finding:
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted, dtypes = "triton" if device.type == "cuda" else "native", (torch.float32, torch.bfloat16)
     try:
-        found = [choose_backend(wanted, device, torch.float32, products, None, 1) for products in dtypes]
+        float32, bfloat16 = (
+            choose_backend(wanted, device, torch.float32, products, None, 1).describe() for products in dtypes
+        )
     except OptionError as error:
         return Finding("warning", "head kernels", f"plain PyTorch, which is slower; {error}")
-    return Finding("ok", "head kernels", ", ".join(dict.fromkeys(backend.describe() for backend in found)))
+    text = float32 if float32 == bfloat16 else f"float32: {float32}; bfloat16: {bfloat16}"
+    return Finding("ok", "head kernels", text)
 
 
 def _data_tools() -> Finding:

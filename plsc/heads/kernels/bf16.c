@@ -133,23 +133,27 @@ static void pack_queries(const struct plan *plan, int64_t panel) {
   }
 }
 
-/* Unit rows as a left factor (k is d) and, for the weighted sum, as a right factor (k is the row). */
+/* Bytes from one tile of columns to the next in rows_for_weighted; an additional line avoids cache set conflicts. */
+static size_t weighted_stride(const struct plan *plan) { return plan->capacity / DEPTH * FACTOR_TILE + 64; }
+
+/* Unit rows as a left factor (k is d) and, for the weighted sum, as a right factor (k is the row).
+ * whole: there are two rows, and D is a multiple of DEPTH. */
 INLINE void pack_pair(const struct plan *plan, struct scratch *scratch, int64_t r, const char *const row[2],
-                      const float inverse[2], int is_bf16, int both_ways) {
+                      const float inverse[2], int is_bf16, int whole) {
   int64_t dimension = plan->rows.dimension, depth = plan->padded_dimension / DEPTH;
   char *left = (char *)scratch->rows + (r / 16) * depth * FACTOR_TILE + (r % 16) * 64;
   char *right = (char *)scratch->rows_for_weighted + (r / DEPTH) * FACTOR_TILE + (r % DEPTH) / 2 * 64;
-  int64_t stride = plan->capacity / DEPTH * FACTOR_TILE;
+  size_t stride = weighted_stride(plan);
   for (int64_t i = 0; i < depth; i++) {
     __m512 w[2][2];
     for (int p = 0; p < 2; p++)
       for (int h = 0; h < 2; h++) {
-        int64_t d = (2 * i + h) * WIDTH, count = row[p] ? dimension : 0;
+        int64_t d = (2 * i + h) * WIDTH, count = whole ? d + WIDTH : row[p] ? dimension : 0;
         w[p][h] = load_row(row[p], is_bf16, d, count) * inverse[p];
       }
     _mm512_store_si512(left + i * FACTOR_TILE, narrow_two(w[0][1], w[0][0]));
     _mm512_store_si512(left + i * FACTOR_TILE + 64, narrow_two(w[1][1], w[1][0]));
-    if (!both_ways) continue;
+    if (!plan->want_weighted) continue;
     for (int h = 0; h < 2; h++)
       _mm512_store_si512(right + (2 * i + h) * stride, interleave(narrow_two(w[1][h], w[0][h])));
   }
@@ -166,10 +170,13 @@ static void pack_rows(const struct plan *plan, struct scratch *scratch, struct b
       row[p] = readable_row(plan, position, scratch->decoded + p * plan->padded_dimension);
       if (plan->rows.cosine) inverse[p] = inverse_length(row[p], is_bf16, dimension);
     }
-    if (is_bf16)
-      pack_pair(plan, scratch, r, row, inverse, 1, plan->want_weighted);
+    int whole = row[1] && dimension % DEPTH == 0;
+    if (is_bf16 && whole)
+      pack_pair(plan, scratch, r, row, inverse, 1, 1);
+    else if (whole)
+      pack_pair(plan, scratch, r, row, inverse, 0, 1);
     else
-      pack_pair(plan, scratch, r, row, inverse, 0, plan->want_weighted);
+      pack_pair(plan, scratch, r, row, inverse, is_bf16, 0);
   }
 }
 
@@ -207,11 +214,10 @@ UNROLL
 static void weighted_sum(const struct plan *plan, struct scratch *scratch, struct block block, int64_t panel,
                          int panels) {
   int64_t tiles = plan->padded_dimension / LANES;
-  size_t bytes = plan->capacity / DEPTH * FACTOR_TILE;
   pack_terms_by_sample(plan, scratch, block, panels);
   struct factors factors = {
-      .left = scratch->operand, .left_stride = bytes,
-      .right = scratch->rows_for_weighted, .right_stride = bytes,
+      .left = scratch->operand, .left_stride = plan->capacity / DEPTH * FACTOR_TILE,
+      .right = scratch->rows_for_weighted, .right_stride = weighted_stride(plan),
       .result = scratch->result + panel * tiles * TILE, .result_m = tiles * TILE, .result_n = TILE,
       .m = panels, .n = (int)tiles, .k = (block.rows + DEPTH - 1) / DEPTH, .adds = 1,
   };

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PLSC_ABI 3
+#define PLSC_ABI 4
 #define PLSC_API __attribute__((visibility("default")))
 
 /* Instruction sets, in the order of ENGINES of plsc/heads/softmax.py. The first two multiply bfloat16. */
@@ -71,6 +71,9 @@ PLSC_API int32_t plsc_abi(void);
 
 /* Returns whether the library, the CPU and the operating system support an engine. */
 PLSC_API int32_t plsc_supports(int32_t engine);
+
+/* Whether the CPU and the operating system have its instructions. */
+PLSC_API int32_t plsc_has_instructions(int32_t engine);
 
 /* Forward. fixed: shift [B] is an input; otherwise it is an output, the running maximum.
  * total [B]; weighted [B, D] or NULL; kept [2 ceil(B / 32), n, 16] bfloat16 or NULL (only if fixed). */

@@ -24,10 +24,11 @@ from plsc.heads.rules import Rule, kernel_states
 from plsc.heads.softmax import ENGINES, ForwardContext, Queries, Sums, TorchBackend
 from plsc.heads.weights import Rows, States
 
-_ABI = 3  # PLSC_ABI of native.h
+_ABI = 4  # PLSC_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libnative.so")
 _PANEL = 16  # samples per panel; the number of panels is even
-_FOR_BFLOAT16 = ("native-amx", "native-avx512bf16")  # the other engines multiply float32
+_INSTRUCTIONS = ("AMX", "AVX512-BF16", "AVX-512")  # of the first of ENGINES
+_FOR_BFLOAT16 = ENGINES[:2]  # the other engines multiply float32
 _KINDS = {"sgd": 1, "adamw": 2, "adagrad": 3}
 _STATUS_NO_MEMORY = 1
 
@@ -132,13 +133,17 @@ class NativeBackend(TorchBackend):
     engine: str | None = None
 
     def describe(self) -> str:
-        """Return the name of the engine; for AVX2, also why AVX-512 is missing."""
-        engine = fastest_engine(self.products, self.engine)
-        if engine != "native-avx2":
-            return str(engine)
-        if torch.backends.cpu.get_cpu_capability() != "AVX512":
-            return f"{engine} (this processor lacks AVX-512)"
-        return f"{engine} (the compiler lacked AVX-512: install plsc again with a newer one)"
+        """Return the name of the engine, and why the next faster one is missing."""
+        engine = str(fastest_engine(self.products, self.engine))
+        faster = ENGINES.index(engine) - 1
+        fastest = 0 if self.products is torch.bfloat16 else len(_FOR_BFLOAT16)
+        if not fastest <= faster < len(_INSTRUCTIONS) or _library().plsc_supports(faster):
+            return engine
+        if _library().plsc_has_instructions(faster):
+            return (
+                f"{engine} (the compiler lacked {_INSTRUCTIONS[faster]}: install plsc again with a newer one)"
+            )
+        return f"{engine} (this processor or system lacks {_INSTRUCTIONS[faster]})"
 
     def forward(
         self,

@@ -23,7 +23,7 @@ static int has_tiles(void) { return 0; }
 #endif
 
 /* __builtin_cpu_supports is also false if the operating system does not save the registers. */
-static int has_instructions(int32_t engine) {
+int32_t plsc_has_instructions(int32_t engine) {
   int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
@@ -32,13 +32,14 @@ static int has_instructions(int32_t engine) {
     case PLSC_AVX2: return avx2;
     case PLSC_AVX512: return avx512;
     case PLSC_AVX512_BF16: return bf16;
-    default: return bf16 && has_tiles();
+    case PLSC_AMX: return bf16 && has_tiles();
+    default: return 0;
   }
 }
 #else
-static int has_instructions(int32_t engine) { return engine == PLSC_NEON; }
+int32_t plsc_has_instructions(int32_t engine) { return engine == PLSC_NEON; }
 #endif
 
 int32_t plsc_supports(int32_t engine) {
-  return plsc_engines[engine] && has_instructions(engine);
+  return plsc_engines[engine] && plsc_has_instructions(engine);
 }
