@@ -17,6 +17,7 @@ import argparse
 import statistics
 import subprocess
 import sys
+import warnings
 from itertools import cycle
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def run(root: Path, way: str, classes: int, batch: int, dimension: int, threads:
     import measuring
     import torch
 
+    warnings.filterwarnings("error", "the head runs in plain PyTorch")  # its C parts are not built
     torch.set_num_threads(threads)
     cpu = torch.device("cpu")
     built = measuring._build(way, measuring.Store(classes, dimension, cpu))

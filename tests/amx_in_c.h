@@ -1,5 +1,6 @@
 /* AMX in C, to test the kernels for it on other processors: CC="gcc -include amx_in_c.h". A tile is 16 x 16 floats
- * (0 to 3), or 16 rows of 32 bfloat16 (4 to 7), as in plsc/heads/kernels/tiles.h. */
+ * (0 to 3), or 16 rows of 32 bfloat16 (4 to 7), as in plsc/heads/kernels/tiles.h. With -DFREE_PRODUCTS tiles are
+ * loaded and stored but not multiplied, to time everything else (wrong results; set the learning rate to 0). */
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -21,7 +22,11 @@
 #define _tile_loadd(t, at, stride) copy_tile(tile[t], 64, at, stride)
 #define _tile_stored(t, at, stride) copy_tile(at, stride, tile[t], 64)
 #define _tile_zero(t) memset(tile[t], 0, sizeof tile[t])
+#if defined(FREE_PRODUCTS)
+#define _tile_dpbf16ps(to, left, right) __asm__ volatile("" : "+m"(tile[to]) : "m"(tile[left]), "m"(tile[right]))
+#else
 #define _tile_dpbf16ps multiply_tiles
+#endif
 
 static __thread uint32_t tile[8][16][16];
 
@@ -36,7 +41,7 @@ static inline float as_float(uint32_t bits) {
   return x;
 }
 
-static inline void multiply_tiles(int to, int left, int right) {
+static inline __attribute__((unused)) void multiply_tiles(int to, int left, int right) {
   for (int m = 0; m < 16; m++)
     for (int n = 0; n < 16; n++) {
       float sum = as_float(tile[to][m][n]);

@@ -98,6 +98,13 @@ def test_the_kernels_pass_their_tests_with_the_tiles_of_amx_in_c(tmp_path: Path)
 
 
 @on_x86
+@needs("clang", "objdump")
+def test_clang_builds_all_kernels_without_warnings(tmp_path: Path) -> None:
+    assert install(tmp_path, "clang -Werror") == ""
+    assert "tdpbf16ps" in run("objdump", "-d", tmp_path / LIBRARY).stdout
+
+
+@on_x86
 @needs("gcc", "qemu-x86_64")
 @pytest.mark.parametrize(
     ("processor", "expected"),
