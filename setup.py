@@ -35,7 +35,7 @@ ENGINES = [
     ("x86_64", "fp32.c", "PLSC_AVX2", ["-mavx2", "-mfma"]),
     ("x86_64", "fp32.c", "PLSC_AVX512", AVX512),
     ("x86_64", "bf16.c", "PLSC_AVX512_BF16", BF16),
-    ("x86_64", "bf16.c", "PLSC_AMX", [*BF16, "-mamx-tile", "-mamx-bf16"]),
+    ("x86_64", "bf16.c", "PLSC_AMX", [*BF16, "-mamx-tile", "-mamx-bf16", "-DTILES"]),
     ("aarch64", "fp32.c", "PLSC_NEON", []),
 ]
 

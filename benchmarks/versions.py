@@ -21,7 +21,8 @@ import warnings
 from itertools import cycle
 from pathlib import Path
 
-HERE = Path(__file__).resolve()
+SCRIPT = Path(__file__).resolve()
+ROOT = SCRIPT.parents[1]
 
 
 class Checkout:
@@ -30,7 +31,7 @@ class Checkout:
     def __init__(self, root: Path, options: argparse.Namespace, way: str) -> None:
         words = [way, str(options.classes), str(options.batch), str(options.dimension), str(options.threads)]
         self._process = subprocess.Popen(
-            [sys.executable, HERE, root, "--run", *words],
+            [sys.executable, SCRIPT, root, "--run", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,13 +79,13 @@ def compare(options: argparse.Namespace, way: str) -> None:
     """Print the line of one way."""
     pairs, taken = [], []
     for pair in range(options.pairs):
-        roots = [HERE.parents[1], options.other][:: 1 if pair % 2 else -1]
+        roots = [ROOT, options.other][:: 1 if pair % 2 else -1]
         running = {root: Checkout(root, options, way) for root in roots}
         rounds = []
         for turn in range(options.rounds):
             seconds = {root: running[root].step() for root in roots[:: 1 if turn % 2 else -1]}
-            taken.append(seconds[HERE.parents[1]])
-            rounds.append(seconds[HERE.parents[1]] / seconds[options.other])
+            taken.append(seconds[ROOT])
+            rounds.append(seconds[ROOT] / seconds[options.other])
         for checkout in running.values():
             checkout.end()
         pairs.append(statistics.median(rounds))

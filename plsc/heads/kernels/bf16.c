@@ -20,7 +20,7 @@ struct factors {
   int adds;           /* whether to add to the result */
 };
 
-#if defined(__AMX_BF16__) || defined(__AMXBF16__) /* gcc and clang 14 */
+#if defined(TILES)
 #include "tiles.h"
 #else
 #define FORWARD_ROWS 128

@@ -44,7 +44,8 @@ static void take_scratch(const struct plan *plan, struct scratch *scratch, struc
   memset(&mine, 0, sizeof mine);
   mine.logits = take(arena, chunk * capacity * sizeof(float));
   mine.rows = take(arena, rows);
-  mine.rows_for_weighted = take(arena, plan->want_weighted ? rows + dimension / LANES * 64 : 0);
+  size_t lines = dimension / LANES * 64; /* of weighted_stride in bf16.c */
+  mine.rows_for_weighted = take(arena, plan->want_weighted ? rows + lines : 0);
   mine.decoded = take(arena, plan->rows.is_coded ? 2 * dimension * sizeof(float) : 0);
   mine.operand = take(arena, chunk * capacity * plan->engine->operand_bytes);
   if (plan->is_update) {
