@@ -8,6 +8,7 @@ the others, and all lines if the library is missing.
 
 from __future__ import annotations
 
+import mmap
 import queue
 import string
 from collections.abc import Callable, Iterator
@@ -176,6 +177,15 @@ def _excerpt(text: bytes) -> str:
     return f"'{shown}{'...' if len(text) > _EXCERPT else ''}'"
 
 
+def anonymous(size: int) -> np.ndarray:
+    """Return uint8 memory of the system, which gets it back when the array is deleted.
+
+    malloc keeps freed blocks of up to 32 MiB, so that the next long line would be in memory together with the
+    remains of the last one. Pages that are never written take no memory.
+    """
+    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+
+
 class Stream(Protocol):
     """The input of `LineReader`: a raw file, a decompressor, a remote file."""
 
@@ -272,15 +282,18 @@ class LineReader:
         Of a line that is too long, only enough to detect that is kept. Its end is searched only if bad lines
         are skipped.
         """
-        line, fresh = bytearray(buffer[begin:].data), buffer[: self._buffers.block_bytes]
+        fresh, length = buffer[: self._buffers.block_bytes], len(buffer) - begin
+        line = anonymous(MAX_LINE_BYTES + len(buffer) + len(fresh))
+        line[:length] = buffer[begin:]
         while True:
             piece = fresh[: self._fill(fresh)]
             found = find_newlines(piece)
             stop = int(found[0]) + 1 if len(found) else len(piece)
-            is_too_long = len(line) > MAX_LINE_BYTES + len("\r\n")
+            is_too_long = length > MAX_LINE_BYTES + len("\r\n")
             if not is_too_long:
-                line += piece[:stop].data
-            if self._buffers.longest < len(line) <= MAX_LINE_BYTES:
+                line[length : length + stop] = piece[:stop]
+                length += stop
+            if self._buffers.longest < length <= MAX_LINE_BYTES:
                 raise DataError(
                     f"{self._name}:{number}: the line is longer than {self._buffers.longest} bytes, half of "
                     "--memory; if it is base64 of an image, raise --memory"
@@ -289,7 +302,7 @@ class LineReader:
                 self._behind = piece[stop:].copy()
                 self.offset -= len(self._behind)
                 self._buffers.give_back(buffer)
-                return np.frombuffer(line, np.uint8)
+                return line[:length]
 
     def _fill(self, fresh: np.ndarray) -> int:
         """Fill `fresh` from the stream; return the number of bytes, less than requested only at its end."""

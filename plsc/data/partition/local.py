@@ -337,7 +337,7 @@ def _move(
         end = max(begin + 1, int(np.searchsorted(stops, before + block, side="right")))
         starts = stops[begin:end] - sizes[begin:end] - before
         data = read_exactly(source, int(stops[end - 1]) - before, at + before)
-        places = LinePlaces.within(np.frombuffer(data, np.uint8), starts, sizes[begin:end] - 1)
+        places = LinePlaces.within(data, starts, sizes[begin:end] - 1)
         spread.add(places, numbers[begin:end])
         del data, places  # free the memory; the next line may be as long
         begin = end

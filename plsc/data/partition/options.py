@@ -74,7 +74,9 @@ class PartitionOptions:
         check=_start_of_name,
     )
     seed: int = declare(0, "seed of the shuffle")
-    memory: Size = declare(512 * 2**20, "memory limit, not counting the interpreter", check=_enough)
+    memory: Size = declare(
+        512 * 2**20, "memory limit, not counting the interpreter and the page cache", check=_enough
+    )
     workers: int | None = declare(
         None, "number of threads; default: one per core, at most 8", check=between(1, 64)
     )

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from plsc import seeds
+from plsc.data.lines import anonymous
 from plsc.data.native import function
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
@@ -166,7 +167,7 @@ def copy_lines_reference(lines: LinePlaces, order: np.ndarray, handle: int, offs
     return (total + put(handle, b"".join(waiting), offset)) % _MODULUS
 
 
-def put(handle: int, data: bytes, offset: int) -> int:
+def put(handle: int, data: bytes | memoryview, offset: int) -> int:
     """Write data at `offset`; return their contribution to the checksum. OSError if the disk is full."""
     view, at = memoryview(data), offset
     while len(view):
@@ -175,10 +176,10 @@ def put(handle: int, data: bytes, offset: int) -> int:
     return checksum(data, offset)
 
 
-def read_exactly(handle: int, size: int, offset: int) -> bytes:
-    """Return `size` bytes at `offset` of a temporary file. Raises DataError if the file is shorter."""
-    data = os.pread(handle, size, offset)
-    if len(data) < size:
+def read_exactly(handle: int, size: int, offset: int) -> np.ndarray:
+    """Return `size` bytes at `offset` of a temporary file, uint8. Raises DataError if the file is shorter."""
+    data = anonymous(size)
+    if os.preadv(handle, [data.data], offset) < size:
         raise DataError("a temporary file was truncated while in use; start again")
     return data
 
@@ -245,7 +246,7 @@ class Parts:
             line = read_exactly(source.fileno(), size, offset)
         handle = self._open(run.rank)
         try:
-            self._add(run.rank, size, put(handle, line, run.offset))
+            self._add(run.rank, size, put(handle, line.data, run.offset))
         finally:
             os.close(handle)
 
