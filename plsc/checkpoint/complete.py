@@ -48,17 +48,10 @@ def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manife
     with publishing_folder(destination) as temporary:
         for name in manifest.files:
             shutil.copyfile(source / name, temporary / name)
-        for of, head in manifest.heads.items():
-            if Role(CLASS_WEIGHTS, "weight", of).key in tensors:
-                continue
-            for rank, (start, stop) in enumerate(head.class_ranges):
-                if start == stop and rank:
-                    continue
-                path = temporary / shard_name(rank, f"weights{of and '-' + of}")
-                folder = rank_folder(weights_file, of, rank)
-                mark = mark_of(manifest.step, manifest.run_id)
-                infos, files[path.name] = _write(folder, mark, of, head.class_num, path)
-                tensors |= infos
+        for of, rank, file in _files_of(manifest, weights_file):
+            path = temporary / shard_name(rank, f"weights{of and '-' + of}")
+            infos, files[path.name] = _write(file, manifest, of, path)
+            tensors |= infos
         if tensors == manifest.tensors:
             raise CheckpointError(f"{source} has its class weights already; copy the folder")
         result = dataclasses.replace(manifest, tensors=tensors, files=files)
@@ -66,14 +59,33 @@ def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manife
     return result
 
 
+def verify_weights(manifest: Manifest) -> None:
+    """Check every byte of the class weights of a checkpoint that are in files; no file is changed.
+
+    Raises CheckpointError: they are missing, damaged or of another checkpoint; DataError: a run uses them.
+    """
+    folder = manifest.options.get("head", {}).get("weights_file")
+    for _, _, file in _files_of(manifest, Path(folder)) if folder else ():
+        file.verify(mark_of(manifest.step, manifest.run_id))
+
+
+def _files_of(manifest: Manifest, folder: Path) -> Iterator[tuple[str, int, WeightsFile]]:
+    """Yield the head, rank and file of all class weights of a checkpoint that are not in itself."""
+    for of, head in manifest.heads.items():
+        if Role(CLASS_WEIGHTS, "weight", of).key not in manifest.tensors:
+            for rank, (start, stop) in enumerate(head.class_ranges):
+                if start < stop or not rank:
+                    path = rank_folder(folder, of, rank)
+                    yield of, rank, WeightsFile.existing(path, range(start, stop), manifest.emb_size)
+
+
 def _write(
-    folder: Path, mark: str, of: str, class_num: int, path: Path
+    file: WeightsFile, manifest: Manifest, of: str, path: Path
 ) -> tuple[dict[str, TensorInfo], FileInfo]:
     """Write the class weights of one rank to a data file of a checkpoint."""
-    weight = Role(CLASS_WEIGHTS, "weight", of)
-    file = WeightsFile.existing(folder)
-    file.open(mark)
-    try:
+    weight, class_num = Role(CLASS_WEIGHTS, "weight", of), manifest.heads[of].class_num
+    with file:
+        file.open(mark_of(manifest.step, manifest.run_id))
         check_space(path.parent, file.nbytes, "free some space, or write elsewhere")
         infos, entries = {}, []
         for name, column in file.columns.items():
@@ -85,8 +97,6 @@ def _write(
                 Entry(role.key, column.dtype, of_rank, file.classes.start, partial(_chunks, file, name))
             )
         return infos, write_shard(path, entries)
-    finally:
-        file.close()
 
 
 def _chunks(file: WeightsFile, name: str) -> Iterator[memoryview]:

@@ -1,9 +1,15 @@
 """A rollback journal of pages, as in SQLite ("Atomic Commit In SQLite", section 3).
 
 Pages change in place. Before the first change of a page after a checkpoint, its old bytes are appended to the
-journal of that checkpoint; of a page that was never written, only its number. A journal is a sequence of
-blocks, one per step: four uint32 (magic, number of old pages, number of new pages, CRC-32 of the rest), the
-page numbers as int64, and the bytes of the old pages. All little-endian.
+journal of that checkpoint. All numbers are little-endian:
+
+    24 bytes     uint64: magic, end of the last complete block, checksum
+    4 per page   uint32: CRC-32 of each page at the checkpoint; 0: never written
+    blocks       one per step: number of pages (int64), their numbers (int64), their bytes
+
+The checksum starts with the id of the files and the mark of the checkpoint, and continues over the table and
+the numbers of all blocks; the table has the checksums of the bytes. After the end may follow a block of a
+process that was killed before it changed these pages.
 
 The page cache of the system keeps what a killed process wrote, so nothing is flushed here.
 """
@@ -11,23 +17,30 @@ The page cache of the system keeps what a killed process wrote, so nothing is fl
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from plsc.data.native import crc32, move_bytes
+from plsc.data.native import crc32, crc32_rows, move_bytes
 from plsc.errors import CheckpointError
+from plsc.storage.regular import open_regular
 
-_MAGIC = 0x314C4E4A  # "JNL1"
+_MAGIC = 0x324C4E4A  # "JNL2"
 _PREFIX = "journal-"
+_MARK = re.compile(r"\d{12,}-[\w.-]*", re.ASCII)
+NEW = "new"  # name of a file that is about to replace another one
 START = "000000000000-"
 """Mark of the state before the first checkpoint."""
 
 
 def mark_of(step: int, run_id: str) -> str:
     """Return the mark of a checkpoint, which names its journal; marks sort by step."""
-    return f"{step:012d}-{run_id}"
+    if not _MARK.fullmatch(mark := f"{step:012d}-{run_id}"):
+        raise CheckpointError(f"the run id of a checkpoint is {run_id!r:.80}; expected letters and digits")
+    return mark
 
 
 def step_of(mark: str) -> int:
@@ -35,15 +48,50 @@ def step_of(mark: str) -> int:
     return int(mark.partition("-")[0])
 
 
+def checksums_of(pages: np.ndarray) -> np.ndarray:
+    """Return the CRC-32 of each page, uint32, never 0; pages: uint8 [n, bytes]."""
+    return np.maximum(crc32_rows(pages), 1)
+
+
+def replace_file(path: Path, *parts: np.ndarray) -> int:
+    """Replace a file, or a link of that name, at once; return its descriptor. Raises OSError."""
+    new, position = path.with_name(NEW), 0
+    new.unlink(missing_ok=True)  # of a killed run
+    file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        for part in parts:
+            move_bytes(os.pwritev, file, part, position)
+            position += part.nbytes
+        new.replace(path)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The state of the pages at a checkpoint.
+
+    checksums: uint32 [pages]; 0: never written. blocks: the numbers of the pages that were changed after it,
+    and the position of their old bytes in the journal.
+    """
+
+    checksums: np.ndarray
+    blocks: list[tuple[np.ndarray, int]]
+
+
 class Journal:
     """The journals in a folder, one per checkpoint; `append` writes to that of the last `begin`.
 
-    page_bytes: size of a page. pages: their number.
+    page_bytes: size of a page. pages: their number. key: the id of the files, once they are open.
     """
 
     def __init__(self, folder: Path, page_bytes: int, pages: int) -> None:
         self._folder, self._page_bytes, self._pages = folder, page_bytes, pages
+        self.key = ""
         self._file, self._mark = -1, ""
+        self._end, self._checksum = 0, 0
         self._has = np.zeros(pages, dtype=bool)
 
     @property
@@ -53,15 +101,17 @@ class Journal:
 
     def marks(self) -> list[str]:
         """Return the marks of the checkpoints that have a journal, oldest first."""
-        return sorted(path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))
+        names = (path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))
+        return sorted(filter(_MARK.fullmatch, names))
 
-    def begin(self, mark: str) -> None:
-        """Start an empty journal, unless it is the current one."""
+    def begin(self, mark: str, checksums: np.ndarray) -> None:
+        """Start an empty journal, unless it is the current one; checksums: of the pages. Raises OSError."""
         if self._file >= 0 and self._mark == mark:
             return
+        end, checksum = 24 + checksums.nbytes, crc32(checksums.data, self._seed(mark))
+        file = replace_file(self._path(mark), _head(end, checksum), checksums)
         self.close()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file, self._mark = os.open(self._path(mark), flags, 0o666), mark
+        self._file, self._mark, self._end, self._checksum = file, mark, end, checksum
         self._has[:] = False
 
     def lacks(self, number: np.ndarray) -> np.ndarray:
@@ -70,39 +120,56 @@ class Journal:
         self._has[number] = True
         return missing
 
-    def append(self, old: np.ndarray, data: np.ndarray, new: np.ndarray) -> None:
-        """Append a block: numbers [n] and bytes [n, page_bytes] of old pages, and numbers of new ones.
+    def append(self, numbers: np.ndarray, data: np.ndarray) -> None:
+        """Append a block: numbers int64 [n] and bytes [n, page_bytes] of old pages. Raises OSError."""
+        if not len(numbers):
+            return
+        head = np.array([len(numbers), *numbers])
+        for part in (head, data):
+            move_bytes(os.pwritev, self._file, part, self._end)
+            self._end += part.nbytes
+        self._checksum = crc32(head.data, self._checksum)
+        move_bytes(os.pwritev, self._file, _head(self._end, self._checksum), 0)
 
-        Raises OSError.
+    def read(self, mark: str) -> Saved:
+        """Check the journal of a checkpoint, but for the bytes of pages, and return its content.
+
+        Raises OSError; CheckpointError if it is incomplete, damaged or from another folder.
         """
-        numbers = np.concatenate([old, new])
-        if len(numbers):
-            head = np.array([_MAGIC, len(old), len(new), _checksum(numbers, data)], dtype=np.uint32)
-            for part in (head, numbers, data):
-                move_bytes(lambda file, parts, _: os.writev(file, parts), self._file, part, 0)
+        with open_regular(self._path(mark), self._folder) as file:
+            end, blocks = os.fstat(file.fileno()).st_size, []
 
-    def blocks(self, mark: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield numbers [n] and old bytes [n, page_bytes] of each block, zeros for pages that were new.
+            def take(dtype: str, count: int) -> np.ndarray:
+                if not 0 <= count * np.dtype(dtype).itemsize <= end - file.tell():
+                    raise self._damaged(mark)
+                return np.fromfile(file, dtype, count)
 
-        An incomplete last block is left out: the process was killed before it changed these pages. Raises
-        CheckpointError for a damaged block.
-        """
-        path = self._path(mark)
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            while len(raw := file.read(16)) == 16:
-                magic, old, new, crc = np.frombuffer(raw, np.uint32).tolist()
-                if magic == _MAGIC and file.tell() + 8 * (old + new) + old * self._page_bytes > size:
-                    return
-                numbers = np.frombuffer(file.read(8 * (old + new)), np.int64)
-                data = np.zeros((len(numbers), self._page_bytes), np.uint8)
-                file.readinto(data[:old].reshape(-1).data)
-                is_inside = ((numbers >= 0) & (numbers < self._pages)).all()
-                if magic != _MAGIC or not is_inside or _checksum(numbers, data[:old]) != crc:
-                    raise CheckpointError(
-                        f"{path} has a damaged block before byte {file.tell()}; delete its folder, and "
-                        "resume a copy from `plsc checkpoint copy` or start again"
-                    )
+            magic, last, expected = take("<u8", 3).tolist()
+            if magic != _MAGIC or last > end:
+                raise self._damaged(mark)
+            end, checksums = last, take("<u4", self._pages)
+            checksum = crc32(checksums.data, self._seed(mark))
+            while file.tell() < end:
+                count = take("<i8", 1)
+                numbers = take("<i8", int(count[0]))
+                blocks.append((numbers, file.tell()))
+                file.seek(len(numbers) * self._page_bytes, os.SEEK_CUR)
+                checksum = crc32(numbers.data, crc32(count.data, checksum))
+                if not ((numbers >= 0) & (numbers < self._pages)).all():
+                    raise self._damaged(mark)
+            if file.tell() != end or checksum != expected:
+                raise self._damaged(mark)
+        return Saved(checksums, blocks)
+
+    def old_pages(self, mark: str, saved: Saved) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield numbers [n] and old bytes [n, page_bytes] of each block. Raises as `read`."""
+        with open_regular(self._path(mark), self._folder) as file:
+            for numbers, position in saved.blocks:
+                file.seek(position)
+                data = np.fromfile(file, np.uint8, len(numbers) * self._page_bytes)
+                data = data.reshape(len(numbers), self._page_bytes)
+                if (checksums_of(data) != saved.checksums[numbers]).any():
+                    raise self._damaged(mark)
                 yield numbers, data
 
     def delete(self, mark: str) -> None:
@@ -112,13 +179,24 @@ class Journal:
     def close(self) -> None:
         """Flush and close the current journal."""
         if self._file >= 0:
-            os.fsync(self._file)
-            os.close(self._file)
-            self._file = -1
+            file, self._file = self._file, -1
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
 
     def _path(self, mark: str) -> Path:
         return self._folder / f"{_PREFIX}{mark}"
 
+    def _seed(self, mark: str) -> int:
+        return crc32(f"{self.key} {mark}".encode())
 
-def _checksum(numbers: np.ndarray, data: np.ndarray) -> int:
-    return crc32(data.reshape(-1).data, crc32(numbers.data))
+    def _damaged(self, mark: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path(mark)} is incomplete, damaged or of other class weights; delete {self._folder}, "
+            "and resume a copy from `plsc checkpoint copy` or start again"
+        )
+
+
+def _head(end: int, checksum: int) -> np.ndarray:
+    return np.array([_MAGIC, end, checksum], np.uint64)

@@ -1,15 +1,19 @@
 """Class weights and their optimizer states in a file on a local disk, of which a step touches a few pages.
 
 A page is 32 consecutive classes: int8 rows (`plsc.heads.weights.encode_rows`) and their states, class by
-class. Pages are drawn, read, written and journaled as a whole. A row whose scale is 0 was never drawn: its
-page gets its initial values when it is read, so a new file is only allocated.
+class. Pages are drawn, read, written and journaled as a whole. A page that was never written gets its initial
+values when it is read, so a new file is only allocated.
 
-    folder/header.json       layout, and the boot id of the system while the file is in use
+    folder/header.json       layout, id, checksum, and the boot id of the system while the file is in use
     folder/pages             the pages, which change in place
-    folder/journal-<mark>    their old bytes, to undo the changes after a checkpoint (rollback.py)
+    folder/journal-<mark>    checksums of all pages at a checkpoint, and the old bytes of those that changed
+                             after it, to undo the changes (rollback.py)
 
 `open` with the mark of a checkpoint undoes all changes after it, so a killed process loses nothing. A power
 cut may lose writes: a file that was in use then is refused.
+
+The checksums are in memory, 4 bytes per page, and each page that is read is compared with its own. Only those
+at a checkpoint are stored: later states are undone, so a kill between a page and its checksum is harmless.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,16 +29,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.rollback import START, Journal, step_of
-from plsc.data.native import move_blocks
+from plsc.checkpoint.rollback import NEW, START, Journal, Saved, checksums_of, replace_file, step_of
+from plsc.data.native import crc32, move_blocks
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
-from plsc.storage.publish import FolderLock
+from plsc.storage.publish import FolderLock, sync
+from plsc.storage.regular import open_regular, read_regular
 
+_FORMAT = 2  # the only one that is read: nothing was released before it
+_LARGEST_HEADER = 2**20  # bytes
 _THREADS = 8  # requests to the disk at a time
 _CHUNK = 2**15  # values that torch computes in one thread; the others compute the step
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -58,16 +67,15 @@ class _Column:
 
 @dataclass
 class _Pages:
-    """Pages in memory: number int64 [n], sorted; data uint8 [n, bytes]; is_new bool [n], never drawn."""
+    """Pages in memory: number int64 [n], sorted; data uint8 [n, bytes]."""
 
     number: Tensor
     data: Tensor
-    is_new: Tensor
 
     def at(self, index: Tensor) -> _Pages:
         """Return a copy of the pages at these places."""
         # Not data[index]: torch takes six times as long for it.
-        return _Pages(self.number[index], self.data.index_select(0, index), self.is_new[index])
+        return _Pages(self.number[index], self.data.index_select(0, index))
 
     def among(self, wanted: Tensor) -> _Pages:
         """Return the pages whose number is in `wanted`."""
@@ -107,20 +115,28 @@ class WeightsFile:
             begin, self._width = self._width, self._width + state[:1].numel() * state.dtype.itemsize
             self.columns[name] = _Column(begin, self._width, state.dtype, tuple(state.shape[1:]))
         nothing = torch.empty(0, dtype=torch.int64)
-        self._held = self._expected = _Pages(nothing, nothing.byte().view(0, 1), nothing.bool())
+        self._held = self._expected = _Pages(nothing, nothing.byte().view(0, 1))
         self._journal = Journal(self.folder, PAGE * self._width, self._count)
+        self._checksums = np.zeros(self._count, np.uint32)  # of the pages; 0: never written
 
     @classmethod
-    def existing(cls, folder: Path) -> WeightsFile:
-        """Return the class weights in a folder with the layout in its header; not opened yet."""
+    def existing(cls, folder: Path, classes: range, emb_size: int) -> WeightsFile:
+        """Return the class weights in a folder, with the states in its header; not opened yet."""
         header = _read_header(folder)
         try:
-            file = cls(folder, range(*header["classes"]), header["emb_size"], header["seed"], header["norm"])
+            file = cls(folder, classes, emb_size, header["seed"], header["norm"])
             columns = {name: kind for name, kind in header["columns"].items() if name != "weight"}
             file.add_states({n: torch.empty(1, *s, dtype=getattr(torch, d)) for n, (d, s) in columns.items()})
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
             raise _damaged(folder, "header.json", f"is not the header of class weights ({error})") from error
         return file
+
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(TrainingError) if error else contextlib.nullcontext():
+            self.close()  # the first error is raised, not a second one here
 
     @property
     def nbytes(self) -> int:
@@ -143,29 +159,47 @@ class WeightsFile:
                 if mark is None:
                     self._create()
                 else:
-                    self._check_header(mark)
-                    self._pages = os.open(self.folder / "pages", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                    if os.fstat(self._pages).st_size != self.nbytes:
-                        raise _damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
-                    self._roll_back(mark)
+                    self._roll_back(self._open_pages(mark))
                 self._write_header(_boot_id())
-                self._journal.begin(mark or START)
+                self._journal.begin(mark or START, self._checksums)
         finally:
             if not self._journal.is_open:
                 self._release()
 
+    def verify(self, mark: str) -> None:
+        """Read all pages in the state of a checkpoint; no file is changed. Raises as `open`."""
+        try:
+            with self._reporting():
+                self._lock = FolderLock(self.folder)
+                is_undone = np.zeros(self._count, bool)
+                for newer, saved in self._open_pages(mark).items():
+                    for numbers, _ in self._journal.old_pages(newer, saved):
+                        is_undone[numbers] = True
+            left = torch.from_numpy(np.flatnonzero((self._checksums != 0) & ~is_undone))
+            for some in left.split(2**10):
+                self._load(some)
+        finally:
+            self._release()
+
     def close(self) -> None:
-        """Wait for writes and flush the files, which can then be used after a power cut."""
+        """Wait for writes and flush the files, which can then be used after a power cut.
+
+        Raises TrainingError; the files are closed in any case.
+        """
         if self._pages < 0:
             return
-        with contextlib.suppress(TrainingError):
+        with contextlib.suppress(TrainingError):  # was raised, or is of changes after the last checkpoint
             self._finish_writes()
         for pool in (self._reader, self._writer, self._threads):
             pool.shutdown()
-        os.fsync(self._pages)
-        self._journal.close()
-        self._write_header("")
-        self._release()
+        with self._reporting(), contextlib.ExitStack() as stack:
+            stack.callback(self._release)
+            stack.callback(self._journal.close)
+            os.fsync(self._pages)
+            self._journal.close()
+            self._write_header("")
+            sync(self.folder / "header.json")
+            sync(self.folder)
 
     def _release(self) -> None:
         if self._pages >= 0:
@@ -177,7 +211,8 @@ class WeightsFile:
     def begin(self, mark: str) -> None:
         """Journal later changes as those after this checkpoint; call it before that is published."""
         self._finish_writes()
-        self._journal.begin(mark)
+        with self._reporting():
+            self._journal.begin(mark, self._checksums)
 
     def has(self, mark: str) -> bool:
         """Return whether the file can be opened at the state of this checkpoint."""
@@ -189,15 +224,26 @@ class WeightsFile:
             if older < mark:
                 self._journal.delete(older)
 
-    def _roll_back(self, mark: str) -> None:
-        """Undo the changes after a checkpoint, the newest journal first. A kill meanwhile does no harm."""
-        for newer in reversed(self._journal.marks()):
-            if newer >= mark:
-                for numbers, data in self._journal.blocks(newer):
-                    number = torch.from_numpy(numbers.copy())
-                    self._transfer(True, _Pages(number, torch.from_numpy(data), number))
-                if newer != mark:
-                    self._journal.delete(newer)
+    def _open_pages(self, mark: str) -> dict[str, Saved]:
+        """Open the pages and load their checksums at a checkpoint; return its journal and later ones."""
+        self._check_header(mark)
+        with open_regular(self.folder / "pages", self.folder, buffering=0, mode="r+b") as file:
+            self._pages = os.dup(file.fileno())
+            if os.fstat(self._pages).st_size != self.nbytes:
+                raise _damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
+        journals = {newer: self._journal.read(newer) for newer in self._journal.marks() if newer >= mark}
+        self._checksums = journals[mark].checksums.copy()
+        return journals
+
+    def _roll_back(self, journals: dict[str, Saved]) -> None:
+        """Undo all changes, the newest journal first. A kill meanwhile does no harm."""
+        (_, first), *later = journals.items()
+        for mark, saved in reversed(journals.items()):
+            for numbers, data in self._journal.old_pages(mark, saved):
+                self._transfer(True, _Pages(torch.from_numpy(numbers), torch.from_numpy(data)))
+        self._checksums = first.checksums
+        for mark, _ in reversed(later):
+            self._journal.delete(mark)
 
     # A step.
 
@@ -216,8 +262,7 @@ class WeightsFile:
         parts.append(self._load(missing))
         number = torch.cat([part.number for part in parts])
         data = torch.cat([part.data for part in parts if len(part.data)])
-        is_new = torch.cat([part.is_new for part in parts])
-        self._held = _Pages(number, data, is_new).at(number.argsort())
+        self._held = _Pages(number, data).at(number.argsort())
 
     def expect(self, pages: Tensor) -> None:
         """Read these pages in the background, except those held now; the next step will hold them."""
@@ -250,9 +295,7 @@ class WeightsFile:
         held = self._held
         changed = torch.searchsorted(held.number, torch.unique_consecutive(self._page_of(rows)))
         first = changed[torch.from_numpy(self._journal.lacks(held.number[changed].numpy()))]
-        is_new = held.is_new[first]
-        old, new = held.at(first[~is_new]), held.number[first[is_new]]
-        held.is_new[changed] = False
+        old = held.at(first[torch.from_numpy(self._checksums[held.number[first].numpy()] != 0)])
         records, places = held.data.view(-1, self._width).numpy(), self._records_of(rows, held).numpy()
         for name, column in self.columns.items():
             value = values[name].cpu().contiguous().view(len(rows), -1).view(torch.uint8)
@@ -261,7 +304,7 @@ class WeightsFile:
 
         def save() -> None:
             with self._reporting():
-                self._journal.append(old.number.numpy(), old.data.numpy(), new.numpy())
+                self._journal.append(old.number.numpy(), old.data.numpy())
             self._transfer(True, after)
 
         self._writing = self._writer.submit(save)
@@ -290,29 +333,38 @@ class WeightsFile:
     # Pages on the disk.
 
     def _load(self, number: Tensor) -> _Pages:
-        """Return pages from the disk; those that were never drawn with initial values."""
-        pages = _Pages(number, torch.empty(len(number), PAGE * self._width, dtype=torch.uint8), number.bool())
+        """Return pages from the disk; those that were never written with initial values."""
+        pages = _Pages(number, torch.empty(len(number), PAGE * self._width, dtype=torch.uint8))
         self._transfer(False, pages)
+        new = torch.from_numpy(np.flatnonzero(self._checksums[number.numpy()] == 0))
+        pages.data.index_fill_(0, new, 0)
         weights = pages.data.view(len(number), PAGE, self._width)[..., : self.columns["weight"].end]
-        pages.is_new = (weights[..., -SCALE_BYTES:] == 0).flatten(1).all(dim=1)
         seed, emb_size, norm = self._initial
         block, several = self.classes.start // PAGE, max(1, _CHUNK // (PAGE * emb_size))
 
-        for some in pages.is_new.nonzero()[:, 0].split(several):
+        for some in new.split(several):
             drawn = initial_pages(seed, (number[some] + block).tolist(), emb_size, norm)
             weights[some] = drawn.view(torch.uint8).view(len(some), *weights.shape[1:])
         return pages
 
     def _transfer(self, is_write: bool, pages: _Pages) -> None:
-        """Read or write pages, several at a time: a disk is slow with one request at a time."""
-        number, data = pages.number.numpy(), pages.data.numpy()
-        share = -(-len(number) // _THREADS) or 1
+        """Read or write pages, several at a time: a disk is slow with one request at a time.
+
+        Raises TrainingError; CheckpointError if one that is read does not have its checksum.
+        """
+        share = -(-len(pages.number) // _THREADS) or 1
 
         def transfer(first: int) -> None:
+            number, data = (one.numpy()[first : first + share] for one in (pages.number, pages.data))
             with self._reporting():
-                move_blocks(self._pages, is_write, number[first : first + share], data[first : first + share])
+                move_blocks(self._pages, is_write, number, data)
+            found, expected = checksums_of(data), self._checksums[number]
+            if is_write:
+                self._checksums[number] = found
+            elif len(wrong := number[(found != expected) & (expected != 0)]):
+                raise _damaged(self.folder, "pages", f"is damaged: page {wrong[0]} has a wrong checksum")
 
-        list(self._threads.map(transfer, range(0, len(number), share)))
+        list(self._threads.map(transfer, range(0, len(pages.number), share)))
 
     # The folder.
 
@@ -325,9 +377,9 @@ class WeightsFile:
         return {"classes": classes, "emb_size": emb_size, "seed": seed, "norm": norm, "columns": kinds}
 
     def _write_header(self, boot: str) -> None:
-        temporary = self.folder / "header.new"
-        temporary.write_text(json.dumps({**self._layout(), "boot": boot}))
-        temporary.replace(self.folder / "header.json")
+        header = {"format": _FORMAT, "id": self._journal.key, "boot": boot, **self._layout()}
+        text = json.dumps({**header, "crc32": _checksum(header)}).encode()
+        os.close(replace_file(self.folder / "header.json", np.frombuffer(text, np.uint8)))
 
     def _create(self) -> None:
         """Create the files. Those of a run that had not published a checkpoint are replaced.
@@ -340,15 +392,17 @@ class WeightsFile:
                 f"{self.folder} has the class weights of a run, of its checkpoint of step "
                 f"{step_of(saved[-1])}; resume that checkpoint, or set head.weights_file to another folder"
             )
-        others = {path.name for path in self.folder.iterdir()} - {".lock", "header.new"}  # of a killed run
-        if others and "header.json" not in others:
+        others = {path.name for path in self.folder.iterdir()} - {".lock", NEW}  # of a killed run
+        if "header.json" in others:
+            _read_header(self.folder)
+        elif others:
             raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
+        self._journal.key = secrets.token_hex(8)
         self._write_header("")
         for mark in saved:
             if mark != START:  # kept, or a kill now would leave files that look like those of a checkpoint
                 self._journal.delete(mark)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._pages = os.open(self.folder / "pages", flags, 0o666)
+        self._pages = replace_file(self.folder / "pages")
         missing = self.nbytes - shutil.disk_usage(self.folder).free
         if missing > 0:
             raise OptionError(
@@ -377,6 +431,7 @@ class WeightsFile:
                 f"the class weights in {self.folder} have {odd[0]} {header.get(odd[0])}, but this run has "
                 f"{layout[odd[0]]}; use the options and the number of ranks that they were made with{copy}"
             )
+        self._journal.key = str(header.get("id"))
         if header.get("boot") not in ("", _boot_id()):
             raise CheckpointError(
                 f"the system was restarted while the class weights in {self.folder} were in use, so some of "
@@ -410,17 +465,26 @@ class WeightsFile:
 
 def _read_header(folder: Path) -> dict[str, Any]:
     try:
-        header = json.loads((folder / "header.json").read_text())
+        header = json.loads(read_regular(folder / "header.json", _LARGEST_HEADER, folder))
     except OSError as error:
         raise CheckpointError(
-            f"{folder} has no class weights: {error.strerror}; expected the folder that was "
+            f"{folder} has no class weights: header.json: {error.strerror}; expected the folder that was "
             "head.weights_file, with the files of all ranks"
         ) from error
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict):
-        raise _damaged(folder, "header.json", "is not the header of class weights")
+    if isinstance(header, dict) and "columns" in header and header.get("format", 1) != _FORMAT:
+        raise CheckpointError(
+            f"{folder} has class weights of format {header.get('format', 1)!r:.20}, but this plsc reads only "
+            f"{_FORMAT}; delete the folder and train again, or use the plsc that wrote it"
+        )
+    if not isinstance(header, dict) or header.pop("crc32", None) != _checksum(header):
+        raise _damaged(folder, "header.json", "is not the header of class weights, or is damaged")
     return header
+
+
+def _checksum(header: dict[str, Any]) -> int:
+    return crc32(json.dumps(header).encode())
 
 
 def _damaged(folder: Path, name: str, problem: str) -> CheckpointError:

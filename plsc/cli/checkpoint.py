@@ -60,12 +60,14 @@ def run_show(checkpoint: str, tensors: bool) -> None:
 
 
 def run_verify(checkpoint: str) -> None:
-    """Read all files of a checkpoint and compare them with the checksums in its manifest."""
+    """Compare all files of a checkpoint, and its class weights in head.weights_file, with their checksums."""
+    from plsc.checkpoint.complete import verify_weights
     from plsc.checkpoint.remote import verify
     from plsc.storage.store import format_bytes
     from plsc.storage.urls import shown
 
     manifest = verify(checkpoint)
+    verify_weights(manifest)
     size = format_bytes(sum(file.bytes for file in manifest.files.values()))
     print(
         f"{shown(checkpoint)} is intact: {_count(len(manifest.files), 'file')}, {size}, step {manifest.step}"

@@ -51,13 +51,12 @@ def opened_files(heads: Heads, world: World, checkpoint: OpenedCheckpoint | None
             file.begin(mark)
             file.forget(mark)
 
-    try:
+    with contextlib.ExitStack() as stack:
+        for file in files.values():
+            stack.enter_context(file)
         if files:
             on_every_rank(world, "open the class weights", open_all)
         yield
-    finally:
-        for file in files.values():
-            file.close()
 
 
 def _fill(file: WeightsFile, stored: dict[Role, StoredTensor], of: str) -> None:

@@ -18,14 +18,19 @@ AnyPath = str | bytes | os.PathLike[str]
 
 
 def open_regular(
-    path: AnyPath, folder: AnyPath | None = None, size: int | None = None, buffering: int = -1
+    path: AnyPath,
+    folder: AnyPath | None = None,
+    size: int | None = None,
+    buffering: int = -1,
+    mode: str = "rb",
 ) -> Any:
     """Open a regular file to be read in binary; OSError, with the reason in `strerror`, if it is refused.
 
-    folder: the folder of the file; None if the user named the file. size: the bytes that it must have.
+    folder: the folder of the file; None if the user named the file. size: the bytes that it must have. mode:
+    ``r+b`` to write, too.
     """
     try:  # Without O_NONBLOCK, opening a named pipe would block.
-        file = open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        file = open(path, mode, buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except ValueError as error:  # a zero byte, or characters that no file name can have
         raise OSError(errno.EINVAL, str(error), repr(path)) from error
     status, reason = os.fstat(file.fileno()), ""

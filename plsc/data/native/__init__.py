@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-_ABI = 10  # PLSC_DATA_ABI of native.h
+_ABI = 11  # PLSC_DATA_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libdata.so")
 
 
@@ -169,7 +169,6 @@ def _cut(buffer: np.ndarray, sizes: list[int]) -> list[bytes | None]:
     return found
 
 
-_CRC = (c_void_p, c_int64, c_uint32)
 _SMALLEST_CRC = 4096  # bytes; below, zlib is faster
 
 
@@ -179,12 +178,18 @@ def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     Several times faster on processors with carry-less multiplication, and releases the interpreter lock.
     """
     view = memoryview(data)
-    call = function("plsc_crc32", _CRC) if view.nbytes >= _SMALLEST_CRC else None
-    if call is None:
+    if view.nbytes < _SMALLEST_CRC:
         return zlib.crc32(view, value)
     view = view.cast("B")
     blocks = len(view) - len(view) % 16
-    found: int = call(np.frombuffer(view, np.uint8).ctypes.data, blocks, value)
-    if found < 0:
-        return zlib.crc32(view, value)
-    return zlib.crc32(view[blocks:], found)
+    found = crc32_rows(np.frombuffer(view[:blocks], np.uint8)[None], value)
+    return zlib.crc32(view[blocks:], int(found[0]))
+
+
+def crc32_rows(data: np.ndarray, value: int = 0) -> np.ndarray:
+    """Return `crc32` of each row of contiguous uint8 [n, size], uint32 [n]."""
+    found = np.empty(len(data), np.uint32)
+    call = function("plsc_crc32_rows", (c_void_p, c_int64, c_int64, c_uint32, c_void_p))
+    if call is None or call(data.ctypes.data, *data.shape, value, found.ctypes.data) < 0:
+        found[:] = [zlib.crc32(row, value) for row in data]
+    return found

@@ -52,13 +52,16 @@ static int has_products(void) {
 }
 #endif
 
-/* Return zlib's crc32 of the bytes, a multiple of 16 and at least 64; -1 if the processor lacks PCLMULQDQ. */
-PLSC_API int64_t plsc_crc32(const uint8_t *data, int64_t size, uint32_t crc) {
+/* Store zlib's crc32 of each of `count` rows of `size` bytes, a multiple of 16 and at least 64, which starts at
+   `crc`. Return 0, or -1 if the processor lacks PCLMULQDQ. */
+PLSC_API int64_t plsc_crc32_rows(const uint8_t *data, int64_t count, int64_t size, uint32_t crc, uint32_t *found) {
 #if defined(__x86_64__)
-    if (size >= 64 && has_products())
-        return (int64_t)(uint32_t)~crc_of_blocks(data, size & ~(int64_t)15, ~crc);
+    if (size < 64 || size % 16 || !has_products()) return -1;
+    for (int64_t i = 0; i < count; i++)
+        found[i] = ~crc_of_blocks(data + i * size, size, ~crc);
+    return 0;
 #else
-    (void)data, (void)size, (void)crc;
-#endif
+    (void)data, (void)count, (void)size, (void)crc, (void)found;
     return -1;
+#endif
 }

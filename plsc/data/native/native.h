@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PLSC_DATA_ABI 10 /* _ABI of __init__.py: increase both when a function changes */
+#define PLSC_DATA_ABI 11 /* _ABI of __init__.py: increase both when a function changes */
 #define PLSC_API __attribute__((visibility("default")))
 
 #endif

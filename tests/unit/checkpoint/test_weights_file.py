@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import resource
+import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
+from plsc.parallel.world import World
+from plsc.state.weights_files import opened_files
 from plsc.storage import publish
 from tests.devices import GPU
 
@@ -189,7 +195,7 @@ def test_a_block_that_was_cut_off_is_ignored_and_a_damaged_one_refused(opened):
     assert all(map(torch.equal, contents(again), expected))
     again.file.close()
     journal.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
-    with pytest.raises(CheckpointError, match=r"journal-0+3-run has a damaged block .*; delete"):
+    with pytest.raises(CheckpointError, match=r"journal-0+3-run .* damaged .*; delete"):
         opened(mark_of(3, "run"))
 
 
@@ -207,19 +213,40 @@ def spoil_size(head):
 
 
 def spoil_header(head):
-    (head.file.folder / "header.json").write_text("[")
+    (head.file.folder / "header.json").write_text("[" * 10**5)
     return mark_of(2, "run"), CheckpointError, "header.json is not the header of class weights"
 
 
+def change_header(head, **changes):
+    path = head.file.folder / "header.json"
+    header = {**json.loads(path.read_text()), **changes}
+    header.pop("crc32")
+    path.write_text(json.dumps({**header, "crc32": zlib.crc32(json.dumps(header).encode())}))
+
+
+def spoil_bit_of_header(head):
+    path = head.file.folder / "header.json"
+    path.write_text(path.read_text().replace("330]", "331]"))
+    return mark_of(2, "run"), CheckpointError, "header.json .* damaged"
+
+
+def spoil_large_header(head):
+    os.truncate(head.file.folder / "header.json", 3 << 30)
+    return mark_of(2, "run"), CheckpointError, "header.json"
+
+
+def spoil_format(head):
+    change_header(head, format=1)
+    return mark_of(2, "run"), CheckpointError, "format 1"
+
+
 def spoil_ranks(head):
-    text = (head.file.folder / "header.json").read_text()
-    (head.file.folder / "header.json").write_text(text.replace("330]", "165]"))
+    change_header(head, classes=[0, 165])
     return mark_of(2, "run"), CheckpointError, r"have classes \[0, 165\], but this run has \[0, 330\]; use"
 
 
 def spoil_boot(head):
-    header = json.loads((head.file.folder / "header.json").read_text())
-    (head.file.folder / "header.json").write_text(json.dumps({**header, "boot": "earlier"}))
+    change_header(head, boot="earlier")
     return mark_of(2, "run"), CheckpointError, "the system was restarted while .* were in use"
 
 
@@ -228,7 +255,18 @@ def spoil_scratch(head):
 
 
 @pytest.mark.parametrize(
-    "spoil", [spoil_other_run, spoil_size, spoil_header, spoil_ranks, spoil_boot, spoil_scratch]
+    "spoil",
+    [
+        spoil_other_run,
+        spoil_size,
+        spoil_header,
+        spoil_bit_of_header,
+        spoil_large_header,
+        spoil_format,
+        spoil_ranks,
+        spoil_boot,
+        spoil_scratch,
+    ],
 )
 def test_files_that_do_not_fit_are_refused(opened, spoil):
     head, rows = opened()
@@ -241,6 +279,152 @@ def test_files_that_do_not_fit_are_refused(opened, spoil):
     RowAdagrad(again)
     with pytest.raises(error, match=message):
         again.file.open(mark)
+
+
+PAGE_BYTES = 32 * (DIMENSION + 8)
+TABLE = 24 + 4 * 11  # bytes of a journal before its blocks
+
+
+def flip_bit(pages):
+    pages[-700] ^= 4
+
+
+def zero_page(pages):
+    pages[:PAGE_BYTES] = bytes(PAGE_BYTES)
+
+
+def swap_pages(pages):
+    first = pages[:PAGE_BYTES]
+    pages[:PAGE_BYTES] = pages[PAGE_BYTES : 2 * PAGE_BYTES]
+    pages[PAGE_BYTES : 2 * PAGE_BYTES] = first
+
+
+@pytest.mark.parametrize(("damage", "page"), [(flip_bit, 10), (zero_page, 0), (swap_pages, 0)])
+def test_a_damaged_page_is_never_used(opened, damage, page):
+    head, rows = opened()
+    train(head, rows, range(8))
+    head.file.begin(mark_of(8, "run"))
+    head.file.forget(mark_of(8, "run"))
+    head.file.close()
+    path = head.file.folder / "pages"
+    content = bytearray(path.read_bytes())
+    damage(content)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"pages .*page {page} "):
+        make_existing(head.file.folder).verify(mark_of(8, "run"))
+    again, rows = opened(mark_of(8, "run"))
+    with pytest.raises(CheckpointError, match=r"pages .*page \d+ "):
+        train(again, rows, range(8, 16))
+
+
+def make_existing(folder):
+    return WeightsFile.existing(folder, range(CLASSES), DIMENSION)
+
+
+def test_verify_reads_every_state_that_can_be_resumed_and_changes_nothing(opened):
+    head, rows = opened()
+    for step in range(3):
+        train(head, rows, [step])
+        head.file.begin(mark_of(step + 1, "run"))
+    train(head, rows, [3])
+    head.file.close()
+    paths = [path for path in head.file.folder.iterdir() if path.name != ".lock"]
+    before = [path.read_bytes() for path in paths]
+    for step in range(3):
+        make_existing(head.file.folder).verify(mark_of(step + 1, "run"))
+    assert [path.read_bytes() for path in paths] == before
+    journal = head.file.folder / f"journal-{mark_of(2, 'run')}"
+    flipped = bytearray(journal.read_bytes())
+    flipped[-1] ^= 1
+    journal.write_bytes(flipped)
+    make_existing(head.file.folder).verify(mark_of(3, "run"))
+    with pytest.raises(CheckpointError, match="journal"):
+        make_existing(head.file.folder).verify(mark_of(2, "run"))
+
+
+def truncated(journal, other):
+    return journal[:-PAGE_BYTES]
+
+
+def raised_count(journal, other):
+    return journal[:TABLE] + bytes([journal[TABLE] + 1]) + journal[TABLE + 1 :]
+
+
+def of_other_run(journal, other):
+    return other
+
+
+def without_blocks(journal, other):
+    return journal[:TABLE]
+
+
+def without_table(journal, other):
+    return journal[:20]
+
+
+@pytest.mark.parametrize("damage", [truncated, raised_count, of_other_run, without_blocks, without_table])
+def test_a_journal_that_is_not_whole_and_of_these_files_is_refused_before_a_change(opened, tmp_path, damage):
+    mark = mark_of(2, "run")
+    for folder in ("rows", "other"):
+        head, rows = opened(folder=tmp_path / folder)
+        train(head, rows, range(2))
+        head.file.begin(mark)
+        head.file.forget(mark)
+        train(head, rows, range(2, 5))
+        head.file.close()
+    path = tmp_path / "rows" / f"journal-{mark}"
+    path.write_bytes(damage(path.read_bytes(), (tmp_path / "other" / path.name).read_bytes()))
+    before = (tmp_path / "rows" / "pages").read_bytes()
+    with pytest.raises(CheckpointError, match="journal"):
+        opened(mark)
+    assert (tmp_path / "rows" / "pages").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["header.json", "pages", f"journal-{mark_of(2, 'run')}"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_pipes_and_links_out_of_the_folder_are_refused(opened, tmp_path, name, kind):
+    head, rows = opened()
+    train(head, rows, range(2))
+    head.file.begin(mark_of(2, "run"))
+    head.file.forget(mark_of(2, "run"))
+    head.file.close()
+    path = (head.file.folder / name).rename(tmp_path / "outside")
+    os.mkfifo(head.file.folder / name) if kind == "pipe" else (head.file.folder / name).symlink_to(path)
+    with pytest.raises((CheckpointError, TrainingError), match=r"not a regular file|link"):
+        opened(mark_of(2, "run"))
+
+
+@pytest.mark.parametrize("name", ["header.new", "new", "header.json", "pages", "journal-000000000000-"])
+def test_a_link_instead_of_a_new_file_overwrites_nothing_outside(opened, tmp_path, name):
+    head, rows = opened()
+    train(head, rows, range(2))
+    head.file.close()
+    content = (head.file.folder / "header.json").read_bytes() + b"\n"
+    (tmp_path / "outside").write_bytes(content)
+    (head.file.folder / name).unlink(missing_ok=True)
+    (head.file.folder / name).symlink_to(tmp_path / "outside")
+    again, rows = opened()
+    with contextlib.suppress(CheckpointError):  # the header is a link
+        train(again, rows, range(2))
+    assert (tmp_path / "outside").read_bytes() == content
+
+
+def test_a_second_failure_in_close_does_not_hide_the_first_error(opened):
+    head, rows = opened()
+    heads, limits = SimpleNamespace(by_name={"": head}), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fail():
+        with opened_files(heads, World.single("cpu"), None):
+            train(head, rows, range(2))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as a full disk: no write succeeds
+            raise ZeroDivisionError
+
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fail()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    opened()[0].file.open()  # the lock was released
 
 
 @pytest.mark.parametrize("is_saving", [False, True])
@@ -258,7 +442,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(opened, 
 
 def test_a_run_that_was_killed_while_it_wrote_its_first_header_starts_again(opened, tmp_path):
     (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "header.new").write_text("{")
+    (tmp_path / "killed" / "new").write_text("{")
     head, rows = opened(folder=tmp_path / "killed")
     assert len(train(head, rows, range(2))) == 2
 
@@ -299,7 +483,7 @@ def test_a_second_run_is_refused_while_the_first_lives(opened, monkeypatch, tmp_
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-@pytest.mark.parametrize("where", [(os, "writev"), (module, "move_blocks")])
+@pytest.mark.parametrize("where", [(os, "pwritev"), (module, "move_blocks")])
 def test_a_full_disk_stops_the_run_and_loses_nothing(opened, monkeypatch, where):
     head, rows = opened()
     train(head, rows, range(2))

@@ -18,7 +18,7 @@ from plsc.data import native
 from plsc.data.augment import Augmentation
 from plsc.data.files import PathTable
 from plsc.data.loader import SourceLoader
-from plsc.data.native import crc32, move_blocks, read_files, read_ranges
+from plsc.data.native import crc32, crc32_rows, move_blocks, read_files, read_ranges
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import open_source
@@ -163,6 +163,12 @@ def test_crc32_equals_zlib_for_every_length_offset_and_start_value(first, length
 def test_without_the_library_crc32_is_zlib_s(monkeypatch):
     monkeypatch.setattr(native, "function", lambda *_: None)
     assert crc32(DATA) == zlib.crc32(DATA)
+
+
+@pytest.mark.parametrize("size", [16, 64, 70, 4352])
+def test_checksums_of_rows_are_zlib_s(size):
+    rows = np.random.default_rng(0).integers(0, 256, (5, size), np.uint8)
+    assert crc32_rows(rows).tolist() == [zlib.crc32(row) for row in rows]
 
 
 @pytest.mark.parametrize("has_library", [pytest.param(True, marks=needs_library), False])
