@@ -26,9 +26,8 @@ of that gallery. A cell is a change and a test; its values are means over the se
 Goals, per cell and metric:
 1. Where new-new exceeds old-old by 5 points, mapped-new (weights) is at least old-old. Elsewhere, it is at
    least 95 % of old-old. The same for anchors and for both. What is missed is shown as missed.
-2. Of the gallery mapped by weights, 10 % of the entries are embedded again: those with the largest expected
-   error, or random ones (mean of 200 draws). The gain of TAR of the first is at least twice that of the
-   second, over all cells together; mapped and real entries have thresholds of their own, each at FAR 1e-2.
+2. (Of an order of the entries by expected error, which was removed: on other images it was no better than
+   random.)
 3. The hidden layer is added to plsc only if its rank-1 is 0.5 points higher on average over all cells.
 4. The cosine that is printed, measured on images, differs by at most 0.02 from the mean over the test glyphs,
    and 93 to 97 % of the test glyphs reach the bound, on average over all changes and seeds.
@@ -54,11 +53,11 @@ from capacity_data import read_glyphs, unpack
 from torch import nn
 
 from plsc import Entry
-from plsc.gallery.upgrade import EmbeddingMap, Pairs, fit_map, open_run
+from plsc.gallery.upgrade import Pairs, fit_map, open_run
 from plsc.models.base_model import BaseModel
 from plsc.models.neck import EmbeddingNeck
 
-CLASSES, ANCHORS, FAR, DRAWS = 4168, 1000, 1e-2, 200
+CLASSES, ANCHORS, FAR = 4168, 1000, 1e-2
 CHANGES = {
     "seed": ("old", "new"),
     "width": ("old", "wide"),
@@ -209,14 +208,13 @@ def measure(
         for name, vectors in galleries.items():
             scores = (mine if name == "old-old" else real)[probes] @ vectors[enrolled].T
             cell[f"rank-1, {name}"] = float(same[np.arange(len(probes)), scores.argmax(axis=1)].mean())
-            cell[f"TAR, {name}"] = tar(scores, same, np.zeros(len(enrolled), bool))
+            cell[f"TAR, {name}"] = tar(scores, same)
             strangers[name] = scores[~same]
         for name in maps:
             for far in (FAR, FAR / 10):
                 threshold = np.quantile(strangers["new-new"], 1 - far)
                 share = (strangers[f"mapped by {name}"] >= threshold).mean()
                 cell[f"accepted strangers, threshold of {far:g}, {name}"] = float(share)
-        cell |= embed_again(maps["weights"], mine[enrolled], real[enrolled], real[probes], same, rng)
         cosines = (galleries["mapped by both"] * real).sum(axis=1)
         cell["cosine, printed"] = maps["both"].about["cosine"]
         cell["cosine, of the test"] = float(cosines.mean())
@@ -225,37 +223,9 @@ def measure(
     return cells
 
 
-def tar(scores: np.ndarray, same: np.ndarray, is_real: np.ndarray) -> float:
-    """Return TAR at FAR, with a threshold for the entries that are real and one for the others."""
-    accepted = 0
-    for kind in (is_real, ~is_real):
-        if kind.any():
-            threshold = np.quantile(scores[:, kind][~same[:, kind]], 1 - FAR)
-            accepted += (scores[:, kind][same[:, kind]] >= threshold).sum()
-    return float(accepted / same.sum())
-
-
-def embed_again(
-    found: EmbeddingMap,
-    old: np.ndarray,
-    new: np.ndarray,
-    probes: np.ndarray,
-    same: np.ndarray,
-    rng: np.random.Generator,
-) -> dict[str, float]:
-    """Return the gains of TAR if a tenth of the entries is replaced by real embeddings."""
-    mapped, real = probes @ found.apply(old).T, probes @ new.T
-    tenth = len(old) // 10
-
-    def gain(chosen: np.ndarray) -> float:
-        is_real = np.zeros(len(old), bool)
-        is_real[chosen] = True
-        mixed = np.where(is_real, real, mapped)
-        return tar(mixed, same, is_real) - tar(mapped, same, np.zeros(len(old), bool))
-
-    random = [gain(rng.choice(len(old), tenth, replace=False)) for _ in range(DRAWS)]
-    chosen = gain(np.argsort(-found.errors(old))[:tenth])
-    return {"gain of TAR, chosen tenth": chosen, "gain of TAR, random tenth": float(np.mean(random))}
+def tar(scores: np.ndarray, same: np.ndarray) -> float:
+    """Return TAR at FAR."""
+    return float((scores[same] >= np.quantile(scores[~same], 1 - FAR)).mean())
 
 
 def hidden_layer(kinds: list[Pairs], seed: int) -> Callable[[np.ndarray], np.ndarray]:

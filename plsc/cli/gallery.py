@@ -80,7 +80,7 @@ def run_upgrade(
     if (anchors_from or anchors_to) and not anchors:
         raise OptionError("one of --anchors-from and --anchors-to is missing; pass both, of the same images")
     runs = open_run(options["from"], options["head"]), open_run(options["to"], options["head"])
-    text = upgrade_gallery(source, target, runs, anchors, options["list"])
+    text = upgrade_gallery(source, target, runs, anchors)
     print(f"mapped to {shown(target)}: {text}")
 
 
@@ -105,7 +105,6 @@ _UPGRADE = Command(
         Argument("anchors_from", str, None, "embeddings of images by the old run (plsc predict)"),
         Argument("anchors_to", str, None, "embeddings of the same images by the new run"),
         Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
-        Argument("list", str, None, "write the entries to a new file, the least certain first"),
     ),
 )
 COMMANDS: dict[str, Command | Group] = {

@@ -25,12 +25,12 @@ from plsc.actions.predict import EMBEDDINGS
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import fetch
 from plsc.data.class_names import ClassNames
-from plsc.errors import CheckpointError, DataError, OptionError, PlscError
+from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.embedder import class_weights_of
 from plsc.gallery.gallery import Gallery, write_gallery
-from plsc.gallery.places import batches, copy_entries, is_folder, opened_gallery
+from plsc.gallery.places import copy_entries, is_folder, opened_gallery
 from plsc.gallery.store import New
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url
@@ -66,29 +66,18 @@ class EmbeddingMap:
 
     Attributes:
         matrix: float32 [D_old, D_new].
-        expected: float32 [D_old, D_new]: the mean of the new embeddings, given the old one.
-        calibration: slope and offset: the expected cosine, given the norm of that mean.
         about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on, of `anchors`
             images; `cosine`, the mean between mapped and real embeddings, `measured_on` pairs kept aside;
+            `is_upper_bound`: on class weights, which are centres of many images, so images have a lower one;
             `bound`, which the cosine of 95 % of images reaches, or None: fewer than 200 images.
     """
 
     matrix: np.ndarray
-    expected: np.ndarray
-    calibration: tuple[float, float]
     about: Mapping[str, Any]
 
     def apply(self, old: np.ndarray) -> np.ndarray:
         """Return unit vectors, float32 [n, D_new], for unit vectors [n, D_old]; a zero vector is kept."""
         return _unit(old @ self.matrix)
-
-    def errors(self, old: np.ndarray) -> np.ndarray:
-        """Return the expected error of each mapped vector: 1 - its cosine with the real embedding, [n].
-
-        Where old embeddings leave open what the new one is, the mean of the possible ones is short: its norm
-        is the expected cosine with a unit vector. Pairs kept aside calibrate it.
-        """
-        return 1 - np.clip(np.polyval(self.calibration, np.linalg.norm(old @ self.expected, axis=1)), -1, 1)
 
 
 def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
@@ -118,7 +107,6 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
         fitted |= {(names, method): matrix for method, matrix in _candidates(squares, products)}
     scores = {key: float(_cosines(matrix, *choosing).mean()) for key, matrix in fitted.items()}
     names, method = best = max(scores, key=lambda key: scores[key])
-    ridge = max((key for key in scores if key[1].startswith("ridge")), key=lambda key: scores[key])
     cosines = np.sort(_measured(fitted[best], *measuring))
     # The quantile of split conformal prediction (Vovk et al. 2005).
     lowest = cosines[max(0, math.floor((len(cosines) + 1) * (1 - _LEVEL) + 1e-9) - 1)]
@@ -128,12 +116,10 @@ def fit_map(classes: Pairs | None, images: Pairs | None = None) -> EmbeddingMap:
         "anchors": anchors,
         "measured_on": "images" if measured == "images" else "class weights",
         "cosine": round(float(cosines.mean()), 4),
+        "is_upper_bound": measured != "images",
         "bound": round(float(lowest), 4) if anchors >= _LEAST_OF_BOUND else None,
     }
-    norms = np.linalg.norm(choosing[0] @ fitted[ridge], axis=1)
-    calibration = np.polyfit(norms, _cosines(fitted[best], *choosing), 1)
-    matrix, expected = (fitted[key].astype(np.float32) for key in (best, ridge))
-    return EmbeddingMap(matrix, expected, tuple(calibration), about)
+    return EmbeddingMap(fitted[best].astype(np.float32), about)
 
 
 def rotation(products: np.ndarray) -> np.ndarray:
@@ -303,7 +289,7 @@ class _Mapped:
 
     def read(self, after: int, count: int) -> list[New]:
         entries = _unmapped(self._origin.read(after, count), self._source)
-        vectors: Any = self._map.apply(_stacked(entries)) if entries else []
+        vectors: Any = self._map.apply(np.stack([one.vector for one in entries])) if entries else []
         return [
             replace(one, vector=row, mapped=self.record) for one, row in zip(entries, vectors, strict=True)
         ]
@@ -314,7 +300,6 @@ def upgrade_gallery(
     target: str,
     runs: tuple[Run, Run],
     anchors: tuple[str, str] | None = None,
-    worst: str | None = None,
 ) -> str:
     """Write a gallery of the old network as one of the new network; return what was done, as text.
 
@@ -322,7 +307,6 @@ def upgrade_gallery(
         source, target: as of `copy_gallery`.
         runs: the old and the new one.
         anchors: as of `fit_upgrade`.
-        worst: a new file: the entries, those with the largest expected error first, with their ids.
 
     Raises:
         DataError: as `copy_gallery` and `fit_upgrade`; or the gallery is a mapped one.
@@ -337,11 +321,6 @@ def upgrade_gallery(
             )
         _unmapped(origin.read(0, 1), source)  # before the work
         found = fit_upgrade(old, new, anchors)
-        if worst is not None:  # first: nothing is written if this fails
-            try:
-                _write_worst(worst, batches(origin), found)
-            except OSError as error:
-                raise OptionError(f"{worst} cannot be written ({error.strerror}); choose another") from error
         mapped = _Mapped(origin, source, found, new.fingerprint)
         if isinstance(origin, Gallery) and is_folder(target):  # a million entries in a minute
             how: Any = {"model": mapped.model, "mapped": mapped.record}
@@ -355,8 +334,10 @@ def upgrade_gallery(
         f"; {about['method']}, fitted on {fitted}; mean cosine with real {about['measured_on']} that were "
     )
     text += f"kept aside: {about['cosine']:.4f}"
+    if about["is_upper_bound"]:
+        text += ", an upper bound: class weights are centres of many images, so images have a lower one"
     if about["bound"] is None:
-        return f"{text}; for a bound, {_IMAGES}: 200 or more"
+        return f"{text}; for what 95 % of images reach, {_IMAGES}: 200 or more"
     return f"{text}; 95 % of images reach {about['bound']:.4f}"
 
 
@@ -367,19 +348,3 @@ def _unmapped(entries: list[New], source: str) -> list[New]:
             "gallery of that network"
         )
     return entries
-
-
-def _write_worst(path: str, parts: Any, found: EmbeddingMap) -> None:
-    rows = []
-    for part in parts:
-        errors = found.errors(_stacked(part)).tolist()
-        rows += [(error, one.id, one.name) for error, one in zip(errors, part, strict=True)]
-    with Path(path).open("x", encoding="utf-8", errors="backslashreplace") as file:
-        file.write("id\texpected_error\tname\n")
-        file.writelines(
-            f"{number}\t{error:.4f}\t{name}\n" for error, number, name in sorted(rows, reverse=True)
-        )
-
-
-def _stacked(entries: list[New]) -> np.ndarray:
-    return np.stack([one.vector for one in entries])

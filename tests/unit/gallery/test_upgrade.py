@@ -53,7 +53,6 @@ def test_embeddings_that_differ_by_a_linear_map_are_mapped_exactly(old, new):
     more, real = related(50, seed=5, noise=0, old=old, new=new)
     assert cosines(found.apply(more), real).min() > 0.999
     assert found.about["cosine"] > 0.999
-    assert found.errors(more).max() < 0.01
     assert found.apply(np.zeros((1, old), np.float32)).tolist() == [[0] * new]
 
 
@@ -76,6 +75,7 @@ def test_few_pairs_of_one_kind_are_used_and_the_error_is_measured_on_the_other(c
     with np.errstate(all="raise"):
         found = fit_map(pairs(*related(classes, noise=0.5)), pairs(*related(images, seed=2, noise=0.5)))
     assert found.about["measured_on"] == on
+    assert found.about["is_upper_bound"] == (on == "class weights")
     assert found.about["classes"] + found.about["images"] >= max(classes, images)
     more, real = related(2000, seed=7, noise=0.5)
     assert found.about["cosine"] == pytest.approx(cosines(found.apply(more), real).mean(), abs=0.05)
@@ -105,27 +105,6 @@ def test_95_percent_of_images_reach_the_bound_which_needs_200_images():
         more, real = related(2000, seed=1000 + seed, noise=0.5)
         shares.append((cosines(found.apply(more), real) >= found.about["bound"]).mean())
     assert 0.95 <= np.mean(shares) < 0.99
-
-
-def test_the_expected_errors_rank_entries_by_their_real_errors():
-    def uneven(seed):
-        """Half of what the new network sees of some images is not in their old embeddings."""
-        ours, theirs = related(3000, seed=seed)
-        rng = np.random.default_rng(seed)
-        is_hard = rng.random(3000) < 0.3
-        ours[is_hard, OLD // 2 :] = ours[~is_hard, : OLD // 2] = 0
-        theirs[is_hard] += 2 * unit(rng.standard_normal((is_hard.sum(), NEW)))
-        return unit(ours), unit(theirs)
-
-    found = fit_map(pairs(*uneven(0)))
-    ours, theirs = uneven(1)
-    real = 1 - cosines(found.apply(ours), theirs)
-    expected = found.errors(ours)
-    ranks = np.argsort(np.argsort([expected, real]))
-    assert np.corrcoef(ranks)[0, 1] > 0.5
-    assert expected.mean() == pytest.approx(real.mean(), abs=0.03)
-    chosen = np.argsort(-expected)[:300]
-    assert real[chosen].mean() > 1.5 * real.mean()
 
 
 def test_too_few_renamed_or_infinite_pairs_are_one_message():
