@@ -323,13 +323,20 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
 
 def _check_inner(optimizer: torch.optim.Optimizer, what: str) -> None:
     """Raise OptionError for an optimizer with an inner optimizer that checkpoints would not save."""
+    is_saved = has_own_state_dict(optimizer)
     for name, inner in vars(optimizer).items():
-        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state and not is_saved:
             raise OptionError(
                 f"{what} returned a {type(optimizer).__name__} whose inner {type(inner).__name__} {name!r} "
                 "has a separate state, which checkpoints would not save; share the outer state: inner.state "
                 "= self.state"
             )
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its class or a hook changes what ``state_dict`` returns."""
+    is_other = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    return is_other or bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -231,7 +231,10 @@ def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction
         arguments = []
     given = {"total_steps": total_steps} if "total_steps" in arguments else {}
     shape = shapes.custom(lambda step: function(step, **given), name)
-    shape(0)  # report errors in the function before training
+    if shape(0) != shape(0):  # also reports errors in the function before training
+        raise OptionError(
+            f"the schedule {name} returned two factors for step 0; it must depend only on the step"
+        )
     return shape
 
 
@@ -250,18 +253,3 @@ def check_schedule_function(function: Any) -> None:
             f"the schedule is {function!r}; expected a name, or a function that takes the number of updates "
             "and returns a factor for the learning rate"
         )
-
-
-def collect_group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Return the numbers in each parameter group of an optimizer, except learning rates.
-
-    Some third-party optimizers keep state there.
-    """
-    return [
-        {
-            name: value
-            for name, value in group.items()
-            if isinstance(value, (int, float)) and name not in ("lr", FULL_RATE)
-        }
-        for group in optimizer.param_groups
-    ]

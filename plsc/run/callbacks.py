@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from plsc.checkpoint import ShardedTensor
 from plsc.checkpoint.manifest import CALLBACK, Role
+from plsc.checkpoint.values import decode, encode
 from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
@@ -68,9 +69,10 @@ class Callback:
     name: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints: JSON values and tensors, those of rank 0 are saved.
+        """Return the state to save in checkpoints, plain values and tensors; that of rank 0 is saved.
 
-        Called on all ranks. A ShardedTensor (plsc.checkpoint) has the rows of this rank.
+        Called on all ranks, also before and after the first step. A ShardedTensor (plsc.checkpoint) has the
+        rows of this rank.
         """
         return {}
 
@@ -222,7 +224,7 @@ class Context:
 
     def log(self, name: str, value: float) -> None:
         """Add a scalar to the metrics of the next log line; only values of rank 0 are written."""
-        self.scalars[name] = float(value)
+        self.scalars[str(name)] = float(value)
 
     def log_picture(self, name: str, path: Path) -> None:
         """Pass a PNG file to the loggers with the next log line or evaluation; only on rank 0."""
@@ -319,16 +321,19 @@ class Callbacks:
             for hook in hooks:
                 hook.remove()
 
-    def state(self) -> tuple[dict[str, dict[str, Any]], CallbackTensors]:
-        """Return the JSON values of the callbacks' states, by name, and their tensors; a collective."""
-        values: dict[str, dict[str, Any]] = {}
+    def state(self, of_users: bool = False) -> tuple[dict[str, Any], CallbackTensors]:
+        """Return the JSON of the callbacks' states, by name, and their tensors; a collective.
+
+        of_users: without those of plsc, which synchronise averages.
+        """
+        values: dict[str, Any] = {}
         tensors: CallbackTensors = {}
         for name, callback in self._named():
-            for key, value in callback.state_dict().items():
-                if isinstance(value, (Tensor, ShardedTensor)):
-                    tensors[Role(CALLBACK, key, name)] = value
-                else:
-                    values.setdefault(name, {})[key] = value
+            is_ours = type(callback).__module__.startswith("plsc.")
+            if not (is_ours and of_users) and (state := callback.state_dict()):
+                own: dict[str, Any] = {}
+                values[name] = encode(state, f"the state of the callback {name}", own)
+                tensors |= {Role(CALLBACK, key, name): tensor for key, tensor in own.items()}
         return values, tensors
 
     @property
@@ -336,14 +341,13 @@ class Callbacks:
         """The names of the callbacks in checkpoints."""
         return {name for name, _ in self._named()}
 
-    def load_state(self, values: Mapping[str, dict[str, Any]], tensors: CallbackTensors) -> None:
+    def load_state(self, values: Mapping[str, Any], tensors: CallbackTensors) -> None:
         """Restore the callbacks by name; those that the checkpoint does not have keep their initial state."""
-        states = {name: dict(state) for name, state in values.items()}
-        for role, tensor in tensors.items():
-            states.setdefault(role.of, {})[role.name] = tensor
         for name, callback in self._named():
-            if name in states:
-                callback.load_state_dict(states[name])
+            own: dict[str, Any] = {role.name: tensor for role, tensor in tensors.items() if role.of == name}
+            if name in values or own:
+                state = decode(values.get(name, {}), lambda key, _, own=own: own.pop(key))
+                callback.load_state_dict({**state, **own} if own else state)  # older states do not list them
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
         counts: dict[str, int] = {}
@@ -397,7 +401,7 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the epochs since."""
-        return {"best": self._best, "epochs": self._epochs} if math.isfinite(self._best) else {}
+        return {"best": self._best, "epochs": self._epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best value and the epochs since."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,6 @@ from plsc.run.build_updates import (
     build_schedule,
     build_updates,
     check_optim,
-    collect_group_numbers,
     with_rate,
 )
 from plsc.run.callbacks import Callbacks, Context
@@ -56,7 +56,7 @@ class Run(Context):
         optimizer: optimizer of the backbone, and of class weights that are not sharded.
         scaler: loss scaler, None if the precision mode needs none.
         samples: the sample numbers of the current batch, for dropout layers.
-        settings: initial settings of the optimizer's parameter groups.
+        settings, attributes: initial settings of the optimizer's parameter groups, and its attributes.
         notes: log lines about the run, printed before training.
         is_custom: the network is the user's own.
         length: the length of its epochs.
@@ -70,7 +70,8 @@ class Run(Context):
     data: TrainingData
     targets: list[Target | HeldOutSet]
     samples: SampleNumbers
-    settings: list[dict[str, float]]
+    settings: list[dict[str, Any]]
+    attributes: dict[str, Any]
     notes: list[str]
     is_custom: bool
     length: Length
@@ -148,7 +149,8 @@ def build_run(
         data=data,
         targets=targets,
         samples=samples,
-        settings=collect_group_numbers(optimizer),
+        settings=[dict(group) for group in optimizer.param_groups],
+        attributes=dict(vars(optimizer)),
         notes=list(filter(None, (layers, sharding_note, *data.notes))),
         is_custom=user.model is not None or ":" in options.model.name,
         length=length,

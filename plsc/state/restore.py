@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ from plsc.checkpoint.manifest import (
     Checker,
     Role,
 )
-from plsc.config.option import is_finite_number, shown_value
+from plsc.checkpoint.save import info_of
+from plsc.config.option import shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import ShardedHead
 from plsc.optim.loss_scaling import COUNTS, LossScaler
-from plsc.optim.optimizers import FULL_RATE, describe_implementation
+from plsc.optim.optimizers import describe_implementation
 from plsc.run.run import Run, global_batch_size
+from plsc.state.optimizer import restore_rest
 from plsc.state.snapshot import describe_heads, own_tensors, seed_generators, take_own
-from plsc.state.tensors import NEIGHBOURS, check_counts, collect_tensors, make_state
+from plsc.state.tensors import NEIGHBOURS, REST, check_counts, collect_tensors, make_state
 
 _HOW_TO_CHANGE = {
     "number of classes": ", or change the classes with plsc checkpoint classes",
@@ -50,7 +52,6 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
     numbers = Checker(str(path)).mapping(scalars.get("optimizer_numbers", {}), "the optimizer's numbers")
-    numbers = {of: _optimizer_numbers(path, state) for of, state in numbers.items()}
     saved = {key: info.role for key, info in manifest.tensors.items()}
     make_state(
         run.network,
@@ -59,7 +60,6 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         {key: info for key, info in manifest.tensors.items() if match.is_kept(key, saved)},
         {of: state for of, state in numbers.items() if match.is_kept(of, saved)},
     )
-    _restore_groups(run, path, scalars.get("optimizer_groups", []))
     tensors = collect_tensors(run.network, run.heads, run.optimizer)
     fresh = {
         role
@@ -69,12 +69,16 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     }
     here = {role.key: role for role in tensors}
     wanted = {
-        role: value for role, value in tensors.items() if role not in fresh and match.is_kept(role.key, here)
+        role: value
+        for role, value in tensors.items()
+        if role not in fresh and match.is_kept(role.key, here) and not _is_extra(role)
     }
     own = own_tensors(run, manifest)
-    of_callbacks = {
-        role: value for role, value in run.callbacks.state()[1].items() if role.key in manifest.tensors
-    }
+    of_callbacks = {}
+    for role, value in run.callbacks.state()[1].items():  # filled in place, if shape and type are those saved
+        saved_info = manifest.tensors.get(role.key)
+        if saved_info is not None and replace(info_of(role, value), sharded=saved_info.sharded) == saved_info:
+            of_callbacks[role] = value
     load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
     check_counts(path, wanted)
     _restore_heads(run, path, manifest, match)
@@ -82,11 +86,16 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
         restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
     values = Checker(str(path)).mapping(scalars.get("callbacks", {}), "the state of callbacks")
-    run.callbacks.load_state(values, {**_other_tensors(run, path, manifest, of_callbacks), **of_callbacks})
+    others = _other_tensors(run, path, manifest, of_callbacks)
+    run.callbacks.load_state(values, {**others, **of_callbacks})
     length = scalars.get("steps_per_epoch")
     loader = run.data.loader
     if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
         loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
+    if ":" in run.options.optim.optimizer:
+        restore_rest(run, scalars, {role.name: one for role, one in others.items() if role.kind == OPTIMIZER})
+    if extra := {role.name: one for role, one in others.items() if role.kind == BACKBONE}:
+        run.network.load_state_dict(extra, strict=False)
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
     return [
@@ -95,36 +104,21 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     ]
 
 
+def _is_extra(role: Role) -> bool:
+    """Return whether a tensor is from a module's ``get_extra_state``, and goes to its ``set_extra_state``."""
+    return role.kind == BACKBONE and role.name.rpartition(".")[2] == "_extra_state"
+
+
 def _other_tensors(run: Run, path: Path, manifest: Manifest, loaded: Collection[Role]) -> dict[Role, Tensor]:
-    """Return the tensors of this run's callbacks that `state_dict` does not return yet."""
-    names = run.callbacks.names
-    wanted = {
-        info.role
-        for info in manifest.tensors.values()
-        if info.role.kind == CALLBACK and info.role.of in names and info.role not in loaded
-    }
+    """Return the tensors that the parts of this run do not have yet, or do not give away."""
+    names, roles = run.callbacks.names, {info.role for info in manifest.tensors.values()}
+    of_callbacks = {role for role in roles - {*loaded} if role.kind == CALLBACK and role.of in names}
+    wanted = of_callbacks | {role for role in roles if role.of == REST or _is_extra(role)}
     if not wanted:
         return {}
     with OpenCheckpoint(path, manifest) as opened:
-        tensors = opened.select((CALLBACK,))
+        tensors = opened.select({role.kind for role in wanted})
         return {role: tensors[role].read() for role in wanted}
-
-
-def _restore_groups(run: Run, path: Path, saved: Any) -> None:
-    """Restore the numbers in the parameter groups of a custom optimizer; torch's optimizers keep none."""
-    groups = run.optimizer.param_groups
-    if not isinstance(saved, list) or len(saved) not in (0, len(groups)):
-        count = len(saved) if isinstance(saved, list) else "no"
-        raise CheckpointError(
-            f"{path} has optimizer settings of {count} parameter groups, but this run has {len(groups)}; use "
-            "the parameter groups that were saved"
-        )
-    if ":" not in run.options.optim.optimizer:
-        return
-    for group, changed in zip(groups, saved, strict=False):
-        for name, value in _optimizer_numbers(path, changed).items():
-            if name in group and name not in ("lr", FULL_RATE, "params"):
-                group[name] = value
 
 
 def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -> list[str]:
@@ -189,7 +183,7 @@ def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
     saved = {info.role.name: info.shape for info in manifest.tensors.values() if info.role.kind == BACKBONE}
     for name, value in run.network.state_dict().items():
         before, here = saved.get(name), tuple(value.shape)
-        if before == here:
+        if before == here or _is_extra(Role(BACKBONE, name)):
             continue
         model = manifest.options.get("model")
         networks = (model.get("name") if isinstance(model, dict) else None, run.options.model.name)
@@ -201,18 +195,6 @@ def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
             f"{path} was saved with {theirs}, but this run has {mine}; use the saved network to resume, or "
             "load only the weights that fit with set_pretrained()"
         )
-
-
-def _optimizer_numbers(path: Path, saved: Any) -> dict[str, float]:
-    is_sound = isinstance(saved, dict) and all(
-        isinstance(value, bool) or is_finite_number(value) for value in saved.values()
-    )
-    if not is_sound:
-        raise CheckpointError(
-            f"the manifest of {path} is damaged: the optimizer state has values that are not numbers; choose "
-            "another checkpoint"
-        )
-    return saved
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from plsc.checkpoint.rollback import mark_of
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.run.run import Run
-from plsc.state.snapshot import take_snapshot
+from plsc.state.snapshot import check_snapshot, take_snapshot
 from plsc.state.start import Directories
 from plsc.state.upload import Uploader, problem_of
 from plsc.state.weights_files import files_of
@@ -99,6 +99,10 @@ class Saver:
         self._pending = _Pending(future, path, time.monotonic() - began)
         if wait:
             self.finish_save()
+
+    def check(self) -> None:
+        """Raise CheckpointError, on all ranks, for state that cannot be saved; a collective."""
+        on_every_rank(self._run.world, "save this run", lambda: check_snapshot(self._run))
 
     def _can_copy(self, state: Snapshot) -> bool:
         """Return whether memory suffices for a copy; log once if it does not."""

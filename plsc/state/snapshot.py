@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,19 @@ from torch import Tensor
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
 from plsc.checkpoint.load import class_name_tensors
-from plsc.checkpoint.manifest import BACKBONE, RANK, HeadInfo, Role
+from plsc.checkpoint.manifest import BACKBONE, RANK, HeadInfo, Role, parse_manifest
 from plsc.checkpoint.retention import METRICS_KEY
+from plsc.checkpoint.save import info_of
 from plsc.errors import CheckpointError
 from plsc.models.base_model import constructor_arguments
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.optim.optimizers import describe_implementation
 from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
-from plsc.run.build_updates import collect_group_numbers
 from plsc.run.run import Run, global_batch_size
 from plsc.run.settle import ARGUMENTS_KEY
 from plsc.seeds import hash_key
+from plsc.state.optimizer import collect_rest
 from plsc.state.tensors import collect_numbers, collect_tensors
 from plsc.storage.urls import without_secrets
 from plsc.version import __version__
@@ -39,13 +41,22 @@ _PYTHON, _NUMPY = 0, 1  # parts of the hash keys
 
 
 def take_snapshot(
-    run: Run, metrics: dict[str, float], run_id: str = "", lineage: list[dict[str, Any]] | None = None
+    run: Run,
+    metrics: dict[str, float],
+    run_id: str = "",
+    lineage: list[dict[str, Any]] | None = None,
+    is_check: bool = False,
 ) -> Snapshot:
     """Return the state of the run without copying it; a collective. The run is unchanged.
 
-    metrics: values for `Retention`. lineage: class changes of earlier checkpoints.
+    metrics: values for `Retention`. lineage: class changes of earlier checkpoints. is_check: without the
+    state that plsc itself copies or gathers.
     """
-    callbacks, callback_tensors = run.callbacks.state()
+    callbacks, more = run.callbacks.state(of_users=is_check)
+    rest: dict[str, Any] = {}
+    if ":" in run.options.optim.optimizer:  # those of torch have no other state
+        rest, tensors = collect_rest(run)
+        more |= tensors
     manifest = Manifest(
         plsc_version=__version__,
         step=run.position.step,
@@ -60,11 +71,20 @@ def take_snapshot(
             ARGUMENTS_KEY: constructor_arguments(run.network),
             **_scalars(run),
             "callbacks": callbacks,
+            **rest,
         },
         lineage=lineage or [],
         run_id=run_id,
     )
-    return Snapshot({**_tensors(run), **callback_tensors}, manifest)
+    own = collect_tensors(run.network, run.heads, run.optimizer) if is_check else _tensors(run)
+    return Snapshot({**own, **more}, manifest)
+
+
+def check_snapshot(run: Run) -> None:
+    """Raise CheckpointError if the state cannot be saved, or not read again; no tensor is copied."""
+    snapshot = take_snapshot(run, {}, is_check=True)
+    infos = {role.key: info_of(role, value) for role, value in snapshot.tensors.items()}
+    parse_manifest(replace(snapshot.manifest, tensors=infos).to_json().encode(), "the checkpoint of this run")
 
 
 def describe_heads(run: Run) -> dict[str, HeadInfo]:
@@ -122,18 +142,8 @@ def _scalars(run: Run) -> dict[str, Any]:
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
         "optimizer_computed_by": describe_implementation(run.optimizer),
-        "optimizer_groups": _changed_settings(run),
         "optimizer_numbers": collect_numbers(run.network, run.heads, run.optimizer),
     }
-
-
-def _changed_settings(run: Run) -> list[dict[str, float]]:
-    """Return, per parameter group of the optimizer, the numbers that training has changed."""
-    pairs = zip(collect_group_numbers(run.optimizer), run.settings, strict=True)
-    changed = [
-        {name: value for name, value in now.items() if value != before.get(name)} for now, before in pairs
-    ]
-    return changed if any(changed) else []
 
 
 def own_tensors(run: Run, manifest: Manifest) -> dict[Role, Tensor]:

@@ -17,18 +17,23 @@ from plsc.checkpoint.manifest import (
     CLASS_WEIGHTS,
     OPTIMIZER,
     STATISTICS,
+    Checker,
     Role,
     TensorInfo,
 )
 from plsc.checkpoint.save import Tensors, local_of
 from plsc.checkpoint.shard_file import DTYPES
+from plsc.checkpoint.values import decode, encode
+from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads.joint import Heads
 from plsc.optim.optimizers import ExpectedStates, StateInfo
 from plsc.parallel.backbone import local_part, split_rows
 
-Numbers = Mapping[str, Mapping[str, float]]
-"""Plain numbers in the optimizer state: key of the parameter, then name of the state."""
+Numbers = Mapping[str, Any]
+"""The optimizer state that is not a tensor, as JSON, by the key of the parameter."""
+REST = "rest"
+"""In place of the parameter in the roles of optimizer state that belongs to none."""
 NEIGHBOURS = "neighbours"
 """Name of the lists of hard negatives, which belong to class weights as the states of their optimizer do."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -62,10 +67,11 @@ def collect_tensors(
             for role, tensor in own.items():
                 rows_of_rank = ShardedTensor(tensor, head.class_num, head.class_range[0])
                 tensors[role] = rows_of_rank if head.is_sharded else tensor
-    for key, parameter in _named_parameters(network, heads).items():
-        for state, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                rest[Role(OPTIMIZER, state, key)] = value
+    for role, value in rest.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"the network's {role.name} is a {type(value).__name__}; expected a tensor")
+    for key, (_, states) in states_of(network, heads, optimizer).items():
+        rest |= {Role(OPTIMIZER, state, key): value for state, value in states.items()}
     return tensors | {role: to_save(value, local_part(value).detach()) for role, value in rest.items()}
 
 
@@ -80,14 +86,24 @@ def to_save(tensor: Tensor, local: Tensor) -> Tensor | ShardedTensor:
 
 
 def collect_numbers(network: nn.Module, heads: Heads, optimizer: torch.optim.Optimizer) -> Numbers:
-    """Return the plain numbers of the optimizer state, such as step counts, for JSON."""
-    numbers = {}
-    for key, parameter in _named_parameters(network, heads).items():
-        states = optimizer.state.get(parameter, {})
-        scalars = {name: value for name, value in states.items() if isinstance(value, (int, float))}
-        if scalars:
-            numbers[key] = scalars
-    return numbers
+    """Return the optimizer state that is not a tensor, such as counts and lists, as JSON."""
+    return {key: values for key, (values, _) in states_of(network, heads, optimizer).items() if values}
+
+
+def states_of(
+    network: nn.Module, heads: Heads, optimizer: torch.optim.Optimizer
+) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    """Return the optimizer state as JSON, and its tensors, by the key of the parameter.
+
+    Of torch's optimizers, JSON only if they keep more than tensors.
+    """
+    is_torchs, states = type(optimizer).__module__.startswith("torch.optim"), {}
+    for key, parameter in named_parameters(network, heads).items():
+        own, tensors = optimizer.state.get(parameter, {}), dict[str, Tensor]()
+        values = encode(own, f"the optimizer state of {key}", tensors)
+        is_listed = own and not (is_torchs and len(tensors) == len(own))
+        states[key] = values if is_listed else None, tensors
+    return states
 
 
 def make_state(
@@ -102,16 +118,13 @@ def make_state(
     tensors: all tensors of the checkpoint; only those of the optimizer are used. Raises CheckpointError for
     state of an unknown parameter, state that is too large, or state that the torch optimizer does not keep.
     """
-    named = _named_parameters(network, heads)
+    named, check = named_parameters(network, heads), Checker("the checkpoint")
     expected = ExpectedStates(optimizer)
-    given: dict[str, set[str]] = {}
-    saved: dict[Role, TensorInfo | float] = {
-        info.role: info for info in tensors.values() if info.role.kind == OPTIMIZER
-    }
-    for of, values in numbers.items():
-        saved |= {Role(OPTIMIZER, state, of): number for state, number in values.items()}
-    for role in sorted(saved, key=lambda role: role.key):
-        key, state, name = role.key, role.name, role.of
+    saved: dict[str, dict[str, TensorInfo]] = {name: {} for name in numbers}
+    for info in tensors.values():
+        if info.role.kind == OPTIMIZER and info.role.of != REST:
+            saved.setdefault(info.role.of, {})[info.role.name] = info
+    for name, infos in sorted(saved.items()):
         parameter = named.get(name)
         if parameter is None:
             raise CheckpointError(
@@ -120,24 +133,29 @@ def make_state(
             )
         if not parameter.requires_grad:  # frozen since the checkpoint was saved
             continue
-        given.setdefault(name, set()).add(state)
-        wanted = (expected.of(parameter) or {}).get(state, _ANY)
-        value: Any = saved[role]
-        info = value if isinstance(value, TensorInfo) else None
-        if wanted is not _ANY:
-            _check_state(key, wanted, info)
-        if info is not None:
-            value = _empty_state(key, state, info, parameter, optimizer)
-        optimizer.state[parameter][state] = value
-    for name, states in given.items():
-        _check_complete(name, states, expected.of(named[name]) or ())
+        wanted = expected.of(parameter) or {}
+        own = {
+            state: _empty_state(info.role.key, state, info, parameter, optimizer)
+            for state, info in infos.items()
+        }
+        values = decode(numbers.get(name, {}), lambda state, _, own=own: own.pop(state))
+        values = check.mapping(values, f"the optimizer's numbers of {name}")
+        for state in wanted.keys() & {*values, *infos}:
+            described = infos.get(state, values.get(state))
+            _check_state(Role(OPTIMIZER, state, name).key, wanted[state], described)
+        optimizer.state[parameter].update({**values, **own})
+        _check_complete(name, {*values, *own}, wanted)
 
 
-def _check_state(key: str, wanted: StateInfo | None, info: TensorInfo | None) -> None:
-    """Raise CheckpointError for state of the wrong shape or type: the optimizer does not check it."""
-    saved = None if info is None else (tuple(info.shape), _DTYPES.get(info.dtype))
-    if saved != wanted:
-        described = "a number" if info is None else f"{info.dtype} {list(info.shape)}"
+def _check_state(key: str, wanted: StateInfo | None, state: Any) -> None:
+    """Raise CheckpointError for state of the wrong shape or type: the optimizer does not check it.
+
+    state: the TensorInfo of a tensor, or any other value.
+    """
+    info = state if isinstance(state, TensorInfo) else None
+    saved = False if info is None else (tuple(info.shape), _DTYPES.get(info.dtype))
+    if saved != wanted and not (wanted is None and is_finite_number(state)):
+        described = f"{str(state)[:80]}, not a tensor" if info is None else f"{info.dtype} {list(info.shape)}"
         expected = "a number"
         if wanted is not None:
             expected = f"{str(wanted[1]).removeprefix('torch.')} {list(wanted[0])}"
@@ -172,7 +190,6 @@ def _check_complete(name: str, given: set[str], needed: Collection[str]) -> None
         )
 
 
-_ANY: Any = object()
 _COUNTS = ("step", "mu_product")  # scalars that torch usually keeps on the CPU
 _SMALL = 4096  # elements that a state may have even if its parameter is smaller, such as counts and tables
 
@@ -181,7 +198,7 @@ def _empty_state(
     key: str, state: str, info: TensorInfo, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
 ) -> Tensor:
     """Return zeros for a state: in the parameter's layout, but step counts on the device that torch uses."""
-    if math.prod(info.shape) > max(parameter.numel(), _SMALL):
+    if math.prod(info.shape) > max(parameter.numel() ** 2, _SMALL):  # of a preconditioner
         raise CheckpointError(
             f"the optimizer state {key} in the checkpoint has shape {list(info.shape)}, but its parameter "
             f"has {list(parameter.shape)}; use the network that was saved"
@@ -205,7 +222,8 @@ def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Opti
     return is_captured or isinstance(optimizer, torch.optim.ASGD)
 
 
-def _named_parameters(network: nn.Module, heads: Heads) -> dict[str, nn.Parameter]:
+def named_parameters(network: nn.Module, heads: Heads) -> dict[str, nn.Parameter]:
+    """Return the parameters of the network and the heads by the keys of their tensors."""
     named = {Role(BACKBONE, name).key: parameter for name, parameter in network.named_parameters()}
     for of, head in heads.by_name.items():
         named |= {Role(CLASS_WEIGHTS, name, of).key: p for name, p in head.named_parameters()}

@@ -82,6 +82,7 @@ class Trainer:
         self._run = run
         self._saver = saver
         self._is_stopped = False
+        self._is_checked = False
         self._unlogged: StepResult | None = None
         self._options = run.options.train
         self._position = run.position
@@ -110,6 +111,8 @@ class Trainer:
             self._run.world.log(line, logging.WARNING)
         try:
             self._run.call("run_start")
+            if self._saver is not None:
+                self._saver.check()
             self._stop_if_asked()
             with StopSignal(self._options.stop_deadline) as stop:
                 while not self._is_over():
@@ -214,6 +217,10 @@ class Trainer:
         run.data_seconds, run.step_seconds = window.wait, window.step
         self._read_losses(everything=is_logged)
         self._run.call("after_step")
+        if not self._is_checked:  # optimizers and callbacks create state in the first step
+            self._is_checked = True
+            if self._saver is not None:
+                self._saver.check()
         with span("log"):
             if is_logged:
                 self._log(made)

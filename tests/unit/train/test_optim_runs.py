@@ -94,7 +94,7 @@ def test_a_run_goes_on_to_the_same_bits(kind, dataset, tmp_path):
     assert losses_of(tmp_path / "resumed") == later
     if kind == "factory":
         numbers = read_manifest(tmp_path / "whole/1").scalars["optimizer_groups"]
-        assert numbers == [{"d": pytest.approx(0.9**10)}] * 2
+        assert numbers == [{"$dict": [["d", pytest.approx(0.9**10)]]}] * 2
 
 
 def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goes_on(

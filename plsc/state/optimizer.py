@@ -1,0 +1,104 @@
+"""The state of an optimizer of other people, except what it keeps per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsc.checkpoint.manifest import OPTIMIZER, Role
+from plsc.checkpoint.shard_file import bytes_of
+from plsc.checkpoint.values import decode, encode
+from plsc.errors import CheckpointError, kind_and_line
+from plsc.optim.optimizers import FULL_RATE, has_own_state_dict
+from plsc.parallel.backbone import is_sharded
+from plsc.run.run import Run
+from plsc.state.tensors import REST, named_parameters, states_of
+
+# The schedule sets the rates; the others are attributes of torch.
+_NOT_STATE = ("params", "lr", FULL_RATE, "state", "param_groups", "defaults", "found_inf", "grad_scale")
+GROUPS, ATTRIBUTES, OWN = "optimizer_groups", "optimizer_attributes", "optimizer_own"
+
+
+def collect_rest(run: Run) -> tuple[dict[str, Any], dict[Role, Tensor]]:
+    """Return the state as JSON, and its tensors. Raises CheckpointError for what cannot be saved.
+
+    GROUPS, ATTRIBUTES: what they did not have at the start. OWN: what its own ``state_dict`` returns.
+    """
+    optimizer, tensors = run.optimizer, dict[str, Tensor]()
+    what, is_own = f"the optimizer {type(optimizer).__name__}", has_own_state_dict(optimizer)
+    known: dict[int, Any] = {
+        id(one): ["", key] for key, one in named_parameters(run.network, run.heads).items()
+    }
+    for key, (_, states) in states_of(run.network, run.heads, optimizer).items():
+        known |= {id(one): [name, key] for name, one in states.items()}
+    groups = [_changed(*pair) for pair in zip(optimizer.param_groups, run.settings, strict=True)]
+    own = optimizer.state_dict() if is_own else optimizer.state
+    own = {name: one for name, one in own.items() if not isinstance(name, Tensor) and name != "param_groups"}
+    attributes = {}
+    for name, one in _changed(vars(optimizer), run.attributes).items():
+        with suppress(CheckpointError):  # objects, such as other optimizers
+            attributes[name] = encode(one, what, tensors, known, name)
+    saved = {
+        GROUPS: encode(groups, what, tensors, known, "group"),
+        ATTRIBUTES: attributes,
+        OWN: encode(own, what, tensors, known, "state"),
+    }
+    inner = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+    inner_tensors = [one for each in inner for states in each.state.values() for one in states.values()]
+    stored = {*known, *map(id, tensors.values())}
+    if (is_own and is_sharded(run.network)) or any(
+        id(t) not in stored for t in inner_tensors if torch.is_tensor(t)
+    ):
+        raise CheckpointError(
+            f"the state_dict() of {what} lacks the state of an inner optimizer, or is sharded"
+        )
+    return saved, {Role(OPTIMIZER, name, REST): one.detach() for name, one in tensors.items()}
+
+
+def _changed(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the values that may differ from those at the start; some may have changed in place."""
+    fixed = (int, float, str, tuple, type(None), torch.dtype)
+    return {
+        name: value
+        for name, value in now.items()
+        if name not in _NOT_STATE and not str(name).startswith("_optimizer") and not callable(value)
+        if not (name in before and isinstance(value, fixed) and value == before[name])
+    }
+
+
+def restore_rest(run: Run, scalars: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Restore the result of `collect_rest`, after the state of the parameters. Raises CheckpointError."""
+    optimizer, what = run.optimizer, f"the state of the optimizer {type(run.optimizer).__name__}"
+    states, named = states_of(run.network, run.heads, optimizer), named_parameters(run.network, run.heads)
+    groups, attributes, own = decode(
+        [scalars.get(GROUPS, []), scalars.get(ATTRIBUTES, {}), scalars.get(OWN, {})],
+        lambda name, on_cpu: tensors[name] if on_cpu else tensors[name].to(run.world.device),
+        lambda name, key: states[key][1][name] if name else named[key],
+    )
+    if len(groups) not in (0, len(optimizer.param_groups)):
+        raise CheckpointError(
+            f"{what} was saved with {len(groups)} parameter groups, but this run has "
+            f"{len(optimizer.param_groups)}; use the parameter groups that were saved"
+        )
+    for values, saved in ((vars(optimizer), attributes), *zip(optimizer.param_groups, groups, strict=False)):
+        values.update({name: one for name, one in saved.items() if name not in _NOT_STATE})
+    if not has_own_state_dict(optimizer):
+        optimizer.state.update(own)
+        return
+    kept = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    here = optimizer.state_dict()
+    try:
+        optimizer.load_state_dict({**own, **{name: here[name] for name in here if name == "param_groups"}})
+    except Exception as error:  # of any type
+        raise CheckpointError(f"{what} does not fit: {kind_and_line(error)[:300]}") from error
+    optimizer.state.update(kept)  # torch changes data types
+    again, others = collect_rest(run)
+    same = (bytes_of(one.cpu()).equal(bytes_of(tensors[role.name])) for role, one in others.items())
+    if again[OWN] != scalars.get(OWN) or not all(same):
+        raise CheckpointError(
+            f"{what} is another one after load_state_dict(): the run would not resume exactly"
+        )
