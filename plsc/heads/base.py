@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,7 +143,7 @@ class Head(nn.Module):
 
         Args:
             embeddings: [b, D], floating point; b may differ between ranks.
-            labels: int64 [b], in 0..C-1.
+            labels: int64 [b], in 0..C-1; also an array or a list.
             with_accuracy: compute `HeadOutput.accuracy` and `accuracy_top5`.
             with_gauge: compute `HeadOutput.effective_rank` and `left_out`.
             sizes: b of every rank, if the caller knows it and has checked the labels; this avoids a
@@ -151,7 +152,7 @@ class Head(nn.Module):
         Raises:
             DataError: a label is out of range; raised on every rank.
         """
-        check_batch(embeddings, labels, self.emb_size)
+        labels = check_batch(embeddings, labels, self.emb_size)
         batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
         output = self._loss_of(batch, embeddings, labels, with_accuracy, with_gauge)
         if with_gauge:
@@ -299,14 +300,22 @@ class GlobalBatch:
     mine: slice
 
 
-def check_batch(embeddings: Tensor, labels: Tensor, emb_size: int) -> None:
-    """Raise DataError unless embeddings are floating point [b, D] and labels int64 [b]."""
+def check_batch(embeddings: Tensor, labels: Any, emb_size: int) -> Tensor:
+    """Return labels, also of a list or an array, as int64 [b]. Raises DataError, also for embeddings."""
     check_embeddings(embeddings, emb_size)
+    if not isinstance(labels, Tensor):
+        try:
+            labels = torch.as_tensor(labels, device=embeddings.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"the labels are no list of class indices: {error}") from error
+        is_index = not (labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool)
+        labels = labels.long() if is_index else labels
     if labels.dtype is not torch.int64 or labels.shape != embeddings.shape[:1]:
         raise DataError(
             f"the labels are {labels.dtype} {list(labels.shape)}; expected int64 [{len(embeddings)}], one "
             "class index per sample"
         )
+    return labels
 
 
 def check_embeddings(embeddings: Tensor, emb_size: int) -> None:

@@ -68,7 +68,7 @@ class Heads(nn.Module):
         """
         if self.only is not None:
             return self.only(embeddings, labels, with_accuracy, with_gauge, sizes)
-        check_batch(embeddings, labels, next(iter(self.by_name.values())).emb_size)
+        labels = check_batch(embeddings, labels, next(iter(self.by_name.values())).emb_size)
         ends = torch.tensor(self._first_classes[1:-1], device=labels.device)
         owners = torch.bucketize(labels, ends, right=True)
         rows = [(owners == place).nonzero()[:, 0] for place in range(len(self.by_name))]

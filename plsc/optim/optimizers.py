@@ -249,6 +249,12 @@ def build_custom(
             f"parameters, and with {len(mine - wanted)} others; use exactly the given ones, and set_freeze "
             "for parameters that should not be trained"
         )
+    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty]
+    if "closure" in needed or getattr(optimizer, "is_second_order", False):
+        raise OptionError(
+            f"{what} returned a {type(optimizer).__name__}, which needs a closure or second derivatives; "
+            "expected an optimizer that steps with the gradients, such as torch.optim.AdamW"
+        )
     _check_settings(optimizer, groups, what)
     _check_inner(optimizer, what)
     return _finished(optimizer)
@@ -339,14 +345,16 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     return is_other or bool(optimizer._optimizer_state_dict_post_hooks)
 
 
+def finish_group(group: dict[str, Any]) -> None:
+    """Set the learning rate before the schedule's factor. Raises OptionError for a group without a rate."""
+    if group.get("lr") is None:
+        raise OptionError("a parameter group has no learning rate; the schedule needs the key 'lr'")
+    group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)
+
+
 def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for group in optimizer.param_groups:
-        if group.get("lr") is None:
-            raise OptionError(
-                f"a parameter group of {type(optimizer).__name__} has no learning rate; the schedule needs "
-                "the key 'lr'"
-            )
-        group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)
+        finish_group(group)
     if any(group.get(L1_DECAY) for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(_add_l1_decay)
     if any(group.get("fused") for group in optimizer.param_groups):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import importlib.util
 import io
 import json
 import math
+import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -47,8 +51,23 @@ def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         if isinstance(value, Mapping):
             numbers |= scalars(value, f"{name}/")
         elif isinstance(value, (int, float)) and math.isfinite(value) and name != "step":
-            numbers[name] = value
+            numbers[_text(name)] = value
     return numbers
+
+
+def _text(value: Any) -> str:
+    """Return a string in UTF-8, which a path may not be."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _reachable(folder: Path) -> str:
+    """Return a path in UTF-8 of a folder, if necessary by a link, which is removed at exit."""
+    if _text(folder) == str(folder):
+        return str(folder)
+    link = Path(tempfile.mkdtemp(), "run")
+    link.symlink_to(folder.absolute())
+    atexit.register(shutil.rmtree, link.parent)
+    return str(link)
 
 
 _STEP_NAMES = {key: f"{key}_step" for key in ("loss", "accuracy", "accuracy_top5")}  # next to loss_epoch
@@ -149,7 +168,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        self._writer = SummaryWriter(_reachable(folder), purge_step=step + 1)
         for summary in hparams(flat_options(options), {"loss_epoch": 0.0}):
             self._writer._get_file_writer().add_summary(summary)
 
@@ -159,12 +178,15 @@ class TensorBoard:
             self._writer.add_scalar(name, value, entry["step"])
         for name, path in entry.get("pictures", {}).items():
             pixels = np.asarray(Image.open(path).convert("RGB"))
-            self._writer.add_image(name, pixels, entry["step"], dataformats="HWC")
+            self._writer.add_image(_text(name), pixels, entry["step"], dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
+
+
+_REFUSED = re.compile(r"[^/\w.\- :]|(?<![^/])(?=\.{0,2}(/|$))")  # MLflow's rule: characters, '', '.', '..'
 
 
 class MLflow:
@@ -174,14 +196,20 @@ class MLflow:
         import mlflow
 
         self._mlflow = mlflow
-        self.run_id: str = mlflow.start_run(run_id or None, run_name=folder.name).info.run_id
+        self.run_id: str = mlflow.start_run(run_id or None, run_name=_text(folder.name)).info.run_id
         values = [] if run_id else list(flat_options(options).items())  # a parameter cannot change
         for start in range(0, len(values), 100):  # the limit of MLflow's servers
             mlflow.log_params(dict(values[start : start + 100]))
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write scalars and pictures."""
-        self._mlflow.log_metrics(scalars(entry), step=entry["step"], run_id=self.run_id)
+        metrics: dict[str, float] = {}
+        for given, value in scalars(entry).items():
+            name = _REFUSED.sub("_", given)[:240]  # MLflow allows 250 characters
+            while name in metrics:
+                name += "_"
+            metrics[name] = value
+        self._mlflow.log_metrics(metrics, step=entry["step"], run_id=self.run_id)
         for path in entry.get("pictures", {}).values():
             self._mlflow.log_artifact(path, "pictures", run_id=self.run_id)
 
@@ -198,8 +226,8 @@ class WandB:
 
         self._wandb = wandb
         self._run = wandb.init(
-            dir=folder,
-            config=dict(options),
+            dir=_reachable(folder),
+            config=json.loads(json.dumps(options, ensure_ascii=False).encode("utf-8", "replace")),
             id=run_id or None,
             resume="allow",
             settings=wandb.Settings(x_disable_meta=True),  # it has the command line, with URLs and passwords
@@ -241,7 +269,7 @@ def check_packages(names: Iterable[str]) -> None:
 def flat_options(options: Mapping[str, Any]) -> dict[str, str | int | float]:
     """Return the options that have a value, by path, such as ``train.batch_size``: numbers and strings."""
     return {
-        f"{group}.{name}": value if type(value) in (int, float) else str(value)
+        f"{group}.{name}": value if type(value) in (int, float) else _text(value)
         for group, values in options.items()
         for name, value in values.items()
         if value is not None

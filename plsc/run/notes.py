@@ -69,6 +69,18 @@ def frozen_note(network: nn.Module) -> str:
     return f"note: {original_class_name(network)} has no trainable parameters; only the head is trained"
 
 
+def idle_parameters(network: nn.Module) -> str:
+    """Return a warning if trainable parameters have no gradient, else an empty string."""
+    trained = [(name, p.grad is None) for name, p in network.named_parameters() if p.requires_grad]
+    idle = [name for name, is_idle in trained if is_idle]
+    if not idle:
+        return ""
+    return (
+        f"{len(idle)} of {len(trained)} trainable parameters have no gradient and are not trained, such as "
+        f"{idle[0]}: the output of the network is detached, or does not use them"
+    )
+
+
 def sparse_note(network: nn.Module) -> str:
     """Return a line if there are parameters with sparse gradients, else an empty string."""
     sparse = sparse_parameters(network)

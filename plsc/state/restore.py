@@ -79,7 +79,11 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         saved_info = manifest.tensors.get(role.key)
         if saved_info is not None and replace(info_of(role, value), sharded=saved_info.sharded) == saved_info:
             of_callbacks[role] = value
-    load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
+    try:
+        load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
+    except CheckpointError as error:
+        lines = [line for line in run.options.differences if line.startswith("head.")]
+        raise CheckpointError("; ".join([str(error), *lines])) from error
     check_counts(path, wanted)
     _restore_heads(run, path, manifest, match)
     _restore_position(run, path, manifest)

@@ -131,8 +131,9 @@ def make_state(
                 f"the checkpoint has optimizer state for {name}, which this network does not have; use the "
                 "saved network"
             )
-        if not parameter.requires_grad:  # frozen since the checkpoint was saved
-            continue
+        shapes = {info.shape for state, info in infos.items() if state not in _COUNTS}
+        if not parameter.requires_grad and shapes - {tuple(parameter.shape)}:
+            continue  # frozen here; a callback may train it later, and the optimizer does not check it
         wanted = expected.of(parameter) or {}
         own = {
             state: _empty_state(info.role.key, state, info, parameter, optimizer)
@@ -217,7 +218,8 @@ def _empty_state(
 
 
 def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    groups = optimizer.param_groups
+    group = next((g for g in groups if any(p is parameter for p in g["params"])), groups[0])
     is_captured = bool(group.get("capturable") or group.get("fused"))
     return is_captured or isinstance(optimizer, torch.optim.ASGD)
 

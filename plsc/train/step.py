@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from plsc.checkpoint.importers.matching import shorten
 from plsc.data.batch import Batch, SampleNames
 from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError
@@ -18,12 +20,13 @@ from plsc.heads.base import join_outputs
 from plsc.inputs import Input, split_input
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
-from plsc.optim.optimizers import cannot_update_sharded, set_rates
+from plsc.optim.optimizers import assign_parameters, cannot_update_sharded, finish_group, set_rates
 from plsc.optim.sparse import sparse_parameters
 from plsc.parallel.backbone import gradient_norm, gradient_values, is_sharded, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
-from plsc.run.build_network import training_mode
-from plsc.run.run import Run
+from plsc.run.build_network import distribute_backbone, training_mode
+from plsc.run.notes import idle_parameters
+from plsc.run.run import Run, global_batch_size
 from plsc.seeds import hash_key
 from plsc.spans import span
 from plsc.train.bad_loss import find_bad_layer, stop_at_bad_loss
@@ -62,6 +65,8 @@ class Step:
         self._before = BufferCopy([run.network, run.heads]) if run.scaler else None
         self._has_updated = False
         self._sparse = sparse_parameters(run.network)
+        self._held: list[Any] = []  # parameters and modules of each module
+        self._trained: list[tuple[nn.Parameter, bool]] = []
 
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
@@ -71,6 +76,7 @@ class Step:
         GPU without loss scaling, `losses` raises it one step later.
         """
         run = self._run
+        is_new = self._follow_parameters()
         rate = run.rate(run.position.updates)
         self._set_rates(run.rate.factor(run.position.updates))
         self._set_margins(run.position.updates)
@@ -79,6 +85,8 @@ class Step:
             self._before.take()
         with run.callbacks.keeping_outputs(run):
             output = self._forward_backward(batch, sizes, is_logged)
+        if is_new:
+            run.world.log(idle_parameters(run.network), logging.WARNING)
         # DDP sums the backbone's gradients only; a replicated head is outside of it.
         run.heads.sync_gradients()
         with span("clip gradients"):
@@ -100,6 +108,46 @@ class Step:
             if run.scaler.is_hopeless:
                 raise _too_many_skips(run.scaler)
         return StepResult(output, rate, is_skipped)
+
+    def _follow_parameters(self) -> bool:
+        """Return whether other parameters are trained than in the last step; the optimizer then gets them.
+
+        Callbacks may have made them trainable, or replaced them. Raises TrainingError for a sharded network.
+        """
+        run, groups = self._run, self._run.optimizer.param_groups
+        is_same = all(list(map(id, one.values())) == before for one, before in self._held)
+        if self._held and is_same and all(p.requires_grad is before for p, before in self._trained):
+            return False
+        owners = [one for module in run.network.modules() for one in (module._parameters, module._modules)]
+        self._held = [(one, list(map(id, one.values()))) for one in owners if one]
+        named = dict(run.network.named_parameters())
+        self._trained = [(p, p.requires_grad) for p in named.values()]
+        known = {id(p) for group in groups for p in group["params"]}
+        new = [name for name, p in named.items() if p.requires_grad and id(p) not in known]
+        if new and is_sharded(run.network):
+            raise TrainingError(f"{shorten(new)}: new parameters cannot be trained with a sharded backbone")
+        alive = {*map(id, named.values()), *map(id, run.heads.parameters())}
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) in alive]
+        assigned = assign_parameters(run.network, replace(run.options.optim, freeze=())).groups if new else []
+        for name in new:
+            siblings, own = next(((n, own) for n, own in assigned if name in n), ([], {}))
+            ids = {id(named[sibling]) for sibling in siblings}
+            group = next((g for g in groups if any(id(p) in ids for p in g["params"])), None)
+            if group is None:
+                run.optimizer.add_param_group({**own, "params": [named[name]]})
+                finish_group(groups[-1])
+                run.settings.append(dict(groups[-1]))
+            else:
+                group["params"].append(named[name])
+        if new and run.world.size > 1:  # DDP sums only the gradients of the parameters that it was made with
+            buffers = BufferCopy([run.network])
+            buffers.take()
+            sizes = global_batch_size(run.options, run.world.size)
+            run.trained_network, _ = distribute_backbone(run.network, run.options, run.world, sizes)
+            buffers.put_back()
+        run.world.log(f"trained from now on: {shorten(new)}" if new else "")
+        return True
 
     def _set_rates(self, factor: float) -> None:
         groups = self._run.optimizer.param_groups
