@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import queue
+import re
 import string
 from collections.abc import Callable, Iterator
 from ctypes import c_int64, c_void_p
@@ -17,16 +18,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import pybase64
 
 from plsc.data import native
 from plsc.errors import DataError
+from plsc.storage.regular import without_mark
 
 MAX_LABEL_DIGITS = 18  # such numbers fit int64
 MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the largest image, tab, label
-BOM = b"\xef\xbb\xbf"
 
 _EXCERPT = 60
 _ALPHABET = f"{string.ascii_letters}{string.digits}+/=\t\r\n".encode()
+_DATA_URI = re.compile(rb"\s*data:[^,\t]*;base64,", re.IGNORECASE)
+_STANDARD = bytes.maketrans(b"-_", b"+/")
 OnBytes = Callable[[np.ndarray, int], bool]
 
 _PIECE_BYTES = 2**19  # read at once, so that on_bytes sees it while it is in the cache
@@ -71,6 +75,25 @@ def is_base64(data: np.ndarray) -> bool:
     if call is None:
         return not data.tobytes().translate(None, _ALPHABET)
     return bool(call(data.ctypes.data, len(data)))
+
+
+def decode_base64(text: bytes) -> bytes:
+    """Return the bytes of base64, also of a data URI, with line ends, or in the URL-safe alphabet.
+
+    Raises DataError with the reason.
+    """
+    try:  # the usual case; the validating decoder is the faster one
+        return pybase64.b64decode(text, validate=True)
+    except ValueError:
+        text = _plain_base64(text)
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise DataError(f"the image is not base64 ({error}); fix the text", kind="base64") from None
+
+
+def _plain_base64(text: bytes) -> bytes:
+    return _DATA_URI.sub(b"", text, count=1).strip().translate(_STANDARD, b"\r\n")
 
 
 def read_lines(
@@ -123,7 +146,7 @@ def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: boo
                 raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes; is it base64 of an image?")
             line = lines.data[start:end]
             parsed = (tab - start, lines.labels[index]) if tab >= 0 else parse_line(line.tobytes())
-            if parsed and is_strict and not is_base64(line[: parsed[0]]):
+            if parsed and is_strict and _plain_base64(line[: parsed[0]].tobytes()).translate(None, _ALPHABET):
                 excerpt = _excerpt(line[: _EXCERPT + 1].tobytes())
                 raise ValueError(f"the text before the tab is not base64: {excerpt}")
         except ValueError as problem:
@@ -154,7 +177,8 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
         return None
     data, tab, label = text.rpartition(b"\t")
     if not tab:
-        raise ValueError(f"expected '<base64>TAB<label>', got a line without a tab: {_excerpt(text)}")
+        expected = "expected '<base64>TAB<label>' in one line, as of base64 -w0"
+        raise ValueError(f"{expected}, got a line without a tab: {_excerpt(text)}")
     if not data:
         raise ValueError("expected '<base64>TAB<label>', got nothing before the tab")
     return len(data), parse_label(label)
@@ -259,8 +283,9 @@ class LineReader:
             data[begin:block] = carry
             is_last = end < 2 * block
             self.base = self.offset - end
-            if is_first and data[begin : min(end, begin + 3)].tobytes() == BOM:
-                begin += 3
+            if is_first:
+                head = data[begin : min(end, begin + 4)].tobytes()
+                begin += len(head) - len(without_mark(head, self._name))
             newlines = find_newlines(data[block:end]) + block
             if is_last and begin < end and (len(newlines) == 0 or newlines[-1] != end - 1):
                 newlines = np.append(newlines, end)  # the last newline is missing

@@ -1,14 +1,16 @@
 """Read text lists of verification pairs: two paths and a flag per line, or the pairs.txt of LFW.
 
-A line is ``<path> <path> <flag>``, separated by tabs, or by blanks if no path contains one; the flag is 1 for
-the same class and 0 for different ones. In the layout of LFW, the first line has one or two integers (folds
-and pairs per fold), and each other line is ``<name> <n> <n>`` or ``<name> <n> <name> <n>``. Image n of a name
-is ``<name>/<name>_000n.jpg``. Blank lines, CRLF and a UTF-8 byte order mark are accepted.
+A line is ``<path> <path> <flag>``, separated by tabs or commas, or by blanks if no path contains one. The
+flag is 1 or True for the same class; 0, -1 or False for different ones. Column names in the first line are
+ignored. In the layout of LFW, the first line has one or two integers (folds and pairs per fold), and each
+other line is ``<name> <n> <n>`` or ``<name> <n> <name> <n>``. Image n of a name is
+``<name>/<name>_000n.jpg``. Blank lines, CRLF and a UTF-8 byte order mark are accepted.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,15 +19,17 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.files import PathTable
-from plsc.data.lines import BOM
 from plsc.data.sources.base import FileSource, printable
 from plsc.data.sources.image_folders import IMAGE_SUFFIXES, relative_path
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.regular import without_mark
 from plsc.storage.urls import base_name, exists, is_url, join, parent_of, shown
 
 _MAX_LINE_BYTES = 16384
 _EXPECTED = "expected '<path> <path> <0 or 1>', or tabs between them if a path contains a blank"
+_FLAGS = {b"1": b"1", b"true": b"1", b"0": b"0", b"-1": b"0", b"false": b"0"}
+_COLUMN_NAMES = re.compile(rb"[^\W\d]\w*([\t,; ]+[^\W\d]\w*){2}")
 _EXPECTED_LFW = (
     "expected '<name> <n> <n>' or '<name> <n> <name> <n>', as the first line is that of LFW's list"
 )
@@ -103,6 +107,8 @@ def read_pair_list(path: str | os.PathLike[str], folder: str | os.PathLike[str] 
                     first_lines.append(number)
                 pairs.append(numbers[one])
         except ValueError as problem:
+            if number == 1 and _COLUMN_NAMES.fullmatch(line):
+                continue
             raise DataError(f"{shown(place)}:{number}: {problem}; fix the line") from None
         flags.append(flag == b"1")
     if not flags:
@@ -125,7 +131,7 @@ def lines_of(place: str, expected: str) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) == _MAX_LINE_BYTES:
                 raise DataError(f"{shown(place)}:{number} is longer than {_MAX_LINE_BYTES} bytes; {expected}")
-            line = line.removeprefix(BOM) if number == 1 else line
+            line = without_mark(line, shown(place)) if number == 1 else line
             if line := line.strip(b" \r\n"):
                 yield number, line
 
@@ -133,13 +139,16 @@ def lines_of(place: str, expected: str) -> Iterator[tuple[int, bytes]]:
 def _parse(line: bytes) -> list[bytes]:
     """Return both paths and the flag; ValueError describes a bad line."""
     fields = [one.strip() for one in line.split(b"\t")] if b"\t" in line else line.split()
+    by_comma = [one.strip(b'" ') for one in re.split(b"[,;]", line)]
+    if len(by_comma) == 3 and by_comma[2].lower() in _FLAGS:  # else a path may contain a comma
+        fields = by_comma
     if len(fields) != 3 or not all(fields):
         raise ValueError(f"{_EXPECTED}, got '{printable(line[:200])}'")
-    if fields[2] not in (b"0", b"1"):
+    if fields[2].lower() not in _FLAGS:
         raise ValueError(
             f"the flag is '{printable(fields[2][:50])}', expected 1 (same class) or 0 (different)"
         )
-    return fields
+    return [*fields[:2], _FLAGS[fields[2].lower()]]
 
 
 def _is_lfw_header(line: bytes) -> bool:

@@ -23,12 +23,11 @@ from typing import Any
 import numpy as np
 
 from plsc.data.files import PathTable
-from plsc.data.lines import BOM
 from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import relative_path
 from plsc.errors import DataError
 from plsc.evaluate.pair_lists import ListedImages
-from plsc.storage.regular import open_regular
+from plsc.storage.regular import open_regular, without_mark
 
 _MAX_LINE_BYTES = 16384
 _MAX_DIGITS = 18  # such numbers fit int64
@@ -263,7 +262,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > _MAX_LINE_BYTES:
                 raise _error(path, number, f"the line has over {_MAX_LINE_BYTES:,} bytes")
-            yield number, line.removeprefix(BOM if number == 1 else b"").strip()
+            line = without_mark(line, str(path)) if number == 1 else line
+            yield number, line.strip()
 
 
 def _opened(path: Path) -> Any:

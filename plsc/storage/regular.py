@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from typing import Any, NoReturn
 
@@ -54,6 +55,13 @@ def read_regular(path: AnyPath, limit: int, folder: AnyPath | None = None) -> by
             raise OSError(errno.EFBIG, f"it has {size} bytes; expected at most {limit}", os.fsdecode(path))
         data: bytes = file.read(size)
         return data
+
+
+def without_mark(text: bytes, place: str) -> bytes:
+    """Return the first bytes of a text without the byte order mark of UTF-8; DataError if it is UTF-16."""
+    if re.match(rb"\xff\xfe|\xfe\xff|[ -~]\0|\0[ -~]", text):
+        raise DataError(f"{place} is UTF-16 text; save it as UTF-8")
+    return text.removeprefix(b"\xef\xbb\xbf")
 
 
 def read_json(path: AnyPath, limit: int, folder: AnyPath) -> Any:

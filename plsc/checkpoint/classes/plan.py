@@ -18,13 +18,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from plsc.errors import DataError, OptionError
-from plsc.storage.regular import open_regular
+from plsc.storage.regular import open_regular, without_mark
 
 ClassNumbers = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
 
 _MAP_STEP = 1 << 16
 _MAX_DIGITS = 18  # such numbers fit int64
-_BOM = b"\xef\xbb\xbf"
 
 
 def _none() -> np.ndarray:
@@ -235,7 +234,7 @@ def _parse(path: Path, file: BinaryIO, columns: int) -> tuple[array[int], str]:
     blank = 0  # the first blank line
     for line_number, line in enumerate(file, start=1):
         digest.update(line)
-        words = line.removeprefix(_BOM).split()
+        words = (without_mark(line, str(path)) if line_number == 1 else line).split()
         if not words:
             blank = blank or line_number
         elif (

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.lines import BOM, Lines, find_newlines, read_lines
+from plsc.data.lines import Lines, find_newlines, read_lines
 from plsc.data.partition.inputs import MOST_MESSAGES, Input, InputCount, map_lines, pool_of, read_counted
 from plsc.data.partition.options import BYTES_PER_LINE, Budget, PartitionOptions
 from plsc.data.partition.order import line_keys
 from plsc.data.partition.parts import LinePlaces, Parts, Run, map_file, read_exactly, spread_lines
 from plsc.errors import DataError
+from plsc.storage.regular import without_mark
 
 OnBytes = Callable[[int], object]
 
@@ -140,7 +141,8 @@ def _cut(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the addresses and lengths of the lines of a file, and count them. found: its newlines."""
     newlines = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    begin = len(BOM) if data[: len(BOM)].tobytes() == BOM else 0
+    head = data[:4].tobytes()
+    begin = len(head) - len(without_mark(head, name))
     if len(data) > begin and data[-1] != ord("\n"):
         newlines = np.append(newlines, len(data))  # the last newline is missing
     lines = read_lines(data, begin, newlines, name, 1, skip_bad, count.others > 0)

@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from plsc.data import lines as lines_module
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.lines import BOM, MAX_LINE_BYTES, Buffers, LineReader, parse_line
+from plsc.data.lines import MAX_LINE_BYTES, Buffers, LineReader, parse_line
 from plsc.errors import DataError
+
+MARK = b"\xef\xbb\xbf"
 
 
 def read_reference(data: bytes) -> list[tuple[int, bytes, int]]:
     """Return (line number, content, label) of each sample; ValueError for a bad line."""
     found = []
-    data = data.removeprefix(BOM)
+    data = data.removeprefix(MARK)
     for number, line in enumerate(data.split(b"\n"), start=1):
         parsed = parse_line(line.removesuffix(b"\r"))
         if parsed is not None:
@@ -58,7 +60,7 @@ ends = st.sampled_from([b"\n", b"\n", b"\r\n"])
 )  # fmt: skip
 def test_lines_are_read_as_the_reference_implementation_does(pairs, has_bom, is_cut, block):
     data = b"".join(line + end for line, end in pairs)
-    data = BOM * has_bom + (data.removesuffix(b"\n") if is_cut else data)
+    data = MARK * has_bom + (data.removesuffix(b"\n") if is_cut else data)
     expected = problem = None
     try:
         expected = read_reference(data)
@@ -87,7 +89,7 @@ def test_skipping_leaves_out_only_the_bad_lines(pairs, block):
             parsed = parse_line(line)
         except ValueError:
             continue
-        if parsed is not None and number == 1 and line.startswith(BOM):
+        if parsed is not None and number == 1 and line.startswith(MARK):
             return
         if parsed is not None:
             expected.append((number, line, parsed[1]))

@@ -331,8 +331,8 @@ def test_a_bad_line_is_reported_with_its_place_and_nothing_is_left(tmp_path, way
 
 
 def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messages):
-    good = some_lines(60)
-    others = {*range(256)} - {*(string.ascii_letters + string.digits + "+/=\t\r\n").encode()}
+    good = [b"data:image/png;base64,QU-_\t3", *some_lines(60)]
+    others = {*range(256)} - {*(string.ascii_letters + string.digits + "+/-_=\t\r\n").encode()}
     bad = [b"QUJD%cQUJD\t5" % byte for byte in sorted(others)]
     folder = write_set(tmp_path, good[:50] + bad + good[50:], files=1)
     with pytest.raises(DataError, match=r"data0\.txt:51: the text before the tab is not base64: 'QUJD.*fix"):

@@ -45,6 +45,19 @@ def test_lines_are_two_paths_and_a_flag(folder):
     ]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a.png,b.png,True\na.png , my face.png, FALSE\n",
+        b"path1,path2,is_same\r\na.png,b.png,1\r\na.png,my face.png,-1\r\n",
+        b'left;right;same\n"a.png";"b.png";"1"\na.png;"my face.png";0\n',
+        b"a.png b.png true\na.png\tmy face.png\t-1\n",
+    ],
+)
+def test_flags_and_separators_of_tables_are_read(folder, content):
+    assert read(folder, content) == [("a.png", "b.png", True), ("a.png", "my face.png", False)]
+
+
 @pytest.mark.parametrize("header", [b"1\t1", b"1"])
 def test_the_layout_of_lfw_finds_the_suffix_of_the_images(folder, header):
     assert read(folder, header + b"\nAl_Gore\t1\t12\nAl_Gore\t12\tBo\t3\n") == [
@@ -70,8 +83,9 @@ def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(fol
         (b"a.png b.png 1\nmy face.png b.png 1\n", r"list\.txt:2: expected .* contains a blank, got"),
         (b"a.png\tb.png\t1\ta\n", r"list\.txt:1: expected"),
         (b"\ta.png\t1\n", r"list\.txt:1: expected"),
-        (b"a.png b.png 1\n\na.png b.png -1\n", r"list\.txt:3: the flag is '-1', expected 1 .* or 0"),
-        (b"a.png b.png True\n", r"list\.txt:1: the flag is 'True'"),
+        (b"a.png b.png 1\n\na.png b.png 2\n", r"list\.txt:3: the flag is '2', expected 1 .* or 0"),
+        (b"a.png,b.png,Maybe\n", r"list\.txt:1: expected"),
+        ("a.png b.png 1\n".encode("utf-16"), "UTF-16"),
         (b"a.png b.png 1\na.png c.png 1\n", r"c\.png \(list\.txt:2\): there is no such image in "),
         (b"a.png Al_Gore 1\n", r"Al_Gore \(list\.txt:1\): there is no such image"),
         (b"a.png /etc/passwd 1\n", r"list\.txt:1: a path must be relative to the folder of the images, got"),
