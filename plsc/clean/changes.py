@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from plsc.data.files import name_key
 from plsc.data.lists import Listing, check_listable, read_listing, write_list, write_origin, write_rows
 from plsc.data.sources.base import printable
 from plsc.errors import DataError, suggest
 from plsc.storage.publish import publishing_folder
-from plsc.storage.regular import read_regular
+from plsc.storage.regular import read_regular, without_mark
 
 COLUMNS = ("change", "score", "image", "class", "to", "reason")
 _NEEDED = ("change", "image", "class", "to")
@@ -123,12 +124,14 @@ def _content(path: str | Path) -> bytes:
 def _parse(place: str | Path, content: bytes, listing: Listing) -> tuple[list[Change], dict[str, str]]:
     """Return the changes, and where the images of each removed or merged class end; see `_ends`."""
     try:
-        text = content.decode("utf-8-sig")
+        text = without_mark(content, str(place)).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{place} is not UTF-8 text; save it as text with tabs, in UTF-8") from error
     own = (listing.classes[label] for label in listing.labels.tolist())
     owners = dict(zip(listing.paths, own, strict=True))
     classes = set(listing.classes)
+    known = (*listing.paths, *listing.classes)
+    written = {name_key(name): name for name in known} | {name: name for name in known}
     found: dict[int, Change] = {}  # by line
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
     try:
@@ -138,7 +141,8 @@ def _parse(place: str | Path, content: bytes, listing: Listing) -> tuple[list[Ch
                 raise DataError(f"there is no column '{name}'; expected {', '.join(COLUMNS)}, between tabs")
         for row in reader:
             fields = dict(zip(columns, map(str.strip, row), strict=False))
-            change, image, of, to = (fields.get(name, "") for name in _NEEDED)
+            change, *names = (fields.get(name, "") for name in _NEEDED)
+            image, of, to = (written.get(name, written.get(name_key(name), name)) for name in names)
             if any(fields.values()):
                 one = Change(change, 0.0, image, of, to)
                 if problem := _problem(one, owners, classes):

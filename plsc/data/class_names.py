@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from plsc.data.files import name_key
 from plsc.data.sources.base import Source, printable
 
 _STEP = 2**16  # names processed at a time
@@ -66,10 +68,11 @@ class ClassNames:
         return self.take(np.where(numbers < len(self), numbers, -1))
 
     def numbers_of(self, names: ClassNames) -> np.ndarray:
-        """Return the class number of each of `names`, int64 [n]; -1 if no class has this name."""
+        """Return the class number of each of `names`, int64 [n], by `name_key`; -1 if no class has it."""
         if np.array_equal(self.ends, names.ends) and np.array_equal(self.text, names.text):
             return np.arange(len(names))
-        mine, theirs = self._hashes(), names._hashes()
+        own, other = self._keys(), names._keys()
+        mine, theirs = own._hashes(), other._hashes()
         order = np.argsort(mine, kind="stable")
         mine, found, left = mine[order], np.full(len(theirs), -1), np.arange(len(theirs))
         place = np.searchsorted(mine, theirs)
@@ -77,7 +80,7 @@ class ClassNames:
             left = left[place[left] < len(mine)]
             left = left[mine[place[left]] == theirs[left]]
             candidates = order[place[left]]
-            same = self._equal(candidates, names, left)
+            same = own._equal(candidates, other, left)
             found[left[same]] = candidates[same]
             left = left[~same]
             place[left] += 1
@@ -102,6 +105,12 @@ class ClassNames:
         source = np.arange(len(self))
         source[numbers] = np.arange(len(self), len(both))
         return both.take(source)
+
+    def _keys(self) -> ClassNames:
+        """Return the names as they are compared."""
+        if unicodedata.is_normalized("NFC", self.text.tobytes().decode("utf-8", "surrogateescape")):
+            return self
+        return ClassNames.of([name_key(name.decode("utf-8", "surrogateescape")) for name in self._each()])
 
     def _equal(self, numbers: np.ndarray, others: ClassNames, rows: np.ndarray) -> np.ndarray:
         """Return whether the name of class numbers[i] is that of class rows[i] of `others`, bool [n]."""

@@ -7,9 +7,10 @@ import os
 import posixpath
 import re
 import threading
+import unicodedata
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from plsc.data.native import read_ranges
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, LocalBytes, open_bytes, streamed
+from plsc.storage.regular import without_mark
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, exists, is_url, join, open_filesystem, shown
 
@@ -107,7 +109,7 @@ def read_file_list(
     if len(data) > _MAX_LIST:
         raise DataError(f"{shown(listing)} is larger than {_MAX_LIST} bytes; is it a list of files?")
     try:
-        text = data.decode("utf-8-sig")
+        text = without_mark(data, shown(listing)).decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{shown(listing)} is not UTF-8 text (byte {error.start}); expected one name per line"
@@ -130,6 +132,27 @@ def read_file_list(
     if not found:
         raise DataError(f"{shown(listing)} names no files; expected one name per line")
     return found
+
+
+def name_key(name: str) -> str:
+    """Return a name as it is compared with others: composed (NFC), because macOS decomposes the same text."""
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def ranked(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
+    """Return the distinct names, sorted by `name_key`, and the rank of each of `names`.
+
+    Names with the same `name_key` share a rank; the first of them is kept, as it was written.
+    """
+    kept: list[str] = []
+    ranks: dict[str, int] = {}
+    last = None
+    for name in sorted(names, key=name_key):
+        if (key := name_key(name)) != last:
+            kept.append(name)
+            last = key
+        ranks[name] = len(kept) - 1
+    return kept, ranks
 
 
 def _below(folder: str, name: str) -> str:

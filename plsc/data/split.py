@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from plsc.data.files import name_key
 from plsc.data.lists import Listing, read_listing, reading_flag, train_command, write_list, write_origin
 from plsc.errors import DataError, OptionError, suggest
 from plsc.seeds import hash_key
@@ -188,5 +189,5 @@ def place_in_class(labels: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def _hashes(texts: Sequence[str], key: object) -> np.ndarray:
-    found = (hashlib.sha256(f"{key} {text}".encode()).digest()[:8] for text in texts)
+    found = (hashlib.sha256(f"{key} {name_key(text)}".encode()).digest()[:8] for text in texts)
     return np.frombuffer(b"".join(found), ">u8")

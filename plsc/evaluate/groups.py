@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.data.files import name_key
 from plsc.data.sources.base import FileSource, printable
 from plsc.errors import DataError
 from plsc.evaluate.curves import _curve
@@ -138,7 +139,7 @@ def read_groups(path: str, images: Sequence[Any]) -> Groups:
     """
     table: dict[str, str] = {}
     for number, line in lines_of(path, _EXPECTED):
-        fields = [printable(field.strip()) for field in line.split(b"\t")]
+        fields = [name_key(printable(field.strip())) for field in line.split(b"\t")]
         problem = None
         if len(fields) != 2 or not all(fields) or fields[1] == ACROSS:
             problem = f"{_EXPECTED}, got '{printable(line[:200])}'"
@@ -168,9 +169,9 @@ def _names_of(images: Sequence[Any]) -> Iterator[list[str]]:
     source = images.source if isinstance(images, ImagesOf) else None
     for index in map(int, images.which) if isinstance(images, ImagesOf) else range(len(images)):
         if isinstance(source, FileSource):
-            yield [FileSource.name(source, index), str(source.path(index))]
+            yield [name_key(FileSource.name(source, index)), name_key(str(source.path(index)))]
         else:
-            yield [str(index) if source is None else source.name(index)]
+            yield [str(index) if source is None else name_key(source.name(index))]
 
 
 def count(

@@ -25,6 +25,7 @@ from plsc.actions.predict import EMBEDDINGS
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import fetch
 from plsc.data.class_names import ClassNames
+from plsc.data.files import name_key
 from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
@@ -267,7 +268,8 @@ def _pairs_of_images(old: Run, new: Run, anchors: tuple[str, str]) -> Pairs:
                 f"{folder} was computed with another network than {run.place} (weights {weights:.16}, not "
                 f"{run.fingerprint:.16}); predict again with it"
             )
-    if not np.array_equal(*(found[NAMES][:] for found in opened)):
+    names = [list(map(name_key, found[NAMES][:].tolist())) for found in opened]
+    if names[0] != names[1]:
         raise DataError(
             f"{anchors[0]} and {anchors[1]} differ in images (by their paths) or their order; predict both "
             "again"

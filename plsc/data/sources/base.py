@@ -46,8 +46,8 @@ class IndexedSource:
     implements `_file_numbers` if there are several files); or it implements `_stored_at`. `_image_in`
     extracts the image from the stored bytes.
 
-    class_names: the sorted names whose ranks are the labels; None if labels are numbers or come from a label
-    map.
+    class_names: the name of each label from 0, '' for one without samples; None if labels are only numbers,
+    or come from a label map.
     """
 
     _labels: np.ndarray  # int64 [N]

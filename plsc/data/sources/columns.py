@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from plsc.data.files import name_key, ranked
 from plsc.data.sources.base import IndexedSource, printable
 from plsc.errors import DataError, OptionError
-from plsc.storage.regular import read_regular
+from plsc.storage.regular import read_regular, without_mark
 
 IMAGE_COLUMNS = (
     *("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png"),
@@ -26,7 +27,7 @@ LABEL_COLUMNS = (
 Label = bytes | str | int
 _MAX_DIGITS = 18  # such numbers fit int64
 _MOST_JSON = 2**30  # bytes of a label map; larger ones can be lines
-_NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?")
+_NUMBER = re.compile(r"[-+]?([0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?|[0-9]+\.|nan|inf)", re.IGNORECASE)
 
 
 def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str], what: str) -> str:
@@ -34,7 +35,7 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
 
     what: ``image`` or ``label``, for the message. Raises OptionError that lists the existing columns.
     """
-    shown = ", ".join(printable(str(column)) for column in list(columns)[:50]) or "none"
+    shown = ", ".join(printable(str(column)[:100]) for column in list(columns)[:50]) or "none"
     if given is not None:
         if given in columns:
             return given
@@ -52,8 +53,8 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
 class LabelReader:
     """Collect the labels of rows, in their order: either all integers or all class names.
 
-    The first row decides which, unless `names_wanted` (for a label map, or a column ``class_name``): then all
-    are names.
+    All are names if one is not an integer in its shortest form, such as ``cat`` or ``007``; or if
+    `names_wanted` (for a label map, or a column ``class_name``).
     """
 
     def __init__(self, names_wanted: bool) -> None:
@@ -75,26 +76,28 @@ class LabelReader:
         Raises DataError for a label that is missing, or a number that is not an integer of 0 or more.
         """
         for position, value in enumerate(values):
-            if self._codes is None and _is_class_id(value):
+            if self._codes is None and is_class_id(value):
                 self._numbers.append(int(value))
                 continue
             try:
-                self._add(value.decode() if isinstance(value, bytes) else str(value))
+                self._add(value.decode() if isinstance(value, bytes) else value)
             except (DataError, UnicodeDecodeError) as error:
                 fault = error if isinstance(error, DataError) else "the label is not UTF-8 text"
                 raise DataError(f"{place(position)}: {fault}; fix it") from error
 
-    def _add(self, text: str) -> None:
-        text = text.strip()
+    def _add(self, value: str | int) -> None:
+        text = str(value).strip()
         if not text:
             raise DataError("the label is missing")
+        if self._codes is None and is_class_id(text):
+            self._numbers.append(int(text))
+            return
         if self._codes is None:
-            if _is_class_id(text):
-                self._numbers.append(int(text))
-                return
-            if len(self._numbers) or _NUMBER.fullmatch(text):
+            if isinstance(value, int) or (_NUMBER.fullmatch(text) and not text.isdigit()):
                 raise DataError(f"a label must be an integer of 0 or more, got '{printable(text[:100])}'")
-            self._codes = {}
+            codes = self._codes = {}
+            written = map(str, self._numbers)  # their only form
+            self._numbers = array("q", [codes.setdefault(name, len(codes)) for name in written])
         self._numbers.append(self._codes.setdefault(text, len(self._codes)))
 
     def __len__(self) -> int:
@@ -103,24 +106,21 @@ class LabelReader:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return ``labels``, int64 [N].
 
-        If they are names, a label is the rank of its name; ``names`` and ``name_ends`` contain the sorted
-        names (see `names_in`).
+        If they are names, a label is the rank of its name, and the result includes `packed_names`.
         """
         labels = np.array(self._numbers, np.int64)
         if self._codes is None:
             return {"labels": labels}
-        names = sorted(self._codes)
-        ranks = np.empty(len(names), np.int64)
-        for rank, name in enumerate(names):
-            ranks[self._codes[name]] = rank
-        text, ends = pack_texts([name.encode("utf-8", "surrogatepass") for name in names])
-        return {"labels": ranks[labels], "names": text, "name_ends": ends}
+        names, ranks = ranked(self._codes)
+        return {"labels": np.array([ranks[name] for name in self._codes], int)[labels], **packed_names(names)}
 
 
-def _is_class_id(value: Label) -> bool:
+def is_class_id(value: Label) -> bool:
+    """Return whether a label is an integer of 0 or more, in its shortest form if it is text."""
     if isinstance(value, int):
         return 0 <= value < 10**_MAX_DIGITS
-    return value.isdigit() and value.isascii() and len(value) <= _MAX_DIGITS
+    is_shortest = len(value) == 1 or value[:1] not in ("0", b"0")
+    return is_shortest and value.isdigit() and value.isascii() and len(value) <= _MAX_DIGITS
 
 
 def with_label_map(labels: np.ndarray, names: list[str] | None, label_map: str | Path | None) -> np.ndarray:
@@ -128,24 +128,25 @@ def with_label_map(labels: np.ndarray, names: list[str] | None, label_map: str |
     if label_map is None:
         return labels
     ids = read_label_map(Path(label_map))
-    missing = [name for name in names or [] if name not in ids]
+    missing = [name for name in names or [] if name_key(name) not in ids]
     if missing:
         raise DataError(
             f"{label_map} has no id for the class '{printable(missing[0])}' "
             f"({len(missing)} of {len(names or [])} have none); add it"
         )
-    return np.array([ids[name] for name in names or []], dtype=np.int64)[labels]
+    return np.array([ids[name_key(name)] for name in names or []], dtype=np.int64)[labels]
 
 
 def read_label_map(path: Path) -> dict[str, int]:
-    """Return class name -> id from a ``.json`` object, or from lines of ``name<TAB>id``.
+    """Return `name_key` of a class -> id from a ``.json`` object, or from lines of ``name<TAB>id``.
 
     Several names may share an id. Raises DataError if the file cannot be read or an id is not an integer of 0
     or more.
     """
     try:
         is_json = path.suffix.lower() == ".json"
-        text = read_regular(path, _MOST_JSON if is_json else 2**34).decode("utf-8-sig")
+        data = read_regular(path, _MOST_JSON if is_json else 2**34)
+        text = without_mark(data, f"the label map {path}").decode()
         found = json.loads(text) if is_json else _parse_lines(path, text)
     except OSError as error:
         raise DataError(f"the label map {path} cannot be read: {error.strerror}") from error
@@ -153,13 +154,16 @@ def read_label_map(path: Path) -> dict[str, int]:
         raise DataError(f"the label map {path} is not valid: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"the label map {path} must be an object {{name: id}}")
+    ids: dict[str, int] = {}
     for name, class_id in found.items():
         if isinstance(class_id, bool) or not isinstance(class_id, int) or not 0 <= class_id < 2**62:
             raise DataError(
                 f"the label map {path} gives '{printable(name)}' the id {class_id!r}; "
                 "expected an integer of 0 or more"
             )
-    return found
+        if ids.setdefault(name_key(name), class_id) != class_id:
+            raise DataError(f"the label map {path} has two ids for '{printable(name)}'; remove one")
+    return ids
 
 
 def _parse_lines(path: Path, text: str) -> dict[str, int]:
@@ -177,6 +181,12 @@ def _parse_lines(path: Path, text: str) -> dict[str, int]:
     return ids
 
 
+def packed_names(names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the class name of each label as the arrays ``names`` and ``name_ends``; see `names_in`."""
+    text, ends = pack_texts([name.encode("utf-8", "surrogatepass") for name in names])
+    return {"names": text, "name_ends": ends}
+
+
 def pack_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Return byte strings as one array, uint8, and where each ends in it, int64 [N]."""
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
@@ -189,7 +199,7 @@ def text_at(text: np.ndarray, ends: np.ndarray, index: int) -> bytes:
 
 
 def names_in(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
-    """Return the sorted class names in the result of `LabelReader.arrays`; None if labels are numbers."""
+    """Return the class names in arrays with those of `packed_names`; None if labels are numbers."""
     if "names" not in arrays:
         return None
     text, ends = arrays["names"], arrays["name_ends"]

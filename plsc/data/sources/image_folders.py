@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from plsc.data.files import PathTable
+from plsc.data.files import PathTable, ranked
 from plsc.data.lines import parse_label
 from plsc.data.sources.base import FileSource, Source, printable
 from plsc.data.sources.columns import with_label_map
@@ -20,7 +20,7 @@ from plsc.data.sources.rows import text_lines
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError
 from plsc.storage.blocks import open_bytes, streamed
-from plsc.storage.regular import check_inside
+from plsc.storage.regular import check_inside, without_mark
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import exists, is_url, join, open_filesystem, shown
 
@@ -72,7 +72,7 @@ class LabelFileSource(FileSource):
             if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
                 raise DataError(f"label.txt:{number} is longer than {_MAX_LINE_BYTES} bytes; fix it")
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = without_mark(line, "label.txt")
             line = line.strip()
             if line:
                 path, label = _parse(line, number)
@@ -121,7 +121,7 @@ def _error(number: int, problem: str, text: bytes) -> DataError:
 
 
 class ImageFolderSource(FileSource):
-    """Images in ``<folder>/<class>/<image>``; class ids are the ranks of the sorted class names.
+    """Images in ``<folder>/<class>/<image>``; class ids are the ranks of the class names (`ranked`).
 
     Hidden folders and files are ignored; ``ignored_files`` counts the files in class folders without an image
     suffix. A link to a file inside the folder is followed; other links raise DataError.
@@ -161,9 +161,8 @@ class ImageFolderSource(FileSource):
                 + ", ".join(sorted(IMAGE_SUFFIXES))
             )
         depth = _checked_depth(root, counts, class_depth)
-        names = _folders_at(counts, depth)
+        names, ranks = ranked(_folders_at(counts, depth))
         self.class_names = names if label_map is None else None
-        ranks = {name: rank for rank, name in enumerate(names)}
         filled = {folder: count for folder, count in counts.items() if count}
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
@@ -225,7 +224,7 @@ def _depth(folder: str) -> int:
 
 
 def _folders_at(folders: Iterable[str], depth: int) -> list[str]:
-    return sorted(folder for folder in folders if folder and _depth(folder) == depth)
+    return [folder for folder in folders if folder and _depth(folder) == depth]
 
 
 def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int | None) -> int:

@@ -58,11 +58,12 @@ def load_or_build(
     The index file is ``.<name>.<kind>.plsc-index`` next to the first file; in the cache folder if the data
     are remote or their folder is not writable. It is rebuilt when a file's name, size or fingerprint changed,
     or when it is damaged. Several processes may build it concurrently: each publishes the same content by a
-    rename. If it cannot be stored anywhere, the arrays stay in memory.
+    rename. If it cannot be stored anywhere, or a file has no version in its store, the arrays stay in memory.
 
     Args:
         files: local paths or fsspec URLs, in order.
-        kind: content and version of the index, such as ``base64-1``.
+        kind: content and version of the index, such as ``base64-1``; after a blank, any text with all options
+            that it depends on. The header has the text, the name of the file a hash of it.
         build: returns named arrays, C-contiguous, of uint8, or of 32- or 64-bit integers or floats.
 
     Raises:
@@ -71,7 +72,8 @@ def load_or_build(
     names = _names(files)
     fingerprints = [fingerprint_of(file) for file in files]
     identity = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
-    places = _places(files, kind)
+    is_versioned = all(fingerprint.version for fingerprint in fingerprints)
+    places = _places(files, kind) if is_versioned else []
     for place in places:
         found = _load(place, kind, identity)
         if found is not None:
@@ -100,7 +102,8 @@ def _names(files: Sequence[str | Path]) -> list[str]:
 def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
     first = str(files[0])
     digest = _digest((str(f) if is_url(f) else str(Path(f).absolute()) for f in files), 16)
-    name = f"{base_name(shown(first))[:100]}.{kind}"
+    what, _, options = kind.partition(" ")
+    name = f"{base_name(shown(first))[:100]}.{what}{f'-{_digest([options], 16)}' if options else ''}"
     places = []
     if not is_url(files[0]):
         # Lists of several files may differ in more than the first name.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from array import array
 from typing import BinaryIO
 
 import numpy as np
 
 from plsc.data.alignment import TEMPLATE, Face
-from plsc.data.files import PathTable
+from plsc.data.files import PathTable, name_key
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.regular import without_mark
 from plsc.storage.urls import base_name, exists, shown
 
 _EXPECTED = "expected '<path> x1 y1 x2 y2 x3 y3 x4 y4 x5 y5 [score]'"
@@ -40,7 +42,7 @@ class Landmarks:
                 f"the landmarks file {shown(self.location)} does not exist; a relative path is relative to "
                 "the dataset folder"
             )
-        index = load_or_build([self.location], "landmarks-1", self._read)
+        index = load_or_build([self.location], "landmarks-2", self._read)
         self._points, keys = index["points"], index["keys"]
         wanted = np.frombuffer(b"".join(_key(paths[one]) for one in range(len(paths))), np.int64)
         rows = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
@@ -74,7 +76,8 @@ class Landmarks:
 
 def _key(path: bytes) -> bytes:
     """Return 8 bytes that represent a path; two of ten million are equal with a probability of 3e-6."""
-    return hashlib.blake2b(path.removeprefix(b"./"), digest_size=8).digest()
+    path = os.fsencode(name_key(os.fsdecode(path.removeprefix(b"./"))))
+    return hashlib.blake2b(path, digest_size=8).digest()
 
 
 def _parse_file(file: BinaryIO, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -84,7 +87,7 @@ def _parse_file(file: BinaryIO, name: str) -> tuple[np.ndarray, np.ndarray, np.n
     # readline with a limit: a file without line ends must not fill the memory
     while line := file.readline(_MAX_LINE_BYTES):
         number += 1
-        line = line.removeprefix(b"\xef\xbb\xbf").strip()
+        line = (without_mark(line, name) if number == 1 else line).strip()
         if not line or (number <= _MOST_HEADERS and not keys and _is_header(line)):
             continue
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import csv
 import itertools
 import json
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pybase64
 
 from plsc.data.decode import MAX_FILE_BYTES, check_image_bytes
 from plsc.data.files import Shards
+from plsc.data.lines import decode_base64
 from plsc.data.sources.base import printable, read_image_file
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
@@ -28,20 +27,20 @@ from plsc.data.sources.columns import (
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
+from plsc.storage.regular import without_mark
 from plsc.storage.urls import base_name, is_url, join, parent_of, shown
 
-# First characters of the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files.
-_BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
+# First characters of a data URI, and of the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files.
+_BASE64_STARTS = ("data:", "/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
 _QUOTE = b'"'
 _MAX_LINES = 2**20  # per row
 MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the largest image in base64, and some more
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
     """Yield (number from 1, offset in bytes, the line with its LF) of each line, without a byte order mark.
 
-    Raises DataError that names the line if it is over 85 MiB.
+    Raises DataError that names the line if it is over 85 MiB, and for UTF-16.
     """
     file, offset = buffered(data), 0
     for number in itertools.count(1):
@@ -50,9 +49,9 @@ def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
             return
         if len(line) > MAX_LINE_BYTES:
             raise DataError(f"{shown(data.location)}:{number} is longer than {MAX_LINE_BYTES} bytes; fix it")
-        mark = len(_BYTE_ORDER_MARK) if number == 1 and line.startswith(_BYTE_ORDER_MARK) else 0
-        yield number, offset + mark, line[mark:]
         offset += len(line)
+        line = without_mark(line, shown(data.location)) if number == 1 else line
+        yield number, offset - len(line), line
 
 
 class RowSource(ColumnSource):
@@ -70,6 +69,7 @@ class RowSource(ColumnSource):
 
     _most_stored = MAX_LINE_BYTES
     _header_rows = 0
+    _kind: str  # of the index
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RowSource(ColumnSource):
             raise OptionError(f"{shown(location)}: {error}") from error
         except DataError as error:
             raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
-        kind = f"{self._index_kind()}{'-names' if labels.names_wanted else ''}"
+        kind = f"{self._kind} {json.dumps([self._label, labels.names_wanted])}"
         index = load_or_build([location], kind, lambda: self._build(labels, expected))
         self._offsets, self._lengths, self._lines = (index[name] for name in ("offsets", "lengths", "lines"))
         try:
@@ -117,10 +117,6 @@ class RowSource(ColumnSource):
 
     def _columns_in(self, first: bytes) -> list[str]:
         """Return the column names from the first row; DataError if it is invalid."""
-        raise NotImplementedError
-
-    def _index_kind(self) -> str:
-        """Return the kind of the index, which depends on the label column."""
         raise NotImplementedError
 
     def _label_in(self, row: bytes) -> Label:
@@ -150,7 +146,7 @@ class RowSource(ColumnSource):
 
     def _image_in(self, stored: bytes) -> bytes:
         text = self._image_text(stored)
-        return _decode_base64(text) if self.is_base64 else self._read_file(text)
+        return decode_base64(text.encode()) if self.is_base64 else self._read_file(text)
 
     def _below_root(self, path: str) -> str:
         normal = posixpath.normpath(path)
@@ -193,13 +189,6 @@ def _is_base64(text: str) -> bool:
     return text.startswith(_BASE64_STARTS) and len(text) > 60
 
 
-def _decode_base64(text: str) -> bytes:
-    try:
-        return pybase64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(f"the image is not base64 ({error}); fix the line", kind="base64") from error
-
-
 class CsvSource(RowSource):
     """A CSV or TSV file with a header; see `RowSource` for images and labels.
 
@@ -212,6 +201,7 @@ class CsvSource(RowSource):
     """
 
     _header_rows = 1
+    _kind = "csv-2"
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
         return _whole_rows(self._files[0])
@@ -219,9 +209,6 @@ class CsvSource(RowSource):
     def _columns_in(self, first: bytes) -> list[str]:
         self._delimiter = max(",;\t|", key=first.decode("utf-8", "replace").count)
         return [name.strip() for name in self._split(first)]
-
-    def _index_kind(self) -> str:
-        return f"csv-1-{self._columns.index(self._label)}"
 
     def _split(self, row: bytes) -> list[str]:
         """Return the fields of a row; DataError if it is not UTF-8, or its quotes do not close."""
@@ -293,15 +280,13 @@ class JsonLinesSource(RowSource):
         DataError: names a line that is not an object, or lacks the label.
     """
 
+    _kind = "json-2"
+
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
         return (found for found in text_lines(self._files[0]) if not found[2].isspace())
 
     def _columns_in(self, first: bytes) -> list[str]:
         return list(_object(first))
-
-    def _index_kind(self) -> str:
-        # A hash of the name, which may contain characters that a file name cannot.
-        return f"json-1-{self._label.encode().hex()[:40]}"
 
     def _label_in(self, row: bytes) -> Label:
         label = _object(row).get(self._label)

@@ -120,9 +120,7 @@ def test_a_missing_column_is_reported(read, header):
 
 def test_a_file_that_cannot_be_read_is_reported(listing, tmp_path):
     (tmp_path / "changes.tsv").write_bytes(HEADER.encode("utf-16"))
-    with pytest.raises(
-        DataError, match=r"changes\.tsv is not UTF-8 text; save it as text with tabs, in UTF-8"
-    ):
+    with pytest.raises(DataError, match=r"changes\.tsv is UTF-16"):
         read_changes(tmp_path / "changes.tsv", listing)
     with (tmp_path / "changes.tsv").open("wb") as file:
         file.truncate(2**28 + 1)

@@ -55,6 +55,15 @@ def test_class_names_behave_like_a_list_of_strings(seed):
     assert all(both[number] == name for number, name in enumerate(plain) if name)
 
 
+def test_composed_and_decomposed_names_are_equal_and_kept_as_written():
+    saved = ClassNames.of(["Zoe\u0301", "", "\uac00", "x"])
+    others = ClassNames.of(["x", "Zo\u00e9", "\u1100\u1161", "Zoe"])
+    assert saved.numbers_of(others).tolist() == [3, 0, 2, -1]
+    numbers = saved.numbered(others)
+    assert numbers.tolist() == [3, 0, 2, 1]
+    assert listed(saved)[0] == "Zoe\u0301"
+
+
 def test_a_name_may_be_any_bytes_of_a_file_name():
     odd = b"\xff\xfe".decode("utf-8", "surrogateescape")
     names = ClassNames.of(["", odd])

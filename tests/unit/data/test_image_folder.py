@@ -38,6 +38,16 @@ def test_class_ids_follow_the_sorted_folder_names(folder):
     assert source.ignored_files == 1
 
 
+def test_composed_and_decomposed_folders_are_one_class(tmp_path):
+    for name in ("Zoe\u0301", "Zo\u00e9", "Zod"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_bytes(b"")
+    source = ImageFolderSource(tmp_path)
+    found = dict(zip(names(source), source.labels().tolist(), strict=True))
+    assert found == {"Zod/1.jpg": 0, "Zoe\u0301/1.jpg": 1, "Zo\u00e9/1.jpg": 1}
+    assert source.class_names == ["Zod", "Zoe\u0301"]
+
+
 @pytest.fixture
 def alphabets(tmp_path: Path) -> Path:
     """Two alphabets of two and three characters."""

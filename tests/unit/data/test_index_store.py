@@ -173,6 +173,27 @@ def test_remote_files_have_their_index_in_the_cache_folder(cache):
     assert len(list((cache / "index").iterdir())) == 1
 
 
+def test_a_store_without_versions_of_files_gets_no_stored_index(cache, monkeypatch):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/unversioned/part.txt", b"abc")
+    info = {"name": "/unversioned/part.txt", "size": 3, "type": "file"}
+    monkeypatch.setattr(type(memory), "info", lambda *_, **__: info)
+    build = Builder()
+    for _ in range(2):
+        load_or_build(["memory://unversioned/part.txt"], "test-1", build)
+    assert build.calls == 2
+
+
+def test_options_of_any_length_and_characters_have_their_own_index(data):
+    build = Builder()
+    for _ in range(2):
+        for option in ("x" * 300 + "1", "x" * 300 + "2", "a/b"):
+            load_or_build([data], f"test-1 {option}", build)
+    assert build.calls == 3
+
+
 def _without_rights(data: Path, cache: Path, results: multiprocessing.Queue) -> None:
     if os.geteuid() == 0:
         os.setgid(65534)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plsc.data.files import name_key
 from plsc.data.sources.rows import JsonLinesSource
 from plsc.errors import DataError, OptionError
 
@@ -44,6 +45,21 @@ def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
     assert source.name(2) == "train.jsonl:3"
     with pytest.raises(OptionError, match="'gone'; the columns are: who, file, photo"):
         JsonLinesSource(path, label_column="gone")
+
+
+def test_label_columns_of_similar_names_have_their_own_index(tmp_path):
+    row = {"image": "a.jpg", "identity_of_person_v1": 3, "identity_of_person_v2": 4}
+    path = write(tmp_path, json.dumps(row))
+    found = [
+        JsonLinesSource(path, label_column=f"identity_of_person_v{n}").labels().tolist() for n in (1, 2, 1)
+    ]
+    assert found == [[3], [4], [3]]
+
+
+def test_an_integer_and_a_string_with_zeros_are_different_classes(tmp_path):
+    rows = ({"image": "a.jpg", "label": label} for label in (7, "7", "007"))
+    source = JsonLinesSource(write(tmp_path, "\n".join(map(json.dumps, rows))))
+    assert (source.labels().tolist(), source.class_names) == ([1, 1, 0], ["007", "7"])
 
 
 @pytest.mark.parametrize(
@@ -100,8 +116,11 @@ def test_every_label_is_read_or_refused(tmp_path_factory, labels):
     path = write(folder, "\n".join(map(json.dumps, rows)))
     are_ids = all(type(label) is int and 0 <= label < 10**18 for label in labels)
     try:
-        found = JsonLinesSource(path).labels().tolist()
+        source = JsonLinesSource(path)
     except DataError:
         assert not are_ids
     else:
-        assert found == [int(row["label"]) for row in rows]
+        names = source.class_names
+        found = [str(label) if names is None else names[label] for label in source.labels()]
+        expected = [str(row["label"]).strip() for row in rows]
+        assert list(map(name_key, found)) == list(map(name_key, expected))
