@@ -7,9 +7,10 @@ folder appears under its name only when it is complete.
 from __future__ import annotations
 
 import io
+import json
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -19,20 +20,19 @@ import pybase64
 from tqdm import tqdm
 
 from plsc.data.sources import Source, open_source
+from plsc.data.sources.parquet import class_label_metadata
 from plsc.data.sources.recordio import frame, pack_image
 from plsc.errors import DataError, OptionError, suggest
 from plsc.storage.publish import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown
 
 Samples = Iterable[tuple[bytes, int]]
-Write = Callable[[str, Samples], int]
+Write = Callable[..., int]
 
 BROKEN_CHOICES = ("stop", "skip")
 _MOST_TOLD = 20
 _PART = "part-00000"
-_SCHEMA = pa.schema(
-    [pa.field("image", pa.binary(), nullable=False), pa.field("label", pa.int64(), nullable=False)]
-)
+_SCHEMA = pa.schema([pa.field("image", pa.binary(), nullable=False), pa.field("label", pa.int64())])
 # A reader decodes a whole row group per image, so small groups make random access cheap.
 _GROUP_ROWS = 1000
 _GROUP_BYTES = 32 * 2**20
@@ -64,19 +64,21 @@ def write_recordio(location: str, samples: Samples) -> int:
     return count
 
 
-def write_parquet(location: str, samples: Samples) -> int:
+def write_parquet(location: str, samples: Samples, names: Sequence[str] | None = None) -> int:
     """Write samples to a Parquet file, local or remote; return their number.
 
-    A row group has at most 1000 rows or 32 MiB. Images are not compressed again. Pages have checksums. Raises
-    DataError if the file exists or cannot be written.
+    A row group has at most 1000 rows or 32 MiB. Images are not compressed again. Pages have checksums. names:
+    class names by label, written as a ``ClassLabel`` feature of Hugging Face datasets. Raises DataError if
+    the file exists or cannot be written.
     """
+    schema = _SCHEMA.with_metadata(class_label_metadata(names) if names else None)
     count = group_bytes = 0
     images: list[bytes] = []
     labels: list[int] = []
     with (
         publishing(location) as file,
         pq.ParquetWriter(
-            file, _SCHEMA, compression="none", use_dictionary=["label"], write_page_checksum=True
+            file, schema, compression="none", use_dictionary=["label"], write_page_checksum=True
         ) as writer,
     ):
         for image, label in samples:
@@ -96,10 +98,11 @@ def _table(images: list[bytes], labels: list[int]) -> pa.Table:
     return pa.table([pa.array(images, pa.binary()), pa.array(labels, pa.int64())], schema=_SCHEMA)
 
 
-def write_tar(location: str, samples: Samples) -> int:
+def write_tar(location: str, samples: Samples, names: Sequence[str] | None = None) -> int:
     """Write samples to a tar file (POSIX ustar), local or remote; return their number.
 
-    Raises DataError if the file exists or cannot be written.
+    names: class names by label, written as ``class_name`` in a ``.json`` per sample. Raises DataError if the
+    file exists or cannot be written.
     """
     count = 0
     with (
@@ -110,6 +113,9 @@ def write_tar(location: str, samples: Samples) -> int:
             key = f"{count:09d}"
             _add(archive, f"{key}.{suffix_of(image)}", image)
             _add(archive, f"{key}.cls", str(label).encode())
+            if names:
+                fields = {"label": label, "class_name": names[label]}
+                _add(archive, f"{key}.json", json.dumps(fields).encode())
             count += 1
     return count
 
@@ -179,11 +185,12 @@ def writer_of(location: str) -> Write:
 
 @dataclass
 class Conversion:
-    """The result of a conversion: samples written, samples skipped, and the first faults."""
+    """The result of a conversion: samples written, samples skipped, first faults, class names left out."""
 
     written: int = 0
     skipped: int = 0
     faults: list[str] = field(default_factory=list)
+    lost_names: int = 0
 
 
 def convert(
@@ -191,7 +198,8 @@ def convert(
 ) -> Conversion:
     """Convert the dataset at `location` to `destination`, in the format given by its suffix (`WRITERS`).
 
-    Both locations may be fsspec URLs. Encoded images are copied unchanged. The destination appears when it is
+    Class names are kept in .parquet and .tar; other formats have no room for them. Both locations may be
+    fsspec URLs. Encoded images are copied unchanged. The destination appears when it is
     complete; existing files are never overwritten.
 
     Args:
@@ -207,7 +215,11 @@ def convert(
     refuse_existing(destination.rstrip("/"))
     source = open_source(location, **reading)
     done = Conversion()
-    done.written = write(destination.rstrip("/"), _samples(source, broken, done, progress))
+    names = getattr(source, "class_names", None) or []
+    has_room = write in (write_parquet, write_tar) and all(names)
+    done.lost_names = 0 if has_room else len(names)
+    samples = _samples(source, broken, done, progress)
+    done.written = write(destination.rstrip("/"), samples, **({"names": names} if has_room else {}))
     return done
 
 
@@ -219,6 +231,11 @@ def describe(done: Conversion, destination: str) -> str:
         lines += [f"  {fault}" for fault in done.faults]
         if done.skipped > len(done.faults):
             lines.append(f"  and {done.skipped - len(done.faults)} more")
+    if done.lost_names:
+        lines.append(
+            f"note: the format has no room for the names of the {done.lost_names} classes; its labels are "
+            "numbers: write .parquet or .tar, or choose the numbers with label_map"
+        )
     return "\n".join(lines)
 
 

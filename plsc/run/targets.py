@@ -182,6 +182,15 @@ def open_held_out(
                 "the training data have no names; use class numbers, or the format argument label_map"
             )
         labels = class_names.numbers_of(own)[labels]
+    elif class_names is not None:  # a string of digits in a file may be a class number or a name
+        values = np.unique(labels)
+        numbers = class_names.numbers_of(ClassNames.of(values.astype(str).tolist()))
+        for label, number in zip(values.tolist(), numbers.tolist(), strict=True):
+            if number not in (-1, label):
+                raise DataError(
+                    f"label {label} in data.val_dir {place} may be a class number, or the name of class "
+                    f"{number}; use labels in a column class_name, or the format argument label_map"
+                )
     unknown = np.flatnonzero((labels < 0) | (labels >= class_num))
     if len(unknown):
         first = int(unknown[0])

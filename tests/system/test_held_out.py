@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from PIL import Image
 
 from plsc import load_network
 from plsc.checkpoint import load_weights
+from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.classification import ClassificationResult
 from tests.distributed.launch import run_ranks
@@ -139,3 +141,25 @@ def test_classes_that_training_lacks_are_refused_before_it(folders, tmp_path):
     with pytest.raises(OptionError, match=r"data\.val_dir cannot be used with several datasets"):
         several.train()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["val.parquet", "val.tar"])
+def test_a_converted_set_with_fewer_classes_gives_the_same_accuracy(folders, tmp_path, name):
+    train, val = folders
+    convert(str(val), str(tmp_path / name))
+    result = entry(train, tmp_path / "run", set_with_test=True, set_val_dir=tmp_path / name).train()
+    assert result.evaluation == {"val": plain_accuracy(result.checkpoint, val)}
+
+
+def test_labels_that_may_be_numbers_or_names_of_classes_are_refused(folders, tmp_path):
+    train, _ = folders
+    flat = train.parent / "flat"
+    rows = [f"images/{n}_{k}.png,{10 * n + 10}" for n in range(10) for k in range(6)]
+    (flat / "train.csv").write_text("\n".join(["path,class_name", *rows]))
+    for label, is_clear in ((3, True), (30, False)):
+        (flat / "val.csv").write_text(f"path,label\nimages/2_0.png,{label}\n")
+        ins = entry(
+            flat / "train.csv", tmp_path / str(label), set_with_test=True, set_val_dir=flat / "val.csv"
+        )
+        with contextlib.nullcontext() if is_clear else pytest.raises(DataError, match=r"label 30 .*name"):
+            ins.train()

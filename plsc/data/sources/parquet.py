@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
-from plsc.data.files import Shards, shard_files
-from plsc.data.sources.columns import IMAGE_COLUMNS, ColumnSource, LabelReader, choose_column
+from plsc.data.files import Shards, ranked, shard_files
+from plsc.data.sources.columns import IMAGE_COLUMNS, ColumnSource, LabelReader, choose_column, packed_names
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
@@ -32,7 +33,8 @@ class ParquetSource(ColumnSource):
     """The samples of one or several Parquet files (`shard_files`), local or remote.
 
     The image column has encoded images: binary, or a struct with ``bytes``, as Hugging Face datasets write
-    it. The label column has integers, or class names as in `RowSource`.
+    it. The label column has integers, or class names as in `RowSource`. Names of a ``ClassLabel`` feature of
+    Hugging Face, in the metadata of the schema, are the names of the integers.
 
     A row group is decoded as a whole, and up to 256 MiB of decoded groups are cached. For fast reads use
     block order, or small groups as `plsc data convert` writes.
@@ -62,7 +64,14 @@ class ParquetSource(ColumnSource):
                 raise DataError(f"{self._groups.title(shard)} has inconsistent row groups; write it again")
         if not rows:
             raise DataError(f"{self._groups.title(0)} contains no rows")
-        return labels.arrays()
+        found = labels.arrays()
+        if self._names and not labels.names_wanted:
+            if (most := found["labels"].max()) >= len(self._names):
+                raise DataError(
+                    f"{self._groups.title(0)}: label {most} has no name in the column's ClassLabel"
+                )
+            found |= packed_names(self._names)
+        return found
 
     def name(self, index: int) -> str:
         """Return ``train.parquet row 12``; rows count from 0 in their file."""
@@ -85,10 +94,11 @@ class ParquetSource(ColumnSource):
             self._label = labels.choose_column(label_column, schema.names)
             self._leaf = _image_leaf(image, schema.field(image).type)
             kind = schema.field(self._label).type
-            if not (kinds.is_integer(kind) or kinds.is_string(_plain(kind))):
+            if not (kinds.is_integer(kind) or _is_text(kind)):
                 raise OptionError(
                     f"the label column {self._label!r} is {kind}; expected integers or class names"
                 )
+            self._names = _class_label_names(schema, self._label)
         except OptionError as error:
             raise OptionError(f"{self._groups.title(0)}: {error}") from error
 
@@ -103,28 +113,48 @@ class ParquetSource(ColumnSource):
             raise DataError(
                 f"{place(int(first))}: the label {self._label!r} is missing (in {column.null_count} rows)"
             )
-        if not (kinds.is_integer(column.type) or kinds.is_string(_plain(column.type))):
+        names = _class_label_names(self._groups.schema(shard), self._label)
+        if not (kinds.is_integer(column.type) or _is_text(column.type)) or names != self._names:
             raise DataError(
-                f"{self._groups.title(shard)}: its labels are {column.type}, unlike those of other files"
+                f"{self._groups.title(shard)}: its labels are {column.type} with {len(names)} names, unlike "
+                "those of other files"
             )
+        mapped = dict(enumerate(names)) if labels.names_wanted else {}  # by a label map
         for chunk in column.chunks:
-            labels.extend(chunk.to_pylist(), place)
+            labels.extend((mapped.get(label, label) for label in chunk.to_pylist()), place)
             start += len(chunk)
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values, also of a dictionary-encoded column."""
+def class_label_metadata(names: Sequence[str]) -> dict[str, str]:
+    """Return the metadata of a schema with which Hugging Face datasets name the integers in ``label``."""
+    features = {"label": {"names": names, "_type": "ClassLabel"}}
+    return {"huggingface": json.dumps({"info": {"features": features}})}
+
+
+def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
+    """Return the names of a column of Hugging Face's type ClassLabel; empty for other columns."""
+    try:
+        names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]["names"]
+        is_named = kinds.is_integer(schema.field(column).type) and isinstance(names, list)
+        return names if is_named and len(ranked(names)[0]) == len(names) else []
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return []
+
+
+def _is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if kinds.is_dictionary(kind) else kind
-    return pa.string() if kinds.is_large_string(kind) else kind
+    return str(kind) in ("string", "large_string", "string_view")
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return str(kind).startswith(("binary", "large_binary", "fixed_size_binary"))
 
 
 def _image_leaf(name: str, kind: pa.DataType) -> str:
-    if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+    if _is_bytes(kind):
         return name
-    if kinds.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        field = kind.field("bytes").type
-        if kinds.is_binary(field) or kinds.is_large_binary(field):
-            return f"{name}.bytes"
+    if kinds.is_struct(kind) and kind.get_field_index("bytes") >= 0 and _is_bytes(kind.field("bytes").type):
+        return f"{name}.bytes"
     raise OptionError(
         f"the image column {name!r} is {kind}; expected binary, or a struct with binary 'bytes'"
     )

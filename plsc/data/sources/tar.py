@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tarfile
 from array import array
@@ -12,9 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plsc.data.files import Shards, shard_files
+from plsc.data.files import Shards, ranked, shard_files
 from plsc.data.sources.base import printable
-from plsc.data.sources.columns import ColumnSource, Label, LabelReader, pack_texts, text_at
+from plsc.data.sources.columns import (
+    NAMES_COLUMN,
+    ColumnSource,
+    Label,
+    LabelReader,
+    is_class_id,
+    pack_texts,
+    packed_names,
+    text_at,
+)
 from plsc.data.sources.image_folders import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
@@ -23,19 +31,23 @@ from plsc.storage.urls import base_name, shown
 
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
 _MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
+_MOST_LISTED = 5
+_ADJACENT = "add it; or if it is elsewhere in the archive, sort the members: tar --sort=name"
 _REFUSED = {b"12": "a link", b"34": "a device", b"6": "a pipe", b"0S": "a sparse file"}
 
 
 class TarSource(ColumnSource):
     """The samples of one or several tar shards (`shard_files`), local or remote, not compressed.
 
-    ``a/17.jpg`` and ``a/17.cls`` form the sample ``a/17``. Labels are integers, or class names as in
-    `RowSource`. The files are read once; the index is stored.
+    ``a/17.jpg`` and ``a/17.cls`` form the sample ``a/17``: the name of a sample ends at the first dot after
+    the folder, as for the webdataset package and Hugging Face. Labels are integers, or class names as in
+    `RowSource`. If each ``.json`` has a ``class_name``, it is the name of the integer. The files are read
+    once; the index is stored.
 
     Args:
         image_column: suffix of the image, such as ``input.png``; default: the only image suffix.
-        label_column: suffix of the label as text, or key in the ``.json``; default: ``.cls``, or ``label`` in
-            the ``.json``.
+        label_column: suffix of the label as text, or key in the ``.json``; default: the only suffix that is
+            ``cls`` or ends in ``.cls``, or ``label`` in the ``.json``.
 
     Raises:
         DataError: names the sample or member: a damaged archive, a link, a name that leads out of the
@@ -48,8 +60,7 @@ class TarSource(ColumnSource):
         files = shard_files(location, ".tar")
         self._files = Shards(files)
         self._image, self._label = image, label
-        choice = json.dumps([image, label, labels.names_wanted]).encode()
-        kind = f"tar-1-{hashlib.sha256(choice).hexdigest()[:8]}"
+        kind = f"tar-2 {json.dumps([image, label, labels.names_wanted])}"
         index = load_or_build(files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
         self._keys, self._key_ends = index["keys"], index["key_ends"]
@@ -66,13 +77,19 @@ class TarSource(ColumnSource):
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
         places = array("q")  # shard, offset and length of each image
         keys: list[bytes] = []
+        names: dict[int, str] = {}  # by label
+        are_named = True
 
         def found(shard: int, title: str) -> Iterator[Label]:
+            nonlocal are_named
             for sample in read_samples(self._files[shard], title, (self._label or "cls", "json")):
                 image = self._image_of(sample)
                 places.extend((shard, image.offset_data, image.size))
                 keys.append(sample.key.encode("utf-8", "surrogateescape"))
-                yield self._label_of(sample)
+                label, name = self._label_of(sample)
+                are_named &= bool(name) and is_class_id(label) and not labels.names_wanted
+                are_named = are_named and names.setdefault(int(label), name) == name
+                yield name if name and labels.names_wanted else label
 
         def place(_: int) -> str:
             return f"{shown(self._files.locations[places[-3]])}:{printable(keys[-1])}"
@@ -86,8 +103,10 @@ class TarSource(ColumnSource):
             )
         shards, offsets, lengths = np.array(places, np.int64).reshape(-1, 3).T
         text, ends = pack_texts(keys)
-        names = {"keys": text, "key_ends": ends, **labels.arrays()}
-        return {"shards": shards, "offsets": offsets, "lengths": lengths, **names}
+        arrays = {"keys": text, "key_ends": ends, **labels.arrays()}
+        if are_named and len(ranked(names.values())[0]) == len(names) > max(names) // 2:
+            arrays |= packed_names([names.get(number, "") for number in range(max(names) + 1)])
+        return {"shards": shards, "offsets": offsets, "lengths": lengths, **arrays}
 
     def _image_of(self, sample: Sample) -> TarInfo:
         if self._image is not None:
@@ -96,27 +115,28 @@ class TarSource(ColumnSource):
             found = [s for s in sample.members if is_image(s)]
         if len(found) == 1:
             return sample.members[found[0]]
-        there = ", ".join(f".{printable(suffix)}" for suffix in sorted(sample.members))
+        there = ", ".join(f".{printable(suffix[:100])}" for suffix in sorted(sample.members)[:_MOST_LISTED])
         if found:
-            raise OptionError(f"{sample.place} has several images ({there}); choose one with image_column")
-        raise DataError(
-            f"{sample.place} has no image {self._image or ''}; it has {there}; add it, or remove the sample"
-        )
+            raise OptionError(
+                f"{sample.place} has several images ({there}, ...), as the name of a sample ends at its "
+                "first dot; choose one with image_column, or rename the members"
+            )
+        raise DataError(f"{sample.place} has no image {self._image or ''}; it has {there}; {_ADJACENT}")
 
-    def _label_of(self, sample: Sample) -> Label:
-        wanted = self._label or "cls"
-        if wanted in sample.texts:
-            return sample.texts[wanted].strip()
-        name = self._label or "label"
+    def _label_of(self, sample: Sample) -> tuple[Label, str]:
+        """Return the label, and its class name or ''."""
+        wanted, key = self._label or "cls", self._label or "label"
         try:
-            label = json.loads(sample.texts["json"])[name]
-        except (KeyError, TypeError, ValueError, RecursionError):
-            label = None
-        if isinstance(label, str) or type(label) is int:
-            return label
+            fields = json.loads(sample.text("json"))
+            label, name = fields.get(key), fields.get(NAMES_COLUMN)
+        except (AttributeError, ValueError, RecursionError):
+            label = name = None
+        label = sample.text(wanted).strip() or label
+        if isinstance(label, str | bytes) or type(label) is int:
+            return label, name if isinstance(name, str) and self._label is None else ""
         raise DataError(
-            f"{sample.place} has no label: no .{wanted}, and no {name!r} in a .json; add one, or choose it: "
-            "label_column"
+            f"{sample.place} has no label: no .{wanted}, and no {key!r} in a .json; {_ADJACENT}; or choose "
+            "another one: label_column"
         )
 
 
@@ -131,7 +151,12 @@ class Sample(NamedTuple):
     @property
     def place(self) -> str:
         """Location for messages."""
-        return f"{self.title}:{printable(self.key)}"
+        return f"{self.title}:{printable(self.key[:200])}"
+
+    def text(self, suffix: str) -> bytes:
+        """Return the text of a suffix, or of the only one that ends in it after a dot; b"" if none is."""
+        found = [suffix] if suffix in self.texts else [s for s in self.texts if s.endswith(f".{suffix}")]
+        return self.texts[found[0]] if len(found) == 1 else b""
 
 
 def read_samples(data: Bytes, title: str, wanted: Sequence[str]) -> Iterator[Sample]:
@@ -147,16 +172,18 @@ def read_samples(data: Bytes, title: str, wanted: Sequence[str]) -> Iterator[Sam
         if member.isdir() or not stem or not dot:
             continue
         if member.offset_data + member.size > data.size:
-            raise DataError(f"{title} is truncated in '{printable(member.name)}'; copy or write it again")
+            raise DataError(
+                f"{title} is truncated in '{printable(member.name[:200])}'; copy or write it again"
+            )
         key, suffix = f"{folder}{slash}{stem}", suffix.lower()
         if sample is None or key != sample.key:
             if sample is not None:
                 yield sample
             sample = Sample(key, title, {}, {})
         if suffix in sample.members:
-            raise DataError(f"{sample.place} has two members .{printable(suffix)}; fix the archive")
+            raise DataError(f"{sample.place} has two members .{printable(suffix[:100])}; fix the archive")
         sample.members[suffix] = member
-        if member.size <= _LABEL_BYTES and suffix in wanted:
+        if member.size <= _LABEL_BYTES and f".{suffix}".endswith(tuple(f".{one}" for one in wanted)):
             sample.texts[suffix] = data.read_at(member.offset_data, member.size)
     if sample is not None:
         yield sample
@@ -226,7 +253,9 @@ def _checked(member: TarInfo, title: str) -> TarInfo:
     is_plain = member.type == tarfile.REGTYPE and member.sparse is None  # the usual case
     if not (is_plain or member.isdir() or (member.isreg() and not member.issparse())) or member.size < 0:
         what = next((name for kinds, name in _REFUSED.items() if member.type in kinds), "not a plain file")
-        raise DataError(f"{title}: '{printable(member.name)}' is {what}; only plain files are supported")
+        raise DataError(
+            f"{title}: '{printable(member.name[:200])}' is {what}; only plain files are supported"
+        )
     if not is_plain and member.isdir():
         member.size = 0
     name = member.name

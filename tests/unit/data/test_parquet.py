@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 from pathlib import Path
 
 import fsspec
@@ -41,6 +42,7 @@ def test_the_size_of_row_groups_does_not_change_the_samples(tmp_path, rows):
     "column",
     [
         pa.array(IMAGES, pa.large_binary()),
+        pa.array(IMAGES, pa.binary_view()),
         pa.array([{"bytes": image, "path": None} for image in IMAGES]),
         pa.array([{"path": "x", "bytes": image} for image in IMAGES]),
     ],
@@ -56,12 +58,40 @@ def test_every_kind_of_image_column_gives_the_same_samples(tmp_path, column):
         pa.array(LABELS, pa.int32()),
         pa.array(list(map(str, LABELS))),
         pa.array(list(map(str, LABELS)), pa.large_string()),
+        pa.array(list(map(str, LABELS)), pa.string_view()),
         pa.array(list(map(str, LABELS))).dictionary_encode(),
         pa.array([f"person {n}" for n in LABELS]).dictionary_encode(),
     ],
 )
 def test_every_kind_of_label_column_gives_the_same_samples(tmp_path, column):
     assert read(write(tmp_path / "a.parquet", label=column)) == EXPECTED
+
+
+def test_images_of_a_fixed_size_are_read(tmp_path):
+    images = [b"%03d" % n for n in range(10)]
+    path = write(tmp_path / "a.parquet", image=pa.array(images, pa.binary(3)))
+    assert read(path) == list(zip(images, LABELS, strict=True))
+
+
+def write_class_label(path: Path, names: list[str]) -> Path:
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    table = pa.table({"image": IMAGES, "label": LABELS})
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(table.replace_schema_metadata(about), path)
+    return path
+
+
+def test_a_class_label_feature_names_the_integers(tmp_path):
+    path = write_class_label(tmp_path / "a.parquet", ["z", "y", "x", "007", "unused"])
+    source = ParquetSource(path)
+    assert (source.labels().tolist(), source.class_names) == (LABELS, ["z", "y", "x", "007", "unused"])
+    (tmp_path / "map.json").write_text('{"z": 7, "y": 8, "x": 9, "007": 10}')
+    assert read(path, label_map=str(tmp_path / "map.json")) == [(i, n + 7) for i, n in EXPECTED]
+    with pytest.raises(DataError, match=r"a\.parquet.* label 3"):
+        ParquetSource(write_class_label(tmp_path / "a.parquet", ["z", "y", "x"]))
+    write_class_label(tmp_path / "b.parquet", ["z", "x", "y"])
+    with pytest.raises(DataError, match=r"b\.parquet.*names"):
+        ParquetSource(tmp_path)
 
 
 def test_columns_and_a_label_map_are_chosen(tmp_path):
@@ -148,7 +178,7 @@ def test_missing_or_unsupported_columns_are_refused(tmp_path, columns, options, 
         ([0] * 6 + [None] * 4, r"row 6: the label 'label' is missing \(in 4 rows\)"),
         ([0] * 9 + [-1], r"row 9: .* 0 or more, got '-1'"),
         (["1"] * 9 + [""], "row 9: the label is missing"),
-        (["1"] * 9 + ["x"], "row 9: .* integer of 0 or more, got 'x'"),
+        (["1"] * 9 + ["-1"], "row 9: .* integer of 0 or more, got '-1'"),
         (pa.array([1] * 9 + [2**63], pa.uint64()), "row 9: .* integer"),
     ],
 )

@@ -63,6 +63,20 @@ def test_a_dataset_is_converted_to_and_from_a_remote_store(dataset):
 
 
 @pytest.mark.parametrize("name", ["a.rec", "a.parquet", "a.tar", "lines"])
+def test_class_names_are_kept_where_there_is_room_and_otherwise_it_is_said(tmp_path, name):
+    odd = b"\xff".decode("utf-8", "surrogateescape")
+    for folder in ("b", "Zoe\u0301", "007", odd):
+        (tmp_path / "set" / folder).mkdir(parents=True)
+        (tmp_path / "set" / folder / "1.png").write_bytes(b"\x89PNG")
+    source = open_source(tmp_path / "set")
+    done = convert(str(tmp_path / "set"), str(tmp_path / name))
+    other = open_source(tmp_path / name)
+    assert other.labels().tolist() == source.labels().tolist() == [0, 1, 2, 3]
+    assert getattr(other, "class_names", None) == (source.class_names if name[-1] in "tr" else None)
+    assert ("names of the 4 classes" in describe(done, name)) == (name[-1] not in "tr")
+
+
+@pytest.mark.parametrize("name", ["a.rec", "a.parquet", "a.tar", "lines"])
 def test_a_broken_sample_stops_the_conversion_or_is_skipped(dataset, tmp_path, name):
     (dataset / "images/1_2.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"1_2\.png \(label\.txt:7\): the image is empty"):
