@@ -1,15 +1,14 @@
 """A rollback journal of pages, as in SQLite ("Atomic Commit In SQLite", section 3).
 
 Pages change in place. Before the first change of a page after a checkpoint, its old bytes are appended to the
-journal of that checkpoint. All numbers are little-endian:
+journal of that checkpoint. Little-endian:
 
-    24 bytes     uint64: magic, end of the last complete block, checksum
-    4 per page   uint32: CRC-32 of each page at the checkpoint; 0: never written
-    blocks       one per step: number of pages (int64), their numbers (int64), their bytes
+    uint64 [3]      magic, end of the last complete block, checksum
+    uint32 [pages]  CRC-32 of each page at the checkpoint; 0: never written
+    blocks          one per step: number of pages (int64), their numbers (int64), their bytes
 
-The checksum starts with the id of the files and the mark of the checkpoint, and continues over the table and
-the numbers of all blocks; the table has the checksums of the bytes. After the end may follow a block of a
-process that was killed before it changed these pages.
+The checksum is of the files' id, the mark of the checkpoint, the table, and the numbers in all blocks. After
+the end may follow a block of a process that was killed before it changed these pages.
 
 The page cache of the system keeps what a killed process wrote, so nothing is flushed here.
 """
@@ -18,8 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +32,7 @@ _MARK = re.compile(r"\d{12,}-[\w.-]*", re.ASCII)
 NEW = "new"  # name of a file that is about to replace another one
 START = "000000000000-"
 """Mark of the state before the first checkpoint."""
+Undo = Callable[[np.ndarray, np.ndarray], None]
 
 
 def mark_of(step: int, run_id: str) -> str:
@@ -58,27 +57,11 @@ def replace_file(path: Path, *parts: np.ndarray) -> int:
     new, position = path.with_name(NEW), 0
     new.unlink(missing_ok=True)  # of a killed run
     file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        for part in parts:
-            move_bytes(os.pwritev, file, part, position)
-            position += part.nbytes
-        new.replace(path)
-    except OSError:
-        os.close(file)
-        raise
+    for part in parts:
+        move_bytes(os.pwritev, file, part, position)
+        position += part.nbytes
+    new.replace(path)
     return file
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The state of the pages at a checkpoint.
-
-    checksums: uint32 [pages]; 0: never written. blocks: the numbers of the pages that were changed after it,
-    and the position of their old bytes in the journal.
-    """
-
-    checksums: np.ndarray
-    blocks: list[tuple[np.ndarray, int]]
 
 
 class Journal:
@@ -91,7 +74,6 @@ class Journal:
         self._folder, self._page_bytes, self._pages = folder, page_bytes, pages
         self.key = ""
         self._file, self._mark = -1, ""
-        self._end, self._checksum = 0, 0
         self._has = np.zeros(pages, dtype=bool)
 
     @property
@@ -108,10 +90,10 @@ class Journal:
         """Start an empty journal, unless it is the current one; checksums: of the pages. Raises OSError."""
         if self._file >= 0 and self._mark == mark:
             return
-        end, checksum = 24 + checksums.nbytes, crc32(checksums.data, self._seed(mark))
-        file = replace_file(self._path(mark), _head(end, checksum), checksums)
+        head = np.array([_MAGIC, 24 + checksums.nbytes, self._seed(mark, checksums)], np.uint64)
+        file = replace_file(self._path(mark), head, checksums)
         self.close()
-        self._file, self._mark, self._end, self._checksum = file, mark, end, checksum
+        self._file, self._mark, self._head = file, mark, head
         self._has[:] = False
 
     def lacks(self, number: np.ndarray) -> np.ndarray:
@@ -124,20 +106,21 @@ class Journal:
         """Append a block: numbers int64 [n] and bytes [n, page_bytes] of old pages. Raises OSError."""
         if not len(numbers):
             return
-        head = np.array([len(numbers), *numbers])
-        for part in (head, data):
-            move_bytes(os.pwritev, self._file, part, self._end)
-            self._end += part.nbytes
-        self._checksum = crc32(head.data, self._checksum)
-        move_bytes(os.pwritev, self._file, _head(self._end, self._checksum), 0)
+        _, end, checksum = self._head.tolist()
+        counted = np.concatenate([[len(numbers)], numbers])
+        move_bytes(os.pwritev, self._file, counted, end)
+        move_bytes(os.pwritev, self._file, data, end + counted.nbytes)
+        self._head[1:] = end + counted.nbytes + data.nbytes, crc32(counted.data, checksum)
+        move_bytes(os.pwritev, self._file, self._head, 0)
 
-    def read(self, mark: str) -> Saved:
-        """Check the journal of a checkpoint, but for the bytes of pages, and return its content.
+    def read(self, mark: str, undo: Undo = lambda *_: None) -> np.ndarray:
+        """Read and check the journal of a checkpoint; return the checksums of all pages at it.
 
-        Raises OSError; CheckpointError if it is incomplete, damaged or from another folder.
+        undo: called with the numbers [n] and old bytes [n, page_bytes] of each block. Raises OSError;
+        CheckpointError if the journal is incomplete, damaged or of other files.
         """
         with open_regular(self._path(mark), self._folder) as file:
-            end, blocks = os.fstat(file.fileno()).st_size, []
+            end = os.fstat(file.fileno()).st_size
 
             def take(dtype: str, count: int) -> np.ndarray:
                 if not 0 <= count * np.dtype(dtype).itemsize <= end - file.tell():
@@ -145,32 +128,23 @@ class Journal:
                 return np.fromfile(file, dtype, count)
 
             magic, last, expected = take("<u8", 3).tolist()
+            checksums = take("<u4", self._pages)
+            checksum = self._seed(mark, checksums)
             if magic != _MAGIC or last > end:
                 raise self._damaged(mark)
-            end, checksums = last, take("<u4", self._pages)
-            checksum = crc32(checksums.data, self._seed(mark))
+            end = last
             while file.tell() < end:
                 count = take("<i8", 1)
                 numbers = take("<i8", int(count[0]))
-                blocks.append((numbers, file.tell()))
-                file.seek(len(numbers) * self._page_bytes, os.SEEK_CUR)
+                data = take("u1", len(numbers) * self._page_bytes).reshape(len(numbers), self._page_bytes)
                 checksum = crc32(numbers.data, crc32(count.data, checksum))
-                if not ((numbers >= 0) & (numbers < self._pages)).all():
+                is_inside = ((numbers >= 0) & (numbers < self._pages)).all()
+                if not is_inside or (checksums_of(data) != checksums[numbers]).any():
                     raise self._damaged(mark)
-            if file.tell() != end or checksum != expected:
+                undo(numbers, data)
+            if checksum != expected:
                 raise self._damaged(mark)
-        return Saved(checksums, blocks)
-
-    def old_pages(self, mark: str, saved: Saved) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield numbers [n] and old bytes [n, page_bytes] of each block. Raises as `read`."""
-        with open_regular(self._path(mark), self._folder) as file:
-            for numbers, position in saved.blocks:
-                file.seek(position)
-                data = np.fromfile(file, np.uint8, len(numbers) * self._page_bytes)
-                data = data.reshape(len(numbers), self._page_bytes)
-                if (checksums_of(data) != saved.checksums[numbers]).any():
-                    raise self._damaged(mark)
-                yield numbers, data
+        return checksums
 
     def delete(self, mark: str) -> None:
         """Delete the journal of a checkpoint."""
@@ -188,15 +162,11 @@ class Journal:
     def _path(self, mark: str) -> Path:
         return self._folder / f"{_PREFIX}{mark}"
 
-    def _seed(self, mark: str) -> int:
-        return crc32(f"{self.key} {mark}".encode())
+    def _seed(self, mark: str, checksums: np.ndarray) -> int:
+        return crc32(checksums.data, crc32(f"{self.key} {mark}".encode()))
 
     def _damaged(self, mark: str) -> CheckpointError:
         return CheckpointError(
             f"{self._path(mark)} is incomplete, damaged or of other class weights; delete {self._folder}, "
             "and resume a copy from `plsc checkpoint copy` or start again"
         )
-
-
-def _head(end: int, checksum: int) -> np.ndarray:
-    return np.array([_MAGIC, end, checksum], np.uint64)

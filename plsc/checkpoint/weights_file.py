@@ -12,8 +12,8 @@ values when it is read, so a new file is only allocated.
 `open` with the mark of a checkpoint undoes all changes after it, so a killed process loses nothing. A power
 cut may lose writes: a file that was in use then is refused.
 
-The checksums are in memory, 4 bytes per page, and each page that is read is compared with its own. Only those
-at a checkpoint are stored: later states are undone, so a kill between a page and its checksum is harmless.
+The checksums are in memory, 4 bytes per page; each page that is read is compared with its own. Only those at
+a checkpoint are stored: later changes are undone, so a kill between a page and its checksum is harmless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.rollback import NEW, START, Journal, Saved, checksums_of, replace_file, step_of
+from plsc.checkpoint.rollback import NEW, START, Journal, Undo, checksums_of, replace_file, step_of
 from plsc.data.native import crc32, move_blocks
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
@@ -159,7 +159,8 @@ class WeightsFile:
                 if mark is None:
                     self._create()
                 else:
-                    self._roll_back(self._open_pages(mark))
+                    self._open_pages(mark)
+                    self._roll_back(mark)
                 self._write_header(_boot_id())
                 self._journal.begin(mark or START, self._checksums)
         finally:
@@ -168,24 +169,20 @@ class WeightsFile:
 
     def verify(self, mark: str) -> None:
         """Read all pages in the state of a checkpoint; no file is changed. Raises as `open`."""
+        is_undone = np.zeros(self._count, bool)
         try:
             with self._reporting():
                 self._lock = FolderLock(self.folder)
-                is_undone = np.zeros(self._count, bool)
-                for newer, saved in self._open_pages(mark).items():
-                    for numbers, _ in self._journal.old_pages(newer, saved):
-                        is_undone[numbers] = True
-            left = torch.from_numpy(np.flatnonzero((self._checksums != 0) & ~is_undone))
-            for some in left.split(2**10):
-                self._load(some)
+                self._open_pages(mark)
+                self._undo(mark, lambda numbers, _: np.put(is_undone, numbers, True))
+                kept = np.flatnonzero((self._checksums != 0) & ~is_undone)
+                for some in torch.from_numpy(kept).split(2**10):
+                    self._load(some)
         finally:
             self._release()
 
     def close(self) -> None:
-        """Wait for writes and flush the files, which can then be used after a power cut.
-
-        Raises TrainingError; the files are closed in any case.
-        """
+        """Wait for writes and flush the files, which can then be used after a power cut."""
         if self._pages < 0:
             return
         with contextlib.suppress(TrainingError):  # was raised, or is of changes after the last checkpoint
@@ -224,26 +221,30 @@ class WeightsFile:
             if older < mark:
                 self._journal.delete(older)
 
-    def _open_pages(self, mark: str) -> dict[str, Saved]:
-        """Open the pages and load their checksums at a checkpoint; return its journal and later ones."""
+    def _open_pages(self, mark: str) -> None:
         self._check_header(mark)
         with open_regular(self.folder / "pages", self.folder, buffering=0, mode="r+b") as file:
             self._pages = os.dup(file.fileno())
-            if os.fstat(self._pages).st_size != self.nbytes:
-                raise _damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
-        journals = {newer: self._journal.read(newer) for newer in self._journal.marks() if newer >= mark}
-        self._checksums = journals[mark].checksums.copy()
-        return journals
+        if os.fstat(self._pages).st_size != self.nbytes:
+            raise _damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
 
-    def _roll_back(self, journals: dict[str, Saved]) -> None:
-        """Undo all changes, the newest journal first. A kill meanwhile does no harm."""
-        (_, first), *later = journals.items()
-        for mark, saved in reversed(journals.items()):
-            for numbers, data in self._journal.old_pages(mark, saved):
-                self._transfer(True, _Pages(torch.from_numpy(numbers), torch.from_numpy(data)))
-        self._checksums = first.checksums
-        for mark, _ in reversed(later):
-            self._journal.delete(mark)
+    def _undo(self, mark: str, undo: Undo) -> list[str]:
+        """Call `undo` with all pages changed after a checkpoint, the newest first; return the later marks."""
+        marks = [newer for newer in reversed(self._journal.marks()) if newer >= mark]
+        checksums = [self._journal.read(newer) for newer in marks]  # before a change
+        for newer in marks:
+            self._journal.read(newer, undo)
+        self._checksums = checksums[-1]
+        return marks[:-1]
+
+    def _roll_back(self, mark: str) -> None:
+        """Undo the changes after a checkpoint. A kill meanwhile does no harm."""
+
+        def undo(numbers: np.ndarray, data: np.ndarray) -> None:
+            self._transfer(True, _Pages(torch.from_numpy(numbers), torch.from_numpy(data)))
+
+        for newer in self._undo(mark, undo):
+            self._journal.delete(newer)
 
     # A step.
 
@@ -473,13 +474,10 @@ def _read_header(folder: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError):
         header = None
-    if isinstance(header, dict) and "columns" in header and header.get("format", 1) != _FORMAT:
-        raise CheckpointError(
-            f"{folder} has class weights of format {header.get('format', 1)!r:.20}, but this plsc reads only "
-            f"{_FORMAT}; delete the folder and train again, or use the plsc that wrote it"
-        )
-    if not isinstance(header, dict) or header.pop("crc32", None) != _checksum(header):
-        raise _damaged(folder, "header.json", "is not the header of class weights, or is damaged")
+    is_intact = isinstance(header, dict) and header.pop("crc32", None) == _checksum(header)
+    if not is_intact or header.get("format") != _FORMAT:
+        text = f"is not the header of class weights in format {_FORMAT} (the only one read), or is damaged"
+        raise _damaged(folder, "header.json", text)
     return header
 
 

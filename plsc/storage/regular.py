@@ -27,8 +27,7 @@ def open_regular(
 ) -> Any:
     """Open a regular file to be read in binary; OSError, with the reason in `strerror`, if it is refused.
 
-    folder: the folder of the file; None if the user named the file. size: the bytes that it must have. mode:
-    ``r+b`` to write, too.
+    folder: its folder; None if the user named the file. size: the bytes that it must have. mode: or ``r+b``.
     """
     try:  # Without O_NONBLOCK, opening a named pipe would block.
         file = open(path, mode, buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115

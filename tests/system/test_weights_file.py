@@ -111,6 +111,7 @@ def test_what_cannot_be_resumed_is_refused(dataset, tmp_path):
     second = entry(
         dataset, tmp_path / "run", **files, set_train_steps=5, set_checkpoint_dir=str(first)
     ).train()
+    assert main(["checkpoint", "verify", str(second.checkpoint)]) == 0
     with pytest.raises(
         CheckpointError, match=r"of step 5, not of this checkpoint of step 3; resume the newest"
     ):
@@ -118,6 +119,26 @@ def test_what_cannot_be_resumed_is_refused(dataset, tmp_path):
     entry(
         dataset, tmp_path / "run", **files, set_train_steps=7, set_checkpoint_dir=str(second.checkpoint)
     ).train()
+
+
+def test_verify_and_copy_find_a_flipped_bit(dataset, tmp_path, messages):
+    files = {**CODED, "set_weights_file": str(tmp_path / "files")}
+    first = entry(dataset, tmp_path / "run", **files, set_train_steps=3).train().checkpoint
+    assert main(["checkpoint", "verify", str(first)]) == 0
+    path = tmp_path / "files" / "rank0" / "pages"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for words in (
+        ["verify", first],
+        ["copy", first, tmp_path / "whole", "--weights_file", tmp_path / "files"],
+    ):
+        assert main(["checkpoint", *map(str, words)]) == 1
+        assert "page 4 " in messages[-1]
+    assert not (tmp_path / "whole").exists()
+    shutil.rmtree(tmp_path / "files")
+    assert main(["checkpoint", "verify", str(first)]) == 1
+    assert "no class weights" in messages[-1]
 
 
 def test_settings_that_do_not_fit_a_file_are_refused(dataset, tmp_path):

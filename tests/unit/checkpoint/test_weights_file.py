@@ -237,7 +237,7 @@ def spoil_large_header(head):
 
 def spoil_format(head):
     change_header(head, format=1)
-    return mark_of(2, "run"), CheckpointError, "format 1"
+    return mark_of(2, "run"), CheckpointError, "format 2"
 
 
 def spoil_ranks(head):
