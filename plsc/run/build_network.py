@@ -131,7 +131,9 @@ def build_network(
     if custom is not None or ":" in options.model.name:
         check_model(model, options.model.image_shape, options.model.emb_size)
     copy_expanded_buffers(model)
-    model = model.to(place or world.device, getattr(torch, options.runtime.dtype))
+    device, dtype = place or world.device, getattr(torch, options.runtime.dtype)
+    # Module.to() would also convert complex tensors, and drop their imaginary part.
+    model._apply(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
     set_memory_format(model, options, world.device)
     return model
 

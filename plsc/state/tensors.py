@@ -141,22 +141,19 @@ def make_state(
         }
         values = decode(numbers.get(name, {}), lambda state, _, own=own: own.pop(state))
         values = check.mapping(values, f"the optimizer's numbers of {name}")
-        for state in wanted.keys() & {*values, *infos}:
-            described = infos.get(state, values.get(state))
-            _check_state(Role(OPTIMIZER, state, name).key, wanted[state], described)
+        for state, value in [*values.items(), *own.items()]:
+            if state in wanted:
+                _check_state(Role(OPTIMIZER, state, name).key, wanted[state], value)
         optimizer.state[parameter].update({**values, **own})
         _check_complete(name, {*values, *own}, wanted)
 
 
 def _check_state(key: str, wanted: StateInfo | None, state: Any) -> None:
-    """Raise CheckpointError for state of the wrong shape or type: the optimizer does not check it.
-
-    state: the TensorInfo of a tensor, or any other value.
-    """
-    info = state if isinstance(state, TensorInfo) else None
-    saved = False if info is None else (tuple(info.shape), _DTYPES.get(info.dtype))
-    if saved != wanted and not (wanted is None and is_finite_number(state)):
-        described = f"{str(state)[:80]}, not a tensor" if info is None else f"{info.dtype} {list(info.shape)}"
+    """Raise CheckpointError for state of the wrong shape or type: the optimizer does not check it."""
+    is_tensor = isinstance(state, Tensor)
+    saved = (tuple(state.shape), state.dtype) if is_tensor else not is_finite_number(state) or None
+    if saved != wanted:
+        described = f"{state.dtype} {list(state.shape)}" if is_tensor else "not a tensor"
         expected = "a number"
         if wanted is not None:
             expected = f"{str(wanted[1]).removeprefix('torch.')} {list(wanted[0])}"

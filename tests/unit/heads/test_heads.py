@@ -5,6 +5,7 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -546,3 +547,14 @@ def test_wrong_margins_per_class_are_refused_with_class_count_margin_and_range()
     margin.set_class_margins(torch.tensor([0.1, math.pi / 2]))
     with pytest.raises(OptionError, match="2 margins for 3 classes; pass one margin per class"):
         build_head("arcface", 3, 4, margin=margin)
+
+
+@pytest.mark.parametrize("loss_type", ["arcface", "dist_arcface"])
+def test_labels_may_be_an_array_or_a_list(loss_type):
+    head, embeddings = filled(build_head(loss_type, 5, 4)), torch.arange(8.0).view(2, 4)
+    wanted = head(embeddings, torch.tensor([1, 4])).loss
+    for labels in ([1, 4], np.array([1, 4], np.int32), np.array([1, 4], np.uint8)):
+        assert head(embeddings, labels).loss.equal(wanted)
+    for labels in (["a", "b"], [1.0, 4.0]):
+        with pytest.raises(DataError, match="labels"):
+            head(embeddings, labels)

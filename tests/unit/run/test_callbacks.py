@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from plsc import Callback, EarlyStopping
 from plsc.checkpoint.remote import verify
-from plsc.errors import DataError, OptionError
+from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.run.callbacks import EVENTS
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different
@@ -115,6 +117,52 @@ def test_early_stopping_ends_after_patience_epochs_and_its_state_is_resumed(data
 
     assert run(2, False).epochs == 2  # one epoch without improvement
     assert run(9, True).epochs == 4
+
+
+class Keeping(Callback):
+    """Keeps a state of any kind."""
+
+    def __init__(self, state, late=None):
+        self.given, self.late, self.loaded, self.steps = state, late, None, 0
+
+    def after_step(self, context):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"given": self.given, "late": self.late if self.steps else None}
+
+    def load_state_dict(self, state):
+        self.loaded = state["given"]
+
+
+def test_any_plain_state_of_a_callback_comes_back(dataset, tmp_path):
+    state = {
+        "best": math.inf, "numpy": np.float32(0.5), 3: {(1, 2)}, "last": (np.arange(3), [torch.ones(2)]),
+        "text": "\x1b[0m",
+    }  # fmt: skip
+    ins = entry(dataset, tmp_path / "run", set_train_epochs=1)
+    ins.add_callback(Keeping(state))
+    ins.train()
+    resumed = Keeping({"last": [torch.zeros(3)]})  # of another shape
+    ins = entry(dataset, tmp_path / "run", set_train_epochs=2)
+    ins.add_callback(resumed)
+    ins.set_checkpoint_dir("last")
+    ins.train()
+    assert repr(resumed.loaded) == repr(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "late"), [(object(), None), (None, {"a": [len]}), (torch.ones(1).cfloat(), None)]
+)
+def test_a_state_that_cannot_be_saved_is_refused_before_or_after_the_first_step(
+    state, late, dataset, tmp_path
+):
+    callback = Keeping(state, late)
+    ins = entry(dataset, tmp_path / "run")
+    ins.add_callback(callback)
+    with pytest.raises(CheckpointError, match=r"callback Keeping|callbacks\.Keeping"):
+        ins.train()
+    assert callback.steps == (late is not None)
 
 
 def test_an_exception_in_a_callback_ends_the_run_and_other_callbacks_are_told(dataset, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import sys
 
 import numpy as np
@@ -128,6 +129,27 @@ def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(datas
     assert len(board.Images("batch")) == 3
     options = board.PluginTagToContent("hparams")
     assert b"train.batch_size" in b"".join(options.values())
+
+
+@pytest.mark.parametrize("logger", ["jsonl", "csv", "tensorboard", "mlflow"])
+def test_a_folder_that_is_not_utf_8_works_and_so_does_any_name(logger, dataset, tmp_path, monkeypatch):
+    if logger in ("tensorboard", "mlflow"):
+        pytest.importorskip(logger, reason=f"{logger} is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    ins = entry(dataset, folder, set_train_epochs=1, set_with_test=True, set_callbacks="images")
+    ins.set_loggers(logger)
+    names = ("loss (ema)", "loss _ema_", "../a//b/", "", "n" * 400, "\udcff", 7)
+    ins.add_callback(lambda context: [context.log(name, 1.0) for name in names], "after_step")
+    assert ins.train().epochs == 1
+    if logger == "mlflow":
+        import mlflow
+
+        (run,) = mlflow.MlflowClient().search_runs(["0"])
+        assert {"loss _ema_", "loss _ema__", "_../a/_/b/_", "_", "7"} <= run.data.metrics.keys()
+    if logger == "tensorboard":
+        assert list(folder.glob("events.*"))
 
 
 def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, monkeypatch):

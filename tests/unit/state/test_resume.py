@@ -325,6 +325,8 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
         assert "\n" not in str(caught.value)
 
     refused("classes 6, but this run has 9", head__class_num=9)
+    refused(r"head\.row_dtype: bfloat16 here", head__row_dtype="bfloat16")
+    refused(r"head\.optimizer: adamw here", head__optimizer="adamw")
     refused("loss type dist_arcface, but this run has dist_cosface", head__loss_type="dist_cosface")
     refused("optimizer Adam, but this run", lambda m: m["scalars"].update(optimizer="Adam"))
     refused("without scale.weight, but this run has scale.weight of shape", network=Scaled)
@@ -340,9 +342,56 @@ def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
         states = {"backbone.fc.bias": {"momentum_buffer": value}}
         return lambda m: m["scalars"].update(optimizer_numbers=states)
 
-    refused("is a number, but this optimizer expects float32", numbers(10**9))
-    refused("not numbers", numbers(10**400))
+    refused("not a tensor, but this optimizer expects float32", numbers(10**9))
+    refused("not a tensor", numbers(10**400))
+    refused("not a tensor", numbers({"$list": [1]}))
+    refused("damaged", numbers({"$tensor": ["other", True]}))
     refused("an option in the checkpoint is", lambda m: m["options"]["optim"].update(lr="x"))
+
+
+class Counting(torch.nn.Linear):
+    """Counts its steps in its extra state, and uses the count."""
+
+    def __init__(self, make=torch.tensor):
+        super().__init__(6 * 4 * 4, 8)
+        self.make, self.steps = make, 0
+
+    def forward(self, input):
+        self.steps += self.training
+        return super().forward(input) * (1 + self.steps % 3)
+
+    def get_extra_state(self):
+        return self.make([self.steps])
+
+    def set_extra_state(self, state):
+        self.steps = int(state[0])
+
+
+class Extra(Drawing):
+    def __init__(self, make=torch.tensor):
+        super().__init__()
+        self.fc = Counting(make)
+
+
+def test_the_extra_state_of_a_network_is_resumed(dataset, tmp_path):
+    settings = {"train__batch_size": 4, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1}
+    train(options_of(dataset, tmp_path / "whole", **settings), WORLD, Extra)
+    before = str(saved_at(tmp_path / "whole", 3))
+    train(options_of(dataset, tmp_path / "resumed", checkpoint__load_dir=before, **settings), WORLD, Extra)
+    assert different(tmp_path / "resumed/1", tmp_path / "whole/1") == []
+
+
+class Complex(Drawing):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(("network", "noun"), [(lambda: Extra(dict.fromkeys), "extra"), (Complex, "phase")])
+def test_a_network_that_cannot_be_saved_is_refused_before_the_first_step(network, noun, dataset, tmp_path):
+    with pytest.raises(CheckpointError, match=noun):
+        train(options_of(dataset, tmp_path / "run", train__batch_size=4), WORLD, network)
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
 def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):

@@ -9,6 +9,7 @@ from plsc.checkpoint.manifest import role_of_key
 from plsc.config.text import render_options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
+from plsc.run.callbacks import Callback
 from plsc.run.run import build_run
 from plsc.run.user_parts import UserParts
 from plsc.state import start as directories
@@ -38,6 +39,74 @@ class Adapting(torch.optim.SGD):
             group["lr"] *= group["d"]
             group["d"] *= 0.9
         return super().step(closure)
+
+
+class OfOthers(torch.optim.Optimizer):
+    """SGD that keeps state wherever people keep it, and uses all of it."""
+
+    def __init__(self, groups, lr=0.05):
+        super().__init__(groups, {"lr": lr, "rule": len})
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        seen = self.state["seen"]
+        seen["steps"] = (*seen.get("steps", ()), self.calls)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("mean", torch.zeros(())).mul_(0.5).add_(group["step"])
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                square = torch.eye(parameter.shape[0])
+                blocks = state.setdefault(
+                    "blocks", {"left": [square, None], 2: (square.clone(), float("inf"))}
+                )
+                matrix = parameter.grad.flatten(1) if parameter.ndim > 1 else parameter.grad[:, None]
+                blocks["left"][0].lerp_(matrix @ matrix.T, 0.1)
+                factor = group["lr"] * float(group["mean"]) / (len(seen["steps"]) + self.calls)
+                change = torch.linalg.solve(blocks["left"][0] + blocks[2][0], matrix)
+                parameter.data.sub_(change.view_as(parameter), alpha=factor)
+
+
+class OwnStateDict(torch.optim.AdamW):
+    """Hides what it needs in an object that only its own methods know."""
+
+    def __init__(self, groups):
+        super().__init__(groups, lr=0.01)
+        self.noise = torch.Generator().manual_seed(3)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(torch.rand((), generator=self.noise))
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "noise": self.noise.get_state()}
+
+    def load_state_dict(self, state):
+        self.noise.set_state(state.pop("noise"))
+        super().load_state_dict(state)
+
+
+class ForgetsInner(OwnStateDict):
+    def __init__(self, groups):
+        super().__init__(groups)
+        self.inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1, momentum=0.9)
+
+    def step(self, closure=None):
+        (parameter,) = self.inner.param_groups[0]["params"]
+        parameter.grad = torch.ones(1)
+        self.inner.step()
+        return super().step(closure)
+
+
+def timms(name, **arguments):
+    def make(groups):
+        optimizers = pytest.importorskip("timm.optim", reason="timm is not installed")
+        return optimizers.create_optimizer_v2(groups, name, lr=0.02, weight_decay=0.01, **arguments)
+
+    return make
 
 
 def falling(step, total_steps):
@@ -74,6 +143,105 @@ KINDS = {
         None,
     ),
 }  # fmt: skip
+
+
+FOREIGN = {
+    "places": OfOthers,
+    "state dict": OwnStateDict,
+    "lamb": timms("lamb"),
+    "kron": timms("kron"),
+    "lookahead": timms("lookahead_radam"),
+    "lbfgs": torch.optim.LBFGS,
+    "adahessian": timms("adahessian"),
+    "inner": ForgetsInner,
+}
+
+
+def start_foreign(dataset, folder, make, **more):
+    every = {"train__batch_size": 4, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1}
+    options = options_of(dataset, folder, **every, **more)
+    options.set("optim.optimizer", "mine:make")
+    return train(options, WORLD, user=UserParts(optimizer=make))
+
+
+@pytest.mark.parametrize("kind", ["places", "state dict", "lamb", "kron", "lookahead"])
+def test_a_run_with_an_optimizer_of_other_people_resumes_to_the_same_bits(kind, dataset, tmp_path):
+    start_foreign(dataset, tmp_path / "whole", FOREIGN[kind])
+    before = str(saved_at(tmp_path / "whole", 3))
+    start_foreign(dataset, tmp_path / "resumed", FOREIGN[kind], checkpoint__load_dir=before)
+    assert different(tmp_path / "resumed/1", tmp_path / "whole/1") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "noun"),
+    [
+        ("lbfgs", OptionError, "closure"),
+        ("adahessian", OptionError, "closure"),
+        ("inner", CheckpointError, "inner optimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_or_be_saved_is_refused_at_the_start(
+    kind, error, noun, dataset, tmp_path
+):
+    with pytest.raises(error, match=noun):
+        start_foreign(dataset, tmp_path / "run", FOREIGN[kind])
+    assert not (tmp_path / "run/0-step3").exists()
+
+
+def test_a_schedule_that_counts_its_calls_is_refused(dataset, tmp_path):
+    rates = iter([1.0, 0.5, 0.25])
+    options = options_of(dataset, tmp_path / "run", optim__schedule="mine:rate")
+    with pytest.raises(OptionError, match="depend only on the step"):
+        train(options, WORLD, user=UserParts(schedule=lambda step: next(rates)))
+
+
+class Thawing(Callback):
+    """Trains what was frozen from the second epoch on, and replaces a parameter."""
+
+    def __init__(self, replaced=False):
+        self.replaced = replaced
+
+    def epoch_start(self, context):
+        if context.epoch and self.replaced:
+            context.network.fc.weight = torch.nn.Parameter(torch.zeros_like(context.network.fc.weight))
+            self.replaced = False
+        if context.epoch:
+            context.network.conv.requires_grad_(True)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_parameters_that_a_callback_trains_join_their_group_and_resume(replaced, dataset, tmp_path, capsys):
+    settings = {
+        "train__epochs": 3, "train__batch_size": 4, "optim__optimizer": "adamw", "optim__freeze": ("conv",),
+        "optim__groups": ({"pattern": "fc", "lr_factor": 0.3},), "checkpoint__every_n_steps": 6,
+        "checkpoint__keep_last": -1,
+    }  # fmt: skip
+
+    def start(name, callback, **more):
+        options = options_of(dataset, tmp_path / name, **{} if more else settings, **more)
+        train(options, WORLD, user=UserParts(callbacks=(callback,)))
+
+    start("whole", Thawing(replaced))
+    assert "trained from now on: conv.weight" in capsys.readouterr().out
+    first, last = (load_weights(tmp_path / "whole" / name) for name in "02")
+    assert not last["conv.weight"].equal(first["conv.weight"])
+    assert not last["fc.weight"].equal(first["fc.weight"])
+    assert last["fc.weight"].any()
+    if not replaced:
+        start(
+            "resumed", Thawing(), train__epochs=3, checkpoint__load_dir=str(saved_at(tmp_path / "whole", 12))
+        )
+        assert different(tmp_path / "resumed/2", tmp_path / "whole/2") == []
+
+
+class Detached(Drawing):
+    def build_network(self, input, label, is_train=True):
+        return super().build_network(input, label, is_train).detach()
+
+
+def test_a_network_without_gradients_is_reported_once(dataset, tmp_path, capsys):
+    train(options_of(dataset, tmp_path / "run", train__batch_size=4), WORLD, Detached)
+    assert capsys.readouterr().err.count("6 of 6 trainable parameters have no gradient") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

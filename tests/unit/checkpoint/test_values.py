@@ -1,0 +1,56 @@
+"""Python values as JSON and tensors: they come back exactly, or are refused."""
+
+import json
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.checkpoint.values import decode, encode
+from plsc.errors import CheckpointError
+
+VALUES = {
+    "text": "a\x1b\r\n \udc80 \u00e9",
+    "numbers": [0, -0.0, 10**30, True, None, math.inf, -math.inf],
+    3: {(1, "b"): {2, 3}, None: frozenset({4})},
+    "$list": OrderedDict(z=1, a=(torch.float16, torch.Size([2]))),
+}
+ARRAYS = [np.float32(2.5), np.float64(math.nan), np.arange(6).reshape(2, 3), np.zeros((0, 2)), np.str_("x")]
+TENSORS = {"a": {"b": [torch.arange(3), torch.ones((), dtype=torch.bfloat16)]}, "a.b": torch.zeros(0, 2)}
+
+
+def there_and_back(value):
+    tensors = {}
+    text = json.dumps(encode(value, "me", tensors), allow_nan=False, sort_keys=True)
+    return decode(json.loads(text), lambda name, _: tensors[name]), tensors
+
+
+def test_values_come_back_with_their_types_and_order():
+    again, _ = there_and_back(VALUES)
+    assert repr(again) == repr(VALUES)
+    assert again["numbers"][0] is not False
+
+
+def test_arrays_and_tensors_come_back():
+    for value, again in zip(ARRAYS, there_and_back(ARRAYS)[0], strict=True):
+        assert type(again) is type(value)
+        assert (again.dtype, again.tobytes()) == (value.dtype, value.tobytes())
+    again, tensors = there_and_back(TENSORS)
+    assert list(tensors) == ["a.b.0", "a.b.1", "a.b"]
+    assert again["a"]["b"][0] is TENSORS["a"]["b"][0]
+
+
+@pytest.mark.parametrize("value", [object(), len, torch.ones(2).to_sparse(), np.array([None]), math])
+def test_other_types_are_refused_by_name(value):
+    with pytest.raises(CheckpointError, match=rf"me: a\.0 is of type {type(value).__name__}"):
+        encode({"a": [value]}, "me", {})
+
+
+@pytest.mark.parametrize(
+    "of", [{"$dict": 3}, {"$tensor": ["no", True]}, {"$array": ["O", [], 1]}, {"$set": [[]]}]
+)
+def test_damaged_values_are_refused(of):
+    with pytest.raises(CheckpointError, match="damaged"):
+        decode(of, {}.__getitem__)
