@@ -76,11 +76,12 @@ def encode(
 
 
 def decode(
-    value: Any, take: Callable[[str, bool], Tensor], known: Callable[[str, Any], Any] | None = None
+    value: Any, tensors: dict[str, Any], device: Any = None, known: Callable[..., Any] | None = None
 ) -> Any:
     """Return the value that was encoded. Raises CheckpointError for JSON that `encode` does not return.
 
-    take: returns a tensor by its name, and whether it was on the CPU. known: returns an object by its JSON.
+    tensors: by name; those of the value are removed. device: for those that were not on the CPU. known:
+    returns an object by its JSON.
     """
 
     def inner(value: Any) -> Any:
@@ -88,9 +89,10 @@ def decode(
             return [inner(item) for item in value]
         if not isinstance(value, dict):
             return value
-        ((kind, of),) = value.items() if len(value) == 1 else (("", None),)
+        kind, of = next(iter(value.items())) if len(value) == 1 else ("", [])
         if kind == "$tensor":
-            return take(*of)
+            tensor = tensors.pop(of[0])
+            return tensor if of[1] or device is None else tensor.to(device)
         if kind == "$array":
             array = np.frombuffer(inner(of[2]).numpy().tobytes(), np.dtype(of[0]))
             return array[0] if of[1] is None else array.reshape(of[1]).copy()

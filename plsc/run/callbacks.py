@@ -346,7 +346,7 @@ class Callbacks:
         for name, callback in self._named():
             own: dict[str, Any] = {role.name: tensor for role, tensor in tensors.items() if role.of == name}
             if name in values or own:
-                state = decode(values.get(name, {}), lambda key, _, own=own: own.pop(key))
+                state = decode(values.get(name, {}), own)
                 callback.load_state_dict({**state, **own} if own else state)  # older states do not list them
 
     def _named(self) -> Iterator[tuple[str, Callback]]:

@@ -76,7 +76,8 @@ def restore_rest(run: Run, scalars: dict[str, Any], tensors: dict[str, Tensor]) 
     states, named = states_of(run.network, run.heads, optimizer), named_parameters(run.network, run.heads)
     groups, attributes, own = decode(
         [scalars.get(GROUPS, []), scalars.get(ATTRIBUTES, {}), scalars.get(OWN, {})],
-        lambda name, on_cpu: tensors[name] if on_cpu else tensors[name].to(run.world.device),
+        dict(tensors),
+        run.world.device,
         lambda name, key: states[key][1][name] if name else named[key],
     )
     if len(groups) not in (0, len(optimizer.param_groups)):

@@ -139,7 +139,7 @@ def make_state(
             state: _empty_state(info.role.key, state, info, parameter, optimizer)
             for state, info in infos.items()
         }
-        values = decode(numbers.get(name, {}), lambda state, _, own=own: own.pop(state))
+        values = decode(numbers.get(name, {}), own)
         values = check.mapping(values, f"the optimizer's numbers of {name}")
         for state, value in [*values.items(), *own.items()]:
             if state in wanted:

@@ -133,13 +133,13 @@ class Step:
         for name in new:
             siblings, own = next(((n, own) for n, own in assigned if name in n), ([], {}))
             ids = {id(named[sibling]) for sibling in siblings}
-            group = next((g for g in groups if any(id(p) in ids for p in g["params"])), None)
-            if group is None:
+            for group in (each for each in groups if any(id(p) in ids for p in each["params"])):
+                group["params"].append(named[name])
+                break
+            else:
                 run.optimizer.add_param_group({**own, "params": [named[name]]})
                 finish_group(groups[-1])
                 run.settings.append(dict(groups[-1]))
-            else:
-                group["params"].append(named[name])
         if new and run.world.size > 1:  # DDP sums only the gradients of the parameters that it was made with
             buffers = BufferCopy([run.network])
             buffers.take()
