@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import faulthandler
 import gc
 import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from plsc.errors import DataError
+from plsc.errors import DataError, OptionError, refusing
+from plsc.inputs import map_tensors
 
 logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
@@ -28,6 +36,7 @@ Result = TypeVar("Result")
 AHEAD_PER_THREAD = 2
 THREAD_NAME = "plsc-data"
 SECONDS_TO_WARNING, SECONDS_TO_ERROR = 60, 1800  # without a result of a worker process
+_SHARED_MEMORY = "/dev/shm"  # where torch passes tensors between processes
 _SECONDS_TO_POLL = 5  # as torch polls for dead workers
 
 
@@ -94,6 +103,7 @@ class WorkerProcesses:
             persistent_workers=num_workers > 0,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
+            multiprocessing_context=_context() if num_workers else None,
             # A separate generator: the global one is used by dropout.
             generator=torch.Generator().manual_seed(0),
         )
@@ -121,10 +131,41 @@ def run_in_process(
             prefetch_factor=4,
             pin_memory=pin_memory,
             worker_init_fn=_start_worker,
-            multiprocessing_context="fork",
+            multiprocessing_context=_context("fork"),
             generator=torch.Generator().manual_seed(0),
         )
     )
+
+
+class _Results(Queue):
+    """A queue that sends an error in place of a result that cannot be sent."""
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+        if get_worker_info() is None or not isinstance(item, tuple):
+            super()._on_queue_feeder_error(error, item)
+            return
+        number, result = item  # as torch's worker puts them
+        failure: Any = ExceptionWrapper((type(error), error, error.__traceback__), "in a data worker process")
+        if isinstance(result, ExceptionWrapper):  # of a type that cannot be pickled
+            result.exc_type, failure = RuntimeError, result
+        if os.strerror(errno.ENOSPC) in str(error):
+            sizes: list[int] = []
+            images = getattr(result, "images", result)
+            map_tensors(lambda one: sizes.append(getattr(one, "nbytes", 0)), images)
+            disk = shutil.disk_usage(_SHARED_MEMORY)
+            failure = DataError(
+                f"{_SHARED_MEMORY} is full: a batch has {sum(sizes) / 1e6:,.1f} MB, and "
+                f"{disk.free / 1e6:,.1f} of {disk.total / 1e6:,.1f} MB are free; enlarge it, as by docker "
+                "run --shm-size=8g, or use fewer workers or set_num_workers(0)"
+            )
+        self.put((number, failure))
+
+
+def _context(method: str | None = None) -> Any:
+    """Return multiprocessing's context of a start method (None: the default), with `_Results` as queues."""
+    context: Any = copy.copy(multiprocessing.get_context(method))
+    context.Queue = partial(_Results, ctx=context)
+    return context
 
 
 class _Requests(Sampler[Any]):
@@ -165,7 +206,9 @@ class _Stream(IterableDataset[Any]):
 
 def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
     try:
-        with _starting_workers():
+        # The start methods spawn and forkserver (the default from Python 3.14) pickle the work.
+        advice = "set_num_workers(0) needs none; else define functions at the top level of a module"
+        with refusing("cannot start data worker processes", advice), _starting_workers():
             results = iter(loader)
         while (result := _next_of(results)) is not _END:
             if isinstance(result, DataError):
@@ -173,12 +216,15 @@ def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
             yield result
     except Exception as error:
         _end_workers(loader)
+        if str(error).endswith("daemonic processes are not allowed to have children\n"):
+            raise OptionError("a data worker process cannot start others: set_num_workers(0)") from error
         if not _is_death_of_worker(error, loader.num_workers):
             raise
         reason = str(error).split("\n", 1)[0] or "it closed its connection"
-        raise DataError(
-            f"a data worker process died ({reason}); if memory ran out, lower num_workers"
-        ) from error
+        remedy, method = "if memory ran out, lower num_workers", multiprocessing.get_start_method()
+        if method != "fork":  # a worker imports the script
+            remedy += f'; with the start method {method}, a script needs if __name__ == "__main__":'
+        raise DataError(f"a data worker process died ({reason}); {remedy}") from error
 
 
 def _next_of(results: Any) -> Any:
@@ -201,14 +247,15 @@ def _next_of(results: Any) -> Any:
 
 
 def _dump_workers(results: Any) -> str:
-    """Let the workers write their Python stacks to standard error; return their process states."""
+    """Let the workers write their Python stacks to standard error (on Linux); return their process states."""
     states = []
     for worker in results._workers:
         status = Path(f"/proc/{worker.pid}/status")  # not on macOS
         lines = status.read_text().splitlines() if status.exists() else []
-        state = next((line.split(maxsplit=1)[1] for line in lines if line.startswith("State:")), "running")
-        states.append(f"data worker process {worker.pid}, state {state}")
-        os.kill(worker.pid, signal.SIGUSR2)
+        found = dict(line.split(":\t", 1) for line in lines)
+        states.append(f"data worker process {worker.pid}, state {found.get('State', 'running')}")
+        if int(found.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:  # else it is starting: it would die
+            os.kill(worker.pid, signal.SIGUSR2)
     return "; ".join(states) + " (stacks: see standard error)"
 
 
@@ -247,7 +294,8 @@ def _start_worker(worker: int) -> None:
 
 
 def _end_when_main_process_asks() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    main = multiprocessing.parent_process()  # not os.getppid(): a forkserver is between them
+    while main is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != main.pid:
         pass
     os._exit(0)
 

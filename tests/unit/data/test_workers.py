@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -164,3 +167,65 @@ def test_a_process_that_does_not_answer_is_reported_with_its_state_and_stack(mon
         next(coming)
     assert "no data for 2 s" in caplog.text
     assert "in results" in capfd.readouterr().err  # the Python stack
+
+
+SCRIPT = """
+import multiprocessing, sys, torch
+from plsc.data import workers
+workers._SECONDS_TO_POLL = workers.SECONDS_TO_WARNING = 1
+workers.SECONDS_TO_ERROR = 60
+
+def image(size): return torch.ones(size, dtype=torch.uint8)
+def function(size): return lambda: size
+def fail(size):
+    class Mine(Exception): pass
+    raise Mine("the picture is missing")
+def parent(size): multiprocessing.Process(target=image, args=[size]).start()
+def run(work): print([len(one) for one in workers.WorkerProcesses(work, 2).in_order([1000, 3_000_000] * 2)])
+def daemon():
+    process = multiprocessing.get_context("fork").Process(target=run, args=[image], daemon=True)
+    process.start()
+    process.join()
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[2])
+    daemon() if sys.argv[1] == "daemon" else run(globals().get(sys.argv[1], lambda size: size))
+"""
+
+
+def run_script(folder, work, method, *, shared_memory=""):
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(folder / "script.py"), work, method]
+    if shared_memory:
+        if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+            pytest.skip("unshare needs root")
+        mount = f'mount -t tmpfs -o size={shared_memory} tmpfs /dev/shm && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", mount, "sh", *command]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_that_is_slow_to_start_is_not_ended_by_its_diagnosis(tmp_path, method):
+    done = run_script(tmp_path, "image", method)
+    assert done.stdout == "[1000, 3000000, 1000, 3000000]\n", done.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_full_shared_memory_is_one_message_with_its_sizes(tmp_path, method):
+    last = run_script(tmp_path, "image", method, shared_memory="4m").stderr.splitlines()[-1]
+    assert last.startswith("plsc.errors.DataError: /dev/shm"), last
+    assert all(word in last for word in ("3.0 MB", "4.2 MB", "--shm-size")), last
+
+
+@pytest.mark.parametrize(("work", "cause"), [("function", "Can't pickle"), ("fail", "picture is missing")])
+def test_a_result_or_an_error_that_cannot_be_sent_raises_an_error(tmp_path, work, cause):
+    error = run_script(tmp_path, work, "fork").stderr
+    assert cause in error.split("Caught ")[-1], error
+
+
+@pytest.mark.parametrize("what", ["lambda spawn", "lambda forkserver", "daemon fork", "parent fork"])
+def test_what_processes_cannot_do_is_one_message(tmp_path, what):
+    error = run_script(tmp_path, *what.split()).stderr
+    assert "plsc.errors.OptionError" in error.splitlines()[-1], error
+    assert "set_num_workers(0)" in error
