@@ -1,15 +1,22 @@
-"""A logging handler that prints the messages of the logger ``plsc`` on the terminal."""
+"""Messages on the terminal, and the signals that end a process."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from plsc.errors import shown
 
 logger = logging.getLogger("plsc")
+
+
+def stop_signals(*more: signal.Signals) -> list[signal.Signals]:
+    """Return those of SIGHUP, SIGINT, SIGTERM and more that are not ignored, as some are after nohup or by &."""
+    signals = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *more)
+    return [one for one in signals if signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class Terminal(logging.Handler):
@@ -23,20 +30,21 @@ class Terminal(logging.Handler):
         self.wording: Callable[[str], str] = str
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message."""
+        """Print a message; without a terminal any more, as after SIGHUP, the process continues."""
         text = self.wording(shown(self.format(record)))
         stream = sys.stdout
         if record.levelno >= logging.WARNING:
             stream, text = sys.stderr, f"plsc: {record.levelname.lower()}: {text}"
-        if sys.stderr.isatty():  # a progress bar may be active
-            from tqdm import tqdm
+        with contextlib.suppress(OSError):
+            if sys.stderr.isatty():  # a progress bar may be active
+                from tqdm import tqdm
 
-            tqdm.write(text, stream)
-        else:
-            print(text, file=stream, flush=True)
+                tqdm.write(text, stream)
+            else:
+                print(text, file=stream, flush=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def on_terminal(quiet: bool = False) -> Iterator[Terminal]:
     """Print the messages logged in the block, unless the script has configured logging.
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 from plsc.cli import checkpoint, data, doctor, gallery, launch, run, serve
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
-from plsc.terminal import Terminal, on_terminal
+from plsc.terminal import Terminal, on_terminal, stop_signals
 
 COMMANDS = Group(
     "train classifiers over very many classes",
@@ -39,13 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # like `python script.py`: find custom modules in the working directory
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _exit) if is_main else None
+    ending = [one for one in stop_signals() if one != signal.SIGINT] if is_main else []
+    before = {number: signal.signal(number, _exit) for number in ending}
     try:
         with on_terminal() as terminal:
             return _run(sys.argv[1:] if arguments is None else arguments, terminal)
     finally:
-        if is_main:  # what `_exit` raises while Python ends would be printed with a traceback
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():  # what `_exit` raises as Python ends would be printed
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _run(words: Sequence[str], terminal: Terminal) -> int:
@@ -84,5 +85,5 @@ def _report(error: PlscError, terminal: Terminal) -> int:
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit on SIGTERM in a way that removes temporary files."""
+    """Exit on SIGTERM or SIGHUP in a way that removes temporary files."""
     sys.exit(128 + number)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command
 from plsc.errors import LAUNCHER_VARIABLE, MESSAGE_START, DistributedError, OptionError, kind_and_line
+from plsc.terminal import stop_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -34,7 +35,8 @@ _RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 # From SIGTERM to SIGKILL: more than the 60 seconds that a rank may take to save (train.stop_deadline).
 _SECONDS_TO_END = 70
 _UNSAVED = 3  # exit status of a run that could not save or upload; a restart would not repair that
-_STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}  # exit statuses of ranks that saved after a signal
+# Exit statuses of ranks that saved after a signal.
+_STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 _ANSWER_SECONDS = 5.0  # for the other machines to answer a launcher
 _RECONNECT_SECONDS = 600  # how long a launcher waits for the network before a restart
 _LATE_SECONDS = 20  # torchrun sends SIGKILL 30 seconds after SIGTERM
@@ -85,6 +87,7 @@ def run_launch(
             rdzv_configs={"read_timeout": _RECONNECT_SECONDS} if max_restarts else {},
             max_restarts=max_restarts,
             logs_specs=_rank_logs(Path(log_dir) if log_dir else None, errors, logs),
+            signals_to_handle=",".join(one.name for one in stop_signals(signal.SIGQUIT)),
             log_line_prefix_template="${role_name}",  # empty, so that lines are as the rank wrote them
         )
         rank_process = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), "both" if log_dir else "apart"]

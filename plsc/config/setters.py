@@ -545,7 +545,7 @@ class Setters:
         self.options.set("train.max_time", duration)
 
     def set_stop_deadline(self, seconds: float) -> None:
-        """Set ``train.stop_deadline``: seconds to save the state after SIGINT or SIGTERM. Default: 60.0."""
+        """Set ``train.stop_deadline``: seconds to save the state after a signal to stop. Default: 60.0."""
         self.options.set("train.stop_deadline", seconds)
 
     def set_recompute(self, names: str) -> None:

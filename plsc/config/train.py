@@ -156,7 +156,7 @@ class TrainOptions:
         _duration,
     )
     stop_deadline: float = declare(
-        60.0, "seconds to save the state after SIGINT or SIGTERM", "set_stop_deadline(seconds)", more_than(0)
+        60.0, "seconds to save the state after a signal to stop", "set_stop_deadline(seconds)", more_than(0)
     )
 
     @property

@@ -283,9 +283,10 @@ def _as_it_is(result: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    # Ctrl-C and torchrun's SIGTERM reach the whole process group, but only the main process handles them. A
+    # Ctrl-C, SIGHUP and torchrun's SIGTERM reach the process group, but only the main process handles them. A
     # worker ends when the main process requests it, or by torch's watchdog when the main process is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, file=2)  # for `_dump_workers`
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -312,7 +313,7 @@ def _starting_workers() -> Iterator[None]:
     save, when a worker dies. Waiting for the next batch also detects that, within seconds.
     """
     before = signal.getsignal(signal.SIGCHLD)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Stop all ranks when one of them fails, and on SIGINT or SIGTERM.
+"""Stop all ranks when one of them fails, and on SIGINT, SIGTERM or SIGHUP.
 
 A collective may wait half an hour for a failed rank. So a failing rank writes its error message to the
 rendezvous store, and a thread on every rank polls the store twice per second. If the main thread hangs in a
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from plsc.errors import DistributedError, PlscError
 from plsc.parallel.machine import BackgroundThread
 from plsc.parallel.world import World
+from plsc.terminal import stop_signals
 
 logger = logging.getLogger(__name__)
 _FAILURE = "failure"  # key of the message of the first rank that failed
@@ -169,15 +170,13 @@ def is_connection_text(text: str) -> bool:
     return any(mark in text for mark in ("gloo", "Gloo", "pair closure", "NCCL", "Connection", "TCPStore"))
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 class StopSignal:
-    """Context manager that turns the first SIGINT or SIGTERM into a request to stop.
+    """Context manager that turns the first SIGINT, SIGTERM or SIGHUP into a request to stop.
 
-    A second SIGINT raises KeyboardInterrupt at once. If the process is still inside the context
-    `deadline_seconds` after the first signal, it exits: it may hang in a collective with a dead rank. Does
-    nothing outside the main thread, because Python delivers signals there only.
+    Signals that are ignored when it is entered stay so. A second SIGINT raises KeyboardInterrupt at once. If
+    the process is still inside the context `deadline_seconds` after the first signal, it exits: it may hang
+    in a collective with a dead rank. Does nothing outside the main thread, because Python delivers signals
+    there only.
 
     Attributes:
         number: the signal's number, or 0.
@@ -197,7 +196,7 @@ class StopSignal:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._previous_descriptor = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._handle)
         threading.Thread(target=self._watch, daemon=True, name="plsc-deadline").start()
         return self
@@ -220,7 +219,7 @@ class StopSignal:
         try:
             while received := os.read(self._read_end, 1):
                 number = received[0]
-                if number not in _SIGNALS:
+                if number not in self._previous:
                     continue
                 if not self._exited.wait(self._deadline_seconds):
                     logger.error(

@@ -17,6 +17,7 @@ import torch
 from plsc.errors import OptionError
 from plsc.serve.options import ServeOptions
 from plsc.serve.service import Service
+from plsc.terminal import stop_signals
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpreter lock
@@ -27,7 +28,7 @@ _NOISY = ("asyncio", "uvicorn.error", "psycopg.pool", "plsc.serve.app", f"{__nam
 
 
 def serve(model: str, options: ServeOptions) -> None:
-    """Serve an exported model until SIGINT or SIGTERM, and then answer the requests that have started.
+    """Serve an exported model until SIGINT, SIGTERM or SIGHUP, and then answer requests that have started.
 
     Raises:
         OptionError: a package is missing, or an option is wrong.
@@ -58,6 +59,7 @@ def serve(model: str, options: ServeOptions) -> None:
             await super().startup(sockets)
             listener.listen(_CONNECTIONS)  # a longer queue than what asyncio accepts at a time
 
+    uvicorn.server.HANDLED_SIGNALS = tuple(stop_signals())
     service = Service(model, options)
     with contextlib.closing(service), _listen(options) as listener:
         if not has_key and not is_loopback(options.host):

@@ -100,7 +100,7 @@ class Trainer:
     def train(self) -> TrainResult:
         """Train and return the result.
 
-        Raises TrainingError for a loss that is not finite, TrainingInterrupted after SIGINT or SIGTERM,
+        Raises TrainingError for a loss that is not finite, TrainingInterrupted after a signal to stop,
         once the state has been saved, NotSavedError, DataError or CheckpointError.
         """
         run = self._run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -156,6 +157,63 @@ def test_an_error_on_one_rank_reaches_the_others_with_its_message(dataset, tmp_p
     assert "RANK 1 got ValueError the cat sat on rank one" in done.stdout
     told = "got DistributedError rank 1 failed: ValueError: the cat sat on rank one"
     assert told in done.stdout, done.stdout + done.stderr
+
+
+def long_run(dataset, save_dir, *launcher):
+    """Return the command of a run of which only a signal saves a checkpoint."""
+    settings = "set_train_epochs=1000000", "set_save_every_n_epochs=1000000"
+    workers = "set_num_workers=1", "set_loader='processes'"
+    return [sys.executable, *launcher, str(JOB), str(dataset), str(save_dir), *settings, *workers]
+
+
+def steps_of(save_dir):
+    metrics = save_dir / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "plsc.cli", "launch", "--nproc", "2"]])
+@pytest.mark.parametrize(("ignored", "last"), [(("HUP", "INT"), "TERM"), (("HUP", "TERM"), "INT")])
+def test_ignored_signals_stay_ignored_as_under_nohup_and_another_saves(
+    dataset, tmp_path, launcher, ignored, last
+):
+    save_dir = tmp_path / "run"
+    shell = ["sh", "-c", f"trap '' {' '.join(ignored)}; exec \"$@\"", "sh"]
+    command = [*shell, *long_run(dataset, save_dir, *launcher)]
+    job = subprocess.Popen(command, env=clean_environment(), start_new_session=True)
+    try:
+        wait_for(lambda: steps_of(save_dir) > 3, job)
+        for name in ignored:
+            for group in {job.pid, *(os.getpgid(pid) for pid in worker_pids(job))}:
+                os.killpg(group, getattr(signal, f"SIG{name}"))
+        before = steps_of(save_dir)
+        wait_for(lambda: steps_of(save_dir) > before + 3, job)
+        assert not list_checkpoints(save_dir)
+        number = getattr(signal, f"SIG{last}")
+        job.send_signal(number)
+        assert job.wait(60) == 128 + number
+    finally:
+        job.kill()
+    assert list_checkpoints(save_dir)[-1][1].step > before
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "plsc.cli", "launch", "--nproc", "2"]])
+def test_a_run_whose_terminal_is_closed_saves(dataset, tmp_path, launcher):
+    save_dir = tmp_path / "run"
+    master, terminal = pty.openpty()
+    command = long_run(dataset, save_dir, *launcher)
+    take = "import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # the controlling terminal
+    job = subprocess.Popen(
+        [sys.executable, "-c", f"{take}; os.execv({sys.executable!r}, {command!r})"], env=clean_environment(), start_new_session=True,
+        stdin=terminal, stdout=terminal, stderr=terminal,
+    )  # fmt: skip
+    try:
+        os.close(terminal)
+        wait_for(lambda: os.read(master, 2**16) and steps_of(save_dir) > 3, job)
+        os.close(master)  # as the end of an ssh session
+        assert job.wait(60) == 128 + signal.SIGHUP
+    finally:
+        job.kill()
+    assert list_checkpoints(save_dir)[-1][1].step > 3
 
 
 def test_a_process_that_reaches_no_step_boundary_exits_after_the_deadline(tmp_path):

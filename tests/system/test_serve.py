@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import struct
 import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -458,6 +459,25 @@ def test_sigterm_answers_started_requests_and_the_key_is_needed(folder, images, 
         entries = ask(server, "GET", "/entries")[1]["entries"]
     assert [one["name"] for one in entries] == ["a"] + ["b"] * 8
     assert entries[0]["id"] == number
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_signals_that_are_ignored_at_the_start_do_not_stop_the_server(number, folder, images, tmp_path):
+    ignored = [one for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) if one != number]
+
+    def ignore():
+        for one in ignored:
+            signal.signal(one, signal.SIG_IGN)
+
+    with serving(folder / "model", tmp_path / "s.sqlite", preexec_fn=ignore) as server:
+        for one in ignored:
+            server.process.send_signal(one)
+        time.sleep(1)
+        assert ask(server, "POST", "/embed", images[0])[0] == 200
+        assert server.process.poll() is None
+        server.process.send_signal(number)
+        assert server.process.wait(60) == 128 + number
+        assert server.process.stdout.read() == "stopped; requests without an answer: 0\n"
 
 
 def is_listening(server):
