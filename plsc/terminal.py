@@ -14,7 +14,7 @@ logger = logging.getLogger("plsc")
 
 
 def stop_signals(*more: signal.Signals) -> list[signal.Signals]:
-    """Return those of SIGHUP, SIGINT, SIGTERM and more that are not ignored, as some are after nohup or by &."""
+    """Return those of SIGHUP, SIGINT, SIGTERM and more that are not ignored, as some are under nohup."""
     signals = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *more)
     return [one for one in signals if signal.getsignal(one) is not signal.SIG_IGN]
 

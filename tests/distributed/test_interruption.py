@@ -203,8 +203,8 @@ def test_a_run_whose_terminal_is_closed_saves(dataset, tmp_path, launcher):
     command = long_run(dataset, save_dir, *launcher)
     take = "import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # the controlling terminal
     job = subprocess.Popen(
-        [sys.executable, "-c", f"{take}; os.execv({sys.executable!r}, {command!r})"], env=clean_environment(), start_new_session=True,
-        stdin=terminal, stdout=terminal, stderr=terminal,
+        [sys.executable, "-c", f"{take}; os.execv({sys.executable!r}, {command!r})"],
+        env=clean_environment(), start_new_session=True, stdin=terminal, stdout=terminal, stderr=terminal,
     )  # fmt: skip
     try:
         os.close(terminal)
