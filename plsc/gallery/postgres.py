@@ -7,6 +7,7 @@ index and compares them again exactly, as `Store` does: what both find has the s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,13 @@ from plsc.gallery.store import Change, Found, New, Replacement, StoreError, rank
 try:
     import psycopg
     from pgvector.psycopg import register_vector
+    from psycopg.pq import Ping
     from psycopg_pool import ConnectionPool
 except ImportError as error:
     raise OptionError(f"PostgreSQL needs a package ({error}): pip install 'plsc[postgres]'") from error
 
+logger = logging.getLogger(__name__)
+_POLL_SECONDS, _WARN_EVERY = 1.0, 60  # for a database that is starting: seconds; attempts per warning
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
 _COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8"}
 _COLUMNS |= {"enrolled": "timestamptz", "mapped": "text"}
@@ -46,7 +50,8 @@ class PostgresStore:
         url: ``postgresql://user:password@host:port/database``; libpq's variables and files count, too.
         model: fingerprint of the network; without `size`, its first digits, if they are those of one table.
         size: D, values per vector; the table is created if it does not exist. 0: it must exist.
-        timeout: seconds until a connection that accepts no data counts as lost; 0: as the system decides.
+        timeout: of a server: seconds until a connection that accepts no data counts as lost; it also waits
+            for a database that does not respond or is starting. 0: as the system decides, without waiting.
             On a slow disk, a large transaction may wait for minutes.
 
     Raises:
@@ -67,6 +72,13 @@ class PostgresStore:
                 "password before the host; write %40 for @, %2F for / and %25 for % in the password"
             ) from None
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
+        info = psycopg.conninfo.make_conninfo(**{**_LIMITS, **given}).encode()
+        for attempt in itertools.count():  # until it answers, even if it refuses this user
+            if not timeout or psycopg.pq.PGconn.ping(info) not in (Ping.REJECT, Ping.NO_RESPONSE):
+                break
+            if attempt % _WARN_EVERY == 0:
+                logger.warning(f"{self.path} does not respond or is starting; waiting for it")
+            time.sleep(_POLL_SECONDS)
         with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
             connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])  # of two servers, one creates it
             _check_extension(connection, self.path)
@@ -205,7 +217,7 @@ class PostgresStore:
             return
         if known:
             text = f"{self.path} has no entries of this network; those of others ({others}) are not searched"
-            logging.getLogger(__name__).warning(text)
+            logger.warning(text)
         # The vector is in the row; by default it would be in another table, in two parts.
         connection.execute(f"""
             CREATE TABLE {self._table} (

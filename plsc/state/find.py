@@ -71,8 +71,9 @@ def open_checkpoint(path: Path) -> Manifest:
 def resolve_checkpoint(
     options: Options | Config, world: World, launches: Collection[str]
 ) -> tuple[OpenedCheckpoint | None, set[str], str | None]:
-    """Return the checkpoint to load or None, all its paths and URLs, and the interrupted version or None.
+    """Return the checkpoint to load or None, its path or URL, and the interrupted version or None.
 
+    If it is downloaded to a given folder, both its path and its URL.
     The interrupted version is the one in which ranks of one of these `launches` were saving.
     """
     place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
@@ -82,7 +83,7 @@ def resolve_checkpoint(
         f"{shown(options.checkpoint.save_dir)}",
         lambda: _find_checkpoint(options, launches),
     )
-    locations = {str(one) for one in (folder, found_url) if one is not None}
+    locations = set() if folder is None and found_url is None else {str(folder or found_url)}
     if locations:
         folder = _make_local(folder, found_url, world)
     else:

@@ -33,7 +33,7 @@ from plsc.state.folders import (
 )
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.store import Store, hidden_versions
-from plsc.storage.urls import join, shown
+from plsc.storage.urls import is_url, join, shown
 
 # Files that a run writes next to its checkpoints.
 SMALL_FILES = (METRICS_NAME, PLOT_NAME, CSV_NAME, LIST_NAME)
@@ -54,6 +54,7 @@ class Start:
         launches: launcher ids of all ranks.
         note: log line about this choice.
         checkpoint: local folder and manifest of the resumed checkpoint; None if the run starts from scratch.
+        is_fetched: whether it is from a URL, where it is complete.
     """
 
     local: Path
@@ -63,6 +64,7 @@ class Start:
     launches: Sequence[str] = ()
     note: str = ""
     checkpoint: OpenedCheckpoint | None = None
+    is_fetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,4 +232,4 @@ def open_start(options: Options | Config, world: World) -> Start:
         return choose_start(options, launches, interrupted, locations, run_id)
 
     start = on_main_rank(world, doing, choose)
-    return replace(start, checkpoint=checkpoint)
+    return replace(start, checkpoint=checkpoint, is_fetched=any(map(is_url, locations)))

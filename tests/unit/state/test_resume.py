@@ -267,6 +267,19 @@ def test_last_is_in_the_newest_version_folder_or_in_a_store_if_it_is_newer_there
     assert open_load_dir(options, WORLD)[0] == tmp_path / "version_10/1"
 
 
+@pytest.mark.parametrize("name", ["1", "start"])
+def test_a_checkpoint_downloaded_to_the_save_folder_is_not_uploaded(dataset, trained, tmp_path, name):
+    store = tmp_path / "store"
+    options = options_of(
+        dataset, tmp_path / "run", checkpoint__load_dir=str(tmp_path / "run" / name), data__val_targets="",
+        checkpoint__download_dir=f"file://{trained}/1", checkpoint__upload_dir=f"file://{store}",
+        train__epochs=3,
+    )  # fmt: skip
+    train(options, WORLD)
+    assert (tmp_path / "run" / name).is_dir()
+    assert [path.name for path, _ in list_checkpoints(store)] == ["2"]
+
+
 def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(dataset, tmp_path):
     save_dir = tmp_path / "run"
     options = options_of(
