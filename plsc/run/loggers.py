@@ -28,7 +28,11 @@ CSV_NAME = "metrics.csv"
 
 @runtime_checkable
 class Logger(Protocol):
-    """A destination of metrics. A custom class needs only these two methods."""
+    """A destination of metrics. A custom class needs only these two methods.
+
+    If it has an attribute `exit_code`, that is set before `close`: 0 for a run that has finished, 128 + the
+    number of the signal for one that was stopped, 1 for one that has failed.
+    """
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write the metrics of a step, an evaluation or an epoch, or the paths of pictures by name.
@@ -190,14 +194,24 @@ _REFUSED = re.compile(r"[^/\w.\- :]|(?<![^/])(?=\.{0,2}(/|$))")  # MLflow's rule
 
 
 class MLflow:
-    """Writes to a run of MLflow, at MLFLOW_TRACKING_URI. A resumed run continues the run `run_id`."""
+    """Writes to a run of MLflow, at MLFLOW_TRACKING_URI. A resumed run continues the run `run_id`.
+
+    Within ``mlflow.start_run()`` of a script, it writes to that run, and does not end it.
+    """
+
+    exit_code = 0
 
     def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
         import mlflow
 
         self._mlflow = mlflow
-        self.run_id: str = mlflow.start_run(run_id or None, run_name=_text(folder.name)).info.run_id
-        values = [] if run_id else list(flat_options(options).items())  # a parameter cannot change
+        active = mlflow.active_run()
+        self._is_own = active is None
+        run = active or mlflow.start_run(run_id or None, run_name=_text(folder.name))
+        self.run_id: str = run.info.run_id
+        # A parameter cannot change.
+        known = mlflow.get_run(self.run_id).data.params
+        values = [(name, value) for name, value in flat_options(options).items() if name not in known]
         for start in range(0, len(values), 100):  # the limit of MLflow's servers
             mlflow.log_params(dict(values[start : start + 100]))
 
@@ -214,25 +228,41 @@ class MLflow:
             self._mlflow.log_artifact(path, "pictures", run_id=self.run_id)
 
     def close(self) -> None:
-        """End the run."""
-        self._mlflow.end_run()
+        """End the run, unless it is the script's."""
+        active = self._mlflow.active_run()
+        status = "KILLED" if self.exit_code > 128 else "FAILED" if self.exit_code else "FINISHED"
+        if self._is_own and active is not None and active.info.run_id == self.run_id:
+            self._mlflow.end_run(status)
+        elif self._is_own:  # the script has ended it, or has started another one within it
+            self._mlflow.MlflowClient().set_terminated(self.run_id, status)
 
 
 class WandB:
-    """Writes to a run of Weights & Biases. A resumed run continues the run `run_id`."""
+    """Writes to a run of Weights & Biases. A resumed run continues the run `run_id`.
+
+    If the script has started a run, it writes to that run, and does not end it.
+    """
+
+    exit_code = 0
 
     def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
         import wandb
 
         self._wandb = wandb
-        self._run = wandb.init(
-            dir=_reachable(folder),
-            config=json.loads(json.dumps(options, ensure_ascii=False).encode("utf-8", "replace")),
-            id=run_id or None,
-            resume="allow",
-            settings=wandb.Settings(x_disable_meta=True),  # it has the command line, with URLs and passwords
-        )
-        self._run.define_metric("*", step_metric="step")  # W&B's own steps cannot be repeated after a resume
+        config = json.loads(json.dumps(options, ensure_ascii=False).encode("utf-8", "replace"))
+        self._is_own = wandb.run is None
+        if wandb.run is not None:
+            self._run = wandb.run
+            self._run.config.update(config, allow_val_change=True)
+        else:
+            self._run = wandb.init(
+                dir=_reachable(folder),
+                config=config,
+                id=run_id or None,
+                resume="allow",
+                settings=wandb.Settings(x_disable_meta=True),  # the command line, with URLs and passwords
+            )
+            self._run.define_metric("*", step_metric="step")  # W&B's steps cannot be repeated after a resume
         self.run_id: str = self._run.id
 
     def write(self, entry: dict[str, Any]) -> None:
@@ -241,8 +271,9 @@ class WandB:
         self._run.log({"step": entry["step"], **scalars(entry), **pictures})
 
     def close(self) -> None:
-        """End the run."""
-        self._run.finish()
+        """End the run, unless it is the script's."""
+        if self._is_own:
+            self._run.finish(self.exit_code)
 
 
 LOGGERS: dict[str, Callable[[Path, int, Mapping[str, Any], str], Logger]] = {

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import re
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,9 @@ class Logging(Callback):
     def exception(self, context: Context) -> None:
         """Close the loggers; a failure is logged, so that the run ends with its own exception."""
         for name, logger in self._open.items():
+            if hasattr(logger, "exit_code"):
+                stopped = 128 + signal.SIGINT if isinstance(context.error, KeyboardInterrupt) else 1
+                logger.exit_code = getattr(context.error, "exit_code", stopped)
             try:
                 logger.close()
             except Exception as error:  # of any library

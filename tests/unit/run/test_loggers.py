@@ -6,13 +6,14 @@ import csv
 import json
 import math
 import os
+import signal
 import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.errors import OptionError, TrainingError
+from plsc.errors import OptionError, TrainingError, TrainingInterrupted
 from plsc.run.loggers import Csv, scalars
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
@@ -168,6 +169,114 @@ def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(da
     assert {"pictures/batch_0.png", "pictures/lfw_hardest_9.png"} <= names
     train(dataset, tmp_path / "other", "mlflow", resume=tmp_path / "run" / "0")
     assert len(client.search_runs(["0"])) == 2
+
+
+class Broken(Exception):
+    pass
+
+
+def fail(context):
+    raise Broken
+
+
+def stop(context):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until(action, dataset, folder, *loggers):
+    """Train with a callback in the second step; return whether the run ended early."""
+    ins = entry(dataset, folder, set_train_batch_size=10, set_train_epochs=2)
+    ins.set_loggers(*loggers)
+    ins.add_callback(action, "after_step", every=2)
+    try:
+        ins.train()
+    except (Broken, TrainingInterrupted, KeyboardInterrupt):
+        return True
+    return False
+
+
+def interrupt(context):
+    raise KeyboardInterrupt
+
+
+ENDINGS = [(fail, 1, "FAILED"), (stop, 143, "KILLED"), (interrupt, 130, "KILLED"), (print, 0, "FINISHED")]
+
+
+@pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
+def test_mlflow_gets_the_status_of_the_run_and_that_of_a_script_is_joined_and_not_ended(
+    dataset, tmp_path, monkeypatch, action, code, status
+):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    custom = Remember()
+    custom.exit_code = 0
+    assert train_until(action, dataset, tmp_path / "own", "mlflow", custom) == (code > 0)
+    assert custom.exit_code == code
+    (own,) = mlflow.MlflowClient().search_runs(["0"])
+    assert own.info.status == status
+    assert mlflow.active_run() is None
+    with mlflow.start_run() as mine:
+        for batch in (10, 12):  # a parameter keeps its first value
+            train_until(action, dataset, tmp_path / f"joined{batch}", "mlflow")
+            assert mlflow.active_run().info.run_id == mine.info.run_id
+        mlflow.log_metric("after", 1)
+    joined = mlflow.get_run(mine.info.run_id)
+    assert joined.info.status == "FINISHED"
+    assert joined.data.metrics["after"] == 1
+    assert joined.data.metrics["loss_step"] > 0
+    assert len(mlflow.MlflowClient().search_runs(["0"])) == 2
+
+
+def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(dataset, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_loggers("mlflow")
+    ins.add_callback(lambda context: mlflow.start_run(nested=True, run_name="inner"), "epoch_end")
+    ins.train()
+    status = {one.info.run_name: one.info.status for one in mlflow.MlflowClient().search_runs(["0"])}
+    assert status == {"run": "FINISHED", "inner": "RUNNING"}
+    while mlflow.active_run():
+        mlflow.end_run()
+
+
+def exit_code_of(record):
+    """Return the exit code in a file of W&B: chunks of at most 32 kB of Protobuf messages, as in LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, message = record.read_bytes(), 7, b""
+    while at + 7 < len(data):
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if kind == 0 or at % 2**15 > 2**15 - 7:
+            at += 2**15 - at % 2**15
+            continue
+        message = (b"" if kind in (1, 2) else message) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and (found := Record.FromString(message)).HasField("exit"):
+            return found.exit.exit_code
+    return None
+
+
+@pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
+def test_weights_and_biases_gets_the_exit_code_and_the_run_of_a_script_is_joined_and_not_ended(
+    dataset, tmp_path, monkeypatch, action, code, status
+):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train_until(action, dataset, tmp_path / "own", "wandb")
+    assert wandb.run is None
+    mine = wandb.init(dir=tmp_path)
+    train_until(action, dataset, tmp_path / "joined", "wandb")
+    assert wandb.run is mine
+    mine.log({"after": 1})
+    mine.finish()
+    wandb.teardown()  # its process then has written everything
+    (own,), (joined,) = (list(folder.glob("wandb/*/*.wandb")) for folder in (tmp_path / "own", tmp_path))
+    assert (exit_code_of(own), exit_code_of(joined)) == (code, 0)
+    assert b"loss_step" in joined.read_bytes()
+    assert not list(tmp_path.glob("joined/wandb"))
 
 
 def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
