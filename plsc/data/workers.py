@@ -142,7 +142,7 @@ class _Results(Queue):
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         if get_worker_info() is None or not isinstance(item, tuple):
-            super()._on_queue_feeder_error(error, item)
+            super()._on_queue_feeder_error(error, item)  # type: ignore[misc]
             return
         number, result = item  # as torch's worker puts them
         failure: Any = ExceptionWrapper((type(error), error, error.__traceback__), "in a data worker process")
@@ -150,7 +150,7 @@ class _Results(Queue):
             result.exc_type, failure = RuntimeError, result
         if os.strerror(errno.ENOSPC) in str(error):
             sizes: list[int] = []
-            images = getattr(result, "images", result)
+            images: Any = getattr(result, "images", result)
             map_tensors(lambda one: sizes.append(getattr(one, "nbytes", 0)), images)
             disk = shutil.disk_usage(_SHARED_MEMORY)
             failure = DataError(

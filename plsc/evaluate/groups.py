@@ -197,7 +197,7 @@ def rates_at(
 ) -> GroupRates:
     """Return the rates from the result of `count`; fars: of all images, at the thresholds."""
     names = (*groups.names, ACROSS) if false == "FAR" else groups.names
-    reached = counts.flip(-1).cumsum(-1).flip(-1).tolist()
+    reached = torch.as_tensor(counts).flip(-1).cumsum(-1).flip(-1).tolist()
     tables = {
         f"{false} {far:g}": {
             name: {

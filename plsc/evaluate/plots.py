@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from matplotlib.ticker import EngFormatter
 from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
 from plsc.errors import DataError
+from plsc.evaluate.arrays import take_tensors
 from plsc.evaluate.curves import area_under_roc, roc_curve
 from plsc.storage.publish import replacing
 
@@ -433,3 +435,6 @@ def save_png(figure: Figure, path: str | os.PathLike[str], dpi: int = 160) -> No
     """
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=dpi)
+
+
+take_tensors(sys.modules[__name__])

@@ -273,7 +273,8 @@ def test_weights_and_biases_gets_the_exit_code_and_the_run_of_a_script_is_joined
     mine.log({"after": 1})
     mine.finish()
     wandb.teardown()  # its process then has written everything
-    (own,), (joined,) = (list(folder.glob("wandb/offline-*/*.wandb")) for folder in (tmp_path / "own", tmp_path))
+    folders = tmp_path / "own", tmp_path
+    (own,), (joined,) = (list(folder.glob("wandb/offline-*/*.wandb")) for folder in folders)
     assert (exit_code_of(own), exit_code_of(joined)) == (code, 0)
     assert b"loss_step" in joined.read_bytes()
     assert not list(tmp_path.glob("joined/wandb"))

@@ -1,0 +1,38 @@
+"""Let the functions of this package take tensors in place of arrays."""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+
+def as_array(value: Any) -> Any:
+    """Return a tensor, also one in a list, tuple or dict, as an array; anything else unchanged.
+
+    On any device, with or without a gradient; floats of 16 bits and less become float32.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        is_short = value.is_floating_point() and value.dtype != torch.float64
+        return (value.float() if is_short else value).numpy()
+    if type(value) is dict:
+        return {name: as_array(one) for name, one in value.items()}
+    return type(value)(map(as_array, value)) if type(value) in (list, tuple) else value
+
+
+def take_tensors(module: ModuleType) -> None:
+    """Let all public functions that a module defines take tensors."""
+    for name, function in list(vars(module).items()):
+        if isinstance(function, FunctionType) and function.__module__ == module.__name__ and name[0] != "_":
+            setattr(module, name, _converting(function))
+
+
+def _converting(function: FunctionType) -> Any:
+    @functools.wraps(function)
+    def converting(*arguments: Any, **named: Any) -> Any:
+        return function(*as_array(arguments), **as_array(named))
+
+    return converting

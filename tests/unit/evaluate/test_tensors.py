@@ -1,0 +1,85 @@
+"""Functions of plsc.evaluate give the same results for tensors as for arrays."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import plsc.evaluate
+from plsc.evaluate.all_pairs import all_pairs
+from plsc.evaluate.capacity_report import evaluate_capacity, measure_fpir
+from plsc.evaluate.curves import area_under_roc, roc_curve, tar_at_far
+from plsc.evaluate.groups import Groups, mean_rates, pair_rates
+from plsc.evaluate.identification import identify, split_gallery
+from plsc.evaluate.plots import plot_cmc, plot_roc, plot_scores
+from plsc.evaluate.retrieval import retrieval
+from plsc.evaluate.templates import pool_templates
+from plsc.evaluate.verification import scores, verify, write_scores
+
+generator = np.random.default_rng(3)
+LABELS = np.repeat(np.arange(20), 3)
+CENTRES = generator.standard_normal((20, 16))[LABELS]
+# Values that bfloat16 has exactly.
+EMBEDDINGS = torch.from_numpy(CENTRES + generator.standard_normal((60, 16))).bfloat16().float().numpy()
+PAIRS = generator.integers(0, 60, (200, 2))
+IS_SAME = LABELS[PAIRS[:, 0]] == LABELS[PAIRS[:, 1]]
+COSINES = (generator.integers(-64, 64, 200) / 128 + IS_SAME / 2).astype(np.float32)
+GROUPS = Groups(("a", "b"), (LABELS % 2).astype(np.int64), ())
+
+
+def written(function, *arguments):
+    function(*arguments)
+    return next(one for one in arguments if isinstance(one, Path)).read_bytes()
+
+
+CALLS = {
+    "verify": lambda as_is, path: verify(as_is(EMBEDDINGS), as_is(IS_SAME), 5, pairs=as_is(PAIRS)),
+    "scores": lambda as_is, path: scores(as_is(EMBEDDINGS)),
+    "write": lambda as_is, path: written(write_scores, path, as_is(COSINES), as_is(IS_SAME)),
+    "all_pairs": lambda as_is, path: all_pairs(as_is(EMBEDDINGS), as_is(LABELS)),
+    "identify": lambda as_is, path: identify(
+        *map(as_is, (EMBEDDINGS[::2], LABELS[::2], EMBEDDINGS[1::2], LABELS[1::2]))
+    ),
+    "split": lambda as_is, path: split_gallery(as_is(LABELS)),
+    "retrieval": lambda as_is, path: retrieval(as_is(EMBEDDINGS), as_is(LABELS)),
+    "capacity": lambda as_is, path: evaluate_capacity(as_is(EMBEDDINGS), as_is(LABELS)),
+    "fpir": lambda as_is, path: measure_fpir(as_is(EMBEDDINGS), as_is(LABELS), 0.5, [4]),
+    "pool": lambda as_is, path: pool_templates(as_is(EMBEDDINGS), as_is(LABELS), as_is(LABELS * 2)),
+    "tar": lambda as_is, path: tar_at_far(as_is(COSINES), as_is(IS_SAME), 0.1),
+    "auc": lambda as_is, path: area_under_roc(as_is(COSINES), as_is(IS_SAME)),
+    "roc": lambda as_is, path: roc_curve(as_is(COSINES), is_same=as_is(IS_SAME)),
+    "groups": lambda as_is, path: pair_rates(GROUPS, *map(as_is, (PAIRS, COSINES, IS_SAME))),
+    "means": lambda as_is, path: mean_rates(GROUPS, {"hit": as_is(np.ones(60, np.float32))}, "rates"),
+    "plot": lambda as_is, path: written(plot_scores, as_is(COSINES), as_is(IS_SAME), path),
+    "plot_roc": lambda as_is, path: written(plot_roc, {"a": (as_is(COSINES), as_is(IS_SAME))}, path),
+    "plot_cmc": lambda as_is, path: written(plot_cmc, {"a": as_is(np.linspace(0, 1, 5))}, path),
+}
+
+
+def with_gradient(array):
+    tensor = torch.from_numpy(array)
+    return tensor.bfloat16().requires_grad_() if tensor.dtype == torch.float32 else tensor
+
+
+def same(first, second):
+    if hasattr(first, "__dict__"):
+        first, second = vars(first), vars(second)
+    np.testing.assert_equal(first, second)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", [torch.from_numpy, with_gradient])
+def test_tensors_give_the_results_of_arrays(name, kind, tmp_path):
+    same(CALLS[name](kind, tmp_path / "a"), CALLS[name](np.asarray, tmp_path / "b"))
+
+
+def test_every_public_function_of_arrays_takes_tensors():
+    for path in Path(plsc.evaluate.__file__).parent.glob("[a-z]*.py"):
+        module = import_module(f"plsc.evaluate.{path.stem}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            is_own = function.__module__ == module.__name__ and not name.startswith(("_", "embed_"))
+            if is_own and "ndarray" in str({**function.__annotations__, "return": ""}):
+                assert hasattr(function, "__wrapped__"), f"{path.stem}.{name}"
