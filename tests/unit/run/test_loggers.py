@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import struct
 import sys
 
 import numpy as np
