@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import refusing
@@ -30,6 +29,7 @@ PRECISIONS = {
 """The graphs, and the precisions of each."""
 
 _CALIBRATION_BATCH = 16
+_LEAST_NORM = 1e-12  # as of F.normalize
 _NOISY = ("torch", "onnxscript", "onnx_ir")  # loggers
 
 
@@ -37,8 +37,10 @@ class Served(nn.Module):
     """A network as it is served: float32 images [b, C, H, W] to L2-normalised float32 embeddings [b, D].
 
     flip: add the embedding of the mirrored image; both are computed in one pass over 2b images. scale: factor
-    of the images.
+    of the images. mirror: the columns of a mirrored image, int64 [W], for ONNX.
     """
+
+    mirror: Tensor | None = None
 
     def __init__(self, network: BaseModel, flip: bool, scale: float = 1.0) -> None:
         super().__init__()
@@ -50,10 +52,16 @@ class Served(nn.Module):
         """Return the embeddings."""
         if self.scale != 1:
             images = images * self.scale
-        if not self.flip:
-            return F.normalize(self.network(images, None, False).float())
-        both = self.network(torch.cat([images, images.flip(-1)]), None, False).float()
-        return F.normalize(both.reshape(2, -1, both.shape[1]).sum(0))
+        # OpenCV or the preprocessing of onnxruntime.s quantisation fail on Expand (F.normalize), ReduceL2 and
+        # Slice with a negative step; OpenCV 4.8 sums over the first axis wrongly.
+        if self.flip:
+            mirrored = images.flip(3) if self.mirror is None else images.index_select(3, self.mirror)
+            both = self.network(torch.cat([images, mirrored]), None, False).float()
+            both = both.reshape(2, -1, both.shape[1])
+            found = both[0] + both[1]
+        else:
+            found = self.network(images, None, False).float()
+        return found / (found * found).sum(1, keepdim=True).sqrt().clamp_min(_LEAST_NORM)
 
 
 def as_served(network: BaseModel, flip: bool) -> Served:
@@ -84,6 +92,8 @@ def write_graph(
     half = precision in ("float16", "bfloat16")
     scale, image_shape = DIVISORS[layout] / 128, images.shape[1:]
     graph = _folded(served, image_shape, getattr(torch, precision) if half else torch.float32, scale)
+    if kind == "onnx":
+        graph.mirror = torch.arange(image_shape[2] - 1, -1, -1)
     name = TORCH_NAME if kind == "torch" else TRITON_NAME if layout == "triton" else ONNX_NAME
     path = folder / name
     path.parent.mkdir(exist_ok=True)

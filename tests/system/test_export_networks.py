@@ -1,5 +1,6 @@
 """A network of each kind of block, and networks of other libraries, can be exported; the graph agrees."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from plsc.export.graph import as_served, write_graph
 from plsc.models import BaseModel, build_model, resnet
 from plsc.models.registry import Adapter
 
-pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
 pytestmark = pytest.mark.slow
 SHAPE = (3, 32, 32)
 OURS = "ResNet18", "ResNet101", "IResNet18", "SmallResNet"  # deeper ones only repeat their blocks
@@ -100,3 +101,34 @@ def test_mobile_networks_and_transformers_in_lower_precision(name, precision, tm
 )
 def test_a_custom_network_in_every_precision(kind, precision, flip, tmp_path):
     difference(tmp_path, TwoTowers(), SHAPE, precision, kind, flip)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "insightface"])
+def test_opencv_and_the_preprocessing_for_quantisation_read_the_graph(layout, flip, tmp_path):
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    network = build_model("SmallResNet", 64, SHAPE)
+    images = seen(network, SHAPE)[:4]
+    served = as_served(network, flip)
+    write_graph(tmp_path, served, "onnx", "float32", images, layout)
+    expected = served(torch.from_numpy(images)).numpy()
+    given = images if layout == "plain" else images * np.float32(128 / 127.5)
+    quant_pre_process(tmp_path / "model.onnx", tmp_path / "prepared.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "prepared.onnx")
+    assert np.abs(session.run(None, {"images": given})[0] - expected).max() < 1e-5
+    cv2 = pytest.importorskip("cv2", reason="opencv-python-headless is not installed")
+    graph = cv2.dnn.readNetFromONNX(str(tmp_path / "model.onnx"))
+    for size in (1, 4):
+        graph.setInput(given[:size])
+        assert np.abs(graph.forward() - expected[:size]).max() < 1e-5
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_an_embedding_of_zero_remains_zero(flip, tmp_path):
+    network = TwoTowers()
+    images = seen(network, SHAPE)[:4]
+    for parameter in network.fc.parameters():
+        torch.nn.init.zeros_(parameter)
+    write_graph(tmp_path, as_served(network, flip), "onnx", "float32", images)
+    assert not onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"images": images})[0].any()
