@@ -81,6 +81,30 @@ class TrainingInterrupted(PlscError, SystemExit):
         self.code = self.exit_code = 128 + signal_number
 
 
+# Control characters, line breaks, surrogates, and embeddings, overrides and isolates of bidirectional text.
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def check_name(name: str) -> str:
+    """Return the name of an entry or class. Raises DataError for a character that `printable` escapes."""
+    if _UNSAFE.search(name):
+        raise DataError(
+            f"the name '{printable(name[:200])}' has a control character, a line break, a surrogate or a "
+            "bidirectional override; rename it"
+        )
+    return name
+
+
+def printable(text: bytes | str) -> str:
+    """Return a text (bytes: UTF-8) as one line that changes neither a terminal nor the order of characters.
+
+    What people write is unchanged: zero-width joiners and non-joiners, and blanks of all kinds.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "backslashreplace")
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return ``known: a, b, c; did you mean 'b'?`` for an error about an unknown name."""
     known = sorted(known)

@@ -7,6 +7,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+NAMES = (
+    "\u0639\u0644\u06cc\u200c\u0631\u0636\u0627", "\u0d28\u0d4d\u200d", "\U0001f469\u200d\U0001f52c",
+    "Jean\u00a0Paul", "\u5c71\u7530\u3000\u592a\u90ce", "\u200f\u05d0\u05d1", "a\u2009b\u00adc",
+)  # fmt: skip
+"""With joiners (Persian, Malayalam, emoji), several blanks, a mark of direction and a soft hyphen."""
+UNSAFE_NAMES = ("a\nb", "a\x1b[2Jb", "a\x85b", "a\u2028b", "a\u202eb", "a\u2066b", "a\ud800b", "a\udcffb")
+
 
 def write_dataset(root: Path, classes: int, per_class: int, size: int = 16, seed: int = 0) -> Path:
     """Write noisy copies of one random pattern a class, as images/ and label.txt."""

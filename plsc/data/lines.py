@@ -21,7 +21,7 @@ import numpy as np
 import pybase64
 
 from plsc.data import native
-from plsc.errors import DataError
+from plsc.errors import DataError, printable
 from plsc.storage.regular import without_mark
 
 MAX_LABEL_DIGITS = 18  # such numbers fit int64
@@ -196,9 +196,7 @@ def parse_label(label: bytes) -> int:
 
 
 def _excerpt(text: bytes) -> str:
-    shown = text[:_EXCERPT].decode("ascii", "backslashreplace")
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
-    return f"'{shown}{'...' if len(text) > _EXCERPT else ''}'"
+    return f"'{printable(text[:_EXCERPT])}{'...' if len(text) > _EXCERPT else ''}'"
 
 
 def anonymous(size: int) -> np.ndarray:

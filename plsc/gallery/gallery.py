@@ -15,7 +15,7 @@ import torch
 
 from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write_shard
 from plsc.data.class_names import ClassNames
-from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.errors import CheckpointError, DataError, OptionError, check_name, suggest
 from plsc.export.served import are_normalised
 from plsc.gallery.store import Found, New
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
@@ -327,7 +327,7 @@ def _packed(names: Sequence[str] | ClassNames | None, count: int) -> ClassNames 
         return None
     if len(names) != count:
         raise DataError(f"there are {len(names)} names for {count} entries; expected a name per entry")
-    return names if isinstance(names, ClassNames) else ClassNames.of(names)
+    return names if isinstance(names, ClassNames) else ClassNames.of([*map(check_name, names)])
 
 
 def _as_bytes(chunks: Chunks) -> Callable[[], Iterator[memoryview]]:

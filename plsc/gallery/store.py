@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from plsc.errors import CheckpointError, DataError
+from plsc.errors import CheckpointError, DataError, check_name
 from plsc.export.served import are_normalised
 
 MOST_ENTRIES = 100_000
@@ -42,6 +42,8 @@ class StoreError(DataError):
 class New:
     """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file, or b"".
 
+    Raises DataError for a name that `check_name` refuses.
+
     id, enrolled: id, larger than all in the store, and time of enrolment, UTC, of an entry that is copied.
     mapped: how the vector was mapped from another network (JSON, `plsc.gallery.upgrade`); '' if it was not.
     """
@@ -52,6 +54,9 @@ class New:
     id: int | None = None
     enrolled: datetime | None = None
     mapped: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,7 @@ class Store:
                 raise CheckpointError(
                     f"{self.path} has vectors of {len(vector) // 4} values; the model has {self.size}"
                 )
-            self._append(number, name, sys.intern(mapped), np.frombuffer(vector, "<f4"))
+            self._append(number, check_name(name), sys.intern(mapped), np.frombuffer(vector, "<f4"))
         wrong = np.flatnonzero(~are_normalised(self._vectors[: len(self)]))
         if len(wrong):
             name = f"the vector of entry {self._entries[wrong[0]][0]}"

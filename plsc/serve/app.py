@@ -24,7 +24,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from plsc.errors import DataError
 from plsc.serve.guard import STATUSES, Guard
-from plsc.serve.service import MOST_FOUND, Service, check_name
+from plsc.serve.service import MOST_FOUND, Service, entry_name
 from plsc.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def _add_entries(app: FastAPI, service: Service) -> None:
     @app.post("/entries", status_code=201, summary="Enrol an image", openapi_extra=_body(1, named=True))
     async def enrol(request: Request, name: str | None = None) -> Response:
         images, given = await _read(request, 1)
-        name = check_name(name if given is None else given)
+        name = entry_name(name if given is None else given)
         number = await service.enrol(name, images[0])
         return JSONResponse({"id": number, "name": name}, 201)
 

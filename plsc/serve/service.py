@@ -17,7 +17,7 @@ from PIL import Image
 
 from plsc.data.batch import to_input
 from plsc.data.decode import count_pixels, decode_into, decode_jpeg_of_size
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, check_name
 from plsc.evaluate.capacity import capacity_of_search
 from plsc.export import ServedModel, open_model
 from plsc.export.served import are_normalised
@@ -234,11 +234,9 @@ def _as_jpeg(pixels: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
-def check_name(name: Any) -> str:
+def entry_name(name: Any) -> str:
     """Return the name of an entry. Raises DataError unless it is a short line of text, and no path."""
     text = name.strip() if isinstance(name, str) else ""
-    if not 1 <= len(text) <= 200 or not text.isprintable() or set(text) & {"/", "\\"} or text in (".", ".."):
-        raise DataError(
-            "the name of an entry is missing or invalid; expected 1 to 200 printable characters, no slashes"
-        )
-    return text
+    if not 1 <= len(text) <= 200 or set(text) & {"/", "\\"} or text in (".", ".."):
+        raise DataError("the name of an entry is missing or invalid; expected 1 to 200 characters, no slash")
+    return check_name(text)

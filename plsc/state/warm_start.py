@@ -18,9 +18,9 @@ from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
     match_into,
-    printable,
     refuse_no_match,
     shorten,
+    shortened,
 )
 from plsc.checkpoint.importers.source import RowParts, join_rows
 from plsc.checkpoint.importers.tensor_files import read_state_dict
@@ -56,7 +56,7 @@ class WarmStart:
         lines = [f"starting from the weights of {self.source}:", *self.backbone.lines()]
         if self.head:
             lines.append(f"loaded into the head: {shorten(self.head)}")
-        left = [f"{printable(name)} {why}" for name, why in self.head_left.items()]
+        left = [f"{shortened(name)} {why}" for name, why in self.head_left.items()]
         if left:
             lines.append(f"not loaded into the head: {shorten(left, longest=240)}")
         return lines

@@ -16,6 +16,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from plsc.errors import DataError
 from plsc.export import open_model
 from plsc.gallery import write_gallery
 from plsc.gallery.store import New, Store
-from tests.images import write_dataset
+from tests.images import NAMES, UNSAFE_NAMES, write_dataset
 from tests.serving import export_model, serving
 from tests.system.small_entry import entry
 
@@ -87,11 +88,17 @@ def test_concurrent_requests_in_all_forms_get_the_embedding_of_their_image(serve
         found = list(pool.map(client.encode, images * 4))
     np.testing.assert_allclose(found, np.tile(expected, (4, 1)), atol=1e-5)
     headers, body = form(images[0])
-    text = base64.b64encode(images[0]).decode()
+    text, safe = base64.b64encode(images[0]).decode(), base64.urlsafe_b64encode(images[0]).decode()
+    lines = base64.encodebytes(images[0]).decode()
+    assert text != safe
+    forms = (
+        text, f"{text}\n", lines, lines.replace("\n", "\r\n"), f"data:image/png;base64,{text}", safe, safe.rstrip("="),
+        f"DATA:;Base64,\n{lines}", text.rstrip("="),
+    )  # fmt: skip
     for status, answer in (
         ask(server, "POST", "/embed", images[0]),
         ask(server, "POST", "/embed", body, **headers),
-        ask(server, "POST", "/embed", json.dumps({"image": text}), Content_Type="application/json"),
+        *(ask(server, "POST", "/embed", json.dumps({"image": one}), **JSON) for one in forms),
     ):
         assert status == 200
         np.testing.assert_allclose(answer["embedding"], expected[0], atol=1e-5)
@@ -140,6 +147,26 @@ def test_what_is_unknown_is_enrolled_found_and_deleted(server):
     assert client.search(noise.getvalue(), k=3) == before
     with pytest.raises(DataError, match=f"there is no entry {number}"):
         client.delete(number)
+
+
+def test_names_that_people_have_are_enrolled_and_found_as_written(server, images):
+    for name in NAMES:
+        for form_of_name in (False, True):
+            if form_of_name:
+                headers, body = form(images[0], name=name)
+                status, answer = ask(server, "POST", "/entries", body, **headers)
+            else:
+                status, answer = ask(server, "POST", f"/entries?name={quote(name)}", images[0])
+            assert (status, answer["name"]) == (201, name)
+            assert ask(server, "GET", f"/entries?after={answer['id'] - 1}")[1]["entries"][0]["name"] == name
+            server.client().delete(answer["id"])
+    image = base64.b64encode(images[0]).decode()
+    for name in UNSAFE_NAMES:
+        body = json.dumps({"image": image, "name": name})
+        status, answer = ask(server, "POST", "/entries", body, Content_Type="application/json")
+        assert status == 400
+        assert "name" in answer["detail"]
+        assert answer["detail"].isascii()
 
 
 def test_a_mapped_entry_is_found_among_others_and_replaced_by_an_image(folder, images, tmp_path):
@@ -232,6 +259,26 @@ def test_a_hostile_body_gets_a_4xx_with_a_reason(name, server):
     status, answer = ask(server, "POST", path, body, **headers)
     assert 400 <= status < 500
     assert answer["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/embed", b"", "empty"),
+        ("/embed", b'{"image": ""}', "empty"),
+        ("/compare", b'{"images": ["AAAA", ""]}', "empty"),
+        ("/compare", b'{"images": ["AAAA"]}', "has 1 images; expected 2"),
+        ("/embed", b'{"image": "A"}', "base64 digit"),
+        ("/embed", b'{"image": "AA\\tAA"}', "base64 digit"),
+        ("/embed", b'{"image": "data:image/png,AAAA"}', "data URI"),
+        ("/embed", b'{"image": ', "line 1 column 11"),
+        ("/embed", b'{"picture": "AAAA"}', "KeyError: 'image'"),
+    ],
+)
+def test_the_reason_of_a_bad_body_is_said(path, body, reason, server):
+    status, answer = ask(server, "POST", path, body, **(JSON if body else {}))
+    assert status == 400
+    assert reason in answer["detail"]
 
 
 def test_every_truncation_of_an_image_gets_a_4xx(server, images):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.load import StoredTensor
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, printable
 from plsc.parallel.backbone import copy_into
 
 _SHOWN = 5  # names per list
@@ -46,7 +46,7 @@ class Match:
             lines.append(f"not in the network: {shorten(self.unused)}")
         if self.shapes:
             pairs = [
-                f"{printable(name)} {list(here)} in the network, {str(list(there))[:80]} in the file"
+                f"{shortened(name)} {list(here)} in the network, {str(list(there))[:80]} in the file"
                 for name, (here, there) in self.shapes.items()
             ]
             lines.append(f"different shape: {shorten(pairs, longest=240)}")
@@ -77,7 +77,7 @@ def match_into(
             match.shapes[name] = (tuple(here.shape), tuple(there.shape))
             continue
         value = there if isinstance(there, Tensor) else there.read()
-        taken[name] = check_finite(value, f"{source}: {printable(key)}").to(here.dtype)
+        taken[name] = check_finite(value, f"{source}: {shortened(key)}").to(here.dtype)
         match.matched.append(name)
     match.unused = list(left)
     for name, value in taken.items():
@@ -107,12 +107,12 @@ def check_finite(value: Tensor, what: str) -> Tensor:
 
 def shorten(names: list[str], longest: int = _LONGEST_NAME) -> str:
     """Return the first names and the number of the others."""
-    shown = ", ".join(printable(name, longest) for name in names[:_SHOWN])
+    shown = ", ".join(shortened(name, longest) for name in names[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def printable(name: str, longest: int = _LONGEST_NAME) -> str:
+def shortened(name: str, longest: int = _LONGEST_NAME) -> str:
     """Return a name from a file, cut short and without control characters."""
-    text = name if name.isprintable() else ascii(name)[1:-1]
+    text = printable(name)
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -15,7 +15,7 @@ from plsc.data.decode import MAX_FILE_BYTES, Image, check_image_bytes
 from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.data.sources.landmarks import Landmarks
-from plsc.errors import DataError
+from plsc.errors import DataError, printable
 from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_url, join, open_filesystem, shown
@@ -239,10 +239,3 @@ def check_labels(source: Source, class_num: int) -> None:
         f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} "
         f"({len(bad)} of {len(labels)} samples are); {advice}"
     )
-
-
-def printable(text: bytes | str) -> str:
-    """Return a path as one line of text without control characters."""
-    if isinstance(text, bytes):
-        text = text.decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -12,7 +12,7 @@ import numpy as np
 
 from plsc.data.files import name_key, ranked
 from plsc.data.sources.base import IndexedSource, printable
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, check_name
 from plsc.storage.regular import read_regular, without_mark
 
 IMAGE_COLUMNS = (
@@ -98,7 +98,7 @@ class LabelReader:
             codes = self._codes = {}
             written = map(str, self._numbers)  # their only form
             self._numbers = array("q", [codes.setdefault(name, len(codes)) for name in written])
-        self._numbers.append(self._codes.setdefault(text, len(self._codes)))
+        self._numbers.append(self._codes.setdefault(check_name(text), len(self._codes)))
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from plsc.checkpoint.importers.matching import match_into, printable
+from plsc.checkpoint.importers.matching import match_into, shortened
 from plsc.checkpoint.importers.source import RowParts
 from plsc.checkpoint.importers.tensor_files import read_paddle_file, read_state_dict, read_tensors
 from plsc.errors import CheckpointError
@@ -295,7 +295,7 @@ def test_the_summary_of_a_match_is_bounded_and_printable():
     assert len(text) < 1500
     assert "\x1b" not in text
     assert "and 4995 more" in text
-    assert printable("a\nb") == "a\\nb"
+    assert shortened("a\nb") == "a\\nb"
 
 
 @pytest.mark.parametrize("kind", ["sparse", "sparse_csr", "meta", "quantized"])

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plsc.data.class_names import ClassNames
 from plsc.data.files import name_key
 from plsc.data.sources.rows import JsonLinesSource
 from plsc.errors import DataError, OptionError
+from tests.images import NAMES, UNSAFE_NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,17 @@ def test_an_integer_and_a_string_with_zeros_are_different_classes(tmp_path):
     rows = ({"image": "a.jpg", "label": label} for label in (7, "7", "007"))
     source = JsonLinesSource(write(tmp_path, "\n".join(map(json.dumps, rows))))
     assert (source.labels().tolist(), source.class_names) == ([1, 1, 0], ["007", "7"])
+
+
+def test_class_names_are_data_and_only_unsafe_ones_are_refused(tmp_path):
+    rows = [{"image": "a.jpg", "label": name} for name in NAMES]
+    source = JsonLinesSource(write(tmp_path, "\n".join(map(json.dumps, rows))))
+    assert source.class_names == sorted(NAMES)
+    assert [*ClassNames.of(source.class_names)] == sorted(NAMES)
+    for name in UNSAFE_NAMES:
+        text = "\n".join(json.dumps(row) for row in [*rows, {"image": "a.jpg", "label": name}])
+        with pytest.raises(DataError, match=r"train\.jsonl:8: .*name"):
+            JsonLinesSource(write(tmp_path, text))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from plsc.checkpoint.shard_file import checksum, entry_of, write_shard
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.gallery import build_gallery, open_gallery, write_gallery
+from tests.images import UNSAFE_NAMES
 
 pytest.importorskip("faiss", reason="plsc[search] is not installed")
 RANDOM = np.random.default_rng(0)
@@ -88,7 +89,7 @@ def test_entries_with_several_centres_are_found_once_by_their_nearest_centre(tmp
 
 def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_path):
     vectors = RANDOM.standard_normal((20_000, 16)).astype(np.float32)
-    names = [f"images/é {i}\n.jpg" for i in range(20_000)]
+    names = [f"images/é\u200c\u3000{i}.jpg" for i in range(20_000)]
     for kind in ("float32", "int8"):
         whole = write_gallery(tmp_path / kind, vectors, names, model="a", kind=kind)
         parts = write_gallery(
@@ -101,11 +102,14 @@ def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_pat
         assert parts.about == whole.about
         opened = open_gallery(tmp_path / kind, model="a")
         assert opened.search(vectors[[17, 19_999]], 1)[1].tolist() == [[17], [19_999]]
-        assert opened.name(17) == "images/é 17\\n.jpg"
+        assert opened.name(17) == names[17]
         nameless = write_gallery(tmp_path / f"{kind}-nameless", vectors[:2], ["", ""], model="a", kind=kind)
         assert nameless.name(1) == "1"
         with pytest.raises(DataError, match="exists"):
             write_gallery(tmp_path / kind, vectors, model="a")
+        for name in UNSAFE_NAMES:
+            with pytest.raises(DataError, match="name"):
+                write_gallery(tmp_path / "unsafe", vectors[:1], [name], model="a", kind=kind)
 
 
 @pytest.mark.parametrize(

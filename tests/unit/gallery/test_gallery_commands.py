@@ -11,7 +11,7 @@ from plsc.cli import main
 from plsc.export import open_model
 from plsc.export.folder import checksum_of
 from plsc.gallery import open_gallery
-from tests.images import write_dataset, write_pair_file
+from tests.images import NAMES, write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
 pytest.importorskip("faiss", reason="plsc[search] is not installed")
@@ -48,6 +48,21 @@ def test_every_image_finds_itself(trained, tmp_path, capsys, model, kind):
         cosine, name = nearest.split(maxsplit=1)
         assert name == image
         assert abs(float(cosine) - 1) < 1e-3
+
+
+def test_names_of_images_and_classes_are_those_of_their_files(trained, tmp_path, capsys):
+    picture = next((trained / "faces/images").iterdir()).read_bytes()
+    for name in NAMES:
+        for folder in (tmp_path / "images", tmp_path / "faces" / name):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.png").write_bytes(picture)
+    plsc(capsys, "index", trained / "run/0", tmp_path / "g", "--images", tmp_path / "images")
+    gallery = open_gallery(tmp_path / "g")
+    assert sorted(gallery.name(i) for i in range(len(NAMES))) == sorted(f"{name}.png" for name in NAMES)
+    found = entry(tmp_path / "faces", tmp_path / "run").train()
+    plsc(capsys, "index", found.checkpoint, tmp_path / "classes")
+    gallery = open_gallery(tmp_path / "classes")
+    assert {gallery.name(i) for i in range(len(NAMES))} == set(NAMES)
 
 
 @pytest.mark.parametrize("model", ["run/0", "model"])

@@ -16,6 +16,7 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.gallery import open_gallery, write_gallery
 from plsc.gallery.places import copy_gallery, open_store
 from plsc.gallery.store import New, StoreError
+from tests.images import NAMES
 from tests.postgres_server import PASSWORD, postgres_server
 
 SIZE = 32
@@ -106,6 +107,13 @@ def test_both_stores_give_the_same_results_for_the_same_calls(database, tmp_path
         ids = ours.write(ids_of(ours))
         assert set(ids) == {True}
         assert min(ours.write(news(2))) > 45
+
+
+def test_names_are_stored_as_written(database):
+    with opened(database) as store:
+        store.write([New(name, one, b"") for name, one in zip(NAMES, vectors(len(NAMES)), strict=True)])
+        assert tuple(one.name for one in store.read(0, 99)) == NAMES
+        assert tuple(store.search(one, 1)[0][0].name for one in vectors(len(NAMES))[:, None]) == NAMES
 
 
 def test_what_one_server_enrols_is_found_by_another_and_by_one_that_starts_later(database):

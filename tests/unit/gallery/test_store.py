@@ -9,6 +9,7 @@ import pytest
 import plsc.gallery.store
 from plsc.errors import CheckpointError, DataError
 from plsc.gallery.store import New, Store, StoreError
+from tests.images import NAMES, UNSAFE_NAMES
 
 SIZE = 6
 
@@ -59,6 +60,21 @@ def test_the_index_finds_what_is_in_the_file_after_changes_and_after_opening(tmp
     assert opened.thumbnail(10**9) is None
     assert [row[0] for row in opened.entries(after=0, count=1000)] == list(expected)
     opened.close()
+
+
+def test_names_are_data_and_only_unsafe_ones_are_refused(store, tmp_path):
+    store.write([New(name, vector, b"") for name, vector in zip(NAMES, vectors(len(NAMES)), strict=True)])
+    store.close()
+    with contextlib.closing(Store(tmp_path / "s.sqlite", "m1", SIZE)) as again:
+        assert [name for _, name, *_ in again.entries(0, 99)] == [one.name for one in again.read(0, 99)]
+        assert tuple(again.search(one, 1)[0][0].name for one in vectors(len(NAMES))[:, None]) == NAMES
+    for name in UNSAFE_NAMES:
+        with pytest.raises(DataError, match="name"):
+            New(name, vectors(1)[0], b"")
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)) as file:
+        file.execute("UPDATE entries SET name = ? WHERE id = 3", ["a\x1b[2J"])
+    with pytest.raises(DataError, match=r"name 'a\\x1b\[2J'"):
+        Store(tmp_path / "s.sqlite", "m1", SIZE)
 
 
 def test_of_equal_vectors_the_lower_ids_are_found_first(tmp_path):
