@@ -22,7 +22,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from plsc.errors import DataError
+from plsc.errors import DataError, kind_and_line
 from plsc.serve.guard import STATUSES, Guard
 from plsc.serve.service import MOST_FOUND, Service, entry_name
 from plsc.version import __version__
@@ -255,8 +255,10 @@ async def _read(request: Request, count: int) -> tuple[Sequence[bytes], str | No
         images, name = await _from_form(request, count)
     else:
         images, name = [await request.body()], None
-    if len(images) != count or not all(images):
-        raise DataError(f"expected {count} image{'s' * (count > 1)} with content; got {len(images)}")
+    if len(images) != count:
+        raise DataError(f"the request has {len(images)} images; expected {count}")
+    if not all(images):
+        raise DataError("an image is empty (0 bytes); expected the content of a file")
     return images, name
 
 
@@ -265,14 +267,23 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
     expected = '{"image": BASE64}' if count == 1 else '{"images": [BASE64, BASE64]}'
     try:
         if body.count(b",") > _MOST_COMMAS:  # to parse millions of values, nothing else runs for seconds
-            raise ValueError
+            raise ValueError(f"it has more than {_MOST_COMMAS} commas")
         fields = json.loads(body)
-        texts = [fields.pop("image")] if count == 1 else list(fields.pop("images"))
+        texts = [fields.pop("image")] if count == 1 else fields.pop("images")
         name = fields.get("name")
-        images = [pybase64.b64decode(text, validate=True) for text in texts]
-        return images, name if name is None or isinstance(name, str) else ""
+        return [*map(_from_base64, texts)], name if name is None or isinstance(name, str) else ""
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"the JSON body is not {expected} ({type(error).__name__})") from error
+        raise DataError(f"the JSON body is not {expected} ({kind_and_line(error):.200})") from error
+
+
+def _from_base64(text: str) -> bytes:
+    """Decode base64, also of a data URI, in lines, with the URL-safe alphabet, or without padding."""
+    head, comma, data = text.partition(",")
+    if comma and not (head.lower().startswith("data:") and head.lower().endswith(";base64")):
+        raise ValueError("what precedes the comma is not that of a data URI in base64")
+    text = (data if comma else text).replace("\r", "").replace("\n", "").strip(" ")
+    text = text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4)
+    return pybase64.b64decode(text, validate=True)
 
 
 class _Form(MultiPartParser):

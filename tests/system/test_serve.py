@@ -92,8 +92,8 @@ def test_concurrent_requests_in_all_forms_get_the_embedding_of_their_image(serve
     lines = base64.encodebytes(images[0]).decode()
     assert text != safe
     forms = (
-        text, f"{text}\n", lines, lines.replace("\n", "\r\n"), f"data:image/png;base64,{text}", safe, safe.rstrip("="),
-        f"DATA:;Base64,\n{lines}", text.rstrip("="),
+        text, f"{text}\n", lines, lines.replace("\n", "\r\n"), f"data:image/png;base64,{text}",
+        f"DATA:;Base64,\n{lines}", text.rstrip("="), safe, safe.rstrip("="),
     )  # fmt: skip
     for status, answer in (
         ask(server, "POST", "/embed", images[0]),
