@@ -17,12 +17,12 @@ from typing import Any
 
 
 class PlscError(Exception):
-    """Base class of user-fixable errors; secrets in URLs are removed from the message."""
+    """Base class of user-fixable errors; the message has no secrets of URLs and no control characters."""
 
     exit_code = 1
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(shown(one) if isinstance(one, str) else one for one in arguments))
+        super().__init__(*(in_terminal(one) if isinstance(one, str) else one for one in arguments))
 
 
 class OptionError(PlscError, ValueError):
@@ -105,6 +105,11 @@ def printable(text: bytes | str) -> str:
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def in_terminal(text: str) -> str:
+    """Return lines without secrets (`shown`) and control characters (`printable`)."""
+    return re.sub(r"[^\n\t]+", lambda part: printable(part[0]), shown(text))
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return ``known: a, b, c; did you mean 'b'?`` for an error about an unknown name."""
     known = sorted(known)
@@ -121,7 +126,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a note below an error's message, once; its type and traceback are unchanged."""
-    note = shown(note)
+    note = in_terminal(note)
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -164,7 +169,7 @@ def record_failure(error: BaseException, wording: Callable[[str], str] = str) ->
     if path and not isinstance(error, (SystemExit, KeyboardInterrupt)):
         text = f"{MESSAGE_START}{wording(str(error))}"
         if not isinstance(error, PlscError):
-            text = shown("".join(traceback.format_exception(error))).rstrip()
+            text = in_terminal("".join(traceback.format_exception(error))).rstrip()
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": type(error).__name__}
         content = {"message": {"message": text, "extraInfo": extra}}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123

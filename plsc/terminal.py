@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from plsc.errors import shown
+from plsc.errors import in_terminal
 
 logger = logging.getLogger("plsc")
 
@@ -31,7 +31,7 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message; without a terminal any more, as after SIGHUP, the process continues."""
-        text = self.wording(shown(self.format(record)))
+        text = self.wording(in_terminal(self.format(record)))
         stream = sys.stdout
         if record.levelno >= logging.WARNING:
             stream, text = sys.stderr, f"plsc: {record.levelname.lower()}: {text}"

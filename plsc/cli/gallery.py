@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
-from plsc.errors import DataError, OptionError, shown
+from plsc.errors import DataError, OptionError, in_terminal, shown
 
 
 def run_index(
@@ -60,7 +60,7 @@ def run_search(
             lines.insert(0, f"  unknown: no entry reaches the threshold, {threshold:.4f}")
         if capacity is not None:
             lines.append(f"  {capacity.fpir(nearest[0].similarity, size).sentence(size)}")
-        print(name, *lines, sep="\n")
+        print(in_terminal("\n".join([name, *lines])))
 
 
 def run_copy(source: str, target: str, fingerprint: str) -> None:

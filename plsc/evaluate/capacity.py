@@ -188,7 +188,7 @@ class Capacity:
             classes, images = int(values["classes"]), int(values["images"])
             thresholds = [row.threshold for row in rows]
             is_sound = FEWEST_CLASSES <= classes <= images < 2**40 and thresholds == sorted(set(thresholds))
-            if not rows or not is_sound or not all(map(_is_sound, rows)):
+            if not rows or rows[-1].far or not is_sound or not all(map(_is_sound, rows)):
                 raise ValueError("a value is missing or out of range")
             return cls(classes, images, rows)
         except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 NPY = "application/x-npy"
 HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
+HEADERS += [("Cross-Origin-Resource-Policy", "same-origin")]  # no web site shows thumbnails to its visitors
 """Headers of all responses."""
 
 _PAGE_HEADERS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
@@ -125,13 +126,15 @@ class Guard:
                 raise Refused(401, "send the API key as the header Authorization: Bearer KEY")
         else:  # anyone who can connect may use the server, but not web sites through a visitor's browser
             host = headers.get(b"host", b"").decode("latin-1").lower()
-            if self._hosts is not None and not self._hosts & {host, host.rpartition(":")[0]}:
+            if self._hosts is not None and re.sub(r":\d*\Z", "", host) not in self._hosts:
                 raise Refused(
                     403, "the server accepts only the address it listens on as the host; see --host"
                 )
             origin = headers.get(b"origin")
             if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
                 raise Refused(403, "requests from other web sites are not accepted")
+        if {b"transfer-encoding", b"content-length"} <= headers.keys():  # proxies may disagree on its end
+            raise Refused(400, "the request has both Transfer-Encoding and Content-Length; send one of them")
         has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
         if has_body and scope["method"] != "POST":
             raise Refused(400, f"{scope['method']} takes no body")

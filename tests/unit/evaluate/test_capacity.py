@@ -210,7 +210,7 @@ def test_json_keeps_the_table(table):
 
 @pytest.mark.parametrize("change", [
     {"format": 2}, {"rows": []}, {"rows": [[0.5, 0.1]]}, {"rows": [[0.5, float("nan"), 0, 0, None]]},
-    {"classes": None},
+    {"classes": None}, {"rows": [[0.5, 0.1, 0.0, 1.0, None]]},
 ])  # fmt: skip
 def test_a_damaged_table_is_an_error(table, change):
     with pytest.raises(DataError, match="capacity table is damaged"):

@@ -1,5 +1,6 @@
 """`plsc index` and `plsc search`, with a checkpoint and with an exported model."""
 
+import json
 import shutil
 
 import numpy as np
@@ -48,6 +49,19 @@ def test_every_image_finds_itself(trained, tmp_path, capsys, model, kind):
         cosine, name = nearest.split(maxsplit=1)
         assert name == image
         assert abs(float(cosine) - 1) < 1e-3
+
+
+def test_no_control_character_of_an_error_or_a_name_reaches_the_terminal(trained, tmp_path, capsys):
+    picture = next((trained / "faces/images").iterdir()).read_bytes()
+    (tmp_path / "a\x1b]0;b\x07.png").write_bytes(picture)
+    plsc(capsys, "index", trained / "run/0", tmp_path / "g", "--images", tmp_path)
+    about = json.loads((tmp_path / "g/gallery.json").read_text())
+    assert plsc(capsys, "search", trained / "run/0", tmp_path / "g", tmp_path)[0] == r"a\x1b]0;b\x07.png"
+    (tmp_path / "g/gallery.json").write_text(json.dumps({**about, "model": "\x1b[2J\u202e"}))
+    assert main(["search", str(trained / "run/0"), str(tmp_path / "g"), str(tmp_path)]) == 1
+    shown = "".join(capsys.readouterr())
+    assert r"\x1b[2J\u202e" in shown
+    assert "\x1b" not in shown
 
 
 def test_names_of_images_and_classes_are_those_of_their_files(trained, tmp_path, capsys):
