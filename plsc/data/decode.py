@@ -144,9 +144,15 @@ def size_of(data: Image) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def count_pixels(data: bytes, most: int) -> int:
-    """Return the number of pixels of an encoded image, from its header; raise DataError if over ``most``."""
-    width, height = size_of(data)
+def count_pixels(data: bytes, most: int, allows_slow: bool = True) -> int:
+    """Return the number of pixels of an encoded image, from its header; raise DataError if over ``most``.
+
+    allows_slow: accept what Pillow decodes in Python, for minutes if it is large: a PPM of maximum 254, say.
+    """
+    with _decoding(data), _open(data) as picture:
+        (width, height), decoders = picture.size, {tile[0] for tile in picture.tile}
+    if not allows_slow and decoders & PillowImage.DECODERS.keys():
+        raise DataError(f"the image is a {picture.format} that takes long to decode; send JPEG or PNG")
     if width * height > most:
         raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}; shrink it")
     return width * height

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from plsc.data.batch import to_input
 from plsc.data.decode import count_pixels, decode_into, decode_jpeg_of_size
@@ -31,7 +30,9 @@ from plsc.serve.options import ServeOptions
 logger = logging.getLogger(__name__)
 MOST_FOUND = 100
 _SLOW = (b"BM", b"II", b"MM")  # BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory
-_SMALL_BYTES, _SMALL_PIXELS = 2**16, 2**16  # larger images are decoded in another thread
+_MOST_PROFILES = 8  # of a PNG: each may have 1 MB, of which Pillow does not count the sum
+# Few images at a time bound the memory; the other threads are those of images that exceeded the timeout.
+_DECODED, _THREADS = 2, 8
 _QUALITY = 90
 
 
@@ -56,7 +57,8 @@ class Service:
             self._search, largest, queue, timeout
         )
         self._writes: Batcher[Change, int | bool] = Batcher(self.store.write, largest, queue, timeout)
-        self._decoder = ThreadPoolExecutor(2)  # few large images at a time bound the memory
+        PngImagePlugin.MAX_TEXT_MEMORY = options.max_bytes  # of the texts of an image, decompressed
+        self._decoder, self._places = ThreadPoolExecutor(_THREADS), asyncio.Semaphore(_DECODED)
         self._decoding = 0
         self._threshold: tuple[int, float] | None = None  # of so many entries
         self._was_warned = False
@@ -159,36 +161,30 @@ class Service:
 
     async def _pixels(self, data: bytes) -> np.ndarray:
         """Return an image in the size of the network's input, uint8 [H, W, C]."""
-        if data[:2] in _SLOW:
-            raise DataError("the image is a BMP or TIFF, which can take long to decode; send JPEG or PNG")
-        if len(data) > _SMALL_BYTES:
-            return await self._decode_in_thread(data)
-        # A small image is decoded at once: to change to another thread would take longer.
-        pixels, most = self._empty(), self.options.max_pixels
-        if pixels[..., 0].size > most or not decode_jpeg_of_size(data, pixels):
-            if count_pixels(data, most) > _SMALL_PIXELS:
-                return await self._decode_in_thread(data)
-            decode_into(data, pixels)
-        return pixels
-
-    async def _decode_in_thread(self, data: bytes) -> np.ndarray:
-        deadline = time.monotonic() + self.options.timeout
-
-        def decode() -> np.ndarray:
-            if time.monotonic() > deadline:
-                raise Busy(f"the request has waited for {self.options.timeout:g} seconds")
-            count_pixels(data, self.options.max_pixels)
-            pixels = self._empty()
-            decode_into(data, pixels)
-            return pixels
-
         if self._decoding >= self.options.queue_size:
-            raise Busy(f"{self._decoding} large images are waiting")
+            raise Busy(f"{self._decoding} images are waiting")
         self._decoding += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._decoder, decode)
+            return await asyncio.wait_for(self._decode_in_thread(data), self.options.timeout)
+        except asyncio.TimeoutError:  # the thread continues, but makes room
+            raise Busy(f"the image was not decoded in {self.options.timeout:g} seconds") from None
         finally:
             self._decoding -= 1
+
+    async def _decode_in_thread(self, data: bytes) -> np.ndarray:
+        async with self._places:
+            return await asyncio.get_running_loop().run_in_executor(self._decoder, self._decode, data)
+
+    def _decode(self, data: bytes) -> np.ndarray:
+        if data[:2] in _SLOW:
+            raise DataError("the image is a BMP or TIFF, which can take long to decode; send JPEG or PNG")
+        if data.startswith(b"\x89PNG") and data.count(b"iCCP") > _MOST_PROFILES:
+            raise DataError(f"the image has more than {_MOST_PROFILES} colour profiles; save it again")
+        pixels, most = self._empty(), self.options.max_pixels
+        if pixels[..., 0].size > most or not decode_jpeg_of_size(data, pixels):
+            count_pixels(data, most, allows_slow=False)
+            decode_into(data, pixels)
+        return pixels
 
     def _empty(self) -> np.ndarray:
         channels, height, width = self.model.image_shape

@@ -1,5 +1,6 @@
 """`plsc serve` as a process: answers, hostile requests, shutdown, SIGKILL, and its messages."""
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import quote
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -32,7 +34,10 @@ from tests.serving import export_model, serving
 from tests.system.small_entry import entry
 
 pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
+from plsc.serve import service as service_module
 from plsc.serve.app import _from_json
+from plsc.serve.batching import Busy
+from plsc.serve.options import ServeOptions
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +146,8 @@ def test_what_is_unknown_is_enrolled_found_and_deleted(server):
     assert (after["name"], first["id"], first["source"]) == ("Zoë 1", number, "enrolled")
     assert first["similarity"] == pytest.approx(1, abs=1e-5)
     _, picture = ask(server, "GET", f"/{first['thumbnail']}")
+    with urlopen(f"http://127.0.0.1:{server.port}/{first['thumbnail']}") as response:
+        assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert Image.open(io.BytesIO(picture)).size == (16, 16)
     assert ask(server, "GET", "/entries")[1]["count"] == 1
     client.delete(number)
@@ -207,10 +214,10 @@ def test_without_thresholds_the_name_is_null_with_and_without_entries(folder, im
     assert (found["name"], found["known"], len(found["results"])) == (None, None, 1)
 
 
-def png(width, height):
-    """Return a PNG file that declares a size, with little data."""
+def png(width, height, more=()):
+    """Return a PNG file that declares a size, with little data, and more chunks."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(10**6))), (b"IEND", b"")]
+    chunks = [(b"IHDR", header), *more, (b"IDAT", zlib.compress(bytes(10**6))), (b"IEND", b"")]
     body = [
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks
@@ -295,6 +302,57 @@ def test_images_of_formats_that_are_slow_to_decode_are_refused(server):
         Image.new("RGB", (16, 16)).save(file, kind)
         status, answer = ask(server, "POST", "/embed", file.getvalue())
         assert (status, answer["detail"][:27]) == (400, "the image is a BMP or TIFF,")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"P6 8 8 255\n", 200), (b"P5 8 8 255\n", 200), (b"P5 8 8 65535\n", 200), (b"P6 8 8 254\n", 400),
+        (b"P5 8 8 1000\n", 400), (b"P6 8 8 65535\n", 400), (b"P3 8 8 255\n", 400), (b"P1 8 8\n", 400),
+    ],
+)  # fmt: skip
+def test_what_pillow_decodes_in_python_is_refused(header, status, server):
+    body = header + (b"1 " if header[1:2] in b"123" else bytes(2)) * 200
+    found, answer = ask(server, "POST", "/embed", body)
+    assert found == status
+    assert status == 200 or "PPM" in answer["detail"]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("zTXt", 3), ("iTXt", 3), ("iCCP", 9)])
+def test_metadata_of_a_png_counts_towards_its_size(kind, most, server):
+    start = b"%d\0\1\0\0\0" if kind == "iTXt" else b"%d\0\0"
+    text = zlib.compress(bytes(200_000))
+    for count, status in ((1, 200), (most, 400)):
+        more = [(kind.encode(), start % number + text) for number in range(count)]
+        assert ask(server, "POST", "/embed", png(16, 16, more))[0] == status
+
+
+def test_images_are_decoded_in_threads_and_one_that_takes_too_long_makes_room(
+    folder, images, tmp_path, monkeypatch
+):
+    threads, end, decode_into = set(), threading.Event(), service_module.decode_into
+
+    def slow(data, out):
+        threads.add(threading.current_thread())
+        if data != images[0]:
+            end.wait(60)
+        return decode_into(data, out)
+
+    async def embed_all():
+        first = await service.embed(images[0])
+        failed = await asyncio.gather(*map(service.embed, images[1:3]), return_exceptions=True)
+        return first, failed, await service.embed(images[0])
+
+    monkeypatch.setattr(service_module, "decode_into", slow)
+    options = ServeOptions(store=str(tmp_path / "s.sqlite"), timeout=3)
+    with contextlib.closing(service_module.Service(str(folder / "model"), options)) as service:
+        try:
+            first, failed, again = asyncio.run(embed_all())
+        finally:
+            end.set()
+    assert np.array_equal(first, again)
+    assert [type(one) for one in failed] == [Busy, Busy]
+    assert threading.main_thread() not in threads
 
 
 def test_an_image_with_thousands_of_wrong_tags_does_not_fill_the_log(server, folder):
@@ -459,10 +517,28 @@ def test_the_server_still_serves_in_little_memory(server, images):  # after the 
 
 
 def test_a_web_site_cannot_use_the_server_of_its_visitor(server, images):
-    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+    for host in (
+        "evil.example",
+        "localhost:evil.example",
+        "localhost:80:evil.example",
+        "localhost.evil.example:80",
+    ):
+        assert ask(server, "POST", "/embed", images[0], Host=host, Origin=f"http://{host}")[0] == 403
+    for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}):
         assert ask(server, "POST", "/embed", images[0], **headers)[0] == 403
     own = {"Host": f"localhost:{server.port}", "Origin": f"http://localhost:{server.port}"}
     assert ask(server, "POST", "/embed", images[0], **own)[0] == 200
+
+
+def test_a_request_with_two_lengths_closes_the_connection(server, images):
+    head = (
+        b"POST /embed HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as one:
+        one.sendall(head + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = one.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
 
 
 def test_the_pages_load_nothing_from_other_hosts(server):
