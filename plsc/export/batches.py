@@ -41,6 +41,7 @@ class BatchEmbedder:
 
     ``embedding`` is a list (Spark reads none of fixed size) of D float32, L2-normalised; null, and ``error``
     the reason, if an image failed. In a dict: float32 [n, D], NaN if it failed; ``error`` is otherwise "".
+    Columns of these names in the batch are replaced.
 
     metadata: of Arrow schemas: ``plsc.fingerprint``, ``plsc.input`` (preprocessing), ``plsc.normalised``.
     """
@@ -58,9 +59,11 @@ class BatchEmbedder:
         if not is_arrow:
             return {**batch, EMBEDDING: vectors, ERROR: [error or "" for error in errors]}
         rows = [None if error else row for row, error in zip(vectors, errors, strict=True)]
+        batch = batch.select([i for i, name in enumerate(names) if name not in (EMBEDDING, ERROR)])
         batch = batch.append_column(EMBEDDING, pa.array(rows, pa.list_(pa.float32())))
         batch = batch.append_column(ERROR, pa.array(errors, pa.string()))
-        return batch.replace_schema_metadata({**(batch.schema.metadata or {}), **self.metadata})
+        ours = {key.encode(): value.encode() for key, value in self.metadata.items()}  # Arrow's are bytes
+        return batch.replace_schema_metadata({**(batch.schema.metadata or {}), **ours})
 
     def in_spark(self, frame: Any) -> Any:
         """Return a Spark DataFrame with both columns, by ``mapInArrow``; OptionError if workers cannot."""
@@ -70,6 +73,7 @@ class BatchEmbedder:
             self({self.column: []})  # opens the model even if there are no rows
             return map(self, batches)
 
+        frame = frame.drop(EMBEDDING, ERROR)
         schema = StructType(list(frame.schema.fields))
         schema.add(EMBEDDING, ArrayType(FloatType()), metadata=dict(self.metadata)).add(ERROR, StringType())
         try:

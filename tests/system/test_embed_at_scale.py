@@ -53,6 +53,17 @@ spark = SparkSession.builder.master("local[2]").getOrCreate()
 batch_embedder("model").in_spark(spark.range(3))
 """
 
+TWICE = """
+from pyspark.sql import SparkSession
+from pyspark.sql.functions import lit
+from plsc.export import batch_embedder
+
+spark = SparkSession.builder.master("local[2]").getOrCreate()
+images = spark.read.format("binaryFile").load("faces/images").withColumn("embedding", lit("old"))
+found = batch_embedder("model", "content").in_spark(images)
+print(found.columns, {len(row.embedding or [0] * 8) for row in found.collect()})
+"""
+
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
@@ -130,6 +141,14 @@ def test_two_workers_of_spark_load_the_model_once_each_and_embed_as_open_model(p
         batch = list(batch)
         found = np.array([row["embedding"] for row in batch], np.float32)
         assert np.array_equal(found, embed(model, [row["path"] for row in batch]))
+
+
+@needs_java
+def test_an_embedding_column_of_a_spark_frame_is_replaced(place):
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    done = run(TWICE, place, PYSPARK_PYTHON=sys.executable)
+    expected = "['path', 'modificationTime', 'length', 'content', 'embedding', 'error'] {8}"
+    assert expected in done.stdout, done.stderr
 
 
 @needs_java
