@@ -88,10 +88,7 @@ _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udff
 def check_name(name: str) -> str:
     """Return the name of an entry or class. Raises DataError for a character that `printable` escapes."""
     if _UNSAFE.search(name):
-        raise DataError(
-            f"the name '{printable(name[:200])}' has a control character, a line break, a surrogate or a "
-            "bidirectional override; rename it"
-        )
+        raise DataError(f"the name '{printable(name[:200])}' has a control character or changes direction")
     return name
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from plsc.data.files import name_key
 from plsc.data.lists import Listing, check_listable, read_listing, write_list, write_origin, write_rows
 from plsc.data.sources.base import printable
-from plsc.errors import DataError, suggest
+from plsc.errors import DataError, check_name, suggest
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_regular, without_mark
 
@@ -147,7 +147,7 @@ def _parse(place: str | Path, content: bytes, listing: Listing) -> tuple[list[Ch
                 one = Change(change, 0.0, image, of, to)
                 if problem := _problem(one, owners, classes):
                     raise DataError(problem)
-                check_listable([to])
+                check_listable([check_name(to)])
                 found[reader.line_num] = one
     except (csv.Error, DataError) as error:
         problem = str(error)

@@ -10,7 +10,7 @@ from typing import Any
 
 from plsc.cli.parser import Argument, Command, Group, arguments_of, word
 from plsc.config.option import Size
-from plsc.errors import OptionError, printable
+from plsc.errors import OptionError
 
 
 def partition_arguments() -> list[Argument]:
@@ -168,8 +168,7 @@ def run_apply(location: str, changes: str, out: str, **reading: Any) -> None:
         f"{done['remove']:,} removals and {done['merge']:,} merges"
     )
     if new := origin["new_classes"]:
-        names = printable(", ".join(new[:10]))
-        print(f"{len(new):,} new classes: {names}{', ...' if len(new) > 10 else ''}")
+        print(f"{len(new):,} new classes: {', '.join(new[:10])}{', ...' if len(new) > 10 else ''}")
     print("Next:", train_command(out, "list.tsv", origin["folder"]), sep="\n")
 
 

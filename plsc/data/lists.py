@@ -22,7 +22,7 @@ import numpy as np
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.base import FileSource, printable
 from plsc.data.sources.rows import RowSource
-from plsc.errors import DataError
+from plsc.errors import DataError, check_name
 from plsc.storage.urls import is_url, shown, without_secrets
 from plsc.version import __version__
 
@@ -72,7 +72,7 @@ def read_listing(location: str | Path, **reading: Any) -> tuple[Source, Listing]
     found = [str(number) if names is None else names[number] for number in numbers.tolist()]
     classes = sorted(found)
     ranks = {name: rank for rank, name in enumerate(classes)}
-    check_listable(itertools.chain(paths, classes))
+    check_listable(itertools.chain(paths, map(check_name, classes)))
     labels = np.array([ranks[name] for name in found], np.int64)[labels]
     return source, Listing(str(source.root), paths, labels, classes)
 

@@ -29,7 +29,6 @@ PRECISIONS = {
 """The graphs, and the precisions of each."""
 
 _CALIBRATION_BATCH = 16
-_LEAST_NORM = 1e-12  # as of F.normalize
 _NOISY = ("torch", "onnxscript", "onnx_ir")  # loggers
 
 
@@ -40,13 +39,12 @@ class Served(nn.Module):
     of the images. mirror: the columns of a mirrored image, int64 [W], for ONNX.
     """
 
-    mirror: Tensor | None = None
-
     def __init__(self, network: BaseModel, flip: bool, scale: float = 1.0) -> None:
         super().__init__()
         self.network = network
         self.flip = flip
         self.scale = scale
+        self.mirror: Tensor | None = None
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the embeddings."""
@@ -61,7 +59,7 @@ class Served(nn.Module):
             found = both[0] + both[1]
         else:
             found = self.network(images, None, False).float()
-        return found / (found * found).sum(1, keepdim=True).sqrt().clamp_min(_LEAST_NORM)
+        return found / (found * found).sum(1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
 def as_served(network: BaseModel, flip: bool) -> Served:

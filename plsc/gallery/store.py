@@ -40,9 +40,7 @@ class StoreError(DataError):
 
 @dataclass(frozen=True)
 class New:
-    """An entry to enrol: a name, an L2-normalised vector, float32 [D], and a JPEG file, or b"".
-
-    Raises DataError for a name that `check_name` refuses.
+    """An entry to enrol: a name (`check_name`), a vector of norm 1, float32 [D], and a JPEG file, or b"".
 
     id, enrolled: id, larger than all in the store, and time of enrolment, UTC, of an entry that is copied.
     mapped: how the vector was mapped from another network (JSON, `plsc.gallery.upgrade`); '' if it was not.

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -279,10 +280,8 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
 
 def _from_base64(text: str) -> bytes:
     """Decode base64, also of a data URI, in lines, with the URL-safe alphabet, or without padding."""
-    head, comma, data = text.partition(",")
-    if comma and not (head.lower().startswith("data:") and head.lower().endswith(";base64")):
-        raise ValueError("what precedes the comma is not that of a data URI in base64")
-    text = (data if comma else text).replace("\r", "").replace("\n", "").strip(" ")
+    text = re.sub(r"\A\s*data:[^,]*;base64,", "", text, count=1, flags=re.IGNORECASE)
+    text = text.replace("\r", "").replace("\n", "").strip(" ")
     text = text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4)
     return pybase64.b64decode(text, validate=True)
 

@@ -15,6 +15,7 @@ from plsc import cli
 from plsc.clean.changes import Change, apply_changes, read_changes, write_changes
 from plsc.data.lists import read_listing
 from plsc.errors import DataError
+from tests.images import UNSAFE_NAMES
 
 CLASSES = "abcdef"
 IMAGES = [f"{name}/{number}.jpg" for name in CLASSES for number in range(3)]
@@ -202,6 +203,13 @@ def test_the_command_writes_a_new_folder_and_changes_nothing_else(data, tmp_path
     edited = [("merge", "", "a", "b"), ("remove", "c/0.jpg", "c", ""), ("move", "c/1.jpg", "c", "bb")]
     write_changes(changes, [Change(kind, 1, *names) for kind, *names in edited])
     words = ["data", "apply", str(data), str(changes), str(tmp_path / "out")]
+    text = changes.read_text(encoding="utf-8")
+    for name in UNSAFE_NAMES[1:6]:
+        changes.write_text(text.replace("\tbb", f"\t{name}"), encoding="utf-8")
+        assert cli.main(words) == 1
+        assert repr(name)[1:-1] in (shown := capsys.readouterr().err)
+        assert name not in shown
+    changes.write_text(text, encoding="utf-8")
     assert cli.main(words) == 0
     assert sorted(data.rglob("*")) == before
     printed = capsys.readouterr().out
