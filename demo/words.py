@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ class InitialWeights(Callback):
 
     def run_start(self, context: Context) -> None:
         """Gather the class weights."""
-        self.weight = torch.cat(context.world.all_gather_object(context.weight("head.weight").clone()))
+        parts = context.world.all_gather_object(context.weight("head.weight").cpu().numpy())
+        self.weight = torch.from_numpy(np.concatenate(parts))
 
 
 def read_paragraphs(folder: Path) -> list[list[str]]:

@@ -150,6 +150,7 @@ def refusing(what: str, advice: str = "") -> Iterator[None]:
 
 
 MESSAGE_START = "plsc: error: "
+LAUNCH_PREFIX = "plsc-launch-"  # of the private folder of a `plsc launch`
 LAUNCHER_VARIABLE = "PLSC_LAUNCHER"
 """Environment variable: process id of the `plsc launch` that prints the errors of its ranks."""
 

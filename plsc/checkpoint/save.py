@@ -7,8 +7,9 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +136,7 @@ def save_checkpoint(
         def finish() -> None:
             if is_owner:
                 complete = dataclasses.replace(
-                    manifest,
+                    manifest,  # its JSON is the same with dictionaries, which ranks exchange
                     tensors={key: info for part in reversed(infos) for key, info in part.items()},
                     files={name: info for part in files for name, info in part.items()},
                 )
@@ -171,11 +172,11 @@ def _is_owner(temporary: Path, folder: Path, run_id: str, world: World, is_share
     return False
 
 
-def _describe(snapshot: Snapshot) -> dict[str, TensorInfo]:
-    return {role.key: info_of(role, value) for role, value in snapshot.tensors.items()}
+def _describe(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    return {role.key: asdict(info_of(role, value)) for role, value in snapshot.tensors.items()}
 
 
-def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, FileInfo]:
+def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, dict[str, Any]]:
     """Write this rank's file, unless it is empty. lower: keys of the tensors that lower ranks have."""
     entries = []
     for role, value in snapshot.tensors.items():
@@ -186,7 +187,7 @@ def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, 
             is_mine, start = role.key not in lower, 0
         if is_mine:
             entries.append(entry_of(role.key, local_of(value), start))
-    return {path.name: write_shard(path, entries)} if entries else {}
+    return {path.name: asdict(write_shard(path, entries))} if entries else {}
 
 
 def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None:

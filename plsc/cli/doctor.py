@@ -45,7 +45,8 @@ def run_doctor(options: Options) -> None:
         raise SystemExit(1) from error
     mine = [*_local_findings(world.device), _checked("collective", lambda: _collective(world))]
     try:
-        everyones = world.all_gather_object(mine)
+        gathered = world.all_gather_object([vars(one) for one in mine])
+        everyones = [[Finding(**one) for one in found] for found in gathered]
     except RuntimeError as error:
         everyones = [[*mine, Finding("error", "ranks", f"another rank ended: {kind_and_line(error)}")]]
     world.close()

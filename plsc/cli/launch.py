@@ -14,13 +14,19 @@ import struct
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command
-from plsc.errors import LAUNCHER_VARIABLE, MESSAGE_START, DistributedError, OptionError, kind_and_line
+from plsc.errors import (
+    LAUNCH_PREFIX,
+    LAUNCHER_VARIABLE,
+    MESSAGE_START,
+    DistributedError,
+    OptionError,
+    kind_and_line,
+)
 from plsc.terminal import stop_signals
 
 if TYPE_CHECKING:
@@ -41,6 +47,7 @@ _ANSWER_SECONDS = 5.0  # for the other machines to answer a launcher
 _RECONNECT_SECONDS = 600  # how long a launcher waits for the network before a restart
 _LATE_SECONDS = 20  # torchrun sends SIGKILL 30 seconds after SIGTERM
 _SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
+_NEVER = 2**24  # seconds: a file store grows with each heartbeat, which nobody needs on one machine
 _LAST_BYTES = 4096  # of a log, read to find its last line
 
 
@@ -54,8 +61,9 @@ def run_launch(
     SystemExit after a signal.
     """
     nodes = _nodes(nnodes, rdzv_endpoint)
+    is_alone = nodes[1] == 1
     address: str | None = "127.0.0.1"
-    if rdzv_endpoint:
+    if rdzv_endpoint and not is_alone:
         rdzv_endpoint, address = _find_network(rdzv_endpoint)
     if max_restarts < 0:
         raise OptionError(f"--max-restarts is {max_restarts}; expected at least 0")
@@ -66,25 +74,31 @@ def run_launch(
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    if nodes[0] < nodes[1]:  # torch 2.15 needs it for nodes that join later
+    if nodes[0] < nodes[1] or is_alone:  # torch 2.15 needs it for nodes that join later
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if is_alone:  # nothing listens to other machines
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = socket.if_nameindex()[0][1]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # rank 0's lines at once
 
     from torch.distributed.launcher.api import LaunchConfig
 
     logs: dict[int, Path] = {}
-    with tempfile.TemporaryDirectory(prefix="plsc-launch-") as errors:
+    rendezvous: dict[str, Any] = {"read_timeout": _RECONNECT_SECONDS} if max_restarts else {}
+    with tempfile.TemporaryDirectory(prefix=LAUNCH_PREFIX) as errors:
+        if is_alone:  # torchrun's state in its store is a pickle: a file that only this user can write
+            rdzv_endpoint = f"{errors}/rendezvous"
+            rendezvous = {"store_type": "file", "keep_alive_interval": _NEVER}
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
             nproc_per_node=ranks,
-            run_id="plsc" if rdzv_endpoint else uuid.uuid4().hex,
+            run_id="plsc",
             role="",
             rdzv_backend="c10d",
-            rdzv_endpoint=rdzv_endpoint or "localhost:0",
+            rdzv_endpoint=str(rdzv_endpoint),
             local_addr=address,
-            rdzv_configs={"read_timeout": _RECONNECT_SECONDS} if max_restarts else {},
+            rdzv_configs=rendezvous,
             max_restarts=max_restarts,
             logs_specs=_rank_logs(Path(log_dir) if log_dir else None, errors, logs),
             signals_to_handle=",".join(one.name for one in stop_signals(signal.SIGQUIT)),

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from plsc.config.runtime import RuntimeOptions
-from plsc.errors import DistributedError, OptionError, PlscError, kind_and_line, shown
+from plsc.errors import LAUNCH_PREFIX, DistributedError, OptionError, PlscError, kind_and_line, shown
+from plsc.parallel.encoding import decode, encode
 
 logger = logging.getLogger(__name__)
 other_ranks = logging.getLogger("plsc.other_ranks")
@@ -100,6 +101,8 @@ class World:
             raise OptionError("backend is 'mpi', but this torch was built without MPI; use 'gloo' or 'nccl'")
         try:
             if not already_made:
+                if options.init_method == "env://":
+                    store = store or _store_of_launcher(timeout)
                 meeting = store or next(dist.rendezvous(options.init_method, rank, size, timeout=timeout))[0]
                 meeting = unused_store(meeting, rank, size, options.timeout)
                 local_rank = _find_local_rank(meeting, rank)
@@ -165,29 +168,34 @@ class World:
             dist.barrier(group=self.control_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's small Python value, in rank order."""
+        """Return every rank's value, in rank order; of the types of `encode`, such as lists and arrays."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control_group)
-        return values
+        data = encode(value)
+        sizes = [size for [size] in self.gather_numbers(len(data))]
+        parts = self._gather(torch.frombuffer(data.ljust(max(sizes)), dtype=torch.uint8))
+        return [decode(part[:size].numpy().data) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's small Python value on every rank."""
+        """Return rank 0's value on every rank, of the types of `all_gather_object`."""
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control_group)
-        return box[0]
+        data = encode(value) if self.is_main else bytearray()
+        size = self.gather_numbers(len(data))[0][0]
+        received = torch.frombuffer(data.ljust(size), dtype=torch.uint8)
+        dist.broadcast(received, group_src=0, group=self.control_group)
+        return decode(received.numpy().data)
 
     def gather_numbers(self, *values: int) -> list[list[int]]:
         """All-gather integers, equally many per rank, in rank order; one small collective on the CPU."""
         if self.size == 1:
             return [list(values)]
-        gathered = torch.empty(self.size * len(values), dtype=torch.int64)
-        mine = torch.tensor(values, dtype=torch.int64)
-        dist.all_gather_into_tensor(gathered, mine, group=self.control_group)
-        return gathered.view(self.size, len(values)).tolist()
+        return [part.tolist() for part in self._gather(torch.tensor(values, dtype=torch.int64))]
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self.control_group)
+        return parts
 
     def all_reduce_max(self, *values: int) -> list[int]:
         """Return the maximum of each integer over the ranks; one small collective on the CPU."""
@@ -243,6 +251,20 @@ def _find_local_rank(store: dist.Store, rank: int) -> int:
     return hosts.count(socket.gethostname())
 
 
+def _store_of_launcher(timeout: datetime.timedelta) -> dist.Store | None:
+    """Return a store in the private folder of `plsc launch`, if all ranks are on this machine, else None.
+
+    A TCPStore lets in every user who can connect.
+    """
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent  # new for each restart
+    is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    if not is_alone or not attempt.parent.parent.name.startswith(LAUNCH_PREFIX):
+        return None
+    store = dist.FileStore(str(attempt / "store"))
+    store.set_timeout(timeout)
+    return store
+
+
 def _place(options: RuntimeOptions, store: dist.Store | None) -> str:
     if options.init_method != "env://":
         return options.init_method
@@ -258,10 +280,12 @@ def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 def _private_store(control_group: dist.ProcessGroup) -> dist.Store:
     """Return a part of the rendezvous store that no other world uses, also none of terminated processes."""
-    box = [secrets.token_hex(8)]
-    dist.broadcast_object_list(box, group_src=0, group=control_group)
+    token = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
+    dist.broadcast(token, group_src=0, group=control_group)
     # torch has no public function for the default store.
-    return dist.PrefixStore(f"plsc/{box[0]}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(
+        f"plsc/{token.numpy().tobytes().hex()}", dist.distributed_c10d._get_default_store()
+    )
 
 
 def _launch_id() -> str:

@@ -240,8 +240,8 @@ def evaluate_targets(
 
 def verify_target(embeddings: np.ndarray, target: Target, world: World) -> VerificationResult:
     """Return the result of one rank on all ranks, so that it is identical; a collective."""
-    result = verify(embeddings, target.is_same, _FOLDS, target.pairs) if world.is_main else None
-    return world.broadcast_object(result)
+    result = vars(verify(embeddings, target.is_same, _FOLDS, target.pairs)) if world.is_main else None
+    return VerificationResult(**world.broadcast_object(result))
 
 
 def embed(model: BaseModel, images: Any, options: Config, world: World, name: str, **how: Any) -> np.ndarray:

@@ -8,8 +8,9 @@ import re
 import secrets
 import stat
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, rank_on_shared_disk
 from plsc.checkpoint.remote import clean
@@ -228,8 +229,8 @@ def open_start(options: Options | Config, world: World) -> Start:
     checkpoint, locations, interrupted = resolve_checkpoint(options, world, launches)
     run_id = "" if checkpoint is None else checkpoint[1].run_id
 
-    def choose() -> Start:
-        return choose_start(options, launches, interrupted, locations, run_id)
+    def choose() -> dict[str, Any]:
+        return vars(choose_start(options, launches, interrupted, locations, run_id))
 
-    start = on_main_rank(world, doing, choose)
-    return replace(start, checkpoint=checkpoint, is_fetched=any(map(is_url, locations)))
+    chosen = {**on_main_rank(world, doing, choose), "checkpoint": checkpoint}
+    return Start(**{**chosen, "is_fetched": any(map(is_url, locations))})

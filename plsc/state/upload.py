@@ -13,6 +13,7 @@ from threading import RLock
 
 from plsc.checkpoint import Retention, read_manifest
 from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint.manifest import Manifest
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
@@ -105,8 +106,9 @@ class Uploader:
             return True
 
     def _send_chosen(self, path: Path) -> None:
-        manifests = on_every_rank(self._world, f"read {path}", lambda: read_manifest(path))
-        manifest = manifests[self._world.rank]
+        read: list[Manifest] = []
+        on_every_rank(self._world, f"read {path}", lambda: read.append(read_manifest(path)))
+        [manifest] = read
         mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""

@@ -78,11 +78,14 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     is_remote_checkpoint = is_url(location) and not location.endswith(_FILES)
     path = fetch(location, run.world) if is_remote_checkpoint else None
 
-    def load() -> WarmStart:
-        with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
-            return _load(run, local, shown(location))
+    loaded: list[WarmStart] = []
 
-    return on_every_rank(run.world, f"start from {shown(location)}", load)[run.world.rank]
+    def load() -> None:
+        with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
+            loaded.append(_load(run, local, shown(location)))
+
+    on_every_rank(run.world, f"start from {shown(location)}", load)
+    return loaded[0]
 
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:

@@ -95,7 +95,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         directories.release()
         world.barrier()
     found = {f"{case}: {key}": value for key, value in run.network.state_dict().items()}
-    rows = world.all_gather_object(run.head.weight.detach())
+    rows = [torch.from_numpy(part) for part in world.all_gather_object(run.head.weight.detach().numpy())]
     found[f"{case}: rows"] = torch.cat(rows) if run.head.is_sharded else rows[-1]
     return found
 

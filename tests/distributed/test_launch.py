@@ -219,6 +219,39 @@ def test_ranks_that_could_not_save_or_were_told_to_stop_are_not_started_again(wh
     assert err.count("rank 1 has") == 1
 
 
+LISTENING = """
+import os
+from pathlib import Path
+from plsc.parallel.world import World
+
+world = World.from_environment("cpu")
+rows = [row.split() for name in ("tcp", "tcp6") for row in open(f"/proc/net/{name}").readlines()[1:]]
+listening = {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+for pid in (os.getpid(), os.getppid()):
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if link.is_symlink() and (address := listening.get(os.readlink(link))):
+            print("listens at", address, flush=True)
+folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[3]
+print("mode", oct(folder.stat().st_mode & 0o777), flush=True)
+world.barrier()
+if world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(1)
+print("sum", sum(world.all_gather_object(world.rank)), flush=True)
+world.close()
+"""
+
+
+@pytest.mark.parametrize("endpoint", [(), ("--rdzv-endpoint", "127.0.0.1:29555")], ids=["none", "given"])
+def test_on_one_machine_only_gloo_listens_and_only_on_loopback_and_the_store_is_private(folder, endpoint):
+    (folder / "job.py").write_text(LISTENING)
+    arguments = ("--devices", "cpu", "--nproc", "2", "--max-restarts", "1", *endpoint, "job.py")
+    code, out, _ = run(*arguments, cwd=folder)
+    assert code == 0
+    lines = out.splitlines()
+    assert {line for line in lines if "listens" in line} == {"listens at 0100007F"}
+    assert (lines.count("mode 0o700"), lines.count("sum 1")) == (4, 2)
+
+
 def test_doctor_sums_over_the_ranks(folder):
     code, out, err = run("--nproc", "2", "-m", "plsc.cli", "doctor", "--runtime.device", "cpu", cwd=folder)
     assert (code, err) == (0, "")

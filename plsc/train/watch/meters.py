@@ -44,11 +44,11 @@ class BadSampleReport:
 
         Returns the number of different bad samples so far on rank 0, and 0 on other ranks.
         """
-        everywhere = self._world.all_gather_object(self._pending)
+        everywhere = self._world.all_gather_object([vars(problem) for problem in self._pending])
         self._pending = []
         if self._list is None:
             return 0
-        self._list.add([problem for part in everywhere for problem in part])
+        self._list.add([BadSample(**problem) for part in everywhere for problem in part])
         return sum(self._list.counts.values())
 
     def log_summary(self) -> None:
