@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import CheckpointError, OptionError, shown
-from plsc.gallery.store import Change, Found, New, Replacement, StoreError, rank
+from plsc.gallery.store import Change, Found, New, Replacement, StoreError, check_entries, rank
 
 try:
     import psycopg
-    from pgvector.psycopg import register_vector
+    from pgvector.psycopg.vector import register_vector_info
     from psycopg.pq import Ping
     from psycopg_pool import ConnectionPool
 except ImportError as error:
@@ -29,6 +30,27 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 _POLL_SECONDS, _WARN_EVERY = 1.0, 60  # for a database that is starting: seconds; attempts per warning
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
+_SAFE = "SET search_path = pg_catalog, pg_temp"  # no function or operator of others is called
+_UNSAFE = (
+    "is no ordinary, logged table of plsc without triggers and rules, or belongs neither to this role, nor to "
+    "one that it is a member of, to the owner of the database, or to a superuser"
+)
+_TABLES = """
+    WITH RECURSIVE ours AS (
+        SELECT oid AS role FROM pg_roles WHERE rolname = current_user
+        UNION SELECT roleid FROM pg_auth_members JOIN ours ON member = role)
+    SELECT substr(about, length(%(about)s) + 1), atttypmod, nspname::text FROM pg_class AS relation
+    JOIN pg_namespace AS schema ON schema.oid = relnamespace JOIN pg_attribute ON attrelid = relation.oid,
+        obj_description(relation.oid, 'pg_class') AS about
+    WHERE relkind = 'r' AND relpersistence = 'p' AND attname = 'vector' AND atttypmod > 0
+        AND nspname = ANY(%(schemas)s)
+        AND starts_with(about, %(about)s)
+        AND relname = 'plsc_' || substr(about, length(%(about)s) + 1, 16)
+        AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = relation.oid)
+        AND NOT EXISTS (SELECT FROM pg_rewrite WHERE ev_class = relation.oid)
+        AND (relowner IN (TABLE ours) OR relowner IN (SELECT oid FROM pg_roles WHERE rolsuper)
+            OR relowner = (SELECT datdba FROM pg_database WHERE datname = current_database()))
+    ORDER BY array_position(%(schemas)s::text[], nspname::text) DESC"""
 _COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8"}
 _COLUMNS |= {"enrolled": "timestamptz", "mapped": "text"}
 _OLDEST = (0, 8)  # of pgvector: has iterative scans, so that deleted entries do not hide others
@@ -64,7 +86,7 @@ class PostgresStore:
         self.path = shown(url)
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
-            if "@" in str(given.get("dbname", "")):  # the password has a '/'
+            if not re.fullmatch(r"[a-z]+://([^@/?]*@)?[^@]*", url):  # part of the password would be the host
                 raise psycopg.ProgrammingError
         except psycopg.Error:  # its message may contain the password
             raise OptionError(
@@ -80,9 +102,11 @@ class PostgresStore:
                 logger.warning(f"{self.path} does not respond or is starting; waiting for it")
             time.sleep(_POLL_SECONDS)
         with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
+            [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
+            connection.execute(_SAFE)
             connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])  # of two servers, one creates it
-            _check_extension(connection, self.path)
-            self._open_table(connection, model, size)
+            self._pgvector = _find_extension(connection, self.path)[0]
+            self._open_table(connection, model, size, schemas)
         self._ids = f"pg_get_serial_sequence({psycopg.sql.quote(self._table)}, 'id')"
         pool: Any = {**_POOL, "configure": _configure, "check": ConnectionPool.check_connection}
         self._pool: Any = ConnectionPool(kwargs=how, **pool)
@@ -98,6 +122,9 @@ class PostgresStore:
         news = [one for one in changes if isinstance(one, New)]
         gone = [one for one in changes if isinstance(one, int)]
         with self._connected() as connection, connection.transaction(), connection.cursor() as cursor:
+            cursor.execute(f"LOCK {self._table} IN ROW EXCLUSIVE MODE")  # nobody adds a trigger
+            if self.model not in self._find_tables(connection, [self._schema]):
+                raise StoreError(f"{self.path}: {self._table} {_UNSAFE}")
             cursor.execute(f"DELETE FROM {self._table} WHERE id = ANY(%s) RETURNING id", [gone])
             deleted = {number for (number,) in cursor}
             changed = set()
@@ -141,9 +168,9 @@ class PostgresStore:
 
         A few of the nearest may be missing: see `measure_recall`.
         """
-        count, half = 4 * k + 12, f"halfvec({self.size})"
+        count, half = 4 * k + 12, f"{self._pgvector}.halfvec({self.size})"
         setting = f"SET hnsw.ef_search = {min(max(count, _LEAST_EF), _MOST_EF)}"
-        order = f"(vector::{half}) <#> %b::vector::{half}"
+        order = f"(vector::{half}) OPERATOR({self._pgvector}.<#>) %b::{self._pgvector}.vector::{half}"
         query = f"SELECT vector, id, name, mapped FROM {self._table} ORDER BY {order} LIMIT {count}"
         with self._connected() as connection:
             with connection.pipeline():
@@ -156,7 +183,7 @@ class PostgresStore:
     def measure_recall(self) -> float:
         """Return the share of the 10 nearest others of 100 random entries that `search` finds."""
         with self._connected() as connection, connection.transaction():
-            vectors = f"SELECT vector FROM {self._table}"
+            vectors = f"SELECT vector, id, '' FROM {self._table}"
             sample = connection.execute(f"{vectors} ORDER BY random() LIMIT {_SAMPLE}", binary=True)
             queries = self._stacked(sample.fetchall())
             best = np.empty((len(queries), 0))
@@ -178,25 +205,30 @@ class PostgresStore:
     def entries(self, after: int, count: int) -> list[tuple[int, str, str, bool]]:
         """As `Store.entries`."""
         self._counted = float("-inf")  # whoever lists entries wants their present number, too
-        columns = "id, name, to_char(enrolled, 'YYYY-MM-DD HH24:MI:SS'), mapped <> ''"
-        return self._read(columns, "WHERE id > %s ORDER BY id LIMIT %s", after, count)
+        columns = "id, name, enrolled, mapped <> ''"
+        rows = self._read(columns, "WHERE id > %s ORDER BY id LIMIT %s", after, count)
+        check_entries(self.path, rows)
+        return [(number, name, f"{time:%Y-%m-%d %H:%M:%S}", mapped) for number, name, time, mapped in rows]
 
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id is larger than `after`."""
-        rows = self._read(", ".join(_COLUMNS), "WHERE id > %s ORDER BY id LIMIT %s", after, count)
-        return [New(name, vector.to_numpy(), *others) for name, vector, *others in rows]
+        columns = "vector, id, name, thumbnail, enrolled, mapped"
+        rows = self._read(columns, "WHERE id > %s ORDER BY id LIMIT %s", after, count)
+        pairs = zip(rows, self._stacked(rows), strict=True)
+        return [New(name, vector, jpeg, i, *rest) for (_, i, name, jpeg, *rest), vector in pairs]
 
     def close(self) -> None:
         """Close the connections."""
         self._pool.close()
 
-    def _open_table(self, connection: Any, model: str, size: int) -> None:
+    def _find_tables(self, connection: Any, schemas: list[str]) -> dict[str, tuple[int, str]]:
+        """Return vector size and schema of the safe tables, by network; of two, that of the first schema."""
+        rows = connection.execute(_TABLES, {"about": _ABOUT, "schemas": schemas}).fetchall()
+        return {network: (size, schema) for network, size, schema in rows}
+
+    def _open_table(self, connection: Any, model: str, size: int, schemas: list[str]) -> None:
         """Find the table of a network; create it if `size` is given."""
-        query = """
-            SELECT substr(description, %s), atttypmod FROM pg_attribute,
-                obj_description(attrelid, 'pg_class') AS description
-            WHERE attname = 'vector' AND pg_table_is_visible(attrelid) AND starts_with(description, %s)"""
-        known = dict(connection.execute(query, [len(_ABOUT) + 1, _ABOUT]).fetchall())
+        known = self._find_tables(connection, schemas)
         others = ", ".join(f"{one:.16}" for one in sorted(known)) or "none"
         if not size:
             matching = [one for one in known if one.startswith(model)]
@@ -205,9 +237,11 @@ class PostgresStore:
                 text = f"does not have entries of {which}; networks that have some: {others}"
                 raise CheckpointError(f"{self.path} {text}")
             [model] = matching
-        self.model, self.size = model, known.get(model, size)
-        name = f"plsc_{model:.16}"
-        self._table, self._index = (psycopg.sql.Identifier(one).as_string() for one in (name, f"{name}_hnsw"))
+        if not schemas:
+            raise StoreError(f"{self.path} has no schema of the search_path; create one, or set search_path")
+        self.model, (self.size, self._schema) = model, known.get(model, (size, schemas[0]))
+        names = f"plsc_{model:.16}", f"plsc_{model:.16}_hnsw"
+        self._table, self._index = (psycopg.sql.Identifier(self._schema, one).as_string() for one in names)
         if size not in (0, self.size):
             raise CheckpointError(f"{self.path} has vectors of {self.size} values; the model has {size}")
         if model in known:
@@ -219,11 +253,13 @@ class PostgresStore:
             text = f"{self.path} has no entries of this network; those of others ({others}) are not searched"
             logger.warning(text)
         # The vector is in the row; by default it would be in another table, in two parts.
+        if connection.execute("SELECT to_regclass(%s)", [self._table]).fetchone()[0] is not None:
+            raise StoreError(f"{self.path}: {self._table} already exists, and {_UNSAFE}")
         connection.execute(f"""
             CREATE TABLE {self._table} (
                 id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
                 name text NOT NULL,
-                vector vector({size}) NOT NULL,
+                vector {self._pgvector}.vector({size}) NOT NULL,
                 thumbnail bytea NOT NULL,
                 enrolled timestamptz NOT NULL,
                 mapped text NOT NULL DEFAULT ''
@@ -238,21 +274,27 @@ class PostgresStore:
 
     def _build(self, connection: Any) -> bool:
         connection.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_LOCK, self._index])
-        if connection.execute("SELECT to_regclass(%s)", [self._index]).fetchone()[0] is not None:
+        query = "SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(%s) AND indrelid = to_regclass(%s)"
+        if connection.execute(query, [self._index, self._table]).fetchone():
             return False
-        column = f"(vector::halfvec({self.size})) halfvec_ip_ops"
-        connection.execute(f"CREATE INDEX {self._index} ON {self._table} USING hnsw ({column})")
+        column = f"(vector::{self._pgvector}.halfvec({self.size})) {self._pgvector}.halfvec_ip_ops"
+        name = psycopg.sql.Identifier(f"plsc_{self.model:.16}_hnsw").as_string()
+        connection.execute(f"CREATE INDEX {name} ON {self._table} USING hnsw ({column})")
         connection.execute(f"ANALYZE {self._table}")
         return True
 
     def _stacked(self, rows: list[Any]) -> np.ndarray:
-        return np.array([row[0].to_numpy() for row in rows], np.float32).reshape(-1, self.size)
+        vectors = np.array([row[0].to_numpy() for row in rows], np.float32).reshape(-1, self.size)
+        check_entries(self.path, (row[1:] for row in rows), vectors)
+        return vectors
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
         with self._refusing(), self._pool.connection() as connection:
             if time.monotonic() > self._counted + _COUNT_SECONDS:
-                self._count = connection.execute(f"SELECT count(*) FROM {self._table}").fetchone()[0]
+                query = f"SELECT count(*), coalesce(min(id), 1) FROM {self._table}"
+                self._count, least = connection.execute(query).fetchone()
+                check_entries(self.path, [(least, "")])  # it would be found, but not listed
                 self._counted = time.monotonic()
             yield connection
 
@@ -267,7 +309,8 @@ class PostgresStore:
 
 
 def _configure(connection: Any) -> None:
-    register_vector(connection)
+    connection.execute(_SAFE)
+    register_vector_info(connection, psycopg.types.TypeInfo("vector", *_find_extension(connection)[1:]))
     # What was answered is on disk. Stricter settings, for replicas, are kept.
     connection.execute("""
         SET hnsw.iterative_scan = relaxed_order;
@@ -276,9 +319,15 @@ def _configure(connection: Any) -> None:
         WHERE current_setting('synchronous_commit') = 'off'""")
 
 
-def _check_extension(connection: Any, path: str) -> None:
-    found = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
+def _find_extension(connection: Any, path: str = "the database") -> tuple[str, int, int]:
+    """Return the schema of pgvector, quoted, and the ids of its type and of the arrays of it."""
+    query = """
+        SELECT extversion, quote_ident(nspname), pg_type.oid, typarray FROM pg_extension
+        JOIN pg_namespace ON pg_namespace.oid = extnamespace JOIN pg_type ON typnamespace = extnamespace
+        WHERE extname = 'vector' AND typname = 'vector'"""
+    found = connection.execute(query).fetchone()
     if found is None or tuple(map(int, found[0].split(".")[:2])) < _OLDEST:
         has = f"has pgvector {found[0]}" if found else "does not have the extension pgvector"
         advice = "ALTER EXTENSION vector UPDATE" if found else "CREATE EXTENSION vector"
         raise StoreError(f"{path} {has}; install pgvector 0.8 or newer, and run {advice} in the database")
+    return found[1:]

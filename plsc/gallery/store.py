@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -88,6 +88,22 @@ def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str, s
     exact = (vectors * query.astype(np.float64)).sum(axis=1)
     order = np.lexsort(([number for number, *_ in entries], -exact))[:k]
     return [Found(float(exact[i]), *entries[i]) for i in order]
+
+
+def check_entries(place: object, entries: Iterable[Sequence[Any]], vectors: np.ndarray | None = None) -> None:
+    """Raise DataError for what no store writes: an id below 1, an unsafe name, a vector without norm 1 or 0.
+
+    entries: id, name and more of each. vectors: float32 [n, D].
+    """
+    entries = list(entries)
+    wrong = [f"the id {number} is below 1" for number, *_ in entries if number < 1]
+    if vectors is not None:
+        rows = np.flatnonzero(~are_normalised(vectors))
+        wrong += [f"the vector of entry {entries[row][0]} does not have norm 1" for row in rows]
+    if wrong:
+        raise DataError(f"{place}: {wrong[0]}; choose another store")
+    for _, name, *_ in entries:
+        check_name(name)
 
 
 class Store:
@@ -180,8 +196,10 @@ class Store:
         time = "datetime(enrolled) || '+00:00'"  # NULL for an invalid one
         columns = "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, CAST(model AS TEXT)"
         rows = self._read(f"{columns}, {time}", "WHERE id > ? ORDER BY id LIMIT ?", after, count)
+        if undated := [number for *_, number, _, when in rows if when is None]:
+            raise DataError(f"{self.path}: entry {undated[0]} has no valid time; choose another store")
         return [
-            New(n, np.frombuffer(v, "<f4"), t, i, e and datetime.fromisoformat(e), model.partition(" ")[2])
+            New(n, np.frombuffer(v, "<f4"), t, i, datetime.fromisoformat(e), model.partition(" ")[2])
             for n, v, t, i, model, e in rows
         ]
 
@@ -236,11 +254,8 @@ class Store:
                 raise CheckpointError(
                     f"{self.path} has vectors of {len(vector) // 4} values; the model has {self.size}"
                 )
-            self._append(number, check_name(name), sys.intern(mapped), np.frombuffer(vector, "<f4"))
-        wrong = np.flatnonzero(~are_normalised(self._vectors[: len(self)]))
-        if len(wrong):
-            name = f"the vector of entry {self._entries[wrong[0]][0]}"
-            raise DataError(f"{self.path}: {name} does not have norm 1; choose another store")
+            self._append(number, name, sys.intern(mapped), np.frombuffer(vector, "<f4"))
+        check_entries(self.path, self._entries, self._vectors[: len(self)])
 
     def _append(self, number: int, name: str, mapped: str, vector: np.ndarray) -> None:
         if len(self) == len(self._vectors):

@@ -187,7 +187,7 @@ def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(d
 
 
 @pytest.mark.parametrize(
-    "how", ["extension", "old", "rights", "size", "password", "port", "percent", "slash"]
+    "how", ["extension", "old", "rights", "size", "password", "port", "percent", "slash", "at"]
 )
 def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
     database, server, how, capsys, caplog
@@ -218,8 +218,9 @@ def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
         url, message = server.url("one", f"plsc:{PASSWORD}-wrong"), "password authentication failed"
     elif how == "port":
         url, message = database.replace(f":{server.port}/", ":9/"), "Connection refused"
-    elif how in ("percent", "slash"):
-        url = f"postgresql://plsc:{PASSWORD}{'%zz' if how == 'percent' else f'/{PASSWORD}'}@127.0.0.1/one"
+    elif how in ("percent", "slash", "at"):
+        ending = {"percent": "%zz", "slash": f"/{PASSWORD}", "at": f"@{PASSWORD}"}[how]
+        url = f"postgresql://plsc:{PASSWORD}{ending}@127.0.0.1/one"
         kind, message = OptionError, "cannot be parsed"
     with pytest.raises(kind, match=message) as caught, opened(url):
         pass
@@ -235,6 +236,110 @@ def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
 
 def tables(connection):
     return connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'plsc%' ORDER BY 1").fetchall()
+
+
+RUNS = "INSERT INTO ran VALUES (1)"
+HOSTILE = {
+    "view": """ALTER TABLE plsc_m1 RENAME TO kept; CREATE FUNCTION spy(vector) RETURNS vector LANGUAGE plpgsql
+        AS $$ BEGIN INSERT INTO ran VALUES (1); RETURN $1; END $$;
+        CREATE VIEW plsc_m1 AS SELECT id, name, spy(vector)::vector(32) AS vector, thumbnail, enrolled, mapped
+        FROM kept; GRANT ALL ON plsc_m1 TO app; COMMENT ON VIEW plsc_m1 IS 'plsc entries, version 1, weights m1'""",
+    "trigger": """CREATE FUNCTION swallow() RETURNS trigger LANGUAGE plpgsql
+        AS $$ BEGIN INSERT INTO ran VALUES (1); RETURN NULL; END $$;
+        CREATE TRIGGER swallow BEFORE INSERT OR DELETE ON plsc_m1 FOR EACH ROW EXECUTE FUNCTION swallow()""",
+    "rule": "CREATE RULE swallow AS ON DELETE TO plsc_m1 DO INSTEAD INSERT INTO ran VALUES (1)",
+    "unlogged": "ALTER TABLE plsc_m1 SET UNLOGGED",
+    "owner": "ALTER TABLE plsc_m1 OWNER TO other",
+}
+
+
+@pytest.fixture
+def roles(database, server):
+    """URLs by role: `app`, which is a member of `team`, may use all tables and owns none; and a superuser."""
+    with connected(database) as connection:
+        for role in ("app", "team", "other"):
+            with contextlib.suppress(psycopg.errors.DuplicateObject):
+                connection.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{PASSWORD}'")
+        connection.execute("GRANT team TO app; GRANT ALL ON SCHEMA public TO other, team")
+        connection.execute("CREATE TABLE ran (x int); GRANT ALL ON ran TO public")
+        with opened(database) as store:
+            store.write(news(3))
+        connection.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO app")
+        connection.execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO app")
+    return {"app": server.url("one", f"app:{PASSWORD}"), "superuser": database}
+
+
+@pytest.mark.parametrize("role", ["app", "superuser"])
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_relation_that_another_role_may_have_prepared_is_refused_and_runs_nothing(roles, how, role):
+    with opened(roles[role]) as store:
+        ids = store.write(news(1))
+        with connected(roles["superuser"]) as connection:
+            connection.execute(HOSTILE[how])
+            for changes in (news(1), ids):  # of a store that is open
+                with pytest.raises(StoreError, match="table"):
+                    store.write(changes)
+            for size in (SIZE, 0):
+                with pytest.raises(DataError if size else CheckpointError):
+                    open_store(roles[role], "m1", size)
+            assert connection.execute("SELECT count(*) FROM ran").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("owner", ["app", "team", "boss", "superuser"])
+def test_tables_of_our_roles_the_owner_of_the_database_and_superusers_are_opened(roles, owner):
+    with connected(roles["superuser"]) as connection:
+        if owner == "boss":
+            with contextlib.suppress(psycopg.errors.DuplicateObject):
+                connection.execute("CREATE ROLE boss")
+            connection.execute("ALTER DATABASE one OWNER TO boss")
+        if owner != "superuser":
+            connection.execute(f"ALTER TABLE plsc_m1 OWNER TO {owner}; GRANT ALL ON plsc_m1 TO app")
+    with opened(roles["app"], size=0) as store:
+        assert len(store.write(news(1))) == 1
+        assert len(store.search(vectors(1), 9)[0]) == 4
+
+
+def test_decoys_stop_nothing_and_functions_of_others_are_not_called(roles, server):
+    with connected(server.url("one", f"other:{PASSWORD}")) as connection:
+        connection.execute("CREATE TABLE decoy (vector vector(7))")
+        connection.execute("COMMENT ON TABLE decoy IS 'plsc entries, version 1, weights m1'")
+        kinds = [("generate_series", f"int, {kind}", "SETOF int") for kind in ("smallint", "int", "bigint")]
+        kinds += [("pg_advisory_xact_lock", "int", "int"), ("setval", "text, smallint", "bigint")]
+        for name, given, returned in kinds:
+            connection.execute(f"""CREATE FUNCTION public.{name}({given}) RETURNS {returned} LANGUAGE sql
+                AS $$ {RUNS}; SELECT 1 $$""")
+    for role in roles.values():
+        with opened(role) as store:
+            store.write(news(2))
+            assert store.measure_recall() == 1
+    with connected(roles["superuser"]) as connection:
+        assert connection.execute("SELECT count(*) FROM ran").fetchone() == (0,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "vector = (SELECT array_agg(1000 * x)::vector FROM unnest(vector::real[]) AS x)",
+        "id = 0",
+        "id = -5",
+        "name = E'a\x1b[2J'",
+        "enrolled = 'infinity'",
+        "enrolled = '0044-03-15 BC'",
+    ],
+)
+def test_what_no_store_writes_is_refused_when_it_is_read(database, tmp_path, change):
+    with opened(database) as store:
+        store.write(news(3))
+        with connected(database) as connection:
+            connection.execute(f"UPDATE plsc_m1 SET {change} WHERE id = 1")
+        calls = [lambda: copy_gallery(database, str(tmp_path / "to.sqlite"))]
+        if "enrolled" not in change:
+            calls.append(lambda: store.search(vectors(1), 1))
+        if "vector" not in change:
+            calls.append(lambda: store.entries(0, 9))
+        for call in calls:
+            with pytest.raises(DataError):
+                call()
 
 
 def test_tables_of_other_networks_are_named_and_are_not_searched(database, caplog):
