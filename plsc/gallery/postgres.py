@@ -32,8 +32,8 @@ _POLL_SECONDS, _WARN_EVERY = 1.0, 60  # for a database that is starting: seconds
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
 _SAFE = "SET search_path = pg_catalog, pg_temp"  # no function or operator of others is called
 _UNSAFE = (
-    "is no ordinary, logged table of plsc without triggers and rules, or belongs neither to this role, nor to "
-    "one that it is a member of, to the owner of the database, or to a superuser"
+    "is no ordinary, logged table of plsc without triggers and rules, or belongs neither to this role, nor "
+    "to one that it is a member of, to the owner of the database, or to a superuser"
 )
 _TABLES = """
     WITH RECURSIVE ours AS (
