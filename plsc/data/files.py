@@ -19,9 +19,9 @@ import numpy as np
 from plsc.data.native import read_ranges
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, LocalBytes, open_bytes, streamed
-from plsc.storage.regular import without_mark
+from plsc.storage.regular import check_inside, without_mark
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import base_name, exists, is_url, join, open_filesystem, shown
+from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, open_filesystem, shown
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
@@ -80,23 +80,29 @@ def _is_folder(location: str) -> bool:
 
 
 def read_file_list(
-    data_dir: str | Path, file_list: str = "file_list.txt", *, must_exist: bool = True
+    data_dir: str | Path,
+    file_list: str = "file_list.txt",
+    *,
+    allowed: Sequence[str] = (),
+    must_exist: bool = True,
 ) -> list[str]:
     """Return the paths or URLs of the files that `file_list` names, in its order.
 
-    A line is one file name, which may contain blanks: relative to `data_dir`, absolute, or a URL. Surrounding
-    blanks, blank lines, CRLF and a byte order mark are accepted.
+    A line is one location, which may contain blanks, relative to `data_dir` (`located`). Surrounding blanks,
+    blank lines, CRLF and a byte order mark are accepted.
 
     Args:
         data_dir: local folder or fsspec URL.
         file_list: name in `data_dir`, or a path or URL.
+        allowed: as of `located`.
         must_exist: check that each file exists.
 
     Raises:
         DataError: the list is missing, empty, too long, or names a file twice or a missing file.
     """
-    listing = _below(str(data_dir), file_list)
-    folder = None if "/" in file_list else str(data_dir)
+    data_dir = local_path(str(data_dir))
+    listing = _below(data_dir, file_list)
+    folder = None if "/" in file_list else data_dir
     if not is_url(file_list) and not is_url(listing) and not os.path.exists(listing):  # noqa: PTH110
         if not os.path.exists(file_list):  # noqa: PTH110 - False for a name that is too long
             raise DataError(
@@ -120,13 +126,19 @@ def read_file_list(
         name = line.strip()
         if not name:
             continue
-        path = _below(str(data_dir), name)
+        try:
+            place = located(name, data_dir, allowed, listing)
+            path = _below(data_dir, place)
+            if not place.startswith("/") and not is_url(path):
+                check_inside(path, data_dir)
+        except DataError as error:
+            raise error.at(f"{shown(listing)}:{number}") from error
         if path in seen:
             raise DataError(
                 f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); remove one"
             )
         if must_exist and not exists(path):
-            raise DataError(f"{shown(listing)}:{number} names {name}, which is not in {shown(str(data_dir))}")
+            raise DataError(f"{shown(listing)}:{number} names {name}, which is not in {shown(data_dir)}")
         seen[path] = number
         found.append(path)
     if not found:

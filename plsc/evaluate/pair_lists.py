@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,11 @@ import numpy as np
 
 from plsc.data.files import PathTable
 from plsc.data.sources.base import FileSource, printable
-from plsc.data.sources.image_folders import IMAGE_SUFFIXES, relative_path
+from plsc.data.sources.image_folders import IMAGE_SUFFIXES, listed_path
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.regular import without_mark
-from plsc.storage.urls import base_name, exists, is_url, join, parent_of, shown
+from plsc.storage.urls import base_name, exists, is_url, join, local_path, parent_of, shown
 
 _MAX_LINE_BYTES = 16384
 _EXPECTED = "expected '<path> <path> <0 or 1>', or tabs between them if a path contains a blank"
@@ -69,7 +69,8 @@ class ListedImages(FileSource):
         if isinstance(self.root, str):
             return
         for index in range(len(self)):
-            if not os.path.isfile(os.path.join(self._root, self._paths[index])):  # noqa: PTH113, PTH118
+            place = str(self.path(index))
+            if not is_url(place) and not os.path.isfile(place):  # noqa: PTH113 - False for a long name
                 raise DataError(
                     f"{self.name(index)}: there is no such image in {self.root}; fix the line, or give the "
                     "folder of the images",
@@ -77,17 +78,22 @@ class ListedImages(FileSource):
                 )
 
 
-def read_pair_list(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> PairList:
+def read_pair_list(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
+    allowed: Sequence[str] = (),
+) -> PairList:
     """Read a list of pairs, at a path or URL.
 
     Args:
         path: the text file.
         folder: folder or URL of the images; by default that of the list.
+        allowed: as of `plsc.storage.urls.located`.
 
     Raises:
         DataError: the list cannot be read, a line is invalid, or an image is missing; it names the line.
     """
-    place = os.fspath(path)
+    place = local_path(os.fspath(path))
     title = base_name(shown(place))
     root = parent_of(place) if folder is None else os.fspath(folder)
     paths, numbers = PathTable(), dict[bytes, int]()
@@ -100,13 +106,13 @@ def read_pair_list(path: str | os.PathLike[str], folder: str | os.PathLike[str] 
         try:
             *both, flag = lfw.parse(line) if lfw is not None else _parse(line)
             for one in both:
-                one = relative_path(one, "the folder of the images")
+                one = listed_path(one, root, allowed, place)
                 if one not in numbers:
                     numbers[one] = len(paths)
                     paths.append(one)
                     first_lines.append(number)
                 pairs.append(numbers[one])
-        except ValueError as problem:
+        except (ValueError, DataError) as problem:
             if number == 1 and _COLUMN_NAMES.fullmatch(line):
                 continue
             raise DataError(f"{shown(place)}:{number}: {problem}; fix the line") from None
@@ -178,7 +184,7 @@ class _Lfw:
         return [self._path(*first), self._path(*second), flag]
 
     def _path(self, name: bytes, number: bytes) -> bytes:
-        stem = b"%s/%s_%04d" % (name, name, int(number))
+        stem = listed_path(b"%s/%s_%04d" % (name, name, int(number)), self._root)
         if not self._suffix:
             places = {suffix: join(self._root, f"{os.fsdecode(stem)}{suffix}") for suffix in IMAGE_SUFFIXES}
             found = next((suffix for suffix, place in places.items() if exists(place)), ".jpg")

@@ -24,7 +24,7 @@ import numpy as np
 
 from plsc.data.files import PathTable
 from plsc.data.sources.base import printable
-from plsc.data.sources.image_folders import relative_path
+from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.evaluate.pair_lists import ListedImages
 from plsc.storage.regular import open_regular, without_mark
@@ -91,14 +91,14 @@ def read_protocol(
         found = ", ".join(printable(path.name) for path in listed) or "none"
         raise DataError(f"{folder} needs one file <dataset>{_IMAGES}, such as ijbc{_IMAGES}; found {found}")
     prefix = listed[0].name.removesuffix(_IMAGES)
-    paths, ids, media = _read_images(listed[0])
+    root = os.fspath(folder if images is None else images)
+    paths, ids, media = _read_images(listed[0], root)
     template_ids, templates = np.unique(ids, return_inverse=True)
     scores = folder / f"{prefix}{_SCORES}"
     pairs, galleries = folder / f"{prefix}{_PAIRS}", sorted(folder.glob(f"{prefix}{_GALLERY}*.csv"))
     if not pairs.exists() and not galleries:
         raise DataError(f"{folder} has neither {pairs.name} for 1:1 nor {prefix}{_GALLERY}G1.csv for 1:N")
     compared = _read_pairs(pairs, template_ids) if pairs.exists() else (None, None)
-    root = os.fspath(images) if images is not None else os.fspath(folder)
     return TemplateProtocol(
         name=prefix,
         images=ListedImages(
@@ -118,17 +118,17 @@ def read_protocol(
     )
 
 
-def _read_images(path: Path) -> tuple[PathTable, np.ndarray, np.ndarray]:
+def _read_images(path: Path, root: str) -> tuple[PathTable, np.ndarray, np.ndarray]:
     paths, templates, media = PathTable(), array("q"), array("q")
     for number, line in _lines(path):
         try:
             fields = line.rsplit(None, 2)
             if len(fields) != 3:
                 raise ValueError(f"expected '<image> <template id> <media id>', got {_shown(line)}")
-            paths.append(relative_path(fields[0], "the folder of the images"))
+            paths.append(listed_path(fields[0], root, listing=str(path)))
             templates.append(_integer(fields[1]))
             media.append(_integer(fields[2]))
-        except ValueError as problem:
+        except (ValueError, DataError) as problem:
             raise _error(path, number, problem) from None
     if not len(paths):
         raise DataError(f"{path} lists no images")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,28 @@ import numpy as np
 import pyarrow as pa
 
 from plsc.data.decode import MAX_FILE_BYTES, MAX_PIXELS
-from plsc.data.sources.base import read_image_file, read_remote_image
+from plsc.data.sources.base import read_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.export.folder import schema_metadata
 from plsc.export.served import ServedModel, open_model
-from plsc.storage.urls import base_name, is_url, parent_of
+from plsc.storage.urls import is_url, located
 
 EMBEDDING, ERROR = "embedding", "error"
 _BATCH = 64  # images per call of onnxruntime
 
 
-def batch_embedder(folder: str | os.PathLike[str], column: str = "image") -> BatchEmbedder:
+def batch_embedder(
+    folder: str | os.PathLike[str], column: str = "image", allowed: Sequence[str] = ()
+) -> BatchEmbedder:
     """Return a picklable callable that embeds batches; each process loads the model once, with one thread.
 
     folder: of ``plsc export``, at the same path on all machines. column: of the images: encoded bytes, paths
-    or URLs, or structs with ``bytes`` and ``path``. Raises, as does the callable, the errors of `open_model`.
+    or URLs, or structs with ``bytes`` and ``path``. allowed: prefixes of URLs that may be read, such as
+    ``s3://bucket/``. Raises, as does the callable, the errors of `open_model`.
     """
     model = open_model(folder)
     metadata = schema_metadata(model.fingerprint, model.about["input"], "true")
-    return BatchEmbedder(model.folder.resolve(), column, metadata)
+    return BatchEmbedder(model.folder.resolve(), column, metadata, allowed)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class BatchEmbedder:
     folder: Path
     column: str
     metadata: Mapping[str, str]
+    allowed: Sequence[str] = ()
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with ``embedding`` and ``error``; DataError if it has no column of images."""
@@ -94,7 +98,9 @@ class BatchEmbedder:
             images = {}
             for number, value in enumerate(values[first : first + _BATCH], first):
                 try:
-                    images[number] = model.preprocess(_bytes_of(value), MAX_FILE_BYTES, MAX_PIXELS)
+                    images[number] = model.preprocess(
+                        _bytes_of(value, self.allowed), MAX_FILE_BYTES, MAX_PIXELS
+                    )
                 except DataError as error:
                     errors[number] = str(error)
             if images:
@@ -111,12 +117,11 @@ def _opened(folder: Path, fingerprint: str, process: int) -> ServedModel:
     return model
 
 
-def _bytes_of(data: Any) -> bytes:
+def _bytes_of(data: Any, allowed: Sequence[str]) -> bytes:
     if isinstance(data, Mapping):  # an image of Hugging Face datasets, not decoded
         data = data.get("bytes") or data.get("path")
     if isinstance(data, str):
-        is_file = not is_url(data)
-        return read_image_file(data, None) if is_file else read_remote_image(parent_of(data), base_name(data))
+        return read_image(located(data, "/", allowed) if is_url(data) else data)
     if not isinstance(data, bytes):
         wrong = DataError if data is None else OptionError  # this image, or all
         raise wrong(f"an image is {type(data).__name__}; expected encoded bytes, or a path")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -305,7 +305,8 @@ def _open_rank_files(
             f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
             f"{global_batch} is not a multiple of {world.size} ranks"
         )
-    source = open_rank_source(options.data.dataset_dir, world)
+    allowed = (options.data.format_arguments or {}).get("allowed", ())
+    source = open_rank_source(options.data.dataset_dir, world, allowed)
     class_num, notes = count_classes(source, options, world)
     plan = BatchPlan(
         len(source),
@@ -322,7 +323,7 @@ def _open_rank_files(
     return TrainingData(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
 
 
-def open_rank_source(data_dir: str, world: World) -> Source:
+def open_rank_source(data_dir: str, world: World, allowed: Sequence[str] = ()) -> Source:
     """Return the source of this rank's part, the r-th entry of ``data_dir/file_list.txt``; a collective.
 
     The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
@@ -331,7 +332,7 @@ def open_rank_source(data_dir: str, world: World) -> Source:
     source: Source | None = None
     problem = ""
     try:
-        source = _open_part(data_dir, _own_part(data_dir, world))
+        source = _open_part(data_dir, _own_part(data_dir, world, allowed))
     except DataError as error:
         problem = str(error)
     everywhere = world.all_gather_object((0 if source is None else len(source), problem))
@@ -357,8 +358,8 @@ def _open_part(data_dir: str, part: str) -> Source:
     return open_source(part)
 
 
-def _own_part(data_dir: str, world: World) -> str:
-    parts = read_file_list(data_dir, must_exist=False)
+def _own_part(data_dir: str, world: World, allowed: Sequence[str]) -> str:
+    parts = read_file_list(data_dir, allowed=allowed, must_exist=False)
     if len(parts) != world.size:
         raise DataError(
             f"data.order 'rank_files' needs one part per rank, but {data_dir}/file_list.txt lists "

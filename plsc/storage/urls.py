@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from plsc.errors import DataError, did_you_mean
 from plsc.errors import shown as shown
@@ -14,6 +16,7 @@ from plsc.errors import without_secrets as without_secrets
 from plsc.storage.retry import with_retries
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
 # Their rename copies every byte and is not atomic; the same holds for folders of "memory".
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
 # Options for clients that wait minutes for a server that is down. Retries are done in `retry` instead.
@@ -120,6 +123,43 @@ def base_name(location: str) -> str:
 def parent_of(location: str) -> str:
     """Return the folder of a path or URL."""
     return location.rstrip("/").rsplit("/", 1)[0] if is_url(location) else str(Path(location).parent)
+
+
+def local_path(location: str) -> str:
+    """Return the path of a ``file://`` URL, so that links and pipes are checked; others unchanged."""
+    return _LOCAL.sub("/", location)
+
+
+def located(name: str, folder: str, allowed: Sequence[str] = (), listing: str = "") -> str:
+    """Return a location that came out of data, normalised; DataError unless it may be opened.
+
+    Data from elsewhere could otherwise have any server called, or any file read. A location may be
+
+    - relative, inside `folder`, a path or URL; links are checked when it is opened;
+    - absolute, if the file that has it, `listing` (default: in `folder`), is local;
+    - a URL of the protocol and host, or bucket, of `listing`;
+    - in a folder or bucket, or at a host, of `allowed`: prefixes that the user named (a string: with commas).
+
+    A chain (``::``) is never followed.
+    """
+    name, own = local_path(name), listing or folder
+    own = "/".join(own.split("/")[:3]) if is_url(own) else "/"
+    place = name if is_url(name) else posixpath.normpath(name)
+    is_remote = is_url(place) or (is_url(folder) and not place.startswith("/"))
+    if is_url(place) or place.startswith("/"):
+        prefixes = (own, folder, *(allowed.split(",") if isinstance(allowed, str) else allowed))
+        is_inside = any(place.startswith(f"{local_path(one).rstrip('/')}/") for one in prefixes if one)
+    else:
+        is_inside = place.split("/")[0] not in (".", "..")
+    if is_remote and is_inside:  # what clients and servers decode and normalise
+        is_inside = "::" not in name and ".." not in re.split(r"[/\\]", unquote(name)) and name.isprintable()
+    if not name or "\0" in name or not is_inside:
+        problem = "has a null byte" if "\0" in name else f"is outside {folder}"
+        raise DataError(
+            f"the location {name[:200]!r} {problem}; expected a relative path inside it, or one that starts "
+            f"with {own.rstrip('/')}/ or with a prefix in the argument `allowed`"
+        )
+    return place
 
 
 def join(folder: str, name: str) -> str:

@@ -1,10 +1,12 @@
 """Batches of images become batches of embeddings, or reasons; other processes load the same model."""
 
+import os
 import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -80,6 +82,19 @@ def test_a_dict_takes_paths_urls_and_structs_and_marks_failures_by_nan(model, pa
     assert np.isnan(found["embedding"][-1]).all()
     assert found["error"][:-1] == [""] * len(paths)
     assert "is missing" in found["error"][-1]
+
+
+def test_a_cell_names_no_server_and_no_pipe_unless_it_is_allowed(model, paths, expected, tmp_path, s3):
+    os.mkfifo(tmp_path / "pipe")
+    fsspec.filesystem("s3").put(paths[0], f"{s3}/a.png")
+    cells = [f"{s3}/a.png", f"{s3}/b::http://127.0.0.1:9/refs.json", "http://127.0.0.1:9/a.png"]
+    cells += [str(tmp_path / "pipe"), f"file://{tmp_path}/pipe", "/etc/passwd"]
+    found = batch_embedder(model)({"image": cells})
+    assert np.isnan(found["embedding"]).all()
+    assert "allowed" in found["error"][0]
+    found = pickle.loads(pickle.dumps(batch_embedder(model, allowed=[s3])))({"image": cells})
+    assert np.array_equal(found["embedding"][:1], expected[:1])
+    assert np.isnan(found["embedding"][1:]).all()
 
 
 def test_what_is_wrong_with_all_images_stops_the_job(model):

@@ -6,7 +6,7 @@ import gzip
 import posixpath
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -116,12 +116,12 @@ class _NamedStream:
             self.stream.seek(position)
 
 
-def list_inputs(data_dir: str, file_list: str) -> list[Input]:
-    """Return the files that `file_list` names, in its order. Raises DataError as read_file_list does.
+def list_inputs(data_dir: str, file_list: str, allowed: Sequence[str] = ()) -> list[Input]:
+    """Return the files that `file_list` names, in its order. Arguments and errors as of read_file_list.
 
     A file that is listed under two names is also an error.
     """
-    locations = read_file_list(data_dir, file_list)
+    locations = read_file_list(data_dir, file_list, allowed=allowed)
     inputs = [Input(location, fingerprint_of(location)) for location in locations]
     seen: dict[tuple[int, int], Input] = {}
     for one in inputs:

@@ -51,7 +51,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     only deleted with ``delete_inputs``. Raises DataError (bad line, missing file, existing output, full disk)
     and OptionError.
     """
-    inputs = list_inputs(options.data_dir, options.file_list)
+    inputs = list_inputs(options.data_dir, options.file_list, options.allowed)
     _refuse_existing(options)
     if options.dry_run:
         return _dry_run(options, inputs)

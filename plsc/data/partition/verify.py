@@ -110,7 +110,7 @@ def _digest_parts(options: PartitionOptions, manifest: dict[str, Any]) -> int:
 
 
 def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any]) -> int:
-    inputs = list_inputs(options.data_dir, options.file_list)
+    inputs = list_inputs(options.data_dir, options.file_list, options.allowed)
     if len(inputs) != len(manifest["inputs"]):
         raise DataError(
             f"{options.file_list} names {len(inputs)} files, but {len(manifest['inputs'])} were partitioned"
@@ -171,7 +171,7 @@ def _check(manifest: Any) -> None:
                 _require(entry[key], int, key)
             int(entry["checksum"], 16)
     for entry in manifest["parts"]:
-        if "/" in entry["name"] or entry["name"] in ("", ".", ".."):
+        if "/" in entry["name"] or "::" in entry["name"] or entry["name"] in ("", ".", ".."):
             raise ValueError(f"part {entry['name']!r} is not a plain file name")
 
 

@@ -18,7 +18,13 @@ from plsc.data.sources.landmarks import Landmarks
 from plsc.errors import DataError, printable
 from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_url, join, open_filesystem, shown
+from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
+
+# First bytes of the formats of `plsc.data.decode.PILLOW_FORMATS`.
+_IMAGE_STARTS = (
+    *(b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"RIFF"),
+    *(b"P%d" % number for number in range(1, 7)),
+)
 
 
 class Source(Protocol):
@@ -169,10 +175,7 @@ class FileSource(IndexedSource):
             raise error.at(self.name(index)) from error
 
     def _stored_at(self, index: int) -> bytes:
-        if isinstance(self.root, str):
-            return read_remote_image(self.root, os.fsdecode(self._paths[index]))
-        path = os.path.join(self._root, self._paths[index])  # noqa: PTH118 - a hot path
-        return read_image_file(path, self._folder)
+        return read_image(os.fsdecode(self._paths[index]), os.fsdecode(self._root), self._folder)
 
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
         if isinstance(self.root, str):
@@ -181,11 +184,14 @@ class FileSource(IndexedSource):
 
     def paths(self) -> list[str]:
         """Return the path of each image below `root`, normalised."""
-        return [posixpath.normpath(os.fsdecode(self._paths[index])) for index in range(len(self))]
+        names = (os.fsdecode(self._paths[index]) for index in range(len(self)))
+        return [name if is_url(name) else posixpath.normpath(name) for name in names]
 
     def path(self, index: int) -> Path | str:
         """Return the path or URL of the image file."""
         name = os.fsdecode(self._paths[index])
+        if is_url(name):
+            return name
         return join(self.root, name) if isinstance(self.root, str) else self.root / name
 
     def name(self, index: int) -> str:
@@ -193,17 +199,28 @@ class FileSource(IndexedSource):
         return printable(self._paths[index])
 
 
-def read_remote_image(root: str, name: str) -> bytes:
-    """Return the bytes of a file below a URL; DataError if it is missing or cannot be read."""
-    filesystem, inside = open_filesystem(root)
+def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> bytes:
+    """Return the bytes of an image, at a path below `root`, an absolute path or a URL; see `located`.
+
+    folder: that which links in a path below `root` must not leave, if any. Raises DataError if it is missing
+    or cannot be read.
+    """
+    place = name if is_url(name) else join(root, name)
+    if not is_url(place):
+        is_absolute = name.startswith("/")
+        image = read_image_file(place, None if is_absolute else folder)
+        if is_absolute and not image.startswith(_IMAGE_STARTS):  # a list must not publish another file
+            raise DataError("the file is not an image", kind="undecodable")
+        return image
+    filesystem, inside = open_filesystem(parent_of(place))
 
     def read() -> bytes | None:
         try:
-            return bytes(filesystem.cat_file(join(inside, name), start=0, end=MAX_FILE_BYTES + 1))
+            return bytes(filesystem.cat_file(join(inside, base_name(place)), start=0, end=MAX_FILE_BYTES + 1))
         except FileNotFoundError:
             return None
 
-    found = with_retries(read, f"{shown(root)}: the image cannot be read")
+    found = with_retries(read, f"{shown(parent_of(place))}: the image cannot be read")
     if found is None:
         raise DataError("the image file is missing; add it or remove its entry", kind="missing")
     return found

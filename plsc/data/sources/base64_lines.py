@@ -28,6 +28,7 @@ class Base64Source(IndexedSource):
 
     Args:
         files: paths or URLs to use instead of those in the list.
+        allowed: as of `located`.
 
     Raises:
         DataError: names file and line of a missing label, a label that is not an integer of 0 or more, or,
@@ -37,9 +38,14 @@ class Base64Source(IndexedSource):
     _most_stored = MAX_LINE_BYTES
 
     def __init__(
-        self, data_dir: str | Path, file_list: str = "file_list.txt", files: Sequence[str] | None = None
+        self,
+        data_dir: str | Path,
+        file_list: str = "file_list.txt",
+        files: Sequence[str] | None = None,
+        *,
+        allowed: Sequence[str] = (),
     ) -> None:
-        self.locations = list(files) if files else read_file_list(data_dir, file_list)
+        self.locations = list(files) if files else read_file_list(data_dir, file_list, allowed=allowed)
         for location in self.locations:
             if location.lower().endswith(_COMPRESSED):
                 raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,13 +23,14 @@ from plsc.errors import DataError
 from plsc.storage.blocks import open_bytes, streamed
 from plsc.storage.regular import check_inside, without_mark
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import exists, is_url, join, open_filesystem, shown
+from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".bmp", ".gif"),
     *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
 )
 _MAX_LINE_BYTES = 8192  # of a label.txt
+_UNUSUAL = re.compile(rb"^/|\.\.|[:%\\\0\r]")  # in paths that `located` examines
 
 
 class LabelFileSource(FileSource):
@@ -39,15 +41,20 @@ class LabelFileSource(FileSource):
     mark are accepted. Raises DataError that names the line.
 
     landmarks: file of landmarks, to align the images (`Landmarks`); paths as in label.txt.
+    allowed: as of `located`.
     """
 
-    def __init__(self, dataset_dir: str | Path, *, landmarks: str | None = None) -> None:
+    def __init__(
+        self, dataset_dir: str | Path, *, landmarks: str | None = None, allowed: Sequence[str] = ()
+    ) -> None:
         folder = str(dataset_dir)
+        self._place = folder, allowed
         self._blank_lines = array("q")  # number of samples before each blank line
         with streamed(join(folder, "label.txt"), folder) as file:
             paths, labels = self._read(file)
         first = os.fsdecode(paths[0])
-        is_inside = not exists(join(folder, first)) and exists(join(folder, f"images/{first}"))
+        is_inside = not (is_url(first) or exists(join(folder, first)))
+        is_inside = is_inside and exists(join(folder, f"images/{first}"))
         self._prefix = "images/" if is_inside else ""
         root = join(folder, "images") if is_inside else folder
         if is_inside and not is_url(root):
@@ -75,7 +82,7 @@ class LabelFileSource(FileSource):
                 line = without_mark(line, "label.txt")
             line = line.strip()
             if line:
-                path, label = _parse(line, number)
+                path, label = self._parse(line, number)
                 paths.append(path)
                 labels.append(label)
             else:
@@ -84,40 +91,23 @@ class LabelFileSource(FileSource):
             raise DataError("label.txt contains no samples; expected lines of '<path> <label>'")
         return paths, np.frombuffer(labels, dtype=np.int64)
 
-
-def _parse(line: bytes, number: int) -> tuple[bytes, int]:
-    try:
-        path, label = line.rsplit(None, 1)
-    except ValueError:
-        raise _error(number, "expected '<path> <label>', but the label is missing in", line) from None
-    try:
-        found = parse_label(label)
-    except ValueError as problem:
-        raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
-    try:
-        return relative_path(path, "the dataset folder"), found
-    except ValueError as problem:
-        raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
+    def _parse(self, line: bytes, number: int) -> tuple[bytes, int]:
+        try:
+            path, *label = line.rsplit(None, 1)
+            if not label:
+                raise ValueError(f"the label is missing in '{printable(line[:200])}'")
+            return listed_path(path, *self._place), parse_label(*label)
+        except (ValueError, DataError) as problem:
+            raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
 
 
-def relative_path(path: bytes, folder: str) -> bytes:
-    """Return a path of a list, normalised if needed; ValueError if it leaves the folder, named `folder`."""
-    problem = None
-    if path[:1] == b"/":
-        problem = f"a path must be relative to {folder}, got"
-    elif b"\0" in path:
-        problem = "a path must not contain a zero byte, got"
-    elif b".." in path:
-        path = posixpath.normpath(path)
-        if path == b".." or path.startswith(b"../"):
-            problem = f"the path leaves {folder}:"
-    if problem:
-        raise ValueError(f"{problem} '{printable(path[:200])}'")
-    return path
-
-
-def _error(number: int, problem: str, text: bytes) -> DataError:
-    return DataError(f"label.txt:{number}: {problem} '{printable(text[:200])}'; fix the line")
+def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: str = "") -> bytes:
+    """Return a path of a list of lines, as `located`; DataError if it may not be opened."""
+    if not _UNUSUAL.search(path):
+        return path
+    if b"\r" in path:
+        raise DataError(f"a carriage return does not end a line: '{printable(path[:200])}'")
+    return os.fsencode(located(os.fsdecode(path), folder, allowed, listing))
 
 
 class ImageFolderSource(FileSource):
@@ -170,34 +160,38 @@ class ImageFolderSource(FileSource):
         self.add_landmarks(landmarks)
 
 
-def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:
+def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequence[str] = ()) -> Source:
     """Return images without labels (each label is -1), in sorted or in the given order.
 
     Args:
-        images: a folder, with all images at any depth; a file with a path per line, relative to its folder;
-            an image file; or a sequence of paths, or of encoded or decoded images.
+        images: a folder, with all images at any depth; a file with a path per line (`located`), relative to
+            its folder; an image file; or a sequence of paths, or of encoded or decoded images.
+        allowed: as of `located`.
 
     Raises:
         DataError: there are no images, or the folder or file cannot be read.
     """
     paths = PathTable()
     root: str | Path = Path()
-    is_folder = False
+    may_leave = True
     if isinstance(images, (str, os.PathLike)):
-        place = os.fspath(images)
+        place = local_path(os.fspath(images))
         if place.lower().endswith(IMAGE_SUFFIXES):
             paths.append(os.fsencode(place))
         elif is_url(place) or os.path.isdir(place):  # noqa: PTH112 - no error for a name that is too long
-            is_folder = True
+            may_leave = False
             root = place.rstrip("/") if is_url(place) else Path(place).resolve()
             for folder, names in _walk_store(str(root)) if is_url(place) else _walk(Path(root), ""):
                 for name in filter(_is_image, names):
                     paths.append(os.fsencode(posixpath.join(folder, name)))
         else:
-            root = Path(place).parent
-            for _, _, line in text_lines(open_bytes(place)):
+            may_leave, root = False, Path(place).parent
+            for number, _, line in text_lines(open_bytes(place)):
                 if line := line.strip():
-                    paths.append(line)
+                    try:
+                        paths.append(listed_path(line, str(root), allowed))
+                    except DataError as error:
+                        raise error.at(f"{shown(place)}:{number}") from error
         where = shown(place)
     else:
         if not all(isinstance(image, (str, os.PathLike)) for image in images):
@@ -207,7 +201,7 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any]) -> Source:
         where = "the list"
     if not len(paths):
         raise DataError(f"{where} contains no images; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
-    return FileSource(root, paths, np.full(len(paths), -1), may_leave=not is_folder)
+    return FileSource(root, paths, np.full(len(paths), -1), may_leave=may_leave)
 
 
 def holds_image(root: Path, folder: str) -> bool:

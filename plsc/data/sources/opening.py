@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.regular import check_inside
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import base_name, is_url, open_filesystem, shown
+from plsc.storage.urls import base_name, is_url, local_path, open_filesystem, shown
 
 # To add a format, add a line here, by its suffix. Keyword-only parameters of the class are its options.
 FORMATS: dict[str, Callable[..., Source]] = {
@@ -51,6 +51,7 @@ def open_source(
     class_depth: int | None = None,
     image_folder: str | Path | None = None,
     landmarks: str | None = None,
+    allowed: Sequence[str] | None = None,
 ) -> Source:
     """Return the source for a file, a pattern of shards, or a folder, local or remote.
 
@@ -73,7 +74,9 @@ def open_source(
         "class_depth": class_depth,
         "image_folder": image_folder,
         "landmarks": landmarks,
+        "allowed": allowed or None,
     }
+    location = local_path(str(location))
     options = {name: value for name, value in given.items() if value is not None}
     suffix = _suffix(str(location))
     folder = Path(location)

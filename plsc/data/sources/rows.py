@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import posixpath
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from plsc.data.decode import MAX_FILE_BYTES, check_image_bytes
 from plsc.data.files import Shards
 from plsc.data.lines import decode_base64
-from plsc.data.sources.base import printable, read_image_file
+from plsc.data.sources.base import printable, read_image
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     ColumnSource,
@@ -28,7 +27,7 @@ from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
 from plsc.storage.regular import without_mark
-from plsc.storage.urls import base_name, is_url, join, parent_of, shown
+from plsc.storage.urls import base_name, is_url, join, located, parent_of, shown
 
 # First characters of a data URI, and of the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files.
 _BASE64_STARTS = ("data:", "/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
@@ -57,12 +56,12 @@ def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
 class RowSource(ColumnSource):
     """The rows of one text file, local or remote, with a column of images and one of labels.
 
-    An image is a path below `root`, or base64; the first row decides which (`is_base64`). Labels are
-    integers, or class names, whose ids are their ranks in sorted order or come from `label_map`; in a column
-    ``class_name`` all are names. The file is read once; the index is stored (`index_store`). `class_names`
-    has the sorted names, or None.
+    An image is a path (`located`), relative to `root`, or base64; the first row decides which (`is_base64`).
+    Labels are integers, or class names, whose ids are their ranks in sorted order or come from `label_map`;
+    in a column ``class_name`` all are names. The file is read once; the index is stored (`index_store`).
+    `class_names` has the sorted names, or None.
 
-    image_folder: folder or URL of the images; by default that of the file.
+    image_folder: folder or URL of the images; by default that of the file. allowed: as of `located`.
 
     A format implements the methods that find and parse rows.
     """
@@ -79,7 +78,9 @@ class RowSource(ColumnSource):
         label_column: str | None = None,
         label_map: str | Path | None = None,
         image_folder: str | Path | None = None,
+        allowed: Sequence[str] = (),
     ) -> None:
+        self._place = str(location), allowed
         self.root = parent_of(str(location)) if image_folder is None else str(image_folder)
         if image_folder is not None and not is_url(self.root) and not Path(self.root).is_dir():
             raise DataError(f"the image_folder {self.root} does not exist; expected the folder of the images")
@@ -132,11 +133,11 @@ class RowSource(ColumnSource):
         return f"{self._title}:{self._lines[index]}"
 
     def paths(self) -> list[str]:
-        """Return the path of each image below `root`, normalised; DataError if one is not below it."""
+        """Return the location of each image, as `located`; DataError if one may not be opened."""
         found = []
         for line, _, row in itertools.islice(self._rows(), self._header_rows, None):
             try:
-                found.append(self._below_root(self._image_text(row.removesuffix(b"\n"))))
+                found.append(self._located(self._image_text(row.removesuffix(b"\n"))))
             except DataError as error:
                 raise error.at(f"{self._title}:{line}") from error
         return found
@@ -148,20 +149,16 @@ class RowSource(ColumnSource):
         text = self._image_text(stored)
         return decode_base64(text.encode()) if self.is_base64 else self._read_file(text)
 
-    def _below_root(self, path: str) -> str:
-        normal = posixpath.normpath(path)
-        if not path or "\0" in path or normal.startswith(("/", "../")) or normal == "..":
-            raise DataError(
-                f"the image '{printable(path[:200])}' is not below the folder of the images; "
-                "expected a relative path inside it"
-            )
-        return normal
+    def _located(self, path: str) -> str:
+        listing, allowed = self._place
+        return located(path, self.root, allowed, listing)
 
     def _read_file(self, path: str) -> bytes:
-        normal = self._below_root(path)
-        if not is_url(self.root):
-            return read_image_file(Path(self.root, path), self.root)
-        data = open_bytes(join(self.root, normal))
+        name = self._located(path)
+        place = name if is_url(name) else join(self.root, name)
+        if not is_url(place):
+            return read_image(name, self.root, self.root)
+        data = open_bytes(place)
         check_image_bytes(data.size)
         return data.read_at(0, data.size)
 

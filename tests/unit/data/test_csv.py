@@ -166,9 +166,9 @@ def test_a_file_without_samples_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("path", ["../a.jpg", "x/../../a.jpg", "/etc/passwd", "..", "", "a\0b"])
-def test_a_path_that_leaves_the_folder_is_refused(tmp_path, path):
+def test_a_path_that_leaves_the_folder_or_is_no_image_is_refused(tmp_path, path):
     source = CsvSource(write(tmp_path, f'path,label\na.jpg,0\n"{path}",1\n'))
-    with pytest.raises(DataError, match=r"train\.csv:3: .* is not below the folder"):
+    with pytest.raises(DataError, match=r"train\.csv:3: .*(is outside|not an image|null byte)"):
         source[1]
 
 

@@ -71,7 +71,7 @@ def test_links_of_an_image_folder_must_not_leave_it(tmp_path):
     assert source[0] == (b"faces/a.jpg", 0)
     with pytest.raises(DataError, match="link"):
         source[1]
-    with pytest.raises(DataError, match=r"list\.tsv:4: the image '\.\./secret\.jpg' is not below the folder"):
+    with pytest.raises(DataError, match=r"list\.tsv:4: the location '\.\./secret\.jpg' is outside"):
         source[2]
 
 

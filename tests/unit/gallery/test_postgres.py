@@ -243,7 +243,8 @@ HOSTILE = {
     "view": """ALTER TABLE plsc_m1 RENAME TO kept; CREATE FUNCTION spy(vector) RETURNS vector LANGUAGE plpgsql
         AS $$ BEGIN INSERT INTO ran VALUES (1); RETURN $1; END $$;
         CREATE VIEW plsc_m1 AS SELECT id, name, spy(vector)::vector(32) AS vector, thumbnail, enrolled, mapped
-        FROM kept; GRANT ALL ON plsc_m1 TO app; COMMENT ON VIEW plsc_m1 IS 'plsc entries, version 1, weights m1'""",
+        FROM kept; GRANT ALL ON plsc_m1 TO app;
+        COMMENT ON VIEW plsc_m1 IS 'plsc entries, version 1, weights m1'""",
     "trigger": """CREATE FUNCTION swallow() RETURNS trigger LANGUAGE plpgsql
         AS $$ BEGIN INSERT INTO ran VALUES (1); RETURN NULL; END $$;
         CREATE TRIGGER swallow BEFORE INSERT OR DELETE ON plsc_m1 FOR EACH ROW EXECUTE FUNCTION swallow()""",

@@ -127,7 +127,7 @@ def file_list(folder: Path) -> Case:
 
 
 def listed_part(folder: Path) -> Case:
-    return Case(folder / "part", file_list(folder).read, is_named=True)  # as by its absolute path
+    return Case(folder / "part", file_list(folder).read)
 
 
 def found(suffix: str) -> Callable[[Path], Case]:

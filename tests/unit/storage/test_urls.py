@@ -1,0 +1,180 @@
+"""Which locations that come out of data may be opened."""
+
+import os
+import pickle
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from plsc.cli import main
+from plsc.data.sources import open_source
+from plsc.data.sources.image_folders import open_images
+from plsc.errors import DataError
+from plsc.storage.urls import located
+
+PNG = b"\x89PNG and the rest"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def requests():
+    """The paths that are requested from the server whose address is the first entry."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            found.append(self.path)
+            self.send_response(404)
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    found = [f"http://127.0.0.1:{server.server_port}"]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield found
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "expected"),
+    [
+        ("x/../a b::c.jpg", "/set", "a b::c.jpg"),
+        ("/other/../a.jpg", "/set", "/a.jpg"),
+        ("file:///a.jpg", "/set", "/a.jpg"),
+        ("a.jpg", "s3://bucket/set", "a.jpg"),
+        ("s3://bucket/x/a b.jpg", "s3://bucket/set", "s3://bucket/x/a b.jpg"),
+        ("s3://more/a.jpg", "/set", "s3://more/a.jpg"),
+        ("https://host/faces/a.jpg?size=9", "s3://bucket/set", "https://host/faces/a.jpg?size=9"),
+        ("/data/a.jpg", "s3://bucket/set", "/data/a.jpg"),
+    ],
+)
+def test_a_location_of_the_own_store_or_an_allowed_one_is_followed(name, folder, expected):
+    allowed = ("s3://more/", "https://host/faces", "file:///data/")
+    assert located(name, folder, allowed) == located(name, folder, ",".join(allowed)) == expected
+
+
+@pytest.mark.parametrize("name", [
+    "", ".", "..", "../a", "a/../../b", "a\0b", "http://host/a", "s3://bucket/a", "s3://more", "s3://more-evil/a",
+    "s3://more/../a", "s3://more/%2e%2E/a", "s3://more/..\\a", "s3://more/.\t./a", "s3://more/a::http://host/b",
+    "reference://k::http://host/refs.json", "zip://a::file:///etc/x.zip", "https://host/faces@evil/a",
+    "https://host@evil/faces/a", "memory://a", "local://a", "file://host/a",
+])  # fmt: skip
+def test_another_location_in_a_local_list_is_refused(name):
+    with pytest.raises(DataError, match="location"):
+        located(name, "/set", ("s3://more", "https://host/faces/"))
+
+
+@pytest.mark.parametrize("name", [
+    "/etc/passwd", "//etc/passwd", "file:///etc/passwd", "../a", "s3://bucket-2/a", "s3a://bucket/a", "S3://bucket/a",
+    "a::http://host/refs.json", "..%2fa", "s3://bucket/a::file:///etc/passwd", "http://host/a", "s3://key@bucket/a",
+])  # fmt: skip
+def test_another_location_in_a_remote_list_is_refused(name):
+    with pytest.raises(DataError, match="allowed"):
+        located(name, "s3://bucket/set")
+    with pytest.raises(DataError, match="location"):
+        located("/etc/passwd", "/set", (), "https://host/list.csv")  # with a local image_folder
+
+
+def dataset(kind: str, folder: Path, location: str) -> Path:
+    """Write a dataset whose list has a location; return its path."""
+    folder.mkdir()
+    if kind == "label.txt":
+        (folder / kind).write_text(f"{location} 0\n")
+    elif kind == "file_list.txt":
+        (folder / kind).write_text(f"{location}\n")
+    elif kind == "csv":
+        (folder / "a.csv").write_text(f"path,label\n{location},0\n")
+    else:
+        (folder / "a.jsonl").write_text(f'{{"path": "{location}", "label": 0}}\n')
+    return folder
+
+
+KINDS = ("label.txt", "file_list.txt", "csv", "jsonl")
+COMMANDS = {
+    "inspect": lambda place: ["data", "inspect", place],
+    "convert": lambda place: ["data", "convert", place, f"{place}.tar"],
+    "partition": lambda place: ["data", "partition", "--nranks", "2", "--data_dir", place],
+    "train": lambda place: ["train", "--data.dataset_dir", place],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_no_command_calls_a_server_or_reads_a_pipe_that_a_list_names(
+    kind, command, tmp_path, requests, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    server = requests[0]
+    bad = (f"reference://k::{server}/refs.json", f"{server}/a.jpg", f"simplecache::{server}/a")
+    for number, location in enumerate((*bad, f"{tmp_path}/pipe", f"file://{tmp_path}/pipe", "../pipe")):
+        place = dataset(kind, tmp_path / f"set{number}", location)
+        code = main(command(str(place)))
+        assert code == 1 or re.search("broken +1 of 1", capsys.readouterr().out)
+        with pytest.raises(DataError):
+            open_source(place)[0]
+    assert requests[1:] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_local_list_may_name_absolute_paths_and_with_allowed_urls(kind, tmp_path, s3):
+    content = b"QUJD\t0\n" if kind == "file_list.txt" else PNG
+    (tmp_path / "a").write_bytes(content)
+    fsspec.filesystem("s3").pipe(f"{s3}/x/a", content)
+    expected = b"ABC" if kind == "file_list.txt" else PNG
+    assert open_source(dataset(kind, tmp_path / "near", str(tmp_path / "a")))[0] == (expected, 0)
+    far = dataset(kind, tmp_path / "far", f"{s3}/x/a")
+    with pytest.raises(DataError, match="allowed"):
+        open_source(far)[0]
+    source = pickle.loads(pickle.dumps(open_source(far, allowed=(f"{s3}/x/",))))
+    assert source[0] == (expected, 0)
+    if kind == "file_list.txt":
+        partition = ["data", "partition", "--nranks", "1", "--data_dir", str(far), "--allowed", f"{s3}/"]
+        assert main(partition) == main([*partition, "--verify"]) == 0
+
+
+def test_a_remote_list_may_name_its_own_bucket(tmp_path, s3):
+    store = fsspec.filesystem("s3")
+    store.pipe({f"{s3}/x/a": PNG, f"{s3}/y/list.csv": f"path,label\n{s3}/x/a,3\n/etc/passwd,0".encode()})
+    source = open_source(f"{s3}/y/list.csv")
+    assert source[0] == (PNG, 3)
+    with pytest.raises(DataError, match="allowed"):
+        source[1]
+
+
+def test_a_list_of_images_names_absolute_paths_and_with_allowed_urls(tmp_path, s3):
+    fsspec.filesystem("s3").pipe(f"{s3}/a", PNG)
+    (tmp_path / "b").write_bytes(PNG)
+    (tmp_path / "list.txt").write_text(f"{tmp_path}/b\n{s3}/a\n")
+    with pytest.raises(DataError, match=r"list\.txt:2: .*allowed"):
+        open_images(tmp_path / "list.txt")
+    images = open_images(tmp_path / "list.txt", [s3])
+    assert images[0] == images[1] == (PNG, -1)
+    assert images.path(1) == f"{s3}/a"
+
+
+def test_a_file_url_is_a_local_folder_whose_pipes_and_links_are_refused(tmp_path):
+    os.mkfifo(dataset("label.txt", tmp_path / "set", "pipe") / "pipe")
+    with pytest.raises(DataError, match="regular"):
+        open_source(f"file://{tmp_path}/set")[0]
+
+
+def test_a_list_does_not_publish_a_file_that_is_no_image(tmp_path):
+    (tmp_path / "key").write_text("secret")
+    place = dataset("label.txt", tmp_path / "set", str(tmp_path / "key"))
+    assert main(["data", "convert", str(place), str(tmp_path / "copy.tar")]) == 1
+    assert not (tmp_path / "copy.tar").exists()
