@@ -2,7 +2,8 @@
 
 Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Any other line that is
 not text, a tab and an integer is a bad line, reported by file and line. On request, so is a line whose text
-has characters that are not of base64. `plsc/data/native/lines.c` parses regular lines; `parse_line` parses
+has characters that are not of base64. A file without a good line among the first ones is of another format:
+an error, also if bad lines are skipped. `plsc/data/native/lines.c` parses regular lines; `parse_line` parses
 the others, and all lines if the library is missing.
 """
 
@@ -28,8 +29,10 @@ MAX_LABEL_DIGITS = 18  # such numbers fit int64
 MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the largest image, tab, label
 
 _EXCERPT = 60
+_FIRST = 16  # lines by which the format of a file is recognised
 _ALPHABET = f"{string.ascii_letters}{string.digits}+/=\t\r\n".encode()
 _DATA_URI = re.compile(rb"\s*data:[^,\t]*;base64,", re.IGNORECASE)
+_LONGEST_URI = 256  # bytes before the base64
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 OnBytes = Callable[[np.ndarray, int], bool]
 
@@ -96,6 +99,15 @@ def _plain_base64(text: bytes) -> bytes:
     return _DATA_URI.sub(b"", text, count=1).strip().translate(_STANDARD, b"\r\n")
 
 
+def _has_base64(text: np.ndarray) -> bool:
+    """Do what `is_base64` does, but accept what `decode_base64` does; in pieces, as a line may be long."""
+    if is_base64(text):
+        return True
+    start = _DATA_URI.match(text[:_LONGEST_URI].tobytes())
+    pieces = range(start.end() if start else 0, len(text), _PIECE_BYTES)
+    return not any(text[at : at + _PIECE_BYTES].tobytes().translate(None, _ALPHABET + b"-_") for at in pieces)
+
+
 def read_lines(
     data: np.ndarray,
     begin: int,
@@ -122,6 +134,11 @@ def read_lines(
     lines = Lines(data, starts, ends, tabs, labels, numbers, blanks, [])
     if suspects or is_strict:
         _parse_suspects(lines, np.flatnonzero((lines.tabs < 0) | is_strict), name, skip_bad, is_strict)
+    if first_number == 1 and (len(lines) or lines.skipped):
+        first = slice(np.searchsorted(lines.numbers, _FIRST + 1))
+        texts = zip(lines.starts[first].tolist(), lines.tabs[first].tolist(), strict=True)
+        if not any(_has_base64(data[start:tab]) for start, tab in texts):
+            raise DataError(f"{name}: no line of the first {_FIRST} is '<base64>TAB<label>'; fix the file")
     return lines
 
 
@@ -146,7 +163,7 @@ def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: boo
                 raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes; is it base64 of an image?")
             line = lines.data[start:end]
             parsed = (tab - start, lines.labels[index]) if tab >= 0 else parse_line(line.tobytes())
-            if parsed and is_strict and _plain_base64(line[: parsed[0]].tobytes()).translate(None, _ALPHABET):
+            if parsed and is_strict and not _has_base64(line[: parsed[0]]):
                 excerpt = _excerpt(line[: _EXCERPT + 1].tobytes())
                 raise ValueError(f"the text before the tab is not base64: {excerpt}")
         except ValueError as problem:
@@ -181,6 +198,8 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
         raise ValueError(f"{expected}, got a line without a tab: {_excerpt(text)}")
     if not data:
         raise ValueError("expected '<base64>TAB<label>', got nothing before the tab")
+    if b"\t" in data or b"\r" in data:
+        raise ValueError(f"a tab or carriage return is not base64, and does not end a line: {_excerpt(data)}")
     return len(data), parse_label(label)
 
 

@@ -159,7 +159,7 @@ def publishing(location: str | Path) -> Iterator[BinaryIO]:
         return
     path = Path(location)
     with _as_data_error(path), Workspace(path.parent, path.name) as work:
-        with (work.path / path.name).open("wb", buffering=_BUFFER) as file:
+        with (work.path / path.name).open("xb", buffering=_BUFFER) as file:
             yield file
         work.publish(path, path.name)
 
@@ -224,8 +224,10 @@ class Workspace:
 
     def _claim(self) -> int:
         while True:
+            is_new = False
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir()
+                is_new = True
             try:
                 lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
@@ -236,8 +238,11 @@ class Workspace:
                     f"another run is working on {self._name} (it holds {self.path}); wait for it or stop it"
                 )
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), os.lstat(self.path)):
-                    return lock
+                if os.path.samestat(status := os.fstat(lock), os.lstat(self.path)):
+                    if is_new or status.st_uid == os.geteuid():
+                        return lock
+                    os.close(lock)
+                    raise DataError(f"{self.path} belongs to another user; remove it, or use another folder")
             os.close(lock)  # the folder was published or removed between open and lock
 
 

@@ -67,7 +67,8 @@ PLSC_API int64_t plsc_is_base64(const uint8_t *data, int64_t size) {
 }
 
 /* Read the digits at the end of data[start, end) and the tab before them. Return the position of the tab, or
-   -1 if the line has another form: then parse_line of lines.py parses it or reports the error. */
+   -1 if the line has another form, or a tab or carriage return before it: then parse_line of lines.py parses
+   it or reports the error. */
 static int64_t read_label(const uint8_t *data, int64_t start, int64_t end, int64_t *label) {
     int64_t at = end, value = 0, scale = 1;
     while (at > start && end - at < MOST_DIGITS) {
@@ -81,7 +82,8 @@ static int64_t read_label(const uint8_t *data, int64_t start, int64_t end, int64
     *label = value;
     if (at == end || at - 1 <= start || data[at - 1] != '\t')
         return -1;
-    return at - 1;
+    size_t size = (size_t)(at - 1 - start);
+    return memchr(data + start, '\t', size) || memchr(data + start, '\r', size) ? -1 : at - 1;
 }
 
 /* Parse the lines that begin at `begin` and end at the `count` newlines, without blank lines. The first line

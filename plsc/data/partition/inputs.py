@@ -24,7 +24,7 @@ from plsc.storage.blocks import streamed
 from plsc.storage.cache import Fingerprint, fingerprint_of
 from plsc.storage.regular import open_regular
 from plsc.storage.retry import reason_of
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import is_url, open_filesystem, shown
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 MOST_MESSAGES = 20
@@ -67,14 +67,16 @@ class Input:
                 stream = self._open(stack)
             yield _NamedStream(stream, self)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, advice: str = "start again when it is complete") -> None:
         """Raise DataError if the file changed since it was listed."""
+        if is_url(self.location):
+            open_filesystem(self.location)[0].invalidate_cache()
         if fingerprint_of(self.location) != self.fingerprint:
-            raise self.changed()
+            raise self.changed(advice)
 
-    def changed(self) -> DataError:
+    def changed(self, advice: str = "start again when it is complete") -> DataError:
         """Return the error for a file that changed since it was listed."""
-        return DataError(f"{self.name} changed while being read; start again when it is complete")
+        return DataError(f"{self.name} changed after it was listed; {advice}")
 
     def _open(self, stack: ExitStack) -> Any:
         if is_url(self.location):

@@ -251,7 +251,7 @@ class Parts:
             os.close(handle)
 
     def _open(self, rank: int) -> int:
-        return os.open(self.paths[rank], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return os.open(self.paths[rank], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
     def _add(self, rank: int, size: int, total: int) -> None:
         self._on_bytes(size)

@@ -31,7 +31,7 @@ from plsc.data.partition.parts import Parts, part_names
 from plsc.errors import DataError
 from plsc.storage.publish import SAVING, Workspace, refuse_existing
 from plsc.storage.store import staged
-from plsc.storage.urls import base_name, is_url, parent_of, shown
+from plsc.storage.urls import base_name, is_url, local_path, parent_of, shown
 
 if TYPE_CHECKING:
     from plsc.storage.store import Store
@@ -71,10 +71,19 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
                     _upload(workspace.path, target, names)
             else:
                 workspace.publish(Path(options.output), is_synced=not options.no_sync)
-    if options.delete_inputs:
-        for one in inputs:
+    for one in inputs if options.delete_inputs else ():
+        if _is_inside(one.location, options.data_dir):
+            one.check_unchanged("it is not deleted, and the output may lack lines of it")
             _open_store(parent_of(one.location)).delete(base_name(one.location))
+        else:
+            logger.warning(f"{one.name} is not deleted: it is outside {shown(options.data_dir)}")
     return manifest
+
+
+def _is_inside(location: str, folder: str) -> bool:
+    if is_url(location):
+        return location.startswith(f"{folder.rstrip('/')}/")
+    return Path(location).resolve().is_relative_to(Path(local_path(folder)).resolve())
 
 
 def _dry_run(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
@@ -259,7 +268,7 @@ def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path
     output = options.output
     digest = hashlib.sha256(output.encode()).hexdigest()[:16]
     if is_url(output):
-        parent = Path(options.tmp_dir or tempfile.gettempdir()).absolute()
+        parent = Path(options.tmp_dir or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
         workspace = stack.enter_context(Workspace(parent, f"output_{digest}"))
     else:
         workspace = stack.enter_context(Workspace(Path(output).parent, Path(output).name))

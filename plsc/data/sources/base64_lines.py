@@ -15,7 +15,7 @@ from plsc.errors import DataError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
 
-KIND = "base64-2"
+KIND = "base64-3"
 _BLOCK = 4 * 2**20
 _COMPRESSED = (".gz", ".zst")
 

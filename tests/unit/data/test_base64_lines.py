@@ -76,8 +76,8 @@ def test_invalid_base64_is_reported_with_file_and_line(tmp_path, text):
     assert source[2] == (b"ABC", 3)
 
 
-def test_data_uris_carriage_returns_and_url_safe_text_are_read(tmp_path):
-    lines = b"data:image/png;base64,/+8=\t1\r\nDATA:;base64,_-8=\t2\n_-8=\r\t3\n"
+def test_data_uris_and_url_safe_text_are_read(tmp_path):
+    lines = b"data:image/png;base64,/+8=\t1\r\nDATA:;base64,_-8=\t2\n_-8=\t3\n"
     source = Base64Source(write_set(tmp_path / "set", {"a": lines}))
     assert [source[n] for n in range(3)] == [(b"\xff\xef", n) for n in (1, 2, 3)]
 
@@ -89,7 +89,9 @@ def test_wrapped_base64_and_utf_16_are_reported_as_such(tmp_path):
         Base64Source(write_set(tmp_path / "two", {"a": "QUJD\t1\n".encode("utf-16")}))
 
 
-@pytest.mark.parametrize("line", [b"QUJD", b"QUJD 1", b"QUJD\tx", b"QUJD\t-1", b"\t1"])
+@pytest.mark.parametrize(
+    "line", [b"QUJD", b"QUJD 1", b"QUJD\tx", b"QUJD\t-1", b"\t1", b"Q\tD\t1", b"QUJD\t1\rQUJD\t2\r"]
+)
 def test_an_invalid_label_is_reported_when_the_index_is_built(tmp_path, line):
     with pytest.raises(DataError, match="b:2: "):
         Base64Source(write_set(tmp_path / "set", {"a": b"QUJD\t1\n", "b": b"QUJD\t1\n" + line}))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,18 @@ def read(data: bytes, block: int, **options) -> list[tuple[int, bytes, int]]:
     return found
 
 
+def has_format(samples: list[tuple[int, bytes, int]]) -> bool:
+    """Whether there is no sample, or one of the first lines is base64."""
+    good = re.compile(rb"[A-Za-z0-9+/=]+\t\d+[ \t]*")
+    return not samples or any(good.fullmatch(line) for number, line, _ in samples if number <= 16)
+
+
+@pytest.fixture(params=["native", "plain"])
+def way(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr("plsc.data.native.function", lambda *_: None)
+
+
 good_line = st.builds(
     lambda data, label, blanks: data + b"\t" + label + blanks,
     st.text("ABab+/=9", min_size=1, max_size=90).map(str.encode),
@@ -66,7 +79,10 @@ def test_lines_are_read_as_the_reference_implementation_does(pairs, has_bom, is_
         expected = read_reference(data)
     except ValueError as error:
         problem = str(error)
-    if problem is None:
+    if problem is None and not has_format(expected):
+        with pytest.raises(DataError, match="first"):
+            read(data, len(data) + 100)
+    elif problem is None:
         assert read(data, block) == expected
     else:
         with pytest.raises(DataError) as caught:
@@ -83,18 +99,23 @@ def test_blocks_shorter_than_lines_give_the_same_samples(pairs, block):
 @given(st.lists(st.tuples(any_line, ends), max_size=12), st.sampled_from([100, 128, 1000]))
 def test_skipping_leaves_out_only_the_bad_lines(pairs, block):
     expected = []
-    for number, (line, _) in enumerate(pairs, start=1):
+    for number, (line, _) in enumerate(pairs, start=2):
         line = line.removesuffix(b"\r")
         try:
             parsed = parse_line(line)
         except ValueError:
             continue
-        if parsed is not None and number == 1 and line.startswith(MARK):
-            return
         if parsed is not None:
             expected.append((number, line, parsed[1]))
-    data = b"".join(line.removesuffix(b"\r") + end for line, end in pairs)
-    assert read(data, block, skip_bad=True) == expected
+    data = b"".join([b"QUJD\t0\n", *(line.removesuffix(b"\r") + end for line, end in pairs)])
+    assert read(data, block, skip_bad=True) == [(1, b"QUJD\t0", 0), *expected]
+
+
+@pytest.mark.parametrize("line", [b"5\tQUJD", b"images/a.jpg\t5", b"QUJD", b"QUJD\t5\r" * 1000])
+def test_a_file_of_another_format_is_an_error_whatever_is_skipped(line, way):
+    for skip_bad in (False, True):
+        with pytest.raises(DataError, match=r"a\.txt"):
+            read(b"\n".join([line] * 20 + [b"QUJD\t5\n"]), 4000, skip_bad=skip_bad)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +129,9 @@ def test_skipping_leaves_out_only_the_bad_lines(pairs, block):
         (b"QUJD\t1234567890123456789", "the label is too large"),
         (b"\t5", "nothing before the tab"),
         (b"QUJD\t", "a line without a tab"),
+        (b"QU\tJD\t3", "a tab or carriage return"),
+        (b"QUJD\t3\rQUJD\t4", "a tab or carriage return"),
+        (b"QU\rJD\t3", "a tab or carriage return"),
         (b"\x00\x01\x02", r"a line without a tab: '\\x00\\x01\\x02'"),
     ],
 )
