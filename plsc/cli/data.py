@@ -50,9 +50,7 @@ _READING = (
     ),
     Argument("class_depth", int, None, "depth of the class folders, if they are nested"),
     Argument("image_folder", str, None, "folder of the paths in a CSV or JSON lines file; default: its own"),
-    Argument(
-        "allowed", str, None, "prefixes of URLs that lists may name, with commas: s3://bucket/,https://host/"
-    ),
+    Argument("allowed", str, None, "prefixes of URLs that lists may name: s3://bucket/,https://host/"),
 )
 
 

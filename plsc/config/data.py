@@ -147,9 +147,7 @@ class FormatArguments:
         "folder or URL below which the paths of a CSV or JSON lines file lie; None: that of the file",
         check=not_empty,
     )
-    allowed: str | tuple[str, ...] = declare(
-        (), "prefixes of further URLs that lists may name, such as s3://bucket/ (docs/trust.md)"
-    )
+    allowed: str | tuple[str, ...] = declare((), "prefixes of URLs that lists may name: s3://bucket/")
 
 
 def _data_sets(values: tuple[dict[str, Any], ...]) -> None:

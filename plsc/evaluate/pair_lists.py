@@ -79,16 +79,13 @@ class ListedImages(FileSource):
 
 
 def read_pair_list(
-    path: str | os.PathLike[str],
-    folder: str | os.PathLike[str] | None = None,
-    allowed: Sequence[str] = (),
+    path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None, allowed: Sequence[str] = ()
 ) -> PairList:
     """Read a list of pairs, at a path or URL.
 
     Args:
         path: the text file.
-        folder: folder or URL of the images; by default that of the list.
-        allowed: as of `plsc.storage.urls.located`.
+        folder: folder or URL of the images; by default that of the list. allowed: as of `located`.
 
     Raises:
         DataError: the list cannot be read, a line is invalid, or an image is missing; it names the line.

@@ -98,9 +98,8 @@ class BatchEmbedder:
             images = {}
             for number, value in enumerate(values[first : first + _BATCH], first):
                 try:
-                    images[number] = model.preprocess(
-                        _bytes_of(value, self.allowed), MAX_FILE_BYTES, MAX_PIXELS
-                    )
+                    image = _bytes_of(value, self.allowed)
+                    images[number] = model.preprocess(image, MAX_FILE_BYTES, MAX_PIXELS)
                 except DataError as error:
                     errors[number] = str(error)
             if images:

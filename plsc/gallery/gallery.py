@@ -150,6 +150,7 @@ def write_gallery(
     centers: int = 1,
     of: str = "images",
     mapped: str = "",
+    mode: int | None = None,
 ) -> Gallery:
     """Write vectors of any norm as a gallery to a new folder, and open it.
 
@@ -163,6 +164,7 @@ def write_gallery(
         centers: consecutive vectors per entry, such as sub-centres of a class.
         of: ``images``, or ``classes``: class weights.
         mapped: as `New.mapped`.
+        mode: permissions of the files, by default 0600 if there are names.
 
     Raises:
         DataError: there are no vectors, one is not finite, or the folder cannot be written.
@@ -181,7 +183,10 @@ def write_gallery(
             tensors[name] = functools.partial(iter, [array])
             shapes[name] = array.shape
     dtypes = {name: getattr(torch, one) for name, one in {**KINDS[kind].DTYPES, **_NAMES}.items()}
+    mode = 0o600 if mode is None and packed is not None else mode
     with publishing_folder(Path(folder)) as temporary:
+        if mode is not None:
+            temporary.chmod(0o300 | mode | (mode & 0o444) >> 2)
         entries = [Entry(name, dtypes[name], shapes[name], 0, _as_bytes(tensors[name])) for name in tensors]
         about = {
             "format": _FORMAT,
@@ -196,6 +201,8 @@ def write_gallery(
             "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
         }
         (temporary / ABOUT_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        for path in temporary.iterdir() if mode is not None else ():
+            path.chmod(mode)
     return open_gallery(folder)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from plsc.errors import DataError
-from plsc.gallery.gallery import open_gallery, write_gallery
+from plsc.gallery.gallery import VECTORS_NAME, open_gallery, write_gallery
 from plsc.gallery.store import MOST_ENTRIES, New, Store
 
 if TYPE_CHECKING:
@@ -39,10 +39,18 @@ def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnySt
     return PostgresStore(place, model, size, timeout)
 
 
+def mode_of(place: str) -> int | None:
+    """Return the permissions of the files of a gallery, for its copies; None for a database."""
+    if is_postgres(place):
+        return None
+    return (Path(place) if Path(place).is_file() else Path(place, VECTORS_NAME)).stat().st_mode & 0o666
+
+
 def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:
     """Copy the entries of a gallery; a copy that was interrupted continues. Return what was copied, as text.
 
-    Ids, thumbnails and times of enrolment are copied, too; galleries in folders have none.
+    Ids, thumbnails and times of enrolment are copied, too; galleries in folders have none. A new target has
+    the permissions of the source.
 
     Args:
         source: a folder of ``plsc index``, an SQLite file, or the URL of a database.
@@ -76,12 +84,15 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
         if len(kinds) > 1:
             raise DataError(f"{source} has mapped and other entries, and a folder one kind; choose a store")
         vectors = np.array([one.vector for one in read], np.float32).reshape(-1, origin.size)
-        how: Any = {"model": origin.model, "mapped": "".join(kinds)}
+        how: Any = {"model": origin.model, "mapped": "".join(kinds), "mode": mode_of(source)}
         write_gallery(target, vectors, [one.name for one in read], **how)
         return f"{len(read):,} entries"
     if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
         raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
+    is_new_file = not is_postgres(target) and not Path(target).exists()
     with closing(open_store(target, origin.model, origin.size)) as store:
+        if is_new_file:
+            Path(target).chmod(mode_of(source) or 0o600)
         other = DataError(f"{target} has entries that are not of {source}; choose an empty target")
         count = there = last = 0
         for entries in batches(origin):

@@ -31,7 +31,7 @@ from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.embedder import class_weights_of
 from plsc.gallery.gallery import Gallery, write_gallery
-from plsc.gallery.places import copy_entries, is_folder, opened_gallery
+from plsc.gallery.places import copy_entries, is_folder, mode_of, opened_gallery
 from plsc.gallery.store import New
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url
@@ -325,7 +325,7 @@ def upgrade_gallery(
         found = fit_upgrade(old, new, anchors)
         mapped = _Mapped(origin, source, found, new.fingerprint)
         if isinstance(origin, Gallery) and is_folder(target):  # a million entries in a minute
-            how: Any = {"model": mapped.model, "mapped": mapped.record}
+            how: Any = {"model": mapped.model, "mapped": mapped.record, "mode": mode_of(source)}
             write_gallery(target, lambda: map(found.apply, origin.parts()), origin.names, **how)
             text = f"{len(origin):,} entries"
         else:

@@ -131,33 +131,31 @@ def local_path(location: str) -> str:
 
 
 def located(name: str, folder: str, allowed: Sequence[str] = (), listing: str = "") -> str:
-    """Return a location that came out of data, normalised; DataError unless it may be opened.
+    """Return a location that came out of data, normalised. Raises DataError unless it may be opened.
 
-    Data from elsewhere could otherwise have any server called, or any file read. A location may be
-
-    - relative, inside `folder`, a path or URL; links are checked when it is opened;
-    - absolute, if the file that has it, `listing` (default: in `folder`), is local;
-    - a URL of the protocol and host, or bucket, of `listing`;
-    - in a folder or bucket, or at a host, of `allowed`: prefixes that the user named (a string: with commas).
-
-    A chain (``::``) is never followed.
+    It may be relative, inside `folder` (links are checked when it is opened); absolute, if the file that has
+    it, `listing` (default: in `folder`), is local; a URL of the protocol and host, or bucket, of `listing`;
+    or below one of the prefixes `allowed`, which the user named (a string: with commas). A chain (``::``) is
+    never followed. Otherwise, data could have any server called.
     """
     name, own = local_path(name), listing or folder
-    own = "/".join(own.split("/")[:3]) if is_url(own) else "/"
+    own = "/".join(own.split("/")[:3]) if is_url(own) else ""
     place = name if is_url(name) else posixpath.normpath(name)
-    is_remote = is_url(place) or (is_url(folder) and not place.startswith("/"))
-    if is_url(place) or place.startswith("/"):
-        prefixes = (own, folder, *(allowed.split(",") if isinstance(allowed, str) else allowed))
-        is_inside = any(place.startswith(f"{local_path(one).rstrip('/')}/") for one in prefixes if one)
+    is_absolute = place.startswith("/")
+    if is_absolute or is_url(place):
+        named = allowed.split(",") if isinstance(allowed, str) else allowed
+        prefixes = (own, folder, *filter(None, named))
+        is_inside = any(place.startswith(f"{local_path(one).rstrip('/')}/") for one in prefixes)
     else:
         is_inside = place.split("/")[0] not in (".", "..")
-    if is_remote and is_inside:  # what clients and servers decode and normalise
-        is_inside = "::" not in name and ".." not in re.split(r"[/\\]", unquote(name)) and name.isprintable()
+    if is_url(place) or (is_url(folder) and not is_absolute):  # what clients and servers decode
+        parts = re.split(r"[/\\]", unquote(name))
+        is_inside = is_inside and "::" not in name and ".." not in parts and name.isprintable()
     if not name or "\0" in name or not is_inside:
-        problem = "has a null byte" if "\0" in name else f"is outside {folder}"
         raise DataError(
-            f"the location {name[:200]!r} {problem}; expected a relative path inside it, or one that starts "
-            f"with {own.rstrip('/')}/ or with a prefix in the argument `allowed`"
+            f"the location {name[:200]!r} {'has a null byte' if chr(0) in name else f'is outside {folder}'}; "
+            f"expected a relative path inside it, or one that starts with {own}/ or with a prefix in the "
+            "argument `allowed`"
         )
     return place
 

@@ -67,16 +67,16 @@ class Input:
                 stream = self._open(stack)
             yield _NamedStream(stream, self)
 
-    def check_unchanged(self, advice: str = "start again when it is complete") -> None:
+    def check_unchanged(self) -> None:
         """Raise DataError if the file changed since it was listed."""
         if is_url(self.location):
             open_filesystem(self.location)[0].invalidate_cache()
         if fingerprint_of(self.location) != self.fingerprint:
-            raise self.changed(advice)
+            raise self.changed()
 
-    def changed(self, advice: str = "start again when it is complete") -> DataError:
+    def changed(self) -> DataError:
         """Return the error for a file that changed since it was listed."""
-        return DataError(f"{self.name} changed after it was listed; {advice}")
+        return DataError(f"{self.name} changed after it was listed, so the output lacks lines; start again")
 
     def _open(self, stack: ExitStack) -> Any:
         if is_url(self.location):

@@ -73,9 +73,7 @@ class PartitionOptions:
         "part_0.txt, part_1.txt, ...",
         check=_start_of_name,
     )
-    allowed: str | tuple[str, ...] = declare(
-        (), "prefixes of URLs that the list may name, with commas, such as s3://bucket/"
-    )
+    allowed: str | tuple[str, ...] = declare((), "prefixes of URLs that the list may name: s3://bucket/")
     seed: int = declare(0, "seed of the shuffle")
     memory: Size = declare(
         512 * 2**20, "memory limit, not counting the interpreter and the page cache", check=_enough

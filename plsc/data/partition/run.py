@@ -73,7 +73,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
                 workspace.publish(Path(options.output), is_synced=not options.no_sync)
     for one in inputs if options.delete_inputs else ():
         if _is_inside(one.location, options.data_dir):
-            one.check_unchanged("it is not deleted, and the output may lack lines of it")
+            one.check_unchanged()
             _open_store(parent_of(one.location)).delete(base_name(one.location))
         else:
             logger.warning(f"{one.name} is not deleted: it is outside {shown(options.data_dir)}")

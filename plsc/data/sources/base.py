@@ -20,11 +20,7 @@ from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
 
-# First bytes of the formats of `plsc.data.decode.PILLOW_FORMATS`.
-_IMAGE_STARTS = (
-    *(b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"RIFF"),
-    *(b"P%d" % number for number in range(1, 7)),
-)
+_IMAGE_STARTS = tuple(b"\xff\xd8\xff|\x89PNG|GIF8|BM|II*\0|MM\0*|RIFF|P1|P2|P3|P4|P5|P6".split(b"|"))
 
 
 class Source(Protocol):
@@ -200,27 +196,26 @@ class FileSource(IndexedSource):
 
 
 def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> bytes:
-    """Return the bytes of an image, at a path below `root`, an absolute path or a URL; see `located`.
+    """Return the bytes of an image below `root`, at an absolute path or at a URL (`located`).
 
-    folder: that which links in a path below `root` must not leave, if any. Raises DataError if it is missing
-    or cannot be read.
+    folder: that which links in a path below `root` must not leave. Raises DataError if it cannot be read.
     """
-    place = name if is_url(name) else join(root, name)
-    if not is_url(place):
-        is_absolute = name.startswith("/")
-        image = read_image_file(place, None if is_absolute else folder)
-        if is_absolute and not image.startswith(_IMAGE_STARTS):  # a list must not publish another file
+    if is_url(name):
+        root, name = parent_of(name), base_name(name)
+    if name.startswith("/") or not is_url(root):
+        image = read_image_file(join(root, name), None if name.startswith("/") else folder)
+        if name.startswith("/") and not image.startswith(_IMAGE_STARTS):  # a list must not publish others
             raise DataError("the file is not an image", kind="undecodable")
         return image
-    filesystem, inside = open_filesystem(parent_of(place))
+    filesystem, inside = open_filesystem(root)  # without the name, which may look like a chain
 
     def read() -> bytes | None:
         try:
-            return bytes(filesystem.cat_file(join(inside, base_name(place)), start=0, end=MAX_FILE_BYTES + 1))
+            return bytes(filesystem.cat_file(join(inside, name), start=0, end=MAX_FILE_BYTES + 1))
         except FileNotFoundError:
             return None
 
-    found = with_retries(read, f"{shown(parent_of(place))}: the image cannot be read")
+    found = with_retries(read, f"{shown(root)}: the image cannot be read")
     if found is None:
         raise DataError("the image file is missing; add it or remove its entry", kind="missing")
     return found

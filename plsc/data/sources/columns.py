@@ -173,7 +173,7 @@ def _parse_lines(path: Path, text: str) -> dict[str, int]:
         if not line.strip():
             continue
         name, _, label = line.rpartition("\t")
-        if not name or not (label.isascii() and label.isdigit() and len(label) <= 18):
+        if not name or "\r" in name or not (label.isascii() and label.isdigit() and len(label) <= 18):
             raise DataError(f"{path}:{number}: expected 'name<TAB>id', got '{printable(line[:200])}'")
         if name in ids:
             raise DataError(f"{path}:{number}: the name '{printable(name)}' is repeated; remove one")

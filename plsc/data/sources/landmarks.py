@@ -130,6 +130,8 @@ def _parse(line: bytes) -> tuple[bytes, list[float]]:
         fields = line.rsplit(None, 10)
     if len(fields) < 11:
         raise ValueError(f"{_EXPECTED}, got {len(fields)} values")
+    if b"\r" in fields[0]:
+        raise ValueError("a carriage return does not end a line")
     try:
         values = [float(word) for word in fields[1:11]]
     except ValueError:

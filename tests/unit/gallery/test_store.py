@@ -1,4 +1,6 @@
 import contextlib
+import itertools
+import os
 import sqlite3
 import struct
 from pathlib import Path
@@ -8,6 +10,8 @@ import pytest
 
 import plsc.gallery.store
 from plsc.errors import CheckpointError, DataError
+from plsc.gallery import write_gallery
+from plsc.gallery.places import copy_gallery
 from plsc.gallery.store import New, Store, StoreError
 from tests.images import NAMES, UNSAFE_NAMES
 
@@ -226,3 +230,29 @@ def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path):
     with pytest.raises(DataError, match="-journal exists"):
         Store(path, "m1", SIZE)
     assert other.exists()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_copies_keep_the_permissions_and_entries_with_names_are_private(tmp_path, mode):
+    def modes(name):
+        place = tmp_path / name
+        return {path.stat().st_mode & 0o777 for path in (place.iterdir() if place.is_dir() else [place])}
+
+    write_gallery(tmp_path / "unnamed", vectors(3), model="m1")
+    assert modes("unnamed") == {0o666 & ~umask()}
+    write_gallery(tmp_path / "a", vectors(3), ["x", "y", "z"], model="m1")
+    assert modes("a") == {0o600}
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    for path in (tmp_path / "a").iterdir():
+        path.chmod(mode)
+    places = ["a", "b.sqlite", "c", "d.sqlite"]
+    for source, target in itertools.pairwise(places):
+        copy_gallery(str(tmp_path / source), str(tmp_path / target))
+        assert modes(target) == {mode}
+    assert (tmp_path / "c").stat().st_mode & 0o777 == {0o600: 0o700, 0o640: 0o750}[mode]
+
+
+def umask():
+    found = os.umask(0o022)
+    os.umask(found)
+    return found

@@ -84,7 +84,7 @@ def test_another_location_in_a_local_list_is_refused(name):
 ])  # fmt: skip
 def test_another_location_in_a_remote_list_is_refused(name):
     with pytest.raises(DataError, match="allowed"):
-        located(name, "s3://bucket/set")
+        located(name, "s3://bucket/set", "")
     with pytest.raises(DataError, match="location"):
         located("/etc/passwd", "/set", (), "https://host/list.csv")  # with a local image_folder
 
@@ -165,6 +165,14 @@ def test_a_list_of_images_names_absolute_paths_and_with_allowed_urls(tmp_path, s
     images = open_images(tmp_path / "list.txt", [s3])
     assert images[0] == images[1] == (PNG, -1)
     assert images.path(1) == f"{s3}/a"
+
+
+def test_a_name_in_a_store_is_not_a_chain(requests, s3):
+    name = f"class/x::reference://k::{requests[0]}/a.jpg"
+    fsspec.filesystem("s3").pipe(f"{s3}/set/{name}", PNG)
+    source = open_source(f"{s3}/set", class_depth=1)
+    assert source[0] == (PNG, 0)
+    assert requests[1:] == []
 
 
 def test_a_file_url_is_a_local_folder_whose_pipes_and_links_are_refused(tmp_path):
