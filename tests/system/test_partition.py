@@ -345,3 +345,24 @@ def test_user_errors_are_one_line(arguments, message):
     text = run(*arguments, code=1)
     assert message in text
     assert len(text.splitlines()) == 1
+
+
+def test_a_file_on_s3_that_changes_while_the_output_is_published_is_not_deleted(tmp_path, s3, monkeypatch):
+    from plsc.data.partition import PartitionOptions, partition, run
+    from plsc.errors import DataError
+
+    store = s3fs_client()
+    store.put(str(write_set(tmp_path / "set", 30, (10, 20))), f"{s3}/set", recursive=True)
+    upload = run._upload
+
+    def upload_and_change(*arguments):
+        upload(*arguments)
+        store.pipe(f"{s3}/set/1.txt", b"QUJD\t1\n")
+
+    monkeypatch.setattr(run, "_upload", upload_and_change)
+    with pytest.raises(DataError, match=r"1\.txt changed"):
+        partition(PartitionOptions(f"{s3}/set", 2, delete_inputs=True))
+    store.invalidate_cache()
+    assert store.cat(f"{s3}/set/1.txt") == b"QUJD\t1\n"
+    assert not store.exists(f"{s3}/set/0.txt")
+    assert store.exists(f"{s3}/set/partition_2/manifest.json")
