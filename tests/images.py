@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,22 @@ def write_dataset(root: Path, classes: int, per_class: int, size: int = 16, seed
             lines.append(f"{name}\t{label}\n")
     (root / "label.txt").write_text("".join(lines))
     return root
+
+
+def photo(upright: Image.Image, orientation: int, kind: str = "JPEG", **options: object) -> bytes:
+    """Return an image as a camera stores it: turned by its EXIF orientation."""
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+    stored = upright.transpose(Image.Transpose(turns[orientation])) if orientation > 1 else upright
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    stored.save(file, kind, exif=exif, **options)
+    return file.getvalue()
+
+
+def turn_images(root: Path) -> None:
+    """Store each PNG below a folder as `photo` does, with the eight orientations in turn."""
+    for number, path in enumerate(sorted(root.rglob("*.png"))):
+        path.write_bytes(photo(Image.open(path), number % 8 + 1, "PNG"))
 
 
 def write_pair_file(path: Path, dataset: Path, pairs: int = 40, seed: int = 1) -> Path:

@@ -1,8 +1,8 @@
 """Align faces by five landmarks to the template of ArcFace.
 
 The least-squares similarity transform (Umeyama 1991, without reflection) maps the landmarks to the template.
-The pixels are interpolated once, bilinearly, from the image as it was stored. Where the image is shrunk, the
-value of a pixel is the mean over its area.
+The pixels are interpolated once, bilinearly, from the upright image in its own size. Where the image is
+shrunk, the value of a pixel is the mean over its area.
 """
 
 from __future__ import annotations

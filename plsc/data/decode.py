@@ -4,14 +4,16 @@ JPEG is decoded by simplejpeg (libjpeg-turbo), twice as fast as Pillow, and dire
 size matches. Pillow decodes all other formats, and JPEG if simplejpeg is missing. torchvision's decoders
 are not used: its decode_png crashes the process (segmentation fault, seen with 0.29) on a damaged PNG.
 
-EXIF orientation is ignored: pixels are used as stored.
+Encoded images are turned upright by their EXIF orientation here, and nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
+import re
 import struct
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image as PillowImage
-from PIL import UnidentifiedImageError
+from PIL import ImageFile, UnidentifiedImageError
 
 from plsc.data.alignment import ALIGNED_SIZE, Face, align
 from plsc.errors import DataError
@@ -37,14 +39,36 @@ ImageShape: TypeAlias = tuple[int, int, int]
 MAX_FILE_BYTES = 64 * 2**20
 MAX_PIXELS = 64 * 10**6
 # An explicit list: Pillow's decoders for other formats, such as EPS, start other programs.
-PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+_SUFFIXES = {
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp", ".mpo"),
+    "PNG": (".png", ".apng"),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "WEBP": (".webp",),
+    "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
+    "AVIF": (".avif",),
+}
+if importlib.util.find_spec("PIL._avif") is None:  # before Pillow 11.3, and on some platforms
+    del _SUFFIXES["AVIF"]
+PILLOW_FORMATS = tuple(_SUFFIXES)
+IMAGE_SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 # Each scan of a progressive JPEG processes the whole image: a small file could take hours.
 MAX_SCANS = 200
 _USUAL_HEADERS = 4096  # bytes in which the frame header is searched
 _MOST_NORMALISED = 64.0
 _SMALL = 2**14  # a smaller file cannot have enough scans to matter
 # libjpeg's warnings for complete images; all other warnings mean that data is missing or wrong.
-_FOR_PILLOW = ("unknown JFIF revision", "Unknown Adobe color transform", "Invalid SOS parameters")
+_FOR_PILLOW = ("Unknown Adobe color transform", "Invalid SOS parameters")
+_SURPLUS = re.compile(r"(\d+) extraneous bytes before marker 0x(?!d[0-7])")  # and not within a scan
+# Some encoders add a few bytes, or zeros, after a scan. More are left over if damage derails the decoder.
+_MOST_SURPLUS = 64
+_NEEDED = {*range(0xFFC0, 0xFFE0), 0xFFEE}  # markers of the segments that change the pixels, but JFIF's
+_JFIF = b"\xff\xe0\0\x10JFIF\0\1\1\0\0\1\0\1\0\0"
+_EXIF = b"Exif\0\0"
+_SCAN = 0xFFDA
+_SEGMENT = struct.Struct(">HH")  # marker, and length without the marker
+_MOST_SEGMENTS = 10_000  # before the first scan: bounds the time for a hostile file
 
 
 def decode_into(data: Image, out: np.ndarray) -> torch.Tensor | None:
@@ -74,6 +98,8 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
     Args:
         data: an encoded file (bytes), a `Face`, which is aligned instead of resized, a Pillow image, an array
             (uint8 [H, W, C] or [H, W], or float [C, H, W]) or a tensor (uint8 or float, [C, H, W] or [H, W]).
+            Files, and Pillow images as `PIL.Image.open` returns them, are turned upright by their EXIF
+            orientation; landmarks are those of the upright image.
         image_shape: C = 3 gives RGB and C = 1 gray. Encoded and Pillow images are converted (transparency
             over white, 16-bit gray to its upper 8 bits); arrays and tensors must have C channels. Other
             sizes are resized, bilinear with antialiasing.
@@ -131,17 +157,9 @@ def check_normalised(image: torch.Tensor) -> None:
         )
 
 
-def size_of(data: Image) -> tuple[int, int]:
-    """Return (width, height) from the header of an encoded image, or of a decoded one; of a face, aligned."""
-    if isinstance(data, Face):
-        return ALIGNED_SIZE
-    if isinstance(data, bytes):
-        with _decoding(data), _open(data) as picture:
-            return picture.size
-    if isinstance(data, PillowImage.Image):
-        return data.size
-    height, width = data.shape[:2] if data.dtype == np.uint8 else data.shape[-2:]
-    return int(width), int(height)
+def decode_whole(data: Image) -> torch.Tensor:
+    """Return an image in RGB and its own size, uint8 or float32 [3, H, W]; a face aligned, as 112x112."""
+    return decode_image(data, (3, *ALIGNED_SIZE)) if isinstance(data, Face) else _decode(data, 3)
 
 
 def count_pixels(data: bytes, most: int, allows_slow: bool = True) -> int:
@@ -169,7 +187,7 @@ def _decoding(data: Image) -> Iterator[None]:
         raise _too_many_pixels("over 178 million") from None
     except Exception as error:
         reason = " ".join(str(error).split()).removeprefix("tjDecompressHeader3(): ")
-        text = f"the image is damaged or truncated ({reason}); replace the file"
+        text = f"the image seems damaged or truncated ({reason}); view it, then save it again or remove it"
         if isinstance(error, UnidentifiedImageError) and isinstance(data, bytes):
             text = (
                 f"the image is not readable; expected {', '.join(PILLOW_FORMATS)}, "
@@ -214,6 +232,8 @@ def decode_jpeg_of_size(data: bytes, out: np.ndarray) -> bool:
     if not data.startswith(b"\xff\xd8") or decode_jpeg is None:
         return False
     _check_file(data)
+    if _orientation_of(data) != 1:
+        return False
     height, width = out.shape[:2]
     try:
         # Reading the header takes as long as everything else here and releases the interpreter lock, which
@@ -236,19 +256,93 @@ def _frame_header(height: int, width: int) -> bytes:
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
     try:
-        height, width = decode_jpeg_header(data)[:2]
-        _check_size(width, height)
-        # A buffer of the checked size: a second header in the file cannot request more.
-        pixels = np.empty((height, width, channels), dtype=np.uint8)
-        found = decode_jpeg(data, _colour_space(channels), buffer=pixels)
-    except ValueError as error:
-        if not any(text in str(error) for text in _FOR_PILLOW):
-            raise
-        # Pillow ignores warnings, but not a file that ends too early.
-        return _decode_pillow(_open(data), channels)
-    if found.shape != pixels.shape:
+        pixels = _decode_strictly(data, channels)
+    except ValueError:
+        # libjpeg reports its first warning: without those of the header, that is one of the scans.
+        plain = _without_metadata(data)
+        try:
+            pixels = _decode_strictly(plain, channels)
+        except ValueError as error:
+            if not _is_harmless(str(error), plain):
+                raise
+            # Pillow ignores warnings, but not a file that ends too early.
+            return _decode_pillow(_open(data), channels)
+    return _channels_first(_upright(pixels, _orientation_of(data)))
+
+
+def _decode_strictly(data: bytes, channels: int) -> np.ndarray:
+    """Return the pixels as stored, uint8 [H, W, C]; ValueError for an error or a warning of libjpeg."""
+    height, width = decode_jpeg_header(data)[:2]
+    _check_size(width, height)
+    # A buffer of the checked size: a second header in the file cannot request more.
+    pixels = np.empty((height, width, channels), dtype=np.uint8)
+    if decode_jpeg(data, _colour_space(channels), buffer=pixels).shape != pixels.shape:
         raise ValueError("it has two frame headers")
-    return _channels_first(pixels)
+    return pixels
+
+
+def _is_harmless(warning: str, data: bytes) -> bool:
+    if surplus := _SURPLUS.search(warning):
+        count, end = int(surplus[1]), data.find(b"\xff\xd9")
+        return count <= _MOST_SURPLUS or len(set(data[max(end - count, 0) : end])) == 1
+    return any(text in warning for text in _FOR_PILLOW)
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield marker, start and end of each segment of a JPEG, as libjpeg finds them, up to its first scan."""
+    at = 2
+    for _ in range(_MOST_SEGMENTS):
+        if not 0 <= (at := data.find(b"\xff", at)) <= len(data) - 4:
+            return
+        marker, length = _SEGMENT.unpack_from(data, at)
+        if not 0xFFC0 <= marker <= 0xFFFE or 0xFFD0 <= marker <= 0xFFD7:  # a fill byte, or without content
+            at += 1
+            continue
+        yield marker, at, at + 2 + length
+        if marker == _SCAN:
+            return
+        at += 2 + length
+
+
+def _without_metadata(data: bytes) -> bytes:
+    """Return a JPEG without all that its pixels do not depend on before the first scan."""
+    parts = [b"\xff\xd8"]
+    for marker, start, end in _segments(data):
+        if marker in _NEEDED:
+            parts.append(data[start : None if marker == _SCAN else end])
+        elif marker == 0xFFE0 and data.startswith(b"JFIF\0", start + 4):
+            parts.append(_JFIF)
+    return b"".join(parts)
+
+
+def _orientation_of(data: bytes) -> int:
+    """Return the EXIF orientation of a JPEG, 1 to 8."""
+    for marker, start, end in _segments(data):
+        if marker == 0xFFE1 and data.startswith(_EXIF, start + 4):
+            return _orientation(data[start + 4 : end])
+    return 1
+
+
+def _orientation(exif: bytes) -> int:
+    """Return the orientation in EXIF data, 1 to 8; 1 if there is none (EXIF 2.32, 4.6.4, as in TIFF 6.0)."""
+    tiff = exif.removeprefix(_EXIF)
+    order = "<" if tiff.startswith(b"II") else ">"
+    with contextlib.suppress(struct.error):  # damaged, or no EXIF data
+        (first,) = struct.unpack_from(f"{order}I", tiff, 4)
+        (count,) = struct.unpack_from(f"{order}H", tiff, first)
+        for at in range(first + 2, first + 2 + 12 * count, 12):
+            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", tiff, at)
+            if tag == 0x0112 and kind == 3:
+                return int(value) if 1 <= value <= 8 else 1
+    return 1
+
+
+def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Return a view of pixels, [H, W] or [H, W, C], turned and mirrored as the EXIF orientation says."""
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    down, right = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
+    return pixels[:: -1 if down else 1, :: -1 if right else 1]
 
 
 def _colour_space(channels: int) -> str:
@@ -258,7 +352,10 @@ def _colour_space(channels: int) -> str:
 def _decode_pillow(picture: PillowImage.Image, channels: int) -> torch.Tensor:
     _check_size(*picture.size)
     picture.load()
-    return _channels_first(np.array(_to_8_bit(picture).convert("RGB" if channels == 3 else "L")))
+    pixels = np.array(_to_8_bit(picture).convert("RGB" if channels == 3 else "L"))
+    # Pillow turns a TIFF itself. Other Pillow images may have been turned since their file was opened.
+    exif = picture.info.get("exif", b"") if isinstance(picture, ImageFile.ImageFile) else b""
+    return _channels_first(_upright(pixels, _orientation(exif)))
 
 
 def _to_8_bit(picture: PillowImage.Image) -> PillowImage.Image:

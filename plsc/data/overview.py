@@ -15,7 +15,7 @@ from PIL import Image as PillowImage
 from PIL import ImageDraw
 
 from plsc.data.class_names import class_names_of, first_and_last_class
-from plsc.data.decode import decode_image, size_of
+from plsc.data.decode import decode_whole
 from plsc.data.sources import Source
 from plsc.errors import DataError, OptionError
 from plsc.seeds import hash_key
@@ -152,8 +152,7 @@ def _check(source: Source, index: int) -> tuple[int, str] | DataError:
     except DataError as error:  # its message names the sample
         return error
     try:
-        width, height = size_of(data)
-        decode_image(data, (3, height, width))
+        height, width = decode_whole(data).shape[1:]
     except DataError as error:
         return DataError(f"{source.name(index)}: {error}")
     return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
@@ -196,8 +195,7 @@ def thumbnail(source: Source, index: int, side: int, *, may_enlarge: bool = True
     """Return a sample, resized to fit a square of `side` pixels, in RGB; None if it is broken."""
     try:
         data, _ = source[index]
-        width, height = size_of(data)
-        pixels = decode_image(data, (3, height, width))
+        pixels = decode_whole(data)
     except DataError:
         return None
     if pixels.is_floating_point():  # normalised by the user: stretch to the range of the image

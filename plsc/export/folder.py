@@ -105,7 +105,7 @@ def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
         "shape": ["batch", *config.model.image_shape],
         "dtype": config.runtime.dtype,
         "channels": "RGB" if config.model.image_shape[0] == 3 else "gray",
-        "resize": "bilinear with antialiasing, without a crop; EXIF orientation is ignored",
+        "resize": "turned upright by EXIF orientation; bilinear with antialiasing, without a crop",
         "preprocessing": "(x - 127.5) / 128",
     }
     if is_aligned:

@@ -29,7 +29,9 @@ from plsc.serve.options import ServeOptions
 
 logger = logging.getLogger(__name__)
 MOST_FOUND = 100
-_SLOW = (b"BM", b"II", b"MM")  # BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory
+# BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory. AVIF: its header may understate the
+# size of what is decoded.
+_SLOW = (b"BM", b"II", b"MM")
 _MOST_PROFILES = 8  # of a PNG: each may have 1 MB, of which Pillow does not count the sum
 # Few images at a time bound the memory; the other threads are those of images that exceeded the timeout.
 _DECODED, _THREADS = 2, 8
@@ -176,8 +178,8 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._decoder, self._decode, data)
 
     def _decode(self, data: bytes) -> np.ndarray:
-        if data[:2] in _SLOW:
-            raise DataError("the image is a BMP or TIFF, which can take long to decode; send JPEG or PNG")
+        if data[:2] in _SLOW or data[4:8] == b"ftyp":
+            raise DataError("the image is BMP, TIFF, AVIF or HEIC, which can take long to decode; send JPEG")
         if data.startswith(b"\x89PNG") and data.count(b"iCCP") > _MOST_PROFILES:
             raise DataError(f"the image has more than {_MOST_PROFILES} colour profiles; save it again")
         pixels, most = self._empty(), self.options.max_pixels

@@ -29,7 +29,7 @@ from plsc.errors import DataError
 from plsc.export import open_model
 from plsc.gallery import write_gallery
 from plsc.gallery.store import New, Store
-from tests.images import NAMES, UNSAFE_NAMES, write_dataset
+from tests.images import NAMES, UNSAFE_NAMES, photo, write_dataset
 from tests.serving import export_model, serving
 from tests.system.small_entry import entry
 
@@ -296,12 +296,22 @@ def test_every_truncation_of_an_image_gets_a_4xx(server, images):
             assert ask(server, "POST", "/embed", whole[:length])[0] == 400, length
 
 
+@pytest.mark.parametrize(("kind", "side"), [("JPEG", 16), ("PNG", 16), ("PNG", 300), ("JPEG", 600)])
+def test_a_photo_is_turned_upright_by_the_server_whatever_its_size(server, images, kind, side):
+    upright = Image.open(io.BytesIO(images[0])).resize((side, side), Image.Resampling.NEAREST)
+    options = {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
+    expected = server.client().encode(photo(upright, 1, kind, **options))
+    for orientation in range(2, 9):
+        found = server.client().encode(photo(upright, orientation, kind, **options))
+        assert found @ expected > (0.9999 if kind == "PNG" else 0.99), orientation
+
+
 def test_images_of_formats_that_are_slow_to_decode_are_refused(server):
     for kind in ("BMP", "TIFF"):
         file = io.BytesIO()
         Image.new("RGB", (16, 16)).save(file, kind)
         status, answer = ask(server, "POST", "/embed", file.getvalue())
-        assert (status, answer["detail"][:27]) == (400, "the image is a BMP or TIFF,")
+        assert (status, answer["detail"][:27]) == (400, "the image is BMP, TIFF, AVI")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from PIL import Image
 
 from plsc.evaluate.plots import plot_roc
 from tests import browser
+from tests.images import photo
 from tests.serving import export_model, serving
 
 pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
@@ -70,9 +71,17 @@ async def visit(page, folder, noise, shots):
     await shoot("different")
 
     await page.js("document.getElementById('clear').click()")
-    large = folder / "photo.png"  # sent as a smaller JPEG
-    Image.open(faces[0]).resize((2400, 2400), Image.Resampling.NEAREST).effect_spread(3).save(large)
-    await page.choose("#camera", large)
+    upright, plain = Image.open(faces[0]).resize((600, 800), Image.Resampling.NEAREST), folder / "upright.png"
+    upright.save(plain)
+    for orientation in range(1, 9):
+        turned = folder / f"photo-{orientation}.png"
+        turned.write_bytes(photo(upright, orientation, "PNG"))
+        await page.choose("#files", plain, turned)
+        await page.until(
+            "document.getElementById('meaning').textContent.startsWith('Cosine similarity 1.000')"
+        )
+        await page.js("document.getElementById('clear').click()")
+    await page.choose("#camera", turned)
     await page.until("document.getElementById('results').children.length === 6")
     assert page.problems == [one for one in page.problems if "401" in one or "favicon" in one]
     assert all(url.startswith(("http://127.0.0.1", "blob:", "data:")) for url in page.urls)

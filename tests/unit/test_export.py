@@ -75,7 +75,7 @@ def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
     about = json.loads((folder / "model.json").read_text())
     assert about["input"] == {
         "shape": ["batch", 3, 16, 16], "dtype": "float32", "channels": "RGB",
-        "resize": "bilinear with antialiasing, without a crop; EXIF orientation is ignored",
+        "resize": "turned upright by EXIF orientation; bilinear with antialiasing, without a crop",
         "preprocessing": "(x - 127.5) / 128",
     }  # fmt: skip
     assert about["output"] == {"shape": ["batch", 8], "normalised": False}

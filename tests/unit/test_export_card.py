@@ -114,7 +114,7 @@ def test_the_files_say_how_to_use_them(explained):
     expected = {
         "fingerprint": model.fingerprint, "embedding_size": "8", "image_shape": "[3, 112, 112]",
         "flip": "true", "normalised": "true", "channels": "RGB", "preprocessing": "(x - 127.5) / 128",
-        "resize": "bilinear with antialiasing, without a crop; EXIF orientation is ignored",
+        "resize": "turned upright by EXIF orientation; bilinear with antialiasing, without a crop",
         "thresholds": json.dumps(model.about["thresholds"]),
     }  # fmt: skip
     assert {one.key: one.value for one in graph.metadata_props} == expected

@@ -1,7 +1,5 @@
 "use strict";
 
-const PHOTO_BYTES = 2 ** 18; // larger files are turned upright and shrunk before they are sent
-const PHOTO_SIDE = 1600;
 const byId = (id) => document.getElementById(id);
 let key = sessionStorage.getItem("key") || "";
 let model = null;
@@ -78,27 +76,10 @@ function card({ name, thumbnail, lines = [], id, source }) {
   return item;
 }
 
-async function upright(file) {
-  if (file.size <= PHOTO_BYTES) return file;
-  let bitmap;
-  try {
-    bitmap = await createImageBitmap(file);
-  } catch {
-    return file; // a format that only the server reads
-  }
-  const scale = Math.min(1, PHOTO_SIDE / Math.max(bitmap.width, bitmap.height));
-  const canvas = element("canvas");
-  canvas.width = Math.round(bitmap.width * scale);
-  canvas.height = Math.round(bitmap.height * scale);
-  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-  return new Promise((done) => canvas.toBlob((blob) => done(blob || file), "image/jpeg", 0.95));
-}
-
 async function choose(files) {
-  const found = [...files].filter((file) => file.type.startsWith("image/"));
+  const found = [...files].filter((file) => file.type.startsWith("image/")).slice(0, 2);
   if (!found.length) return show("Choose an image file.", true);
-  const made = await Promise.all(found.slice(0, 2).map(upright));
-  images = made.length === 2 ? made : [...images, ...made].slice(-2);
+  images = [...images, ...found].slice(-2);
   drawChosen();
   await attempt(answer, images.length === 2 ? "Comparing." : "Searching.");
   if (!byId("answer").hidden) byId("verdict").focus();

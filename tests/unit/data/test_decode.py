@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy as np
 import pytest
 import torch
 from conftest import encode, smooth_picture
-from PIL import Image
+from PIL import Image, ImageOps, features
 
-from plsc.data.decode import decode_image, decode_into
+from plsc.data.decode import decode_image, decode_into, decode_whole
 from plsc.errors import DataError
 
 SHAPE = (3, 24, 20)
@@ -85,12 +86,59 @@ def test_16_bit_gray_keeps_its_upper_byte():
     assert decoded[0].tolist() == (values >> 8).tolist()
 
 
-def test_the_exif_orientation_is_ignored():
-    picture = smooth_picture(2)
+def with_orientation(picture: Image.Image, orientation: int, kind: str = "JPEG", **options) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = decode_image(encode(picture, "JPEG", exif=exif), SHAPE)
-    assert torch.equal(turned, decode_image(encode(picture, "JPEG"), SHAPE))
+    exif[0x010F], exif[0x0112] = "A camera", orientation
+    return encode(picture, kind, exif=exif, **options)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO"])
+def test_an_image_is_turned_upright_once_by_its_exif_orientation(kind, orientation):
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    data = with_orientation(smooth_picture(2, 24, 20), orientation, kind)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    whole = decode_whole(data)
+    assert tuple(whole.shape) == ((3, 24, 20) if orientation < 5 else (3, 20, 24))
+    for decoded in (whole, decode_whole(Image.open(io.BytesIO(data))), decoded_into(data, whole.shape)):
+        assert (decoded.int() - channels_first(expected.convert("RGB")).int()).abs().max() <= 4
+    again = Image.open(io.BytesIO(data)).transpose(Image.Transpose.ROTATE_90)  # Pillow keeps the tag
+    assert tuple(decode_whole(again).shape[1:]) == again.size[::-1]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_square_jpeg_of_the_input_size_is_turned_upright_in_its_slot(channels, orientation):
+    picture = smooth_picture(2, 24, 24).convert("RGB" if channels == 3 else "L")
+    data = with_orientation(picture, orientation)
+    expected = channels_first(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    assert (decoded_into(data, (channels, 24, 24)).int() - expected.int()).abs().max() <= 4
+
+
+@pytest.mark.parametrize("order", ["II", "MM"])
+def test_exif_of_both_byte_orders_is_found_after_other_segments(order):
+    picture = smooth_picture(2)
+    plain = encode(picture, "JPEG")
+    signs = "<" if order == "II" else ">"
+    entries = struct.pack(f"{signs}HHIHHHHIHH", 0x0111, 3, 1, 7, 0, 0x0112, 3, 1, 6, 0)
+    exif = b"Exif\0\0" + order.encode() + struct.pack(f"{signs}HIH", 42, 8, 2) + entries
+    other = b"\xff\xe2" + struct.pack(">H", 20) + b"\xff\xda" * 9
+    for junk in (b"", b"\xff\xff", b"junk"):
+        where = plain.index(b"\xff\xdb")
+        data = (
+            plain[:where]
+            + other
+            + junk
+            + b"\xff\xe1"
+            + struct.pack(">H", len(exif) + 2)
+            + exif
+            + plain[where:]
+        )
+        assert torch.equal(decode_whole(data), decode_whole(plain).transpose(1, 2).flip(2))
+        for length in range(len(exif)):  # damaged: never an error
+            cut = b"\xff\xe1" + struct.pack(">H", length + 2) + exif[:length]
+            decode_whole(plain[:2] + cut + plain[2:])
 
 
 def test_arrays_tensors_and_pictures_give_the_same_image():
@@ -248,12 +296,59 @@ def test_a_jpeg_with_damaged_data_is_refused_instead_of_wrong_pixels():
         decoded_into(bytes(data))
 
 
-def test_jpegs_with_harmless_libjpeg_warnings_are_decoded():
-    good = encode(smooth_picture(6), "JPEG")
-    odd = bytearray(good)
-    odd[11] = 9  # JFIF 9.1
-    for decode in (decoded_into, lambda data: decode_image(data, SHAPE)):
-        assert torch.equal(decode(bytes(odd)), decode_image(good, SHAPE))
+def segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">HH", marker, len(content) + 2) + content
+
+
+def odd_jpegs(good: bytes) -> dict[str, bytes]:
+    """Return JPEGs that libjpeg warns of, with the pixels of `good`."""
+    tables, scan, end = good.index(b"\xff\xdb"), good.index(b"\xff\xda"), good.rindex(b"\xff\xd9")
+    short = b"\xff\xe1\0\x06Exif and longer than it says"
+    return {
+        "JFIF 9.1": good[:11] + b"\x09" + good[12:],
+        "surplus before the tables": good[:tables] + b"surplus" + good[tables:],
+        "surplus before the scan": good[:scan] + b"surplus" + good[scan:],
+        "ICC profile without a part": good[:tables]
+        + segment(0xFFE2, b"ICC_PROFILE\0\3\7abc")
+        + good[tables:],
+        "short segment": good[:tables] + short + good[tables:],
+        "all of them": good[:11]
+        + b"\x09"
+        + good[12:tables]
+        + short
+        + good[tables:scan]
+        + b"and"
+        + good[scan:],
+        "surplus before the end": good[:end] + b"surplus bytes" + good[end:],
+        "zeros before the end": good[:end] + bytes(5000) + good[end:],
+        "surplus after the end": good + b"surplus" * 9,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
+def test_jpegs_with_harmless_libjpeg_warnings_are_decoded(options):
+    good = encode(smooth_picture(6), "JPEG", **options)
+    for name, odd in odd_jpegs(good).items():
+        for decode in (decoded_into, lambda data: decode_image(data, SHAPE)):
+            assert torch.equal(decode(odd), decode_image(good, SHAPE)), name
+
+
+def test_a_harmless_warning_does_not_hide_a_damaged_scan():
+    good = encode(smooth_picture(6, 240, 200), "JPEG")
+    middle = len(good) // 2
+    for odd in odd_jpegs(good).values():
+        where = odd.index(good[middle : middle + 20])
+        for damaged in (odd[:where] + b"\xff\xd9" + odd[where + 2 :], odd[:where]):
+            with pytest.raises(DataError, match="damaged"):
+                decoded_into(damaged)
+
+
+def test_a_jpeg_with_a_part_of_its_scan_left_over_is_refused_with_the_doubt():
+    good = encode(smooth_picture(6, 240, 200), "JPEG")
+    rest = np.random.default_rng(0).bytes(900).replace(b"\xff", b"\0")
+    with pytest.raises(DataError, match="extraneous") as caught:
+        decoded_into(good[:-2] + rest + good[-2:])
+    assert "replace" not in str(caught.value)
 
 
 def test_a_jpeg_of_thousands_of_scans_is_refused():

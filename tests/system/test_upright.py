@@ -1,0 +1,105 @@
+"""Photos stored in the eight EXIF orientations, compared with the same images stored upright."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import plsc
+from plsc.data.decode import decode_image
+from plsc.data.sources import open_source
+from plsc.data.writers import convert
+from plsc.evaluate.embed import embed_images
+from plsc.export import open_model
+from plsc.gallery import open_gallery
+from plsc.gallery.embedder import index_images, open_embedder, search_images
+from tests.faces import write_photos
+from tests.images import photo, turn_images, write_dataset
+from tests.system.small_entry import entry
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a dataset, and the same one with each image stored turned."""
+    folder = tmp_path_factory.mktemp("data")
+    upright, turned = write_dataset(folder / "upright", classes=6, per_class=4), folder / "turned"
+    shutil.copytree(upright, turned)
+    turn_images(turned)
+    return upright, turned
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    return entry(folders[0], tmp_path_factory.mktemp("run")).train().checkpoint
+
+
+@pytest.mark.parametrize("settings", [{}, {"set_loader": "processes"}, {"set_cache": "memory"}])
+def test_training_on_turned_images_is_training_on_upright_ones(folders, trained, tmp_path, settings):
+    found = plsc.load_network(entry(folders[1], tmp_path, **settings).train().checkpoint).state_dict()
+    expected = plsc.load_network(trained).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("target", ["a.tar", "a.parquet", "a.rec", "lines"])
+def test_a_converted_dataset_keeps_the_orientation(folders, tmp_path, target):
+    convert(folders[1], str(tmp_path / target))
+    plain, copied = open_source(folders[0]), open_source(tmp_path / target)
+    for index in range(len(plain)):
+        assert copied[index][0] == open_source(folders[1])[index][0]
+        one, other = (decode_image(source[index][0], (3, 16, 16)) for source in (plain, copied))
+        assert torch.equal(one, other)
+
+
+def test_predict_index_search_and_export_embed_turned_images_as_upright_ones(folders, trained, tmp_path):
+    plain, found = (entry(folder, tmp_path, set_checkpoint_dir=trained).predict() for folder in folders)
+    assert np.array_equal(found.embeddings, plain.embeddings)
+
+    embedder = open_embedder(trained)
+    for name, folder in zip(("plain", "turned"), folders, strict=True):
+        index_images(embedder, tmp_path / name, folder / "images")
+    images = sorted((folders[1] / "images").iterdir())
+    for gallery in (open_gallery(tmp_path / name) for name in ("plain", "turned")):
+        for path, (_, nearest) in zip(images, search_images(embedder, gallery, images, 1), strict=True):
+            assert (nearest[0].name, round(nearest[0].similarity, 5)) == (path.name, 1)
+
+    network = plsc.load_network(trained)
+    expected, embedded = (
+        embed_images(
+            network,
+            [path.read_bytes() for path in sorted((folder / "images").iterdir())],
+            (3, 16, 16),
+            batch_size=8,
+            device="cpu",
+        )
+        for folder in folders
+    )
+    assert np.array_equal(expected, embedded)
+
+    pytest.importorskip("onnxruntime")
+    model = open_model(
+        entry(folders[0], tmp_path / "out", set_checkpoint_dir=trained).convert_for_prediction(
+            tmp_path / "model"
+        )
+    )
+    assert "EXIF" in str(model.about["input"])
+    for path in images:
+        upright = (folders[0] / "images" / path.name).read_bytes()
+        assert np.array_equal(model.preprocess(path.read_bytes()), model.preprocess(upright))
+
+
+def test_landmarks_are_those_of_the_upright_image(trained, tmp_path):
+    plain, turned = tmp_path / "plain", tmp_path / "turned"
+    for path in write_photos(plain):
+        (turned / path).parent.mkdir(parents=True, exist_ok=True)
+        orientation = len(list(turned.rglob("*.*"))) % 8 + 1
+        (turned / path).write_bytes(photo(Image.open(plain / path), orientation, "PNG"))
+    shutil.copy(plain / "landmarks.txt", turned)
+    one, other = (
+        entry(folder, tmp_path, set_checkpoint_dir=trained, set_landmarks="landmarks.txt")
+        .predict()
+        .embeddings
+        for folder in (plain, turned)
+    )
+    assert np.array_equal(one, other)
