@@ -27,27 +27,48 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
 _MOST_OPEN = 64
 _MAX_LIST = 64 * 2**20
+# Hidden names, and those that Windows, macOS, Android, file system checks and network drives add to folders.
+_HIDDEN = re.compile(
+    r"\..*|__macosx|icon\r|network trash folder|temporary items|lost\+found|lost\.dir|found\.\d{3}"
+    r"|\$recycle\.bin|(?-i:RECYCLER)|system volume information|desktop\.ini|(eh)?thumbs(_vista)?\.db"
+    r"|@eadir|@tmp|@sharebin|@recently-snapshot|[@#]recycle|[@#~]snapshot",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is hidden, ``.name``, or has a name of an operating system."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def hidden_part(path: str) -> str | None:
+    """Return a path up to its first hidden part; None if there is none."""
+    parts = path.split("/")
+    return next(("/".join(parts[:n]) for n, part in enumerate(parts, 1) if is_hidden(part)), None)
 
 
 def shard_files(location: str | Path, suffix: str) -> list[str]:
     """Return the files of a location, in the order of their samples.
 
     A location is the path or URL of a file; a range such as ``train-{000..099}.tar``; a pattern such as
-    ``train-*.tar``; or a folder, meaning its files that end in `suffix`. Matches are sorted by name, and
-    hidden files are left out. Raises DataError if nothing is found or the range is invalid.
+    ``train-*.tar``; or a folder, meaning its files that end in `suffix`. Matches are sorted by name, without
+    hidden ones (`is_hidden`) and those in a hidden folder that a wildcard matched. Raises DataError if
+    nothing is found or the range is invalid.
     """
     location = str(location)
     found = _RANGE.search(location)
     if found:
         return _numbered(location, found)
+    fixed = -1  # number of folders that the user wrote, which may be hidden; -1: all
     if any(sign in base_name(location) for sign in "*?["):
         files = _matching(location)
+        fixed = re.split(r"[*?[]", location)[0].count("/")
     elif location.lower().endswith(suffix) and not _is_folder(location):
         return [location]
     else:
         files = _matching(join(glob.escape(location), "*"))
         files = [file for file in files if file.lower().endswith(suffix)]
-    files = sorted(file for file in files if not base_name(file).startswith("."))
+    files = sorted(file for file in files if not hidden_part("/".join(file.split("/")[fixed:])))
     if not files:
         raise DataError(f"{shown(location)}: no file ends in {suffix}")
     return files

@@ -43,6 +43,8 @@ _SUFFIXES = {
     b"BM": "bmp",
     b"II*\0": "tif",
     b"MM\0*": "tif",
+    b"P5": "pgm",
+    b"P6": "ppm",
 }
 
 
@@ -124,6 +126,8 @@ def suffix_of(image: bytes) -> str:
     """Return the file suffix of an encoded image, from its first bytes; ``jpg`` if unknown."""
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
         return "webp"
+    if image[4:11] == b"ftypavi":
+        return "avif"
     return next((name for magic, name in _SUFFIXES.items() if image.startswith(magic)), "jpg")
 
 

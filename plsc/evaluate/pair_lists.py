@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from plsc.data.decode import IMAGE_SUFFIXES
 from plsc.data.files import PathTable
 from plsc.data.sources.base import FileSource, printable
-from plsc.data.sources.image_folders import IMAGE_SUFFIXES, listed_path
+from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.regular import without_mark

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.files import PathTable
+from plsc.data.files import PathTable, is_hidden
 from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
@@ -86,7 +86,7 @@ def read_protocol(
         DataError: a file is missing or a line is invalid; the message names the file and the line.
     """
     folder = Path(folder)
-    listed = sorted(folder.glob(f"*{_IMAGES}"))
+    listed = sorted(path for path in folder.glob(f"*{_IMAGES}") if not is_hidden(path.name))
     if len(listed) != 1:
         found = ", ".join(printable(path.name) for path in listed) or "none"
         raise DataError(f"{folder} needs one file <dataset>{_IMAGES}, such as ijbc{_IMAGES}; found {found}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import posixpath
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
-from plsc.data.decode import MAX_FILE_BYTES, Image, check_image_bytes
+from plsc.data.decode import IMAGE_SUFFIXES, MAX_FILE_BYTES, Image, check_image_bytes
 from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.data.sources.landmarks import Landmarks
@@ -21,6 +24,8 @@ from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
 
 _IMAGE_STARTS = tuple(b"\xff\xd8\xff|\x89PNG|GIF8|BM|II*\0|MM\0*|RIFF|P1|P2|P3|P4|P5|P6".split(b"|"))
+
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -251,3 +256,34 @@ def check_labels(source: Source, class_num: int) -> None:
         f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} "
         f"({len(bad)} of {len(labels)} samples are); {advice}"
     )
+
+
+class Ignored:
+    """Counts what a listing of images leaves out: hidden names, and files of types that are not read."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+        self._last = ""
+
+    def add(self, path: str, kind: str | None = None) -> None:
+        """Count a path, of a kind; by default its suffix. A path that repeats the last one is not counted."""
+        kind = kind or posixpath.splitext(path)[1].lower() or "without a suffix"
+        self._counts[kind] += path != self._last
+        self._examples.setdefault(kind, path)
+        self._last = path
+
+    def __str__(self) -> str:
+        most = self._counts.most_common(5)
+        told = [f"{n:,} {kind} (such as {printable(self._examples[kind])})" for kind, n in most]
+        return f"not read as images: {', '.join(told)}" if told else ""
+
+    def report(self, where: str) -> None:
+        """Log what was left out, such as ``12 .heic (such as a/1.heic), 1 hidden (such as __MACOSX)``."""
+        if self._counts and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+            logger.warning(f"{shown(where)}: {self}")
+
+
+def is_image(name: str) -> bool:
+    """Return whether a name has the suffix of an image type that can be decoded."""
+    return name.lower().endswith(IMAGE_SUFFIXES)

@@ -7,28 +7,26 @@ import posixpath
 import re
 from array import array
 from bisect import bisect_right
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from plsc.data.files import PathTable, ranked
+from plsc.data.decode import IMAGE_SUFFIXES
+from plsc.data.files import PathTable, hidden_part, is_hidden, ranked
 from plsc.data.lines import parse_label
-from plsc.data.sources.base import FileSource, Source, printable
+from plsc.data.sources.base import FileSource, Ignored, Source, is_image, printable
 from plsc.data.sources.columns import with_label_map
 from plsc.data.sources.rows import text_lines
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError
-from plsc.storage.blocks import open_bytes, streamed
+from plsc.storage.blocks import Bytes, open_bytes, streamed
 from plsc.storage.regular import check_inside, without_mark
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown
 
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".bmp", ".gif"),
-    *(".tif", ".tiff", ".webp", ".ppm", ".pgm"),
-)
 _MAX_LINE_BYTES = 8192  # of a label.txt
 _UNUSUAL = re.compile(rb"^/|\.\.|[:%\\\0\r]")  # in paths that `located` examines
 
@@ -113,8 +111,9 @@ def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: 
 class ImageFolderSource(FileSource):
     """Images in ``<folder>/<class>/<image>``; class ids are the ranks of the class names (`ranked`).
 
-    Hidden folders and files are ignored; ``ignored_files`` counts the files in class folders without an image
-    suffix. A link to a file inside the folder is followed; other links raise DataError.
+    Hidden folders and files (`is_hidden`), files without the suffix of an image, and images above the class
+    folders are left out; a warning has their number. A link to a file inside the folder is followed; other
+    links raise DataError.
 
     Args:
         class_depth: None: class folders contain images and no folders. n: the folders at depth n are the
@@ -134,22 +133,19 @@ class ImageFolderSource(FileSource):
     ) -> None:
         is_remote = is_url(dataset_dir)
         root = str(dataset_dir).rstrip("/") if is_remote else Path(dataset_dir).resolve()
-        self.ignored_files = 0
+        ignored = Ignored()
         paths = PathTable()
         counts: dict[str, int] = {}  # number of images per folder, by its path below the root
-        for folder, names in _walk_store(str(root)) if is_remote else _walk(Path(root), ""):
-            before = len(paths)
-            for name in names if folder else ():
-                if _is_image(name):
+        for folder, names in _images_below(root, ignored):
+            for name in names:
+                if folder:
                     paths.append(os.fsencode(f"{folder}/{name}"))
                 else:
-                    self.ignored_files += 1
-            counts[folder] = len(paths) - before
+                    ignored.add(name, "in no class folder")
+            counts[folder] = len(names) if folder else 0
         if len(paths) == 0:
-            raise DataError(
-                f"{shown(str(root))} contains no images; expected <class>/<image> files that end in "
-                + ", ".join(sorted(IMAGE_SUFFIXES))
-            )
+            raise _no_images(str(root), ignored, "<class>/<image> files")
+        ignored.report(str(root))
         depth = _checked_depth(root, counts, class_depth)
         names, ranks = ranked(_folders_at(counts, depth))
         self.class_names = names if label_map is None else None
@@ -171,7 +167,7 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
     Raises:
         DataError: there are no images, or the folder or file cannot be read.
     """
-    paths = PathTable()
+    paths, ignored = PathTable(), Ignored()
     root: str | Path = Path()
     may_leave = True
     if isinstance(images, (str, os.PathLike)):
@@ -181,12 +177,15 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
         elif is_url(place) or os.path.isdir(place):  # noqa: PTH112 - no error for a name that is too long
             may_leave = False
             root = place.rstrip("/") if is_url(place) else Path(place).resolve()
-            for folder, names in _walk_store(str(root)) if is_url(place) else _walk(Path(root), ""):
-                for name in filter(_is_image, names):
+            for folder, names in _images_below(root, ignored):
+                for name in names:
                     paths.append(os.fsencode(posixpath.join(folder, name)))
+            ignored.report(place)
+        elif _is_binary(file := open_bytes(place)):  # an image of another type, or without a suffix
+            paths.append(os.fsencode(place))
         else:
             may_leave, root = False, Path(place).parent
-            for number, _, line in text_lines(open_bytes(place)):
+            for number, _, line in text_lines(file):
                 if line := line.strip():
                     try:
                         paths.append(listed_path(line, str(root), allowed))
@@ -200,17 +199,26 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
             paths.append(os.fsencode(image))
         where = "the list"
     if not len(paths):
-        raise DataError(f"{where} contains no images; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
+        raise _no_images(where, ignored, "files")
     return FileSource(root, paths, np.full(len(paths), -1), may_leave=may_leave)
 
 
 def holds_image(root: Path, folder: str) -> bool:
     """Return whether a folder below ``root`` contains an image, at any depth."""
-    return any(_is_image(name) for _, names in _walk(root, folder) for name in names)
+    return any(names for _, names in _walk(root, folder, Ignored()))
 
 
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES)
+def _is_binary(file: Bytes) -> bool:
+    start = file.read_at(0, min(file.size, 64))
+    return b"\0" in start and not start.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+
+
+def _no_images(where: str, ignored: Ignored, expected: str) -> DataError:
+    there = f" ({ignored})" if str(ignored) else ""
+    return DataError(
+        f"{shown(where)} contains no images{there}; expected {expected} that end in "
+        + ", ".join(IMAGE_SUFFIXES)
+    )
 
 
 def _depth(folder: str) -> int:
@@ -244,17 +252,21 @@ def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int
     return 1
 
 
-def _walk(root: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder's path below the root, and its file names, both sorted; `folder` first."""
+def _images_below(root: Path | str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
+    return _walk_store(root, ignored) if isinstance(root, str) else _walk(root, "", ignored)
+
+
+def _walk(root: Path, folder: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder's path below the root, and the names of its images, sorted; `folder` first."""
     left = [folder]
     while left:
         folder = left.pop()
-        folders, files = _entries(root, root / folder)
-        yield folder, files
+        folders, images = _entries(root, folder, ignored)
+        yield folder, images
         left += [f"{folder}/{name}" if folder else name for name in reversed(folders)]
 
 
-def _walk_store(url: str) -> Iterator[tuple[str, list[str]]]:
+def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
     """Do the same for a URL, with one listing."""
     filesystem, inside = open_filesystem(url)
     found = with_retries(
@@ -264,34 +276,43 @@ def _walk_store(url: str) -> Iterator[tuple[str, list[str]]]:
     depth = len(inside.strip("/").split("/")) if inside.strip("/") else 0
     for path in sorted(found, key=lambda path: path.split("/")):
         *above, name = path.strip("/").split("/")[depth:] or [""]
-        if not name or any(part.startswith(".") for part in (*above, name)):
+        if hidden := hidden_part("/".join((*above, name))):
+            ignored.add(hidden, "hidden")
+        if hidden or not name:
             continue
         for count in range(1, len(above) + 1):
             folders.setdefault("/".join(above[:count]), [])
         if found[path]["type"] == "directory":
             folders.setdefault("/".join((*above, name)), [])
-        else:
+        elif is_image(name):
             folders["/".join(above)].append(name)
+        else:
+            ignored.add("/".join((*above, name)))
     yield from folders.items()
 
 
-def _entries(root: Path, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the sorted names of the folders and files in a folder, without hidden ones."""
+def _entries(root: Path, below: str, ignored: Ignored) -> tuple[list[str], list[str]]:
+    """Return the sorted names of the folders and of the images in a folder."""
     folders: list[str] = []
-    files: list[str] = []
+    images: list[str] = []
+    folder = root / below
     try:
         _check_link(root, folder)
         with os.scandir(folder) as found:
             for entry in sorted(found, key=lambda entry: entry.name):
-                if entry.name.startswith("."):
+                if is_hidden(entry.name):
+                    ignored.add(posixpath.join(below, entry.name), "hidden")
                     continue
                 is_folder = entry.is_dir()
                 if entry.is_symlink() and not is_folder and folder != root:
                     _check_link(root, Path(entry.path))
-                (folders if is_folder else files).append(entry.name)
+                if is_folder or is_image(entry.name):
+                    (folders if is_folder else images).append(entry.name)
+                else:
+                    ignored.add(posixpath.join(below, entry.name))
     except OSError as error:
         raise DataError(f"{printable(str(folder))} cannot be read: {error.strerror}") from error
-    return folders, files
+    return folders, images
 
 
 def _check_link(root: Path, path: Path) -> None:

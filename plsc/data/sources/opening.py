@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from plsc.data.files import is_hidden
 from plsc.data.sources.base import Source
 from plsc.data.sources.base64_lines import Base64Source
 from plsc.data.sources.image_folders import ImageFolderSource, LabelFileSource, holds_image
@@ -85,14 +86,14 @@ def open_source(
         return _make(FORMATS[suffix], str(location), options)
     if not is_url(location) and not is_folder:
         raise DataError(f"the dataset {folder} {_describe_unknown(folder)}; {_LAYOUTS}")
-    names = _names_in(str(location))
+    names = {name: kind for name, kind in _names_in(str(location)).items() if not is_hidden(name)}
     if "label.txt" in names:
         return _make(LabelFileSource, location, options)
     if "file_list.txt" in names:
         return _make(Base64Source, str(location), options)
     if "data.mdb" in names:
         return _make(LmdbSource, str(location), options)
-    folders = [name for name in names if not name.startswith(".") and names[name]]
+    folders = [name for name in names if names[name]]
     is_of_folders = bool(folders) and not options.keys().isdisjoint(("class_depth", "landmarks"))
     found = None if is_of_folders else _only_dataset(str(location), names)
     if found is not None and (is_url(location) or not _is_overruled(found, folder, folders, options)):
@@ -154,7 +155,7 @@ def _only_dataset(location: str, names: Iterable[str]) -> str | None:
     """Return the only file of a known format in a folder, or the folder if it contains shards of one."""
     by_suffix: dict[str, list[str]] = {}
     for name in names:
-        if _suffix(name) in FORMATS and not name.startswith("."):
+        if _suffix(name) in FORMATS:
             by_suffix.setdefault(_suffix(name), []).append(name)
     if len(by_suffix) != 1:
         return None

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plsc.data.files import Shards, ranked, shard_files
-from plsc.data.sources.base import printable
+from plsc.data.files import Shards, hidden_part, ranked, shard_files
+from plsc.data.sources.base import Ignored, is_image, printable
 from plsc.data.sources.columns import (
     NAMES_COLUMN,
     ColumnSource,
@@ -23,7 +23,6 @@ from plsc.data.sources.columns import (
     packed_names,
     text_at,
 )
-from plsc.data.sources.image_folders import IMAGE_SUFFIXES
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered
@@ -60,7 +59,7 @@ class TarSource(ColumnSource):
         files = shard_files(location, ".tar")
         self._files = Shards(files)
         self._image, self._label = image, label
-        kind = f"tar-2 {json.dumps([image, label, labels.names_wanted])}"
+        kind = f"tar-3 {json.dumps([image, label, labels.names_wanted])}"
         index = load_or_build(files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
         self._keys, self._key_ends = index["keys"], index["key_ends"]
@@ -79,10 +78,12 @@ class TarSource(ColumnSource):
         keys: list[bytes] = []
         names: dict[int, str] = {}  # by label
         are_named = True
+        ignored = Ignored()
 
         def found(shard: int, title: str) -> Iterator[Label]:
             nonlocal are_named
-            for sample in read_samples(self._files[shard], title, (self._label or "cls", "json")):
+            wanted = self._label or "cls", "json"
+            for sample in read_samples(self._files[shard], title, wanted, ignored):
                 image = self._image_of(sample)
                 places.extend((shard, image.offset_data, image.size))
                 keys.append(sample.key.encode("utf-8", "surrogateescape"))
@@ -96,6 +97,7 @@ class TarSource(ColumnSource):
 
         for shard, location in enumerate(self._files.locations):
             labels.extend(found(shard, shown(location)), place)
+        ignored.report(self._files.locations[0])
         if not keys:
             raise DataError(
                 f"{shown(self._files.locations[0])} contains no samples; expected members such as a/17.jpg "
@@ -112,7 +114,7 @@ class TarSource(ColumnSource):
         if self._image is not None:
             found = [self._image] if self._image in sample.members else []
         else:
-            found = [s for s in sample.members if is_image(s)]
+            found = [suffix for suffix in sample.members if is_image(f".{suffix}")]
         if len(found) == 1:
             return sample.members[found[0]]
         there = ", ".join(f".{printable(suffix[:100])}" for suffix in sorted(sample.members)[:_MOST_LISTED])
@@ -159,17 +161,20 @@ class Sample(NamedTuple):
         return self.texts[found[0]] if len(found) == 1 else b""
 
 
-def read_samples(data: Bytes, title: str, wanted: Sequence[str]) -> Iterator[Sample]:
+def read_samples(data: Bytes, title: str, wanted: Sequence[str], ignored: Ignored) -> Iterator[Sample]:
     """Yield the samples of one tar file, with the `wanted` texts.
 
-    Hidden members and those without a suffix are ignored.
+    Hidden members (`is_hidden`) and those without a suffix are added to `ignored`.
     """
     file = buffered(data)
     sample: Sample | None = None
     for member in read_members(file, title):
         folder, slash, base = member.name.rpartition("/")
         stem, dot, suffix = base.partition(".")
-        if member.isdir() or not stem or not dot:
+        if member.isdir():
+            continue
+        if (hidden := hidden_part(member.name)) or not dot:
+            ignored.add(hidden or member.name, "hidden" if hidden else None)
             continue
         if member.offset_data + member.size > data.size:
             raise DataError(
@@ -187,11 +192,6 @@ def read_samples(data: Bytes, title: str, wanted: Sequence[str]) -> Iterator[Sam
             sample.texts[suffix] = data.read_at(member.offset_data, member.size)
     if sample is not None:
         yield sample
-
-
-def is_image(suffix: str) -> bool:
-    """Return whether members with this suffix are images, from the text after its last dot."""
-    return f".{suffix.rsplit('.', 1)[-1]}" in IMAGE_SUFFIXES
 
 
 def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[TarInfo]:

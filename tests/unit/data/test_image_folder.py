@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
+from PIL import features
 
+from plsc.data.decode import decode_image
 from plsc.data.sources import ImageFolderSource, LabelFileSource, open_source
+from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError
 
 
@@ -35,7 +40,88 @@ def test_class_ids_follow_the_sorted_folder_names(folder):
     assert names(source) == ["a/1.jpg", "b/2.PNG", "b/deep/1.jpg"]
     assert source.labels().tolist() == [0, 1, 1]
     assert source[2] == (b"b/deep/1.jpg", 1)
-    assert source.ignored_files == 1
+
+
+OF_SYSTEMS = [
+    "__MACOSX/a/._1.jpg",
+    "@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+    "#recycle/1.jpg",
+    "$RECYCLE.BIN/1.jpg",
+    "System Volume Information/1.jpg",
+    "lost+found/1.jpg",
+    "a/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+    "a/._1.jpg",
+    "a/Thumbs.db",
+    "a/desktop.ini",
+    "a/.DS_Store",
+    ".DS_Store",
+]
+
+
+def copied(folder: Path, is_remote: bool) -> Path | str:
+    """Return a folder, or its copy in a store."""
+    if not is_remote:
+        return folder
+    url = f"memory://{uuid.uuid4()}"
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fsspec.filesystem("memory").pipe(f"{url}/{path.relative_to(folder)}", path.read_bytes())
+    return url
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_names_of_operating_systems_are_neither_classes_nor_images(folder, messages, is_remote):
+    for name in OF_SYSTEMS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    (folder / "c" / "1.jpg").write_bytes(b"x")
+    place = copied(folder, is_remote)
+    source = open_source(place, class_depth=1)
+    assert source.class_names == ["a", "b", "c"]
+    assert names(source) == ["a/1.jpg", "b/2.PNG", "b/deep/1.jpg", "c/1.jpg"]
+    assert [text.count(f"{len(OF_SYSTEMS) + 2} hidden (such as") for text in messages] == [1]
+    assert names(open_images(place)) == names(source)
+    assert len(messages) == 2
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_files_that_are_not_read_are_counted_with_an_example(folder, messages, is_remote):
+    for name in ("a/1.heic", "b/3.HEIC", "b/readme", "0.jpg"):
+        (folder / name).write_bytes(b"x")
+    place = copied(folder, is_remote)
+    open_source(place, class_depth=1)
+    for told in (
+        "2 .heic (such as a/1.heic)",
+        "1 .txt (such as c/notes.txt)",
+        "1 in no class folder (such as 0.jpg)",
+    ):
+        assert [text.count(told) for text in messages] == [1]
+    assert names(open_images(place))[0] == "0.jpg"
+    assert "2 .heic (such as a/1.heic)" in messages[1]
+
+
+def test_a_folder_of_only_unread_types_says_so(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.heic").write_bytes(b"x")
+    for read in (open_images, ImageFolderSource):
+        with pytest.raises(DataError, match=r"1 \.heic"):
+            read(tmp_path)
+
+
+def test_every_suffix_of_a_type_that_the_decoder_reads_is_an_image(tmp_path):
+    read = ["jfif", "jpe", "JPG", "mpo", "pnm", "pbm", "webp", *["avif"] * features.check("avif")]
+    for suffix in (*read, "heic", "svg"):
+        (tmp_path / f"1.{suffix}").write_bytes(b"x")
+    assert names(open_images(tmp_path)) == sorted(f"1.{suffix}" for suffix in read)
+
+
+@pytest.mark.parametrize("name", ["a.heic", "no suffix"])
+def test_an_image_of_another_type_is_no_list_of_paths(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0")
+    source = open_images(tmp_path / name)
+    assert source.labels().tolist() == [-1]
+    with pytest.raises(DataError, match="expected JPEG, PNG"):
+        decode_image(source[0][0], (3, 8, 8))
 
 
 def test_composed_and_decomposed_folders_are_one_class(tmp_path):

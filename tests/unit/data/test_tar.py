@@ -79,10 +79,23 @@ def test_a_size_in_gnu_binary_form_is_read(tmp_path):
     assert read(path) == EXPECTED
 
 
-def test_folders_hidden_members_and_members_without_suffix_are_ignored(tmp_path):
-    extra = [("x", b""), ("x/.hidden.jpg", b"1"), ("README", b"text")]
-    members = [(member("x/", tarfile.DIRTYPE), b""), *extra[1:], *PLAIN]
-    assert read(write(tmp_path / "a.tar", *members)) == EXPECTED
+def test_folders_hidden_members_and_members_without_suffix_are_ignored(tmp_path, messages):
+    hidden = ("x/.hidden.jpg", "__MACOSX/x/._a.jpg", "x/@eaDir/a.jpg/SYNO_THUMB.jpg", "x/Thumbs.db")
+    members = [(member("x/", tarfile.DIRTYPE), b""), ("README", b"text"), *((name, b"1") for name in hidden)]
+    assert read(write(tmp_path / "a.tar", *members, *PLAIN)) == EXPECTED
+    assert "4 hidden (such as x/.hidden.jpg), 1 without a suffix (such as README)" in messages[0]
+    assert len(messages) == 1
+
+
+def test_shards_of_operating_systems_are_not_read(tmp_path):
+    for folder in (tmp_path, tmp_path / ".mine", tmp_path / "@eaDir"):
+        folder.mkdir(exist_ok=True)
+        write(folder / "a.tar", *PLAIN)
+        (folder / "._a.tar").write_bytes(b"x")
+    for location in (tmp_path, tmp_path / "*.tar", tmp_path / ".mine", tmp_path / ".mine" / "?.tar"):
+        assert read(location) == EXPECTED
+    with pytest.raises(DataError, match="no file"):
+        read(tmp_path / "*" / "*.tar")
 
 
 @pytest.mark.parametrize(
