@@ -16,7 +16,7 @@ import io
 import re
 import struct
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -67,6 +67,9 @@ _NEEDED = {*range(0xFFC0, 0xFFE0), 0xFFEE}  # markers of the segments that chang
 _JFIF = b"\xff\xe0\0\x10JFIF\0\1\1\0\0\1\0\1\0\0"
 _EXIF = b"Exif\0\0"
 _SCAN = 0xFFDA
+_USUAL = {*range(0xFFC0, 0xFFD0), *range(0xFFDB, 0xFFFF)}  # markers of segments, but the scan's
+# The start of an entry: the tag 0x0112, the type SHORT and the count 1.
+_ORIENTATION = {"little": b"\x12\1\3\0\1\0\0\0", "big": b"\1\x12\0\3\0\0\0\1"}
 _SEGMENT = struct.Struct(">HH")  # marker, and length without the marker
 _MOST_SEGMENTS = 10_000  # before the first scan: bounds the time for a hostile file
 
@@ -232,8 +235,6 @@ def decode_jpeg_of_size(data: bytes, out: np.ndarray) -> bool:
     if not data.startswith(b"\xff\xd8") or decode_jpeg is None:
         return False
     _check_file(data)
-    if _orientation_of(data) != 1:
-        return False
     height, width = out.shape[:2]
     try:
         # Reading the header takes as long as everything else here and releases the interpreter lock, which
@@ -241,6 +242,8 @@ def decode_jpeg_of_size(data: bytes, out: np.ndarray) -> bool:
         # failed decoding.
         seems_to_fit = data.find(_frame_header(height, width), 0, _USUAL_HEADERS) >= 0
         if not seems_to_fit and decode_jpeg_header(data)[:2] != (height, width):
+            return False
+        if _orientation_of(data) != 1:
             return False
         pixels = decode_jpeg(data, _colour_space(out.shape[2]), buffer=out)
     except Exception:  # damaged: decode_image reports the reason
@@ -317,6 +320,16 @@ def _without_metadata(data: bytes) -> bytes:
 
 def _orientation_of(data: bytes) -> int:
     """Return the EXIF orientation of a JPEG, 1 to 8."""
+    at = 2
+    try:  # for usual files, in a third of the time of `_segments`
+        while (head := _SEGMENT.unpack_from(data, at))[0] in _USUAL:
+            if head[0] == 0xFFE1 and data.startswith(_EXIF, at + 4):
+                return _orientation(data[at + 4 : at + 2 + head[1]])
+            at += 2 + head[1]
+    except struct.error:  # the end
+        return 1
+    if head[0] == _SCAN:
+        return 1
     for marker, start, end in _segments(data):
         if marker == 0xFFE1 and data.startswith(_EXIF, start + 4):
             return _orientation(data[start + 4 : end])
@@ -326,14 +339,15 @@ def _orientation_of(data: bytes) -> int:
 def _orientation(exif: bytes) -> int:
     """Return the orientation in EXIF data, 1 to 8; 1 if there is none (EXIF 2.32, 4.6.4, as in TIFF 6.0)."""
     tiff = exif.removeprefix(_EXIF)
-    order = "<" if tiff.startswith(b"II") else ">"
-    with contextlib.suppress(struct.error):  # damaged, or no EXIF data
-        (first,) = struct.unpack_from(f"{order}I", tiff, 4)
-        (count,) = struct.unpack_from(f"{order}H", tiff, first)
-        for at in range(first + 2, first + 2 + 12 * count, 12):
-            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", tiff, at)
-            if tag == 0x0112 and kind == 3:
-                return int(value) if 1 <= value <= 8 else 1
+    order: Literal["little", "big"] = "little" if tiff.startswith(b"II") else "big"
+    first = int.from_bytes(tiff[4:8], order) + 2
+    end = first + 12 * int.from_bytes(tiff[first - 2 : first], order)
+    at = first
+    while (at := tiff.find(_ORIENTATION[order], at, end)) >= 0:
+        if (at - first) % 12 == 0:
+            value = int.from_bytes(tiff[at + 8 : at + 10], order)
+            return value if 1 <= value <= 8 else 1
+        at += 1
     return 1
 
 
