@@ -94,7 +94,8 @@ class PostgresStore:
                 "password before the host; write %40 for @, %2F for / and %25 for % in the password"
             ) from None
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
-        info = psycopg.conninfo.make_conninfo(**{**_LIMITS, **given}).encode()
+        limited: dict[str, Any] = {**_LIMITS, **given}
+        info = psycopg.conninfo.make_conninfo(**limited).encode()
         for attempt in itertools.count():  # until it answers, even if it refuses this user
             if not timeout or psycopg.pq.PGconn.ping(info) not in (Ping.REJECT, Ping.NO_RESPONSE):
                 break

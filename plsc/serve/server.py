@@ -59,7 +59,7 @@ def serve(model: str, options: ServeOptions) -> None:
             await super().startup(sockets)
             listener.listen(_CONNECTIONS)  # a longer queue than what asyncio accepts at a time
 
-    uvicorn.server.HANDLED_SIGNALS = tuple(stop_signals())
+    uvicorn.server.HANDLED_SIGNALS = tuple(stop_signals())  # type: ignore[assignment] # of any number
     service = Service(model, options)
     with contextlib.closing(service), _listen(options) as listener:
         if not has_key and not is_loopback(options.host):
