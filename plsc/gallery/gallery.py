@@ -150,7 +150,7 @@ def write_gallery(
     centers: int = 1,
     of: str = "images",
     mapped: str = "",
-    mode: int | None = None,
+    mode: int = 0,
 ) -> Gallery:
     """Write vectors of any norm as a gallery to a new folder, and open it.
 
@@ -164,7 +164,7 @@ def write_gallery(
         centers: consecutive vectors per entry, such as sub-centres of a class.
         of: ``images``, or ``classes``: class weights.
         mapped: as `New.mapped`.
-        mode: permissions of the files, by default 0600 if there are names.
+        mode: permissions of the files; 0: 0600 if there are names, otherwise as the umask says.
 
     Raises:
         DataError: there are no vectors, one is not finite, or the folder cannot be written.
@@ -183,9 +183,9 @@ def write_gallery(
             tensors[name] = functools.partial(iter, [array])
             shapes[name] = array.shape
     dtypes = {name: getattr(torch, one) for name, one in {**KINDS[kind].DTYPES, **_NAMES}.items()}
-    mode = 0o600 if mode is None and packed is not None else mode
+    mode = mode or (0o600 if packed is not None else 0)
     with publishing_folder(Path(folder)) as temporary:
-        if mode is not None:
+        if mode:  # before a file is written
             temporary.chmod(0o300 | mode | (mode & 0o444) >> 2)
         entries = [Entry(name, dtypes[name], shapes[name], 0, _as_bytes(tensors[name])) for name in tensors]
         about = {
@@ -201,7 +201,7 @@ def write_gallery(
             "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
         }
         (temporary / ABOUT_NAME).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        for path in temporary.iterdir() if mode is not None else ():
+        for path in temporary.iterdir() if mode else ():
             path.chmod(mode)
     return open_gallery(folder)
 

@@ -39,10 +39,10 @@ def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnySt
     return PostgresStore(place, model, size, timeout)
 
 
-def mode_of(place: str) -> int | None:
-    """Return the permissions of the files of a gallery, for its copies; None for a database."""
+def mode_of(place: str) -> int:
+    """Return the permissions of the files of a gallery, for its copies; 0600 for a database."""
     if is_postgres(place):
-        return None
+        return 0o600
     return (Path(place) if Path(place).is_file() else Path(place, VECTORS_NAME)).stat().st_mode & 0o666
 
 
@@ -92,7 +92,7 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
     is_new_file = not is_postgres(target) and not Path(target).exists()
     with closing(open_store(target, origin.model, origin.size)) as store:
         if is_new_file:
-            Path(target).chmod(mode_of(source) or 0o600)
+            Path(target).chmod(mode_of(source))
         other = DataError(f"{target} has entries that are not of {source}; choose an empty target")
         count = there = last = 0
         for entries in batches(origin):

@@ -28,7 +28,6 @@ from plsc.storage.publish import (
     MANIFEST_NAME,
     REPLACED,
     SAVING,
-    WORKSPACE_SUFFIX,
     hidden_name,
     sync,
 )
@@ -401,10 +400,11 @@ def staged(url: str, open_store: Callable[[str], Store]) -> Iterator[str]:
     if is_object_store(url):
         store, temporary = open_store(url), ""
     else:
-        store, temporary = open_store(parent), f".{name}{WORKSPACE_SUFFIX}"
+        store, temporary = open_store(parent), hidden_name(name)
     try:
-        if temporary:
-            store.delete(temporary)  # left by a killed run
+        for old in store.names() if temporary else ():
+            if (match := HIDDEN.fullmatch(old)) and match[1] == SAVING and match[2] == name:
+                store.delete(old)  # left by a killed run
         store.make_folder(temporary)
         yield store.child(temporary) if temporary else url
         if temporary:
