@@ -138,7 +138,7 @@ def save_checkpoint(
                 complete = dataclasses.replace(
                     manifest,  # its JSON is the same with dictionaries, which ranks exchange
                     tensors={key: info for part in reversed(infos) for key, info in part.items()},
-                    files={name: info for part in files for name, info in part.items()},
+                    files={name: FileInfo(**info) for part in files for name, info in part.items()},
                 )
                 text = complete.to_json().encode()
                 # After all files: a folder with a manifest is complete, whenever the process dies.

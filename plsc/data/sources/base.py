@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import posixpath
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
 
-_IMAGE_STARTS = tuple(b"\xff\xd8\xff|\x89PNG|GIF8|BM|II*\0|MM\0*|RIFF|P1|P2|P3|P4|P5|P6".split(b"|"))
+_IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|RIFF|P[1-6]|....ftyp", re.DOTALL)
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> 
         root, name = parent_of(name), base_name(name)
     if name.startswith("/") or not is_url(root):
         image = read_image_file(join(root, name), None if name.startswith("/") else folder)
-        if name.startswith("/") and not image.startswith(_IMAGE_STARTS):  # a list must not publish others
+        if name.startswith("/") and not _IMAGE_START.match(image):  # a list must not publish others
             raise DataError("the file is not an image", kind="undecodable")
         return image
     filesystem, inside = open_filesystem(root)  # without the name, which may look like a chain
