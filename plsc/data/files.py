@@ -101,7 +101,11 @@ def _is_folder(location: str) -> bool:
 
 
 def read_file_list(
-    data_dir: str | Path, file_list: str = "file_list.txt", allowed: Sequence[str] = (), must_exist: bool = True
+    data_dir: str | Path,
+    file_list: str = "file_list.txt",
+    allowed: Sequence[str] = (),
+    *,
+    must_exist: bool = True,
 ) -> list[str]:
     """Return the paths or URLs of the files that `file_list` names, in its order.
 
