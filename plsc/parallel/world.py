@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from plsc.config.runtime import RuntimeOptions
 from plsc.errors import LAUNCH_PREFIX, DistributedError, OptionError, PlscError, kind_and_line, shown
-from plsc.parallel.encoding import decode, encode
+from plsc.values import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
 other_ranks = logging.getLogger("plsc.other_ranks")
@@ -168,23 +168,23 @@ class World:
             dist.barrier(group=self.control_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order; of the types of `encode`, such as lists and arrays."""
+        """Return every rank's value, in rank order; of the types of `plsc.values.encode`."""
         if self.size == 1:
             return [value]
-        data = encode(value)
+        data = to_bytes(value)
         sizes = [size for [size] in self.gather_numbers(len(data))]
         parts = self._gather(torch.frombuffer(data.ljust(max(sizes)), dtype=torch.uint8))
-        return [decode(part[:size].numpy().data) for part, size in zip(parts, sizes, strict=True)]
+        return [from_bytes(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value on every rank, of the types of `all_gather_object`."""
         if self.size == 1:
             return value
-        data = encode(value) if self.is_main else bytearray()
+        data = to_bytes(value) if self.is_main else bytearray()
         size = self.gather_numbers(len(data))[0][0]
         received = torch.frombuffer(data.ljust(size), dtype=torch.uint8)
         dist.broadcast(received, group_src=0, group=self.control_group)
-        return decode(received.numpy().data)
+        return from_bytes(received.numpy().tobytes())
 
     def gather_numbers(self, *values: int) -> list[list[int]]:
         """All-gather integers, equally many per rank, in rank order; one small collective on the CPU."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from plsc.checkpoint import ShardedTensor
 from plsc.checkpoint.manifest import CALLBACK, Role
-from plsc.checkpoint.values import decode, encode
 from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
@@ -31,6 +30,7 @@ from plsc.models import BaseModel
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.run.position import Position
+from plsc.values import decode, encode
 
 STEP_EVENTS = {
     "step_start": "before the next batch is read; also when an epoch has no more batches",

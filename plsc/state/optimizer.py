@@ -11,12 +11,12 @@ from torch import Tensor
 
 from plsc.checkpoint.manifest import OPTIMIZER, Role
 from plsc.checkpoint.shard_file import bytes_of
-from plsc.checkpoint.values import decode, encode
 from plsc.errors import CheckpointError, kind_and_line
 from plsc.optim.optimizers import FULL_RATE, has_own_state_dict
 from plsc.parallel.backbone import is_sharded
 from plsc.run.run import Run
 from plsc.state.tensors import REST, named_parameters, states_of
+from plsc.values import decode, encode
 
 # The schedule sets the rates; the others are attributes of torch.
 _NOT_STATE = ("params", "lr", FULL_RATE, "state", "param_groups", "defaults", "found_inf", "grad_scale")

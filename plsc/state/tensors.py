@@ -23,12 +23,12 @@ from plsc.checkpoint.manifest import (
 )
 from plsc.checkpoint.save import Tensors, local_of
 from plsc.checkpoint.shard_file import DTYPES
-from plsc.checkpoint.values import decode, encode
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads.joint import Heads
 from plsc.optim.optimizers import ExpectedStates, StateInfo
 from plsc.parallel.backbone import local_part, split_rows
+from plsc.values import decode, encode
 
 Numbers = Mapping[str, Any]
 """The optimizer state that is not a tensor, as JSON, by the key of the parameter."""

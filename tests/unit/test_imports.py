@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"seeds", "spans", "names", "version"},
     {"errors"},
-    {"config", "inputs", "terminal"},
+    {"config", "inputs", "terminal", "values"},
     {"parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},

@@ -1,14 +1,20 @@
-"""Python values as JSON and tensors and back, exactly: the states of parts that other people wrote."""
+"""Python values as JSON and tensors and back, exactly: the states of parts that other people wrote.
+
+Also as bytes, to exchange values between ranks without pickles, which can run code.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -18,6 +24,8 @@ _CONTAINERS = (list, tuple, set, frozenset, torch.Size, dict, OrderedDict)
 _TYPES: dict[str, Callable[[Any], Any]] = {
     **{f"${kind.__name__}": kind for kind in (*_CONTAINERS, float)},
     "$str": lambda of: of.encode().decode("unicode_escape"),
+    "$bytes": lambda of: of.encode("latin-1"),
+    "$Path": Path,
     "$dtype": lambda of: torch.empty(0, dtype=getattr(torch, of)).dtype,
 }
 
@@ -45,6 +53,9 @@ def encode(
         return value if value.isprintable() else {"$str": value.encode("unicode_escape").decode()}
     if kind in (float, torch.dtype):
         return {f"${kind.__name__}": repr(value).removeprefix("torch.")}
+    if kind is bytes or isinstance(value, Path):
+        text = value.decode("latin-1") if kind is bytes else str(value)
+        return {"$bytes" if kind is bytes else "$Path": encode(text, what, tensors, known, path)}
     if kind in _CONTAINERS:
         is_dict = isinstance(value, dict)
         keys = (
@@ -70,7 +81,7 @@ def encode(
         tensors[name] = value
         return {"$tensor": [name, tensor.is_cpu]}
     raise CheckpointError(
-        f"{what}: {path or 'it'} is of type {kind.__name__}, which a checkpoint cannot store; expected "
+        f"{what}: {path or 'it'} is of type {kind.__name__}, which cannot be stored; expected "
         "numbers, strings, lists, tuples, sets, dictionaries, arrays and tensors"
     )
 
@@ -106,3 +117,17 @@ def decode(
         return inner(value)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the checkpoint is damaged: {str(error)[:200]}; choose another one") from error
+
+
+def to_bytes(value: Any) -> bytearray:
+    """Return a value as bytes, for `from_bytes`. Raises CheckpointError for a type that `encode` refuses."""
+    tensors: dict[str, Any] = {"": torch.empty(0)}  # no other tensor gets this name
+    text = json.dumps(encode(value, "a value for other ranks", tensors)).encode()
+    tensors[""] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return bytearray(safetensors.torch.save(tensors))  # a buffer that torch can share
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the value that `to_bytes` was given; other bytes raise an exception."""
+    tensors = safetensors.torch.load(data)
+    return decode(json.loads(bytes(tensors.pop("").numpy())), lambda name, _: tensors[name])

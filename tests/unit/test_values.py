@@ -2,14 +2,18 @@
 
 import json
 import math
+import pickle
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
-from plsc.checkpoint.values import decode, encode
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, DataError
+from plsc.values import decode, encode, from_bytes, to_bytes
 
 VALUES = {
     "text": "a\x1b\r\n \udc80 \u00e9",
@@ -54,3 +58,31 @@ def test_other_types_are_refused_by_name(value):
 def test_damaged_values_are_refused(of):
     with pytest.raises(CheckpointError, match="damaged"):
         decode(of, {})
+
+
+def test_ranks_exchange_values_with_their_types():
+    value = {
+        "a": (1, 2.5, None, True, "ü\udc80"),
+        3: [{"x"}, b"\xff\0", Path("/a")],
+        0.001: {"dict": {}, "array": [1]},
+    }
+    assert from_bytes(to_bytes(value)) == value
+    back = from_bytes(to_bytes(ARRAYS))
+    assert [(one.dtype, one.shape, one.tobytes()) for one in back] == [
+        (one.dtype, one.shape, one.tobytes()) for one in ARRAYS
+    ]
+
+
+@pytest.mark.parametrize("value", [DataError("x"), np.array([print]), print])
+def test_another_type_is_refused_where_it_is_sent(value):
+    with pytest.raises(CheckpointError, match="type"):
+        to_bytes([value])
+
+
+def test_bytes_of_others_run_no_code():
+    array = {"$array": ["|O", [1], {"$tensor": ["a", True]}]}
+    text = torch.frombuffer(bytearray(json.dumps(array).encode()), dtype=torch.uint8)
+    objects = safetensors.torch.save({"": text, "a": torch.zeros(8, dtype=torch.uint8)})
+    for data in (pickle.dumps(print), objects):
+        with pytest.raises((SafetensorError, CheckpointError)):
+            from_bytes(data)
