@@ -124,10 +124,10 @@ def to_bytes(value: Any) -> bytearray:
     tensors: dict[str, Any] = {"": torch.empty(0)}  # no other tensor gets this name
     text = json.dumps(encode(value, "a value for other ranks", tensors)).encode()
     tensors[""] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return bytearray(safetensors.torch.save(tensors))  # a buffer that torch can share
+    return bytearray(safetensors.torch.save(tensors))
 
 
-def from_bytes(data: bytes) -> Any:
+def from_bytes(data: bytes | bytearray) -> Any:
     """Return the value that `to_bytes` was given; other bytes raise an exception."""
-    tensors = safetensors.torch.load(data)
+    tensors = safetensors.torch.load(bytes(data))
     return decode(json.loads(bytes(tensors.pop("").numpy())), lambda name, _: tensors[name])
