@@ -172,11 +172,11 @@ def _is_owner(temporary: Path, folder: Path, run_id: str, world: World, is_share
     return False
 
 
-def _describe(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+def _describe(snapshot: Snapshot) -> dict[str, Any]:
     return {role.key: asdict(info_of(role, value)) for role, value in snapshot.tensors.items()}
 
 
-def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, dict[str, Any]]:
+def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, Any]:
     """Write this rank's file, unless it is empty. lower: keys of the tensors that lower ranks have."""
     entries = []
     for role, value in snapshot.tensors.items():

@@ -32,8 +32,7 @@ _POLL_SECONDS, _WARN_EVERY = 1.0, 60  # for a database that is starting: seconds
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
 _SAFE = "SET search_path = pg_catalog, pg_temp"  # no function or operator of others is called
 _UNSAFE = (
-    "is no ordinary, logged table of plsc without triggers and rules, or belongs neither to this role, nor "
-    "to one that it is a member of, to the owner of the database, or to a superuser"
+    "is no ordinary, logged table of plsc without triggers, or its owner is not trusted (docs/gallery.md)"
 )
 _TABLES = """
     WITH RECURSIVE ours AS (
@@ -43,8 +42,7 @@ _TABLES = """
     JOIN pg_namespace AS schema ON schema.oid = relnamespace JOIN pg_attribute ON attrelid = relation.oid,
         obj_description(relation.oid, 'pg_class') AS about
     WHERE relkind = 'r' AND relpersistence = 'p' AND attname = 'vector' AND atttypmod > 0
-        AND nspname = ANY(%(schemas)s)
-        AND starts_with(about, %(about)s)
+        AND nspname = ANY(%(schemas)s) AND starts_with(about, %(about)s)
         AND relname = 'plsc_' || substr(about, length(%(about)s) + 1, 16)
         AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = relation.oid)
         AND NOT EXISTS (SELECT FROM pg_rewrite WHERE ev_class = relation.oid)
@@ -238,11 +236,9 @@ class PostgresStore:
                 text = f"does not have entries of {which}; networks that have some: {others}"
                 raise CheckpointError(f"{self.path} {text}")
             [model] = matching
-        if not schemas:
-            raise StoreError(f"{self.path} has no schema of the search_path; create one, or set search_path")
-        self.model, (self.size, self._schema) = model, known.get(model, (size, schemas[0]))
-        names = f"plsc_{model:.16}", f"plsc_{model:.16}_hnsw"
-        self._table, self._index = (psycopg.sql.Identifier(self._schema, one).as_string() for one in names)
+        self.model, (self.size, self._schema) = model, known.get(model, (size, [*schemas, "public"][0]))
+        self._table = psycopg.sql.Identifier(self._schema, f"plsc_{model:.16}").as_string()
+        self._index = f"plsc_{model:.16}_hnsw"
         if size not in (0, self.size):
             raise CheckpointError(f"{self.path} has vectors of {self.size} values; the model has {size}")
         if model in known:
@@ -275,11 +271,12 @@ class PostgresStore:
 
     def _build(self, connection: Any) -> bool:
         connection.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_LOCK, self._index])
-        query = "SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(%s) AND indrelid = to_regclass(%s)"
-        if connection.execute(query, [self._index, self._table]).fetchone():
+        query = "SELECT FROM pg_index WHERE indrelid = to_regclass(%s) AND indexrelid = to_regclass(%s)"
+        index = psycopg.sql.Identifier(self._schema, self._index).as_string()
+        if connection.execute(query, [self._table, index]).rowcount:
             return False
         column = f"(vector::{self._pgvector}.halfvec({self.size})) {self._pgvector}.halfvec_ip_ops"
-        name = psycopg.sql.Identifier(f"plsc_{self.model:.16}_hnsw").as_string()
+        name = psycopg.sql.Identifier(self._index).as_string()
         connection.execute(f"CREATE INDEX {name} ON {self._table} USING hnsw ({column})")
         connection.execute(f"ANALYZE {self._table}")
         return True

@@ -148,6 +148,17 @@ def test_a_vector_without_norm_1_is_refused_and_zero_is_not(store, tmp_path, val
     opened.close()
 
 
+def test_an_entry_with_an_id_below_1_or_without_a_time_is_refused(store, tmp_path):
+    store.write(news(3))
+    store._database.execute("UPDATE entries SET enrolled = 'yesterday' WHERE id = 2")
+    with pytest.raises(DataError, match="entry 2"):
+        store.read(0, 9)
+    store._database.execute("UPDATE entries SET id = 0 WHERE id = 2")
+    store.close()
+    with pytest.raises(DataError, match="id 0"):
+        Store(tmp_path / "s.sqlite", "m1", SIZE)
+
+
 @pytest.mark.parametrize("value", [7, 1e300, "text", b"\xff", b"text"])
 def test_columns_of_other_types_are_an_error_message_or_converted(store, tmp_path, value):
     ids = store.write(news(3))
