@@ -73,7 +73,6 @@ class PartitionOptions:
         "part_0.txt, part_1.txt, ...",
         check=_start_of_name,
     )
-    allowed: str | tuple[str, ...] = declare((), "prefixes of URLs that the list may name: s3://bucket/")
     seed: int = declare(0, "seed of the shuffle")
     memory: Size = declare(
         512 * 2**20, "memory limit, not counting the interpreter and the page cache", check=_enough
@@ -103,6 +102,7 @@ class PartitionOptions:
     delete_inputs: bool = declare(False, "delete the data files after the output is published")
     dry_run: bool = declare(False, "read and check the inputs and report the counts; write nothing")
     verify: bool = declare(False, "check an existing output folder against its inputs; write nothing")
+    allowed: str | tuple[str, ...] = declare((), "prefixes of URLs that the list may name: s3://bucket/")
 
     def __post_init__(self) -> None:
         check_fields(self)
