@@ -130,4 +130,4 @@ def to_bytes(value: Any) -> bytearray:
 def from_bytes(data: bytes | bytearray) -> Any:
     """Return the value that `to_bytes` was given; other bytes raise an exception."""
     tensors = safetensors.torch.load(bytes(data))
-    return decode(json.loads(bytes(tensors.pop("").numpy())), lambda name, _: tensors[name])
+    return decode(json.loads(bytes(tensors.pop("").numpy())), tensors)
