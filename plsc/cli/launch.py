@@ -149,6 +149,10 @@ def _agent_class(logs: dict[int, Path], is_alone: bool) -> type[LocalElasticAgen
             for name in ("num_nodes_waiting", "shutdown"):
                 setattr(spec.rdzv_handler, name, _bounded(getattr(spec.rdzv_handler, name)))
 
+        def _exit_barrier(self) -> None:
+            if not is_alone:  # it waits five minutes for a store that is gone
+                super()._exit_barrier()
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             codes = {one.exitcode for one in result.failures.values()}

@@ -252,6 +252,29 @@ def test_on_one_machine_only_gloo_listens_and_only_on_loopback_and_the_store_is_
     assert (lines.count("mode 0o700"), lines.count("sum 1")) == (4, 2)
 
 
+VANISHING = """
+import os, shutil
+from pathlib import Path
+from plsc.parallel.failure import FailureWatch
+from plsc.parallel.world import World
+
+world = World.from_environment("cpu", timeout_seconds=5)
+with FailureWatch(world):
+    world.barrier()
+    if world.is_main:
+        shutil.rmtree(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[3])
+    world.barrier()
+world.close()
+print("closed", flush=True)
+"""
+
+
+def test_a_store_that_vanishes_does_not_hang_the_ranks_or_the_launcher(folder):
+    (folder / "job.py").write_text(VANISHING)
+    code, out, _ = run("--devices", "cpu", "--nproc", "2", "--max-restarts", "1", "job.py", cwd=folder)
+    assert (code, out) == (0, "closed\n" * 2)
+
+
 def test_doctor_sums_over_the_ranks(folder):
     code, out, err = run("--nproc", "2", "-m", "plsc.cli", "doctor", "--runtime.device", "cpu", cwd=folder)
     assert (code, err) == (0, "")
