@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,7 @@ class Step:
         self._before = BufferCopy([run.network, run.heads]) if run.scaler else None
         self._has_updated = False
         self._sparse = sparse_parameters(run.network)
-        self._held: list[Any] = []  # parameters and modules of each module
-        self._trained: list[tuple[nn.Parameter, bool]] = []
+        self._trained: list[nn.Parameter] | None = None
 
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
@@ -115,38 +114,38 @@ class Step:
         Callbacks may have made them trainable, or replaced them. Raises TrainingError for a sharded network.
         """
         run, groups = self._run, self._run.optimizer.param_groups
-        is_same = all(list(map(id, one.values())) == before for one, before in self._held)
-        if self._held and is_same and all(p.requires_grad is before for p, before in self._trained):
+        trained = [p for p in run.network.parameters() if p.requires_grad]
+        if self._trained is not None and list(map(id, trained)) == list(map(id, self._trained)):
             return False
-        owners = [one for module in run.network.modules() for one in (module._parameters, module._modules)]
-        self._held = [(one, list(map(id, one.values()))) for one in owners if one]
+        self._trained = trained  # not only their ids, which new objects may get
         named = dict(run.network.named_parameters())
-        self._trained = [(p, p.requires_grad) for p in named.values()]
-        known = {id(p) for group in groups for p in group["params"]}
-        new = [name for name, p in named.items() if p.requires_grad and id(p) not in known]
-        if new and is_sharded(run.network):
-            raise TrainingError(f"{shorten(new)}: new parameters cannot be trained with a sharded backbone")
         alive = {*map(id, named.values()), *map(id, run.heads.parameters())}
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in alive]
-        assigned = assign_parameters(run.network, replace(run.options.optim, freeze=())).groups if new else []
-        for name in new:
-            siblings, own = next(((n, own) for n, own in assigned if name in n), ([], {}))
-            ids = {id(named[sibling]) for sibling in siblings}
-            for group in (each for each in groups if any(id(p) in ids for p in each["params"])):
-                group["params"].append(named[name])
-                break
-            else:
-                run.optimizer.add_param_group({**own, "params": [named[name]]})
+        known = {id(p) for group in groups for p in group["params"]}
+        new = [name for name, p in named.items() if p.requires_grad and id(p) not in known]
+        if not new:
+            return True
+        if is_sharded(run.network):
+            raise TrainingError(f"{shorten(new)}: new parameters cannot be trained with a sharded backbone")
+        optim = run.options.optim
+        patterns = tuple(one for one in optim.groups if not one.get("frozen"))
+        for names, own in assign_parameters(run.network, replace(optim, freeze=(), groups=patterns)).groups:
+            ids, mine = {id(named[name]) for name in names}, [named[name] for name in names if name in new]
+            siblings = [group for group in groups if any(id(p) in ids for p in group["params"])]
+            if mine and siblings:
+                siblings[0]["params"].extend(mine)
+            elif mine:
+                run.optimizer.add_param_group({**own, "params": mine})
                 finish_group(groups[-1])
                 run.settings.append(dict(groups[-1]))
-        if new and run.world.size > 1:  # DDP sums only the gradients of the parameters that it was made with
+        if run.world.size > 1:  # DDP sums only the gradients of the parameters that it was made with
             buffers = BufferCopy([run.network])
             buffers.take()
             sizes = global_batch_size(run.options, run.world.size)
             run.trained_network, _ = distribute_backbone(run.network, run.options, run.world, sizes)
             buffers.put_back()
-        run.world.log(f"trained from now on: {shorten(new)}" if new else "")
+        run.world.log(f"trained from now on: {shorten(new)}")
         return True
 
     def _set_rates(self, factor: float) -> None:
