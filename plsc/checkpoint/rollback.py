@@ -64,6 +64,14 @@ def replace_file(path: Path, *parts: np.ndarray) -> int:
     return file
 
 
+def damaged(folder: Path, name: str, problem: str) -> CheckpointError:
+    """Return an error about a file in a folder of class weights."""
+    return CheckpointError(
+        f"{folder / name} {problem}; delete {folder}, and resume a copy from `plsc checkpoint copy` or start "
+        "again"
+    )
+
+
 class Journal:
     """The journals in a folder, one per checkpoint; `append` writes to that of the last `begin`.
 
@@ -119,19 +127,20 @@ class Journal:
         undo: called with the numbers [n] and old bytes [n, page_bytes] of each block. Raises OSError;
         CheckpointError if the journal is incomplete, damaged or of other files.
         """
+        wrong = damaged(self._folder, _PREFIX + mark, "is incomplete, damaged or of other class weights")
         with open_regular(self._path(mark), self._folder) as file:
             end = os.fstat(file.fileno()).st_size
 
             def take(dtype: str, count: int) -> np.ndarray:
                 if not 0 <= count * np.dtype(dtype).itemsize <= end - file.tell():
-                    raise self._damaged(mark)
+                    raise wrong
                 return np.fromfile(file, dtype, count)
 
             magic, last, expected = take("<u8", 3).tolist()
             checksums = take("<u4", self._pages)
             checksum = self._seed(mark, checksums)
             if magic != _MAGIC or last > end:
-                raise self._damaged(mark)
+                raise wrong
             end = last
             while file.tell() < end:
                 count = take("<i8", 1)
@@ -140,10 +149,10 @@ class Journal:
                 checksum = crc32(numbers.data, crc32(count.data, checksum))
                 is_inside = ((numbers >= 0) & (numbers < self._pages)).all()
                 if not is_inside or (checksums_of(data) != checksums[numbers]).any():
-                    raise self._damaged(mark)
+                    raise wrong
                 undo(numbers, data)
             if checksum != expected:
-                raise self._damaged(mark)
+                raise wrong
         return checksums
 
     def delete(self, mark: str) -> None:
@@ -164,9 +173,3 @@ class Journal:
 
     def _seed(self, mark: str, checksums: np.ndarray) -> int:
         return crc32(checksums.data, crc32(f"{self.key} {mark}".encode()))
-
-    def _damaged(self, mark: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path(mark)} is incomplete, damaged or of other class weights; delete {self._folder}, "
-            "and resume a copy from `plsc checkpoint copy` or start again"
-        )

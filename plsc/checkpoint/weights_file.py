@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.rollback import NEW, START, Journal, Undo, checksums_of, replace_file, step_of
+from plsc.checkpoint.rollback import NEW, START, Journal, Undo, checksums_of, damaged, replace_file, step_of
 from plsc.data.native import crc32, move_blocks
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
@@ -128,7 +128,7 @@ class WeightsFile:
             columns = {name: kind for name, kind in header["columns"].items() if name != "weight"}
             file.add_states({n: torch.empty(1, *s, dtype=getattr(torch, d)) for n, (d, s) in columns.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
-            raise _damaged(folder, "header.json", f"is not the header of class weights ({error})") from error
+            raise damaged(folder, "header.json", f"is not the header of class weights ({error})") from error
         return file
 
     def __enter__(self) -> WeightsFile:
@@ -226,7 +226,7 @@ class WeightsFile:
         with open_regular(self.folder / "pages", self.folder, buffering=0, mode="r+b") as file:
             self._pages = os.dup(file.fileno())
         if os.fstat(self._pages).st_size != self.nbytes:
-            raise _damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
+            raise damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
 
     def _undo(self, mark: str, undo: Undo) -> list[str]:
         """Call `undo` with all pages changed after a checkpoint, the newest first; return the later marks."""
@@ -363,7 +363,7 @@ class WeightsFile:
             if is_write:
                 self._checksums[number] = found
             elif len(wrong := number[(found != expected) & (expected != 0)]):
-                raise _damaged(self.folder, "pages", f"is damaged: page {wrong[0]} has a wrong checksum")
+                raise damaged(self.folder, "pages", f"is damaged: page {wrong[0]} has a wrong checksum")
 
         list(self._threads.map(transfer, range(0, len(pages.number), share)))
 
@@ -477,19 +477,12 @@ def _read_header(folder: Path) -> dict[str, Any]:
     is_intact = isinstance(header, dict) and header.pop("crc32", None) == _checksum(header)
     if not is_intact or header.get("format") != _FORMAT:
         text = f"is not the header of class weights in format {_FORMAT} (the only one read), or is damaged"
-        raise _damaged(folder, "header.json", text)
+        raise damaged(folder, "header.json", text)
     return header
 
 
 def _checksum(header: dict[str, Any]) -> int:
     return crc32(json.dumps(header).encode())
-
-
-def _damaged(folder: Path, name: str, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder / name} {problem}; delete {folder}, and resume a copy from `plsc checkpoint copy` or start "
-        "again"
-    )
 
 
 def _boot_id() -> str:
