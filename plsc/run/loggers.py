@@ -249,19 +249,16 @@ class WandB:
         import wandb
 
         self._wandb = wandb
-        config = json.loads(json.dumps(options, ensure_ascii=False).encode("utf-8", "replace"))
         self._is_own = wandb.run is None
-        if wandb.run is not None:
-            self._run = wandb.run
-            self._run.config.update(config, allow_val_change=True)
-        else:
-            self._run = wandb.init(
-                dir=_reachable(folder),
-                config=config,
-                id=run_id or None,
-                resume="allow",
-                settings=wandb.Settings(x_disable_meta=True),  # the command line, with URLs and passwords
-            )
+        self._run = wandb.run or wandb.init(
+            dir=_reachable(folder),
+            id=run_id or None,
+            resume="allow",
+            settings=wandb.Settings(x_disable_meta=True),  # the command line, with URLs and passwords
+        )
+        config = json.loads(json.dumps(options, ensure_ascii=False).encode("utf-8", "replace"))
+        self._run.config.update(config, allow_val_change=True)
+        if self._is_own:
             self._run.define_metric("*", step_metric="step")  # W&B's steps cannot be repeated after a resume
         self.run_id: str = self._run.id
 
