@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.manifest import OPTIMIZER, Role
+from plsc.checkpoint.manifest import OPTIMIZER, Checker, Role
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.errors import CheckpointError, kind_and_line
 from plsc.optim.optimizers import FULL_RATE, has_own_state_dict
@@ -47,12 +47,9 @@ def collect_rest(run: Run) -> tuple[dict[str, Any], dict[Role, Tensor]]:
         ATTRIBUTES: attributes,
         OWN: encode(own, what, tensors, known, "state"),
     }
-    inner = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
-    inner_tensors = [one for each in inner for states in each.state.values() for one in states.values()]
-    stored = {*known, *map(id, tensors.values())}
-    if (is_own and is_sharded(run.network)) or any(
-        id(t) not in stored for t in inner_tensors if torch.is_tensor(t)
-    ):
+    inner = [one.state for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    kept = {id(t) for state in inner for one in state.values() for t in one.values() if torch.is_tensor(t)}
+    if kept - {*known, *map(id, tensors.values())} or (is_own and is_sharded(run.network)):
         raise CheckpointError(
             f"the state_dict() of {what} lacks the state of an inner optimizer, or is sharded"
         )
@@ -80,20 +77,23 @@ def restore_rest(run: Run, scalars: dict[str, Any], tensors: dict[str, Tensor]) 
         run.world.device,
         lambda name, key: states[key][1][name] if name else named[key],
     )
+    check = Checker("the checkpoint")
+    for one in (attributes, own, *check.listing(groups, GROUPS)):
+        check.mapping(one, what)
     if len(groups) not in (0, len(optimizer.param_groups)):
         raise CheckpointError(
             f"{what} was saved with {len(groups)} parameter groups, but this run has "
             f"{len(optimizer.param_groups)}; use the parameter groups that were saved"
         )
     for values, saved in ((vars(optimizer), attributes), *zip(optimizer.param_groups, groups, strict=False)):
-        values.update({name: one for name, one in saved.items() if name not in _NOT_STATE})
+        values.update(_changed(saved, {}))
     if not has_own_state_dict(optimizer):
         optimizer.state.update(own)
         return
     kept = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     here = optimizer.state_dict()
     try:
-        optimizer.load_state_dict({**own, **{name: here[name] for name in here if name == "param_groups"}})
+        optimizer.load_state_dict({**here, **own})
     except Exception as error:  # of any type
         raise CheckpointError(f"{what} does not fit: {kind_and_line(error)[:300]}") from error
     optimizer.state.update(kept)  # torch changes data types

@@ -1,5 +1,7 @@
 """Whole runs with optimizers, groups, frozen parts and schedules: what is saved, resumed, refused."""
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -186,6 +188,17 @@ def test_an_optimizer_that_cannot_step_or_be_saved_is_refused_at_the_start(
     with pytest.raises(error, match=noun):
         start_foreign(dataset, tmp_path / "run", FOREIGN[kind])
     assert not (tmp_path / "run/0-step3").exists()
+
+
+def test_what_is_no_state_of_an_optimizer_of_other_people_is_refused(dataset, tmp_path):
+    start_foreign(dataset, tmp_path / "run", OfOthers, train__epochs=1)
+    path = tmp_path / "run/0/manifest.json"
+    manifest = json.loads(path.read_text())
+    for name, value in (("groups", 7), ("groups", [7]), ("attributes", [1]), ("own", "x")):
+        scalars = {**manifest["scalars"], f"optimizer_{name}": value}
+        path.write_text(json.dumps({**manifest, "scalars": scalars}))
+        with pytest.raises(CheckpointError, match="optimizer"):
+            start_foreign(dataset, tmp_path / "next", OfOthers, checkpoint__load_dir=str(path.parent))
 
 
 def test_a_schedule_that_counts_its_calls_is_refused(dataset, tmp_path):
