@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import math
-import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import orjson
-import pybase64
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from plsc.data.lines import decode_base64
 from plsc.errors import DataError, kind_and_line
 from plsc.serve.guard import STATUSES, Guard
 from plsc.serve.service import MOST_FOUND, Service, entry_name
@@ -273,17 +272,10 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
         fields = json.loads(body)
         texts = [fields.pop("image")] if count == 1 else fields.pop("images")
         name = fields.get("name")
-        return [*map(_from_base64, texts)], name if name is None or isinstance(name, str) else ""
+        images = [decode_base64(text.encode(), needs_padding=False) for text in texts]
+        return images, name if name is None or isinstance(name, str) else ""
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"the JSON body is not {expected} ({kind_and_line(error):.200})") from error
-
-
-def _from_base64(text: str) -> bytes:
-    """Decode base64, also of a data URI, in lines, with the URL-safe alphabet, or without padding."""
-    text = re.sub(r"\A\s*data:[^,]*;base64,", "", text, count=1, flags=re.IGNORECASE)
-    text = text.replace("\r", "").replace("\n", "").strip(" ")
-    text = text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4)
-    return pybase64.b64decode(text, validate=True)
 
 
 class _Form(MultiPartParser):
