@@ -46,6 +46,13 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
     raise CheckpointError(f"{reason}; {advice}" if advice else reason) from cause
 
 
+def own_result(world: World, doing: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank and return this rank's own result; otherwise as `on_every_rank`."""
+    results: list[T] = []
+    on_every_rank(world, doing, lambda: results.append(action()))
+    return results[0]
+
+
 def on_main_rank(world: World, doing: str, action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0 and return its result on every rank; otherwise as `on_every_rank`."""
     results: list[Any] = on_every_rank(world, doing, lambda: action() if world.is_main else None)
@@ -70,7 +77,7 @@ def rank_on_shared_disk(folder: Path, world: World) -> tuple[int, int]:
     def look() -> list[int]:
         return [rank for rank, one in enumerate(marks) if (folder / one).exists()]
 
-    mine = on_every_rank(world, doing, look)[world.rank]
+    mine = own_result(world, doing, look)
     on_every_rank(world, doing, (folder / mark).unlink)
     return mine.index(world.rank), len(mine)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint.all_ranks import on_every_rank, own_result
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CALLBACK,
@@ -52,25 +52,24 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
     """
     folder = Path(path)
     doing = f"load checkpoint {folder}"
-    opened: list[OpenCheckpoint] = []
 
-    def check() -> None:
+    def check() -> OpenCheckpoint:
         checkpoint = OpenCheckpoint(folder)
         _check_requested(folder, checkpoint.manifest, tensors)
         names = sorted(checkpoint.manifest.files)[world.rank :: world.size]
         check_checksums(folder, checkpoint.manifest, names)
-        opened.append(checkpoint)
+        return checkpoint
 
     def read() -> None:
-        with opened[0], torch.no_grad():
+        with checkpoint, torch.no_grad():
             for role, value in tensors.items():
                 local = local_of(value)
                 start = value.start if isinstance(value, ShardedTensor) else 0
-                opened[0].tensors[role.key].read_into(local if local.ndim else local[None], start)
+                checkpoint.tensors[role.key].read_into(local if local.ndim else local[None], start)
 
-    on_every_rank(world, doing, check)
+    checkpoint = own_result(world, doing, check)
     on_every_rank(world, doing, read)
-    return opened[0].manifest
+    return checkpoint.manifest
 
 
 def load_weights(

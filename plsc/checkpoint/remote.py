@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from plsc.checkpoint.all_ranks import on_every_rank, rank_on_shared_disk
+from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.checkpoint.load import check_checksums, check_files
 from plsc.checkpoint.manifest import FileInfo, Manifest, parse_manifest, read_manifest
 from plsc.checkpoint.retention import checkpoints_in, list_checkpoints, manifest_in
@@ -112,14 +112,8 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
             was replaced.
     """
     target = folder_for("checkpoints", url) if folder is None else folder
-    opened: list[Store] = []
-
-    def begin() -> bytes:
-        opened.append(Store(url))
-        return manifest_in(opened[0])[1] if world.is_main else b""
-
-    text = on_every_rank(world, f"reach {shown(url)}", begin)[0]
-    store = opened[0]
+    store = own_result(world, f"reach {shown(url)}", lambda: Store(url))
+    text = on_main_rank(world, f"reach {shown(url)}", lambda: manifest_in(store)[1])
     manifest = parse_manifest(text, store.shown)
     doing = f"fetch {store.shown} to {target}"
     if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest))):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, rank_on_shared_disk
+from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.checkpoint.remote import clean
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.checkpoint.save import check_replaceable
@@ -197,9 +197,8 @@ def _restore_replaced(options: Options | Config) -> None:
 
 def _open_store(url: str, options: Options | Config, world: World, is_own: bool) -> Store:
     """Return the store after checking that it responds; clean up after a kill if `is_own`."""
-    opened: list[Store] = []
 
-    def reach() -> None:
+    def reach() -> Store:
         store = Store(url, total_seconds=START_SECONDS, silence=START_SECONDS)
         if world.is_main:
             store.make_folder()
@@ -207,10 +206,9 @@ def _open_store(url: str, options: Options | Config, world: World, is_own: bool)
                 clean(store)
         else:
             store.exists()
-        opened.append(Store(url, total_seconds=_RETRY_SECONDS))
+        return Store(url, total_seconds=_RETRY_SECONDS)
 
-    on_every_rank(world, f"connect to {shown(url)}", reach)
-    return opened[0]
+    return own_result(world, f"connect to {shown(url)}", reach)
 
 
 def open_start(options: Options | Config, world: World) -> Start:

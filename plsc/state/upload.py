@@ -12,8 +12,7 @@ from pathlib import Path
 from threading import RLock
 
 from plsc.checkpoint import Retention, read_manifest
-from plsc.checkpoint.all_ranks import on_every_rank
-from plsc.checkpoint.manifest import Manifest
+from plsc.checkpoint.all_ranks import on_every_rank, own_result
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
@@ -106,9 +105,7 @@ class Uploader:
             return True
 
     def _send_chosen(self, path: Path) -> None:
-        read: list[Manifest] = []
-        on_every_rank(self._world, f"read {path}", lambda: read.append(read_manifest(path)))
-        [manifest] = read
+        manifest = own_result(self._world, f"read {path}", lambda: read_manifest(path))
         mine = [name for name in manifest.files if rank_of_shard(name) == self._world.rank]
         total = sum(manifest.files[name].bytes for name in mine)
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""

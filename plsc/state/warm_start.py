@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import read_manifest
-from plsc.checkpoint.all_ranks import on_every_rank
+from plsc.checkpoint.all_ranks import own_result
 from plsc.checkpoint.importers.matching import (
     Match,
     check_finite,
@@ -78,14 +78,11 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
     is_remote_checkpoint = is_url(location) and not location.endswith(_FILES)
     path = fetch(location, run.world) if is_remote_checkpoint else None
 
-    loaded: list[WarmStart] = []
-
-    def load() -> None:
+    def load() -> WarmStart:
         with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
-            loaded.append(_load(run, local, shown(location)))
+            return _load(run, local, shown(location))
 
-    on_every_rank(run.world, f"start from {shown(location)}", load)
-    return loaded[0]
+    return own_result(run.world, f"start from {shown(location)}", load)
 
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
