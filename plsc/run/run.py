@@ -56,7 +56,7 @@ class Run(Context):
         optimizer: optimizer of the backbone, and of class weights that are not sharded.
         scaler: loss scaler, None if the precision mode needs none.
         samples: the sample numbers of the current batch, for dropout layers.
-        settings, attributes: initial settings of the optimizer's parameter groups, and its attributes.
+        settings: initial attributes of the optimizer, and settings of its parameter groups.
         notes: log lines about the run, printed before training.
         is_custom: the network is the user's own.
         length: the length of its epochs.
@@ -71,7 +71,6 @@ class Run(Context):
     targets: list[Target | HeldOutSet]
     samples: SampleNumbers
     settings: list[dict[str, Any]]
-    attributes: dict[str, Any]
     notes: list[str]
     is_custom: bool
     length: Length
@@ -149,8 +148,7 @@ def build_run(
         data=data,
         targets=targets,
         samples=samples,
-        settings=[dict(group) for group in optimizer.param_groups],
-        attributes=dict(vars(optimizer)),
+        settings=[dict(one) for one in (vars(optimizer), *optimizer.param_groups)],
         notes=list(filter(None, (layers, sharding_note, *data.notes))),
         is_custom=user.model is not None or ":" in options.model.name,
         length=length,

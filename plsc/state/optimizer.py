@@ -35,11 +35,12 @@ def collect_rest(run: Run) -> tuple[dict[str, Any], dict[Role, Tensor]]:
     }
     for key, (_, states) in states_of(run.network, run.heads, optimizer).items():
         known |= {id(one): [name, key] for name, one in states.items()}
-    groups = [_changed(*pair) for pair in zip(optimizer.param_groups, run.settings, strict=True)]
+    places = vars(optimizer), *optimizer.param_groups
+    found, *groups = [_changed(*pair) for pair in zip(places, run.settings, strict=True)]
     own = optimizer.state_dict() if is_own else optimizer.state
     own = {name: one for name, one in own.items() if not isinstance(name, Tensor) and name != "param_groups"}
     attributes = {}
-    for name, one in _changed(vars(optimizer), run.attributes).items():
+    for name, one in found.items():
         with suppress(CheckpointError):  # objects, such as other optimizers
             attributes[name] = encode(one, what, tensors, known, name)
     saved = {
