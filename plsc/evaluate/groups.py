@@ -138,7 +138,7 @@ def read_groups(path: str, images: Sequence[Any]) -> Groups:
         DataError: the file cannot be read, a line is invalid or contradicts another, or none names an image.
     """
     table: dict[str, str] = {}
-    for number, line in lines_of(path, _EXPECTED):
+    for number, line in lines_of(path):
         fields = [name_key(printable(field.strip())) for field in line.split(b"\t")]
         problem = None
         if len(fields) != 2 or not all(fields) or fields[1] == ACROSS:

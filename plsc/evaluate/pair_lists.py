@@ -23,8 +23,7 @@ from plsc.data.files import PathTable
 from plsc.data.sources.base import FileSource, printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
-from plsc.storage.blocks import streamed
-from plsc.storage.regular import without_mark
+from plsc.storage.blocks import streamed, text_lines
 from plsc.storage.urls import base_name, exists, is_url, join, local_path, parent_of, shown
 
 _MAX_LINE_BYTES = 16384
@@ -97,7 +96,7 @@ def read_pair_list(
     paths, numbers = PathTable(), dict[bytes, int]()
     first_lines, pairs, flags = array("q"), array("q"), array("b")
     lfw: _Lfw | None = None
-    for number, line in lines_of(place, _EXPECTED):
+    for number, line in lines_of(place):
         if lfw is None and not flags and _is_lfw_header(line):
             lfw = _Lfw(line, root)
             continue
@@ -127,15 +126,10 @@ def read_pair_list(
     return PairList(images, np.array(pairs).reshape(-1, 2), np.array(flags, dtype=bool))
 
 
-def lines_of(place: str, expected: str) -> Iterator[tuple[int, bytes]]:
-    """Yield number and text of each line that is not blank; expected: what a line is, for the error."""
+def lines_of(place: str) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of each line that is not blank."""
     with streamed(place) as file:
-        number = 0
-        while line := file.readline(_MAX_LINE_BYTES):
-            number += 1
-            if len(line) == _MAX_LINE_BYTES:
-                raise DataError(f"{shown(place)}:{number} is longer than {_MAX_LINE_BYTES} bytes; {expected}")
-            line = without_mark(line, shown(place)) if number == 1 else line
+        for number, _, line in text_lines(file, shown(place), _MAX_LINE_BYTES):
             if line := line.strip(b" \r\n"):
                 yield number, line
 

@@ -27,7 +27,8 @@ from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.evaluate.pair_lists import ListedImages
-from plsc.storage.regular import open_regular, without_mark
+from plsc.storage.blocks import text_lines
+from plsc.storage.regular import open_regular
 
 _MAX_LINE_BYTES = 16384
 _MAX_DIGITS = 18  # such numbers fit int64
@@ -257,12 +258,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the text of each line, without white space around it."""
     with _opened(path) as file:
-        number = 0
-        while line := file.readline(_MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > _MAX_LINE_BYTES:
-                raise _error(path, number, f"the line has over {_MAX_LINE_BYTES:,} bytes")
-            line = without_mark(line, str(path)) if number == 1 else line
+        for number, _, line in text_lines(file, str(path), _MAX_LINE_BYTES):
             yield number, line.strip()
 
 

@@ -6,14 +6,16 @@ A remote file is read in blocks of 4 MiB, which are cached (see `plsc.storage.ca
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from plsc.errors import DataError
 from plsc.storage.cache import BLOCK_BYTES, BlockCache, Fingerprint, fingerprint_of, local_fingerprint
-from plsc.storage.regular import AnyPath, open_regular
+from plsc.storage.regular import AnyPath, open_regular, without_mark
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_url, open_filesystem, shown
 
@@ -204,6 +206,23 @@ def streamed(location: str | Path, folder: AnyPath | None = None) -> io.Buffered
     """Open a local file (as `open_regular`) or fsspec URL to be read once, from start to end, uncached."""
     data = RemoteBytes(str(location), is_kept=False) if is_url(location) else LocalBytes(location, folder)
     return buffered(data, BLOCK_BYTES)
+
+
+def text_lines(file: BinaryIO, name: str, most: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (number from 1, offset in bytes, the line with its LF) of each line, without a byte order mark.
+
+    Raises DataError that names the line if it is over `most` bytes (it might fill the memory), or UTF-16.
+    """
+    offset = 0
+    for number in itertools.count(1):
+        line = file.readline(most + 1)
+        if not line:
+            return
+        if len(line) > most:
+            raise DataError(f"{name}:{number} is longer than {most} bytes; fix the line")
+        offset += len(line)
+        line = without_mark(line, name) if number == 1 else line
+        yield number, offset - len(line), line
 
 
 def _check_range(data: Bytes, offset: int, length: int) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +23,7 @@ from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
 
-_IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|RIFF|P[1-6]|....ftyp", re.DOTALL)
+IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|RIFF|P[1-6]|....ftyp", re.DOTALL)
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +209,7 @@ def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> 
         root, name = parent_of(name), base_name(name)
     if name.startswith("/") or not is_url(root):
         image = read_image_file(join(root, name), None if name.startswith("/") else folder)
-        if name.startswith("/") and not _IMAGE_START.match(image):  # a list must not publish others
+        if name.startswith("/") and not IMAGE_START.match(image):  # a list must not publish others
             raise DataError("the file is not an image", kind="undecodable")
         return image
     filesystem, inside = open_filesystem(root)  # without the name, which may look like a chain
@@ -223,7 +222,7 @@ def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> 
 
     found = with_retries(read, f"{shown(root)}: the image cannot be read")
     if found is None:
-        raise DataError("the image file is missing; add it or remove its entry", kind="missing")
+        raise DataError(f"the image file is missing; add {name} or remove its entry", kind="missing")
     return found
 
 
@@ -263,25 +262,24 @@ class Ignored:
     """Counts what a listing of images leaves out: hidden names, and files of types that are not read."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
+        self._found: dict[str, tuple[int, str]] = {}  # by kind: a number and an example
         self._last = ""
 
     def add(self, path: str, kind: str | None = None) -> None:
         """Count a path, of a kind; by default its suffix. A path that repeats the last one is not counted."""
         kind = kind or posixpath.splitext(path)[1].lower() or "without a suffix"
-        self._counts[kind] += path != self._last
-        self._examples.setdefault(kind, path)
+        count, example = self._found.get(kind, (0, path))
+        self._found[kind] = count + (path != self._last), example
         self._last = path
 
     def __str__(self) -> str:
-        most = self._counts.most_common(5)
-        told = [f"{n:,} {kind} (such as {printable(self._examples[kind])})" for kind, n in most]
+        most = sorted(self._found.items(), key=lambda item: -item[1][0])[:5]
+        told = [f"{count:,} {kind} (such as {printable(example)})" for kind, (count, example) in most]
         return f"not read as images: {', '.join(told)}" if told else ""
 
     def report(self, where: str) -> None:
         """Log what was left out, such as ``12 .heic (such as a/1.heic), 1 hidden (such as __MACOSX)``."""
-        if self._counts and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        if self._found and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
             logger.warning(f"{shown(where)}: {self}")
 
 

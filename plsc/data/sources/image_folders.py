@@ -6,7 +6,6 @@ import os
 import posixpath
 from array import array
 from bisect import bisect_right
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,17 +15,16 @@ import numpy as np
 from plsc.data.decode import IMAGE_SUFFIXES
 from plsc.data.files import PathTable, hidden_part, is_hidden, ranked
 from plsc.data.lines import parse_label
-from plsc.data.sources.base import FileSource, Ignored, Source, is_image, printable
+from plsc.data.sources.base import IMAGE_START, FileSource, Ignored, Source, is_image, printable
 from plsc.data.sources.columns import with_label_map
-from plsc.data.sources.rows import text_lines
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError
-from plsc.storage.blocks import Bytes, open_bytes, streamed
-from plsc.storage.regular import check_inside, without_mark
+from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed, text_lines
+from plsc.storage.regular import check_inside
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown
 
-_MAX_LINE_BYTES = 8192  # of a label.txt
+_MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
 _UNUSUAL = b":%\\\0\r"  # in paths that `located` examines; the others are many
 
 
@@ -69,16 +67,8 @@ class LabelFileSource(FileSource):
 
     def _read(self, file: BinaryIO) -> tuple[PathTable, np.ndarray]:
         paths, labels = PathTable(), array("q")
-        number = 0
-        # readline with a limit: a file without line ends must not fill the memory
-        while line := file.readline(_MAX_LINE_BYTES):
-            number += 1
-            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-                raise DataError(f"label.txt:{number} is longer than {_MAX_LINE_BYTES} bytes; fix it")
-            if number == 1:
-                line = without_mark(line, "label.txt")
-            line = line.strip()
-            if line:
+        for number, _, line in text_lines(file, "label.txt", _MAX_LINE_BYTES):
+            if line := line.strip():
                 path, label = self._parse(line, number)
                 paths.append(path)
                 labels.append(label)
@@ -180,11 +170,11 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
                 for name in names:
                     paths.append(os.fsencode(posixpath.join(folder, name)))
             ignored.report(place)
-        elif _is_binary(file := open_bytes(place)):  # an image of another type, or without a suffix
+        elif _starts_image(file := open_bytes(place)):  # an image of another type, or without a suffix
             paths.append(os.fsencode(place))
         else:
             may_leave, root = False, Path(place).parent
-            for number, _, line in text_lines(file):
+            for number, _, line in text_lines(buffered(file), shown(place), _MAX_LINE_BYTES):
                 if line := line.strip():
                     try:
                         paths.append(listed_path(line, str(root), allowed))
@@ -207,9 +197,9 @@ def holds_image(root: Path, folder: str) -> bool:
     return any(names for _, names in _walk(root, folder, Ignored()))
 
 
-def _is_binary(file: Bytes) -> bool:
+def _starts_image(file: Bytes) -> bool:
     start = file.read_at(0, min(file.size, 64))
-    return b"\0" in start and not start.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+    return b"\0" in start and IMAGE_START.match(start) is not None
 
 
 def _no_images(where: str, ignored: Ignored, expected: str) -> DataError:

@@ -14,8 +14,7 @@ from plsc.data.alignment import TEMPLATE, Face
 from plsc.data.files import PathTable, name_key
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
-from plsc.storage.blocks import streamed
-from plsc.storage.regular import without_mark
+from plsc.storage.blocks import streamed, text_lines
 from plsc.storage.urls import base_name, exists, shown
 
 _EXPECTED = "expected '<path> x1 y1 x2 y2 x3 y3 x4 y4 x5 y5 [score]'"
@@ -83,11 +82,8 @@ def _key(path: bytes) -> bytes:
 def _parse_file(file: BinaryIO, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return, for each line, the key and the line number, int64 [n], and the points, float32 [n, 5, 2]."""
     keys, numbers, points = bytearray(), array("q"), array("f")
-    number = 0
-    # readline with a limit: a file without line ends must not fill the memory
-    while line := file.readline(_MAX_LINE_BYTES):
-        number += 1
-        line = (without_mark(line, name) if number == 1 else line).strip()
+    for number, _, line in text_lines(file, name, _MAX_LINE_BYTES):
+        line = line.strip()
         if not line or (number <= _MOST_HEADERS and not keys and _is_header(line)):
             continue
         try:

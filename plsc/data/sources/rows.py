@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.data.decode import MAX_FILE_BYTES, check_image_bytes
+from plsc.data.decode import MAX_FILE_BYTES
 from plsc.data.files import Shards
 from plsc.data.lines import decode_base64
 from plsc.data.sources.base import printable, read_image
@@ -25,32 +25,14 @@ from plsc.data.sources.columns import (
 )
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
-from plsc.storage.blocks import Bytes, buffered, open_bytes
-from plsc.storage.regular import without_mark
-from plsc.storage.urls import base_name, is_url, join, located, parent_of, shown
+from plsc.storage.blocks import Bytes, buffered, text_lines
+from plsc.storage.urls import base_name, is_url, located, parent_of, shown
 
 # First characters of a data URI, and of the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files.
 _BASE64_STARTS = ("data:", "/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
 _QUOTE = b'"'
 _MAX_LINES = 2**20  # per row
 MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the largest image in base64, and some more
-
-
-def text_lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (number from 1, offset in bytes, the line with its LF) of each line, without a byte order mark.
-
-    Raises DataError that names the line if it is over 85 MiB, and for UTF-16.
-    """
-    file, offset = buffered(data), 0
-    for number in itertools.count(1):
-        line = file.readline(MAX_LINE_BYTES + 1)
-        if not line:
-            return
-        if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{shown(data.location)}:{number} is longer than {MAX_LINE_BYTES} bytes; fix it")
-        offset += len(line)
-        line = without_mark(line, shown(data.location)) if number == 1 else line
-        yield number, offset - len(line), line
 
 
 class RowSource(ColumnSource):
@@ -80,7 +62,7 @@ class RowSource(ColumnSource):
         image_folder: str | Path | None = None,
         allowed: Sequence[str] = (),
     ) -> None:
-        self._place = str(location), allowed
+        self._place = allowed, str(location)
         self.root = parent_of(str(location)) if image_folder is None else str(image_folder)
         if image_folder is not None and not is_url(self.root) and not Path(self.root).is_dir():
             raise DataError(f"the image_folder {self.root} does not exist; expected the folder of the images")
@@ -147,20 +129,12 @@ class RowSource(ColumnSource):
 
     def _image_in(self, stored: bytes) -> bytes:
         text = self._image_text(stored)
-        return decode_base64(text.encode()) if self.is_base64 else self._read_file(text)
+        if self.is_base64:
+            return decode_base64(text.encode())
+        return read_image(self._located(text), self.root, self.root)
 
     def _located(self, path: str) -> str:
-        listing, allowed = self._place
-        return located(path, self.root, allowed, listing)
-
-    def _read_file(self, path: str) -> bytes:
-        name = self._located(path)
-        place = name if is_url(name) else join(self.root, name)
-        if not is_url(place):
-            return read_image(name, self.root, self.root)
-        data = open_bytes(place)
-        check_image_bytes(data.size)
-        return data.read_at(0, data.size)
+        return located(path, self.root, *self._place)
 
     def _build(self, labels: LabelReader, expected: str) -> dict[str, np.ndarray]:
         places = array("q")  # offset, length and first line of each row
@@ -180,6 +154,10 @@ class RowSource(ColumnSource):
             raise DataError(f"{name} contains no samples; {expected}")
         offsets, lengths, lines = np.frombuffer(places, np.int64).reshape(-1, 3).T
         return {"offsets": offsets, "lengths": lengths, "lines": lines, **labels.arrays()}
+
+
+def _lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
+    return text_lines(buffered(data), shown(data.location), MAX_LINE_BYTES)
 
 
 def _is_base64(text: str) -> bool:
@@ -242,7 +220,7 @@ def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
     """Yield (first line, offset, row) of all rows but blank ones; a row continues while a quote is open."""
     held = bytearray()  # a row whose quote is still open
     first = start = 0
-    for number, offset, line in text_lines(data):
+    for number, offset, line in _lines(data):
         has_odd_quotes = line.count(_QUOTE) % 2 == 1
         if held or has_odd_quotes:
             if not held:
@@ -280,7 +258,7 @@ class JsonLinesSource(RowSource):
     _kind = "json-2"
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        return (found for found in text_lines(self._files[0]) if not found[2].isspace())
+        return (found for found in _lines(self._files[0]) if not found[2].isspace())
 
     def _columns_in(self, first: bytes) -> list[str]:
         return list(_object(first))

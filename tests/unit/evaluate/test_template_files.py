@@ -110,7 +110,7 @@ def test_scores_of_the_detector_are_weights(tmp_path):
         ({"tid": "../1.jpg 7 100\n"}, r"mid\.txt:1: the location '\.\./1\.jpg' is outside"),
         ({"tid": "http://host/1.jpg 7 100\n"}, r"mid\.txt:1: .* argument `allowed`"),
         ({"pair": "1" * 20000}, "has a line of over 16,384 bytes"),
-        ({"tid": "x" * 20000 + " 7 100\n"}, r"mid\.txt:1: the line has over 16,384 bytes"),
+        ({"tid": "x" * 20000 + " 7 100\n"}, r"mid\.txt:1 is longer than 16384 bytes"),
         ({"pair": None, "gallery": None, "probe": None}, "has neither ijbc_template_pair_label.txt for 1:1"),
         ({"pair": ""}, "needs pairs of the same and of different subjects"),
         ({"pair": "7 2 1\n"}, "needs pairs of the same and of different subjects"),
