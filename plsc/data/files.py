@@ -10,7 +10,7 @@ import threading
 import unicodedata
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,20 +172,16 @@ def name_key(name: str) -> str:
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
-def ranked(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
+def ranked(names: Collection[str]) -> tuple[list[str], dict[str, int]]:
     """Return the distinct names, sorted by `name_key`, and the rank of each of `names`.
 
     Names with the same `name_key` share a rank; the first of them is kept, as it was written.
     """
-    kept: list[str] = []
-    ranks: dict[str, int] = {}
-    last = None
+    kept: dict[str, str] = {}
     for name in sorted(names, key=name_key):
-        if (key := name_key(name)) != last:
-            kept.append(name)
-            last = key
-        ranks[name] = len(kept) - 1
-    return kept, ranks
+        kept.setdefault(name_key(name), name)
+    ranks = {key: rank for rank, key in enumerate(kept)}
+    return [*kept.values()], {name: ranks[name_key(name)] for name in names}
 
 
 def _below(folder: str, name: str) -> str:

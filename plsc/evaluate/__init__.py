@@ -3,12 +3,10 @@
 Functions that compute from arrays take tensors, too, of any device.
 """
 
-from importlib import import_module
-
 from plsc.evaluate.arrays import take_tensors
 
 for _name in (
     "all_pairs", "capacity", "capacity_report", "classification", "curves", "groups", "identification",
     "retrieval", "templates", "verification",
 ):  # fmt: skip
-    take_tensors(import_module(f"{__name__}.{_name}"))
+    take_tensors(f"{__name__}.{_name}")

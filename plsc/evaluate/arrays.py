@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from types import FunctionType, ModuleType
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,17 +17,17 @@ def as_array(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-        is_short = value.is_floating_point() and value.dtype != torch.float64
-        return (value.float() if is_short else value).numpy()
+        return (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
     if type(value) is dict:
         return {name: as_array(one) for name, one in value.items()}
     return type(value)(map(as_array, value)) if type(value) in (list, tuple) else value
 
 
-def take_tensors(module: ModuleType) -> None:
+def take_tensors(module_name: str) -> None:
     """Let all public functions that a module defines take tensors."""
+    module = import_module(module_name)
     for name, function in list(vars(module).items()):
-        if isinstance(function, FunctionType) and function.__module__ == module.__name__ and name[0] != "_":
+        if isinstance(function, FunctionType) and function.__module__ == module_name and name[0] != "_":
             setattr(module, name, _converting(function))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -437,4 +436,4 @@ def save_png(figure: Figure, path: str | os.PathLike[str], dpi: int = 160) -> No
         figure.savefig(temporary, format="png", dpi=dpi)
 
 
-take_tensors(sys.modules[__name__])
+take_tensors(__name__)
