@@ -18,15 +18,15 @@ import numpy as np
 
 from plsc.data.native import read_ranges
 from plsc.errors import DataError
-from plsc.storage.blocks import Bytes, LocalBytes, open_bytes, streamed
-from plsc.storage.regular import check_inside, without_mark
+from plsc.storage.blocks import Bytes, LocalBytes, open_bytes, streamed, text_lines
+from plsc.storage.regular import check_inside
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, open_filesystem, shown
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
 _MOST_OPEN = 64
-_MAX_LIST = 64 * 2**20
+_MAX_LINE_BYTES = 8192  # of a file_list.txt
 # Hidden names, and those that Windows, macOS, Android, file system checks and network drives add to folders.
 _HIDDEN = re.compile(
     r"\..*|__macosx|icon\r|network trash folder|temporary items|lost\+found|lost\.dir|found\.\d{3}"
@@ -131,40 +131,30 @@ def read_file_list(
                 "the dataset with plsc data convert"
             )
         listing, folder = file_list, None
-    with streamed(listing, folder) as file:
-        data = file.read(_MAX_LIST + 1)
-    if len(data) > _MAX_LIST:
-        raise DataError(f"{shown(listing)} is larger than {_MAX_LIST} bytes; is it a list of files?")
-    try:
-        text = without_mark(data, shown(listing)).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{shown(listing)} is not UTF-8 text (byte {error.start}); expected one name per line"
-        ) from error
-    found: list[str] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        name = line.strip()
-        if not name:
-            continue
-        try:
-            place = located(name, data_dir, allowed, listing)
-            path = _below(data_dir, place)
-            if not place.startswith("/") and not is_url(path):
-                check_inside(path, data_dir)
-        except DataError as error:
-            raise error.at(f"{shown(listing)}:{number}") from error
-        if path in seen:
-            raise DataError(
-                f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); remove one"
-            )
-        if must_exist and not exists(path):
-            raise DataError(f"{shown(listing)}:{number} names {name}, which is not in {shown(data_dir)}")
-        seen[path] = number
-        found.append(path)
-    if not found:
+    with streamed(listing, folder) as file:
+        for number, _, line in text_lines(file, shown(listing), _MAX_LINE_BYTES):
+            try:
+                if not (name := line.decode().strip()):
+                    continue
+                place = located(name, data_dir, allowed, listing)
+                path = _below(data_dir, place)
+                if not place.startswith("/") and not is_url(path):
+                    check_inside(path, data_dir)
+            except DataError as error:
+                raise error.at(f"{shown(listing)}:{number}") from error
+            except UnicodeDecodeError as error:
+                raise DataError(f"{shown(listing)}:{number} is not UTF-8 text") from error
+            if path in seen:
+                raise DataError(
+                    f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); remove one"
+                )
+            if must_exist and not exists(path):
+                raise DataError(f"{shown(listing)}:{number} names {name}, which is not in {shown(data_dir)}")
+            seen[path] = number
+    if not seen:
         raise DataError(f"{shown(listing)} names no files; expected one name per line")
-    return found
+    return list(seen)
 
 
 def name_key(name: str) -> str:
