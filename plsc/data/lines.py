@@ -80,18 +80,17 @@ def is_base64(data: np.ndarray) -> bool:
     return bool(call(data.ctypes.data, len(data)))
 
 
-def decode_base64(text: bytes, needs_padding: bool = True) -> bytes:
+def decode_base64(text: bytes, pads: bool = False) -> bytes:
     """Return the bytes of base64, also of a data URI, with line ends, or in the URL-safe alphabet.
 
-    Raises DataError with the reason.
+    pads: add missing padding; in a file, it means missing data. Raises DataError with the reason.
     """
     try:  # the usual case; the validating decoder is the faster one
         return pybase64.b64decode(text, validate=True)
     except ValueError:
         text = _DATA_URI.sub(b"", text, count=1).strip().translate(_STANDARD, b"\r\n")
     try:
-        padding = b"" if needs_padding else b"=" * (-len(text) % 4)
-        return pybase64.b64decode(text + padding, validate=True)
+        return pybase64.b64decode(text + b"=" * (-len(text) % 4 * pads), validate=True)
     except ValueError as error:
         raise DataError(f"the image is not base64 ({error}); fix the text", kind="base64") from None
 

@@ -272,7 +272,7 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
         fields = json.loads(body)
         texts = [fields.pop("image")] if count == 1 else fields.pop("images")
         name = fields.get("name")
-        images = [decode_base64(text.encode(), needs_padding=False) for text in texts]
+        images = [decode_base64(text.encode(), pads=True) for text in texts]
         return images, name if name is None or isinstance(name, str) else ""
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"the JSON body is not {expected} ({kind_and_line(error):.200})") from error
