@@ -18,7 +18,6 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,8 +26,7 @@ from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.evaluate.pair_lists import ListedImages
-from plsc.storage.blocks import text_lines
-from plsc.storage.regular import open_regular
+from plsc.storage.blocks import streamed, text_lines
 
 _MAX_LINE_BYTES = 16384
 _MAX_DIGITS = 18  # such numbers fit int64
@@ -244,7 +242,7 @@ def _has_three_integers(line: bytes) -> bool:
 def _blocks(path: Path) -> Iterator[bytes]:
     """Yield whole lines of a file, many at a time; the last one ends with a newline, too."""
     rest = b""
-    with _opened(path) as file:
+    with streamed(path, path.parent) as file:
         while piece := file.read(_BLOCK_BYTES):
             whole, newline, rest = (rest + piece).rpartition(b"\n")
             if newline:
@@ -257,16 +255,9 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the text of each line, without white space around it."""
-    with _opened(path) as file:
+    with streamed(path, path.parent) as file:
         for number, _, line in text_lines(file, str(path), _MAX_LINE_BYTES):
             yield number, line.strip()
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return open_regular(path, path.parent)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _integer(text: bytes) -> int:

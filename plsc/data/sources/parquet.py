@@ -67,9 +67,7 @@ class ParquetSource(ColumnSource):
         found = labels.arrays()
         if self._names and not labels.names_wanted:
             if (most := found["labels"].max()) >= len(self._names):
-                raise DataError(
-                    f"{self._groups.title(0)}: label {most} has no name in the column's ClassLabel"
-                )
+                raise DataError(f"{self._groups.title(0)}: label {most} has no name in its ClassLabel")
             found |= packed_names(self._names)
         return found
 
