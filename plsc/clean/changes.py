@@ -147,7 +147,8 @@ def _parse(place: str | Path, content: bytes, listing: Listing) -> tuple[list[Ch
                 one = Change(change, 0.0, image, of, to)
                 if problem := _problem(one, owners, classes):
                     raise DataError(problem)
-                check_listable([check_name(to)])
+                check_listable([to])
+                check_name(to)
                 found[reader.line_num] = one
     except (csv.Error, DataError) as error:
         problem = str(error)
