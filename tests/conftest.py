@@ -1,6 +1,7 @@
 """The same examples in every run, as a failure that comes and goes helps nobody; servers that start once."""
 
 import logging
+import signal
 import uuid
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,10 @@ LONGEST = """
     distributed/test_option_pairs.py distributed/test_nano.py contract/test_runs.py
     distributed/test_words.py distributed/test_precision.py system/test_guide.py
 """.split()  # noqa: SIM905
+
+# Processes that tests start must not inherit what nohup or a shell in the background ignores.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
