@@ -93,7 +93,7 @@ def check_name(name: str) -> str:
 
 
 def printable(text: bytes | str) -> str:
-    """Return a text (bytes: UTF-8) as one line that changes neither a terminal nor the order of characters.
+    """Return a string (bytes: UTF-8) as one line that changes neither a terminal nor the order of characters.
 
     What people write is unchanged: zero-width joiners and non-joiners, and blanks of all kinds.
     """

@@ -47,7 +47,7 @@ _ANSWER_SECONDS = 5.0  # for the other machines to answer a launcher
 _RECONNECT_SECONDS = 600  # how long a launcher waits for the network before a restart
 _LATE_SECONDS = 20  # torchrun sends SIGKILL 30 seconds after SIGTERM
 _SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
-_NEVER = 2**24  # seconds: a file store grows with each heartbeat, which nobody needs on one machine
+_NEVER = 2**24  # seconds: a file store grows with each heartbeat, and one machine needs none
 _LAST_BYTES = 4096  # of a log, read to find its last line
 
 

@@ -121,7 +121,7 @@ class PostgresStore:
         news = [one for one in changes if isinstance(one, New)]
         gone = [one for one in changes if isinstance(one, int)]
         with self._connected() as connection, connection.transaction(), connection.cursor() as cursor:
-            cursor.execute(f"LOCK {self._table} IN ROW EXCLUSIVE MODE")  # nobody adds a trigger
+            cursor.execute(f"LOCK {self._table} IN ROW EXCLUSIVE MODE")  # no trigger can be added
             if self.model not in self._find_tables(connection, [self._schema]):
                 raise StoreError(f"{self.path}: {self._table} {_UNSAFE}")
             cursor.execute(f"DELETE FROM {self._table} WHERE id = ANY(%s) RETURNING id", [gone])

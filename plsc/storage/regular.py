@@ -57,7 +57,7 @@ def read_regular(path: AnyPath, limit: int, folder: AnyPath | None = None) -> by
 
 
 def without_mark(text: bytes, place: str) -> bytes:
-    """Return the first bytes of a text without the byte order mark of UTF-8; DataError if it is UTF-16."""
+    """Return the start of a text file without the byte order mark of UTF-8; DataError if it is UTF-16."""
     if re.match(rb"\xff\xfe|\xfe\xff|([\t-~]\0|\0[\t-~]){2}", text):
         raise DataError(f"{place} is UTF-16 text; save it as UTF-8")
     return text.removeprefix(b"\xef\xbb\xbf")
