@@ -89,7 +89,9 @@ def run_launch(
         if is_alone:  # torchrun's state in its store is a pickle: a file that only this user can write
             rdzv_endpoint = f"{errors}/rendezvous"
             rendezvous = {"store_type": "file", "keep_alive_interval": _NEVER}
-        signals = ",".join(one.name for one in stop_signals(signal.SIGQUIT))  # older torch has no such option
+        more: dict[str, Any] = {}
+        if hasattr(LaunchConfig, "signals_to_handle"):  # not in every torch that we support
+            more = {"signals_to_handle": ",".join(one.name for one in stop_signals(signal.SIGQUIT))}
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -102,7 +104,7 @@ def run_launch(
             rdzv_configs=rendezvous,
             max_restarts=max_restarts,
             logs_specs=_rank_logs(Path(log_dir) if log_dir else None, errors, logs),
-            **({"signals_to_handle": signals} if hasattr(LaunchConfig, "signals_to_handle") else {}),
+            **more,
             log_line_prefix_template="${role_name}",  # empty, so that lines are as the rank wrote them
         )
         rank_process = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), "both" if log_dir else "apart"]
