@@ -319,9 +319,9 @@ def _rank_logs(folder: Path | None, errors: str, files: dict[int, Path]) -> Logs
 def _new_file(folder: Path, rank: int) -> Path:
     """Return ``rank<n>.log``; an earlier one becomes ``rank<n>.1.log``, or the next free number."""
     path = folder / f"rank{rank}.log"
-    if path.exists():
+    if os.path.lexists(path):  # also a link that leads nowhere: the log would be written to its target
         numbered = (folder / f"rank{rank}.{number}.log" for number in itertools.count(1))
-        path.rename(next(name for name in numbered if not name.exists()))
+        path.rename(next(name for name in numbered if not os.path.lexists(name)))
     return path
 
 

@@ -120,7 +120,8 @@ def _bytes_of(data: Any, allowed: Sequence[str]) -> bytes:
     if isinstance(data, Mapping):  # an image of Hugging Face datasets, not decoded
         data = data.get("bytes") or data.get("path")
     if isinstance(data, str):
-        return read_image(located(data, "/", allowed) if is_url(data) else data)
+        # An absolute path, because that must be of an image: an error has the first bytes of other files.
+        return read_image(located(data, "/", allowed) if is_url(data) else os.path.abspath(data))  # noqa: PTH100
     if not isinstance(data, bytes):
         wrong = DataError if data is None else OptionError  # this image, or all
         raise wrong(f"an image is {type(data).__name__}; expected encoded bytes, or a path")

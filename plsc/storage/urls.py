@@ -17,6 +17,7 @@ from plsc.storage.retry import with_retries
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
+_NO_HOST = re.compile(r"^(\w[\w+.-]+:)/$")  # of hdfs:///, the default server, without its last two slashes
 # Their rename copies every byte and is not atomic; the same holds for folders of "memory".
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
 # Options for clients that wait minutes for a server that is down. Retries are done in `retry` instead.
@@ -144,8 +145,9 @@ def located(name: str, folder: str, allowed: Sequence[str] = (), listing: str = 
     is_absolute = place.startswith("/")
     if is_absolute or is_url(place):
         named = allowed.split(",") if isinstance(allowed, str) else allowed
-        prefixes = (own, folder, *filter(None, named))
-        is_inside = any(place.startswith(f"{local_path(one).rstrip('/')}/") for one in prefixes)
+        prefixes = [f"{local_path(one).rstrip('/')}/" for one in named if one]
+        prefixes += [_NO_HOST.sub(r"\1///", f"{local_path(one).rstrip('/')}/") for one in (own, folder)]
+        is_inside = place.startswith(tuple(prefixes))
     else:
         is_inside = place.split("/")[0] not in (".", "..")
     if is_url(place) or (is_url(folder) and not is_absolute):  # what clients and servers decode

@@ -109,6 +109,8 @@ def test_each_rank_has_a_log_file_which_the_next_launch_keeps_and_rank_0_is_on_t
         "--log-dir",
         "x",
     )
+    (folder / "logs").mkdir()
+    (folder / "logs/rank1.log").symlink_to(folder / "outside")  # a link that leads nowhere is renamed, too
     for _ in range(2):
         code, out, err = run(*arguments, cwd=folder)
         line = "rank {} of 2: ['done', '--log-dir', 'x']\nrank {} has 3 threads\n"
@@ -116,8 +118,9 @@ def test_each_rank_has_a_log_file_which_the_next_launch_keeps_and_rank_0_is_on_t
         for rank in range(2):
             assert (folder / f"logs/rank{rank}.log").read_text() == line.format(rank, rank)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [
-        "rank0.1.log", "rank0.log", "rank1.1.log", "rank1.log",
+        "rank0.1.log", "rank0.log", "rank1.1.log", "rank1.2.log", "rank1.log",
     ]  # fmt: skip
+    assert not (folder / "outside").exists()
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,16 @@ def test_a_cell_names_no_server_and_no_pipe_unless_it_is_allowed(model, paths, e
     assert np.isnan(found["embedding"][1:]).all()
 
 
+def test_a_relative_path_shows_no_bytes_of_a_file_that_is_no_image(
+    model, paths, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("key").write_text("hunter2")
+    found = batch_embedder(model)({"image": ["key", f"../{tmp_path.name}/key", os.path.relpath(paths[0])]})
+    assert found["error"] == ["the file is not an image"] * 2 + [""]
+    assert np.array_equal(found["embedding"][2:], expected[:1])
+
+
 def test_what_is_wrong_with_all_images_stops_the_job(model):
     embedder = batch_embedder(model)
     with pytest.raises(DataError, match=r"no column 'image'; known: images, label; did you mean 'images'"):

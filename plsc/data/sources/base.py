@@ -23,7 +23,9 @@ from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
 
-IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|RIFF|P[1-6]|....ftyp", re.DOTALL)
+IMAGE_START = re.compile(  # of a text with a password, say, none is the start
+    rb"\xff\xd8\xff|\x89PNG|GIF8|BM.{13}\0{3}|II\*\0|MM\0\*|RIFF.{4}WEBP|P[1-6]\s|....ftyp", re.DOTALL
+)
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ LABEL_COLUMNS = (
 Label = bytes | str | int
 _MAX_DIGITS = 18  # such numbers fit int64
 _MOST_JSON = 2**30  # bytes of a label map; larger ones can be lines
-_NUMBER = re.compile(r"[-+]?([0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?|[0-9]+\.|nan|inf)", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(([0-9]+(\.[0-9]+)?|\.[0-9]+)(e[-+]?[0-9]+)?|[0-9]+\.|nan|inf)", re.IGNORECASE)
 
 
 def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str], what: str) -> str:

@@ -265,9 +265,12 @@ def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
     depth = len(inside.strip("/").split("/")) if inside.strip("/") else 0
     for path in sorted(found, key=lambda path: path.split("/")):
         *above, name = path.strip("/").split("/")[depth:] or [""]
-        if hidden := hidden_part("/".join((*above, name))):
+        below = "/".join((*above, name))
+        if hidden := hidden_part(below):
             ignored.add(hidden, "hidden")
-        if hidden or not name:
+        if is_elsewhere := is_url(below) or below.startswith("/"):  # the key of a/http://host/b.jpg, say
+            ignored.add(below, "named like another location")
+        if hidden or is_elsewhere or not name:
             continue
         for count in range(1, len(above) + 1):
             folders.setdefault("/".join(above[:count]), [])

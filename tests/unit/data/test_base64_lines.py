@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from conftest import encode, smooth_picture
 
 from plsc.data import lines
+from plsc.data.lines import decode_base64
 from plsc.data.partition import PartitionOptions, partition
 from plsc.data.sources import Base64Source, base64_lines, open_source
 from plsc.errors import DataError, OptionError
@@ -80,6 +82,14 @@ def test_data_uris_and_url_safe_text_are_read(tmp_path):
     lines = b"data:image/png;base64,/+8=\t1\r\nDATA:;base64,_-8=\t2\n_-8=\t3\n"
     source = Base64Source(write_set(tmp_path / "set", {"a": lines}))
     assert [source[n] for n in range(3)] == [(b"\xff\xef", n) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("text", [b" ", b"data:", b"\r\n"])
+def test_text_that_is_nearly_a_data_uri_is_refused_in_linear_time(text):
+    began = time.monotonic()
+    with pytest.raises(DataError, match="not base64"):
+        decode_base64(text * 2**17 + b"!")
+    assert time.monotonic() - began < 5  # not an hour
 
 
 def test_wrapped_base64_and_utf_16_are_reported_as_such(tmp_path):

@@ -102,6 +102,19 @@ def test_labels_that_are_not_all_canonical_integers_are_names(tmp_path, odd):
     assert [names[label] for label in source.labels()] == ["10", "7", odd, "7"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["1", "-1", "+.5", "5.", "1e9", "1.5E-3", ".5e+1", "5.e3", "1.", ".", "NaN", "inf", "1" * 10**5 + "x"],
+)
+def test_numbers_that_are_no_labels_are_recognised_in_linear_time(tmp_path, text):
+    source = write(tmp_path, f"path,label\na.jpg,{text}\n")
+    if text in ("1", "5.e3", ".") or text.endswith("x"):
+        assert CsvSource(source).labels().tolist() == [int(text == "1")]
+        return
+    with pytest.raises(DataError, match="integer"):
+        CsvSource(source)
+
+
 def test_composed_and_decomposed_names_are_one_class_as_first_written(tmp_path):
     path = write(tmp_path, "path,label\na.jpg,Zoe\u0301\na.jpg,Zo\u00e9\na.jpg,Zod\na.jpg,Zoz\n")
     source = CsvSource(path)

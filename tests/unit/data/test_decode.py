@@ -9,7 +9,7 @@ import torch
 from conftest import encode, smooth_picture
 from PIL import Image, ImageOps, features
 
-from plsc.data.decode import decode_image, decode_into, decode_whole
+from plsc.data.decode import count_pixels, decode_image, decode_into, decode_whole
 from plsc.errors import DataError
 
 SHAPE = (3, 24, 20)
@@ -357,6 +357,13 @@ def test_a_jpeg_of_thousands_of_scans_is_refused():
     bomb = good[:-2] + scan * (3000 + 20_000 // len(scan)) + b"\xff\xd9"
     with pytest.raises(DataError, match="over 200 scans"):
         decoded_into(bomb)
+
+
+def test_a_jpeg_of_thousands_of_exif_segments_is_refused_at_once():
+    good = encode(smooth_picture(6), "JPEG")
+    bomb = good[:2] + b"\xff\xe1\0\x12Exif\0\0aaaaaaaaaa" * 2**18 + good[2:]  # Pillow would take minutes
+    with pytest.raises(DataError, match="EXIF segments"):
+        count_pixels(bomb, 10**6)
 
 
 @pytest.mark.parametrize("size", [(12, 10), (48, 40), (10, 48)])

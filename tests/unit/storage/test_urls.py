@@ -89,6 +89,14 @@ def test_another_location_in_a_remote_list_is_refused(name):
         located("/etc/passwd", "/set", (), "https://host/list.csv")  # with a local image_folder
 
 
+@pytest.mark.parametrize("folder", ["hdfs:///set", "hdfs:///"])
+def test_a_list_of_the_default_server_names_no_other_server(folder):
+    for place in (folder, folder.rstrip("/")):  # the folder of hdfs:///list.csv is hdfs:
+        assert located("hdfs:///set/a", place, (), "hdfs:///set/list.csv") == "hdfs:///set/a"
+        with pytest.raises(DataError, match="allowed"):
+            located("hdfs://evil:8020/a", place, (), "hdfs:///set/list.csv")
+
+
 def dataset(kind: str, folder: Path, location: str) -> Path:
     """Write a dataset whose list has a location; return its path."""
     folder.mkdir()
@@ -181,8 +189,24 @@ def test_a_file_url_is_a_local_folder_whose_pipes_and_links_are_refused(tmp_path
         open_source(f"file://{tmp_path}/set")[0]
 
 
-def test_a_list_does_not_publish_a_file_that_is_no_image(tmp_path):
-    (tmp_path / "key").write_text("secret")
+def test_the_keys_of_a_bucket_name_no_server_and_no_local_file(requests, tmp_path, s3):
+    (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff")
+    server = requests[0]
+    for key in (
+        "one/a.jpg",
+        f"{server}/a.jpg",
+        f"reference://k::{server}/refs.json/a.jpg",
+        f"{tmp_path}/a.jpg",
+    ):
+        fsspec.filesystem("s3").call_s3("put_object", Bucket=s3[5:], Key=f"set/{key}", Body=b"\xff\xd8\xff")
+    for source in (open_images(f"{s3}/set"), open_source(f"{s3}/set", class_depth=1)):
+        assert source.paths() == ["one/a.jpg"]
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize("text", ["secret", "P4ssw0rd", "BM secret of some length", "RIFFraff"])
+def test_a_list_does_not_publish_a_file_that_is_no_image(tmp_path, text):
+    (tmp_path / "key").write_text(text)
     place = dataset("label.txt", tmp_path / "set", str(tmp_path / "key"))
     assert main(["data", "convert", str(place), str(tmp_path / "copy.tar")]) == 1
     assert not (tmp_path / "copy.tar").exists()
