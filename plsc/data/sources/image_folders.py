@@ -25,7 +25,7 @@ from plsc.storage.retry import with_retries
 from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown
 
 _MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
-_UNUSUAL = b":%\\\0\r"  # in paths that `located` examines; the others are many
+_UNUSUAL = b":%\\\0\r\t"  # in paths that `located` examines; the others are many
 
 
 class LabelFileSource(FileSource):

@@ -12,7 +12,7 @@ import pytest
 
 from plsc.cli import main
 from plsc.data.sources import open_source
-from plsc.data.sources.image_folders import open_images
+from plsc.data.sources.image_folders import listed_path, open_images
 from plsc.errors import DataError
 from plsc.storage.urls import located
 
@@ -95,6 +95,12 @@ def test_a_list_of_the_default_server_names_no_other_server(folder):
         assert located("hdfs:///set/a", place, (), "hdfs:///set/list.csv") == "hdfs:///set/a"
         with pytest.raises(DataError, match="allowed"):
             located("hdfs://evil:8020/a", place, (), "hdfs:///set/list.csv")
+
+
+def test_a_path_without_its_tab_stays_in_the_folder_of_a_server():
+    with pytest.raises(DataError, match="location"):
+        listed_path(b".\t./private/a.jpg", "http://host/faces", (), "/pairs.csv")
+    assert listed_path(b"a\tb.jpg", "/faces", (), "/pairs.csv") == b"a\tb.jpg"
 
 
 def dataset(kind: str, folder: Path, location: str) -> Path:
