@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -46,6 +47,7 @@ _FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
 _PUBLIC = frozenset({*_FILES, "/health", "/docs", "/openapi.json"})
 _LISTED = 1000  # entries per request
 _MOST_COMMAS = 1000  # in a JSON body: base64 has none
+_MOST_BOUNDARIES = 32  # in a form, also those that are none: to parse millions, nothing else runs for seconds
 _LARGEST_ID = 2**63 - 1
 
 Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
@@ -285,6 +287,9 @@ class _Form(MultiPartParser):
 
 
 async def _from_form(request: Request, count: int) -> tuple[list[bytes], str | None]:
+    _, given = parse_options_header(request.headers["content-type"])
+    if (await request.body()).count(b"\r\n--" + given.get(b"boundary", b"")) > _MOST_BOUNDARIES:
+        raise DataError(f"the form has more than {_MOST_BOUNDARIES} boundaries; send the image alone")
     parser = _Form(request.headers, request.stream(), max_files=count, max_fields=4)
     parser.spool_max_size = 2**40  # in memory: the body is bounded already
     try:
