@@ -77,7 +77,7 @@ def run_launch(
     if nodes[0] < nodes[1] or is_alone:  # torch 2.15 needs it for nodes that join later
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if is_alone:  # nothing listens to other machines
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = socket.if_nameindex()[0][1]
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = min(socket.if_nameindex())[1]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # rank 0's lines at once
 
