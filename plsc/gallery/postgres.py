@@ -37,7 +37,10 @@ _UNSAFE = (
 _TABLES = """
     WITH RECURSIVE ours AS (
         SELECT oid AS role FROM pg_roles WHERE rolname = current_user
-        UNION SELECT roleid FROM pg_auth_members JOIN ours ON member = role)
+        UNION SELECT roleid FROM pg_auth_members JOIN ours ON member = role),
+    trusted AS (SELECT role FROM ours UNION SELECT oid FROM pg_roles WHERE rolsuper
+        OR rolname = 'pg_database_owner' OR oid = (SELECT datdba FROM pg_database
+            WHERE datname = current_database()))
     SELECT substr(about, length(%(about)s) + 1), atttypmod, nspname::text FROM pg_class AS relation
     JOIN pg_namespace AS schema ON schema.oid = relnamespace JOIN pg_attribute ON attrelid = relation.oid,
         obj_description(relation.oid, 'pg_class') AS about
@@ -46,8 +49,7 @@ _TABLES = """
         AND relname = 'plsc_' || substr(about, length(%(about)s) + 1, 16)
         AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = relation.oid)
         AND NOT EXISTS (SELECT FROM pg_rewrite WHERE ev_class = relation.oid)
-        AND (relowner IN (TABLE ours) OR relowner IN (SELECT oid FROM pg_roles WHERE rolsuper)
-            OR relowner = (SELECT datdba FROM pg_database WHERE datname = current_database()))
+        AND relowner IN (TABLE trusted) AND nspowner IN (TABLE trusted)  -- who could replace the table
     ORDER BY array_position(%(schemas)s::text[], nspname::text) DESC"""
 _COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8"}
 _COLUMNS |= {"enrolled": "timestamptz", "mapped": "text"}
@@ -263,6 +265,8 @@ class PostgresStore:
             );
             ALTER TABLE {self._table} ALTER vector SET STORAGE MAIN, ALTER thumbnail SET STORAGE EXTERNAL;
             COMMENT ON TABLE {self._table} IS {psycopg.sql.quote(_ABOUT + model)}""")
+        if model not in self._find_tables(connection, [self._schema]):  # in a schema of others
+            raise StoreError(f"{self.path}: {self._table} {_UNSAFE}")
 
     def _read(self, columns: str, ending: str, *values: int) -> list[Any]:
         with self._connected() as connection:

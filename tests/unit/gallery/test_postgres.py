@@ -286,6 +286,17 @@ def test_a_relation_that_another_role_may_have_prepared_is_refused_and_runs_noth
             assert connection.execute("SELECT count(*) FROM ran").fetchone() == (0,)
 
 
+def test_no_table_is_created_or_opened_in_a_schema_of_another_role(roles):
+    with connected(roles["superuser"]) as connection:
+        connection.execute("CREATE SCHEMA app AUTHORIZATION other; GRANT ALL ON SCHEMA app TO app")
+    with pytest.raises(StoreError, match="table"):
+        open_store(roles["app"], "m2", SIZE)  # the schema with the name of the role comes first
+    with connected(roles["superuser"]) as connection:
+        connection.execute("ALTER TABLE plsc_m1 SET SCHEMA app; ALTER TABLE app.plsc_m1 OWNER TO app")
+    with pytest.raises(CheckpointError):
+        open_store(roles["app"], "m1", 0)
+
+
 @pytest.mark.parametrize("owner", ["app", "team", "boss", "superuser"])
 def test_tables_of_our_roles_the_owner_of_the_database_and_superusers_are_opened(roles, owner):
     with connected(roles["superuser"]) as connection:
