@@ -71,6 +71,9 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
                     _upload(workspace.path, target, names)
             else:
                 workspace.publish(Path(options.output), is_synced=not options.no_sync)
+    if options.delete_inputs and manifest["skipped_lines"]:
+        logger.warning("the inputs are not deleted: lines of them were skipped, and are in no output")
+        return manifest
     for one in inputs if options.delete_inputs else ():
         if _is_inside(one.location, options.data_dir):
             one.check_unchanged()

@@ -412,6 +412,13 @@ def test_only_inputs_in_the_data_folder_are_deleted(tmp_path, messages):
     assert "outside.txt is not deleted" in messages[-1]
 
 
+def test_inputs_with_skipped_lines_are_not_deleted(tmp_path, messages):
+    folder = write_set(tmp_path, [*some_lines(9), b"QUJD 1"])
+    partition(PartitionOptions(str(folder), 2, bad_lines="skip", delete_inputs=True))
+    assert (folder / "data0.txt").exists()
+    assert "skipped" in messages[-1]
+
+
 @pytest.mark.parametrize("bad_lines", ["stop", "skip"])
 @pytest.mark.parametrize("content", [b"QUJD\t1\r" * 1000, b"1\tQUJD\n" * 1000, b"a/b.jpg\t1\n" * 20])
 def test_a_file_of_another_format_is_an_error_and_kept(tmp_path, way, content, bad_lines):
