@@ -23,7 +23,7 @@ from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
 
-IMAGE_START = re.compile(  # of a text with a password, say, none is the start
+IMAGE_START = re.compile(  # strict, because a list must not publish a private text file
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM.{13}\0{3}|II\*\0|MM\0\*|RIFF.{4}WEBP|P[1-6]\s|....ftyp", re.DOTALL
 )
 
