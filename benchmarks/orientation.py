@@ -13,6 +13,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -38,7 +39,7 @@ def make_images(folder: Path, has_exif: bool) -> None:
         small = Image.fromarray(rng.integers(0, 255, (14, 14, 3), dtype=np.uint8))
         pixels = np.asarray(small.resize((112, 112), Image.Resampling.BICUBIC)).astype(int)
         image = Image.fromarray((pixels + rng.integers(-8, 8, pixels.shape)).clip(0, 255).astype(np.uint8))
-        extra = {"exif": exif.tobytes()} if has_exif else {}
+        extra: dict[str, Any] = {"exif": exif.tobytes()} if has_exif else {}
         image.save(folder / f"{index}.jpg", quality=90, **extra)
         lines.append(f"{index}.jpg {index % 2}\n")
     (folder / "label.txt").write_text("".join(lines))

@@ -17,7 +17,6 @@ from plsc.actions.embeddings import Embeddings
 from plsc.actions.export import Conversion, run_conversion
 from plsc.actions.predict import Prediction, Request, run_prediction
 from plsc.actions.predict_images import Images
-from plsc.actions.profile import ProfileResult, run_profile
 from plsc.actions.protocols import ProtocolData, run_protocol
 from plsc.actions.test import run_test
 from plsc.actions.train import run_training
@@ -340,17 +339,6 @@ class Entry(OriginalSetters):
         boundary and raise TrainingInterrupted.
         """
         return self._run(run_training)
-
-    def profile(self, steps: int = 20, output: str | os.PathLike[str] = "profile") -> ProfileResult:
-        """Run some training steps and return where their time goes; nothing is saved.
-
-        Args:
-            steps: number of steps to measure, 1 to 1000; up to 17 more are run.
-            output: folder for the tables, and for a trace and the slowest operators of each rank.
-
-        See docs/profiling.md.
-        """
-        return self._run(partial(run_profile, steps=steps, output=output))
 
     def test(
         self,

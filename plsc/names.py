@@ -35,7 +35,7 @@ SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "const
 LOGGERS = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
 """Of plsc/run/loggers.py."""
 
-CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content")
+CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile")
 """Of plsc/actions/train.py."""
 
 PROTOCOLS = {

@@ -1,4 +1,4 @@
-"""Trace spans: the phases of a training step, by the names that torch.profiler and `plsc profile` show."""
+"""Trace spans: the phases of a training step, by the names that torch.profiler shows."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from plsc.train.watch.average import WeightAverage
 from plsc.train.watch.layers import LayerTable
 from plsc.train.watch.limits import MaxTime, in_temporary_folder, remove_temporary
 from plsc.train.watch.logging import GradientNorm, Logging, Pictures
+from plsc.train.watch.profiling import Profile
 from plsc.train.watch.progress import Progress
 
 
@@ -104,4 +105,5 @@ CALLBACKS: dict[str, Callable[[Sequence[Target | HeldOutSet]], Callback]] = {
     "images": Pictures,
     "check_shape": lambda _: LayerTable(with_content=False),
     "check_content": lambda _: LayerTable(with_content=True),
+    "profile": lambda _: Profile(),
 }

@@ -75,10 +75,6 @@ def _write_prediction(path: Path, prediction: Any) -> None:
     print(f"wrote the predictions of {len(prediction.labels)} images to {path}")
 
 
-def _profile(options: Options, steps: int, output: str) -> None:
-    _entry(options).profile(steps, output)
-
-
 def _keep_dominant(options: Options, output: str) -> None:
     _entry(options).keep_dominant(output)
 
@@ -128,15 +124,6 @@ COMMANDS = {
             Argument("field", str, "value", "outputs to write: value, id, prob"),
             Argument("head", str, None, "of several heads, the one whose classes id and prob are"),
             Argument("flatten_result", bool, False, "join the outputs of the layers as one array"),
-        ],
-        takes_options=True,
-    ),
-    "profile": Command(
-        "run some training steps and print where their time goes; nothing is saved",
-        _profile,
-        [
-            Argument("output", str, "profile", "folder for the traces"),
-            Argument("steps", int, 20, "number of steps to measure"),
         ],
         takes_options=True,
     ),

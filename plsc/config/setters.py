@@ -487,8 +487,8 @@ class Setters:
         """Set ``train.callbacks``: callbacks: gradient_norm (log the norm of the network's gradient),
         images (draw the first batch of each epoch and the hardest pairs), check_shape (print the shapes
         of parameters and outputs of each layer), check_content (also the first values, mean, standard
-        deviation, and share of zeros, nan and inf), or 'package.module:Class'; separated by commas, or
-        a list. Default: ().
+        deviation, and share of zeros, nan and inf), profile (trace steps 6 to 15 with torch.profiler),
+        or 'package.module:Class'; separated by commas, or a list. Default: ().
         """
         self.options.set("train.callbacks", callbacks)
 

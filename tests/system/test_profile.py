@@ -1,4 +1,4 @@
-"""plsc profile: what it prints and writes, and that it leaves nothing behind but that."""
+"""The callback profile: its table and traces, and the advice for a run that waits for its data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from plsc.cli import main
-from plsc.errors import OptionError
-from plsc.spans import PREFIX
+from plsc.spans import PREFIX, span
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.resuming import Drawing
@@ -21,11 +18,6 @@ from tests.system import small_entry
 
 JOB = Path(__file__).resolve().parents[1] / "distributed" / "job.py"
 pytestmark = pytest.mark.slow
-PHASES = {
-    "data", "synchronise ranks", "copy to device", "forward", "head", "logits", "backward",
-    "clip gradients", "optimizer", "update class weights", "log", "other",
-}  # fmt: skip
-OF_RANKS = {"gather batch", "sum over ranks", "scatter embedding gradient", "batch norm over ranks"}
 
 
 @pytest.fixture(scope="module")
@@ -37,142 +29,57 @@ def entry(dataset, save_dir):
     return small_entry.entry(dataset, save_dir, set_num_workers=0, set_with_test=True)
 
 
-def events_of(path):
-    with gzip.open(path, "rt") as file:
-        return json.load(file)["traceEvents"]
-
-
-def losses(save_dir):
-    entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
-    return [entry["loss"] for entry in entries if "loss" in entry]
-
-
-def test_three_ranks_have_a_table_and_a_trace_each_and_nothing_is_saved(dataset, tmp_path):
+def test_each_rank_has_a_trace_of_ten_steps_with_the_phases_of_a_step(dataset, tmp_path):
     done = run_ranks(
-        JOB, 3, str(dataset), str(tmp_path / "saved"), "verb=profile", "arguments=(2,)",
-        "set_sync_batch_norm=True", "set_clip_norm=1.0", "set_head_offload=True", cwd=tmp_path,
+        JOB, 3, str(dataset), str(tmp_path / "saved"), "set_callbacks='profile'", "set_train_steps=17",
+        "set_train_epochs=99", "set_head_offload=True", cwd=tmp_path,
     )  # fmt: skip
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["profile"]
-    folder = tmp_path / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "operators-rank0.txt", "operators-rank1.txt", "operators-rank2.txt", "profile.json",
-        "profile.txt", "trace-rank0.json.gz", "trace-rank1.json.gz", "trace-rank2.json.gz",
-    ]  # fmt: skip
-    told = json.loads((folder / "profile.json").read_text())
-    assert (folder / "profile.txt").read_text() in done.stdout
-    assert done.stdout.count("ms per step") == 1  # by one rank
-    phases = {phase["name"]: phase for phase in told["phases"]}
-    # All is there: the network is small, but each phase takes its microseconds.
-    assert phases.keys() == {*PHASES, *OF_RANKS}
-    milliseconds = sum(phase["milliseconds"] for phase in told["phases"])
-    assert milliseconds == pytest.approx(told["traced_step"])
-    assert sum(phase["share"] for phase in told["phases"]) == pytest.approx(1)
-    for phase in told["phases"]:
-        assert phase["least"] <= phase["milliseconds"] <= phase["most"]
-    assert told["ranks"] == 3
-    assert min(told["step"], told["images_per_second"]) > 0
-    assert told["memory"] > 2**20
+    assert done.stdout.count("10 steps of ") == 1  # by one rank
     for rank in range(3):
-        names = [event.get("name") for event in events_of(folder / f"trace-rank{rank}.json.gz")]
-        # The batch; class rows on their way, there and back, and their momentum.
-        assert names.count(PREFIX + "copy to device") == 4 * 2
-        assert names.count(PREFIX + "update class weights") == 2
-        assert names.count(PREFIX + "backward") == 2
+        with gzip.open(tmp_path / "saved" / "profile" / f"trace-rank{rank}.json.gz", "rt") as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        assert names.count(PREFIX + "backward") == 10
         assert "gloo:all_reduce" in names
-        operators = (folder / f"operators-rank{rank}.txt").read_text()
-        assert "aten::convolution_backward" in operators
+        table = (tmp_path / "saved" / "profile" / f"profile-rank{rank}.txt").read_text()
+        for phase in ("data", "forward", "logits", "update class weights", "aten::convolution_backward"):
+            assert phase in table
 
 
-def test_the_command_profiles_what_the_options_of_train_say(dataset, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    for name in ("trace-rank7.json.gz", "operators-rank7.txt", "notes.txt"):
-        (tmp_path / "out" / name).touch()  # an earlier profile's, and somebody's
-    flags = {
-        "data.dataset_dir": dataset, "model.name": "SmallResNet", "model.image_shape": "[3,16,16]",
-        "model.emb_size": 8, "train.batch_size": 12, "train.micro_batches": 2, "data.num_workers": 0,
-        "checkpoint.save_dir": tmp_path / "saved", "steps": 2, "output": tmp_path / "out",
-        "head.loss_type": "arcface",
-    }  # fmt: skip
-    assert main(["profile", *(f"--{name}={value}" for name, value in flags.items())]) == 0
-    out = capsys.readouterr().out
-    assert "2 steps on 1 rank (cpu)" in out
-    assert not any(name in out for name in OF_RANKS)
-    assert "update class weights" not in out  # a dense head has none
-    assert "aten::convolution_backward" in out
-    assert not (tmp_path / "saved").exists()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "notes.txt", "operators-rank0.txt", "profile.json", "profile.txt", "trace-rank0.json.gz",
-    ]  # fmt: skip
-    for wrong in ("--steps=0", "--steps=x", f"--output={dataset / 'label.txt'}", "--output="):
-        assert main(["profile", f"--data.dataset_dir={tmp_path}", wrong]) == 1
-        assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_training_after_a_profile_is_as_without_it_and_a_model_of_ones_own_is_untouched(dataset, tmp_path):
-    for name in ("plain", "after"):
+def test_a_profiled_run_learns_the_same_and_a_shorter_one_ends_well(dataset, tmp_path):
+    losses = {}
+    for name, callbacks in {"plain": (), "profiled": "profile"}.items():
         ins = entry(dataset, tmp_path / name)
+        ins.set_callbacks(callbacks)
         torch.manual_seed(5)
-        model = Drawing()
-        ins.set_model(model)
-        if name == "after":
-            before = {key: value.clone() for key, value in model.state_dict().items()}
-            options = ins.options.as_dict()
-            ins.profile(1, tmp_path / "profile")
-            assert ins.options.as_dict() == options
-            assert all(torch.equal(before[key], v) for key, v in model.state_dict().items())
+        ins.set_model(Drawing())
         ins.train()
-    assert losses(tmp_path / "plain") == losses(tmp_path / "after")
-
-
-def test_a_generator_and_several_heads_are_profiled(dataset, tmp_path):
-    ins = entry(dataset, tmp_path / "run")
-    ins.set_class_num(4)
-    ins.set_num_workers(1)
-
-    def reader():
-        for number in range(30):  # two and a half batches: epochs end in between
-            yield np.full((3, 16, 16), number, np.float32), number % 4
-
-    ins.train_reader = reader
-    assert ins.profile(2, tmp_path / "reader").of("data") > 0
-
-    ins = entry(dataset, tmp_path / "run")
-    ins.add_dataset("one", dataset)
-    ins.add_dataset("two", dataset, loss_type="dist_softmax")
-    result = ins.profile(2, tmp_path / "heads")
-    assert result.of("head") > 0
-    assert result.of(*(phase.name for phase in result.phases)) == pytest.approx(1)
-
-
-def test_what_fails_in_the_middle_stops_recording_and_is_told(dataset, tmp_path):
-    ins = entry(dataset, tmp_path / "run")
-    ins.set_class_num(4)
-
-    def reader():
-        for number in range(12 * 9):  # fails in the second traced step
-            yield np.zeros((3, 16, 16), np.float32), number % 4
-        raise RuntimeError("no more")
-
-    ins.train_reader = reader
-    with pytest.raises(RuntimeError, match="no more"):
-        ins.profile(2, tmp_path / "out")
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+    assert losses["plain"] == losses["profiled"]
     assert not torch.autograd.profiler._is_profiler_enabled
-    folder = tmp_path / "folders"  # where each folder is a class
-    for label in "ab":
-        (folder / label).mkdir(parents=True)
-        for name in ("0_0.png", "0_1.png"):
-            (folder / label / name).write_bytes((dataset / "images" / name).read_bytes())
-    ins = entry(folder, tmp_path / "run")
-    with pytest.raises(OptionError, match="every folder is a class"):
-        ins.profile(1, folder / "out")
-    assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize("output", ["x" * 300, "x\0y", "", None, "/dev/full", "/dev/full/x"])
-def test_an_output_that_is_no_folder_is_refused_in_a_line(output, dataset, tmp_path):
-    with pytest.raises(OptionError, match="output is ") as caught:
-        entry(dataset, tmp_path / "run").profile(1, output)
-    assert "\n" not in str(caught.value)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_table_has_the_time_of_kernels(dataset, tmp_path, capsys):
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_device("cuda")
+    ins.set_train_epochs(5)
+    ins.set_callbacks("profile")
+    ins.train()
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("backward"))
+    assert float(line.split()[-1]) > 0
+
+
+def test_spans_are_in_the_trace_of_any_torch_profiler():
+    @span("inner")
+    def inner():
+        return torch.ones(2) + 1
+
+    with torch.profiler.profile() as recorded, span("outer"):
+        inner()
+    found = {one.name: one.cpu_parent for one in recorded.events()}
+    assert found[PREFIX + "inner"].name == PREFIX + "outer"
 
 
 class Slow(torch.utils.data.Dataset):

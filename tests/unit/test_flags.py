@@ -140,7 +140,7 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
     [
         (
             [],
-            "no command was given; known: train, test, predict, profile, dominant, export, config, plan, ",
+            "no command was given; known: train, test, predict, dominant, export, config, plan, ",
         ),
         (["trian"], "unknown command 'trian'; known: train, test,"),
         (["data", "insp"], "did you mean 'inspect'?"),
