@@ -30,7 +30,7 @@ def run_test(options: Options, world: World, user: UserParts, head_name: str | N
         name = choose_head(*checkpoint, head_name)
         head = load_head(*checkpoint, world, name)
         names, class_names = [target.name for target in targets], read_class_names(*checkpoint, name)
-        targets += open_held_out(config, head.class_num, class_names, names, limit, world.size)
+        targets += open_held_out(config, head.class_num, class_names, names, limit, world)
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "

@@ -220,7 +220,8 @@ def convert(
     source = open_source(location, **reading)
     done = Conversion()
     names = getattr(source, "class_names", None) or []
-    has_room = write in (write_parquet, write_tar) and all(names)
+    names = [name or f"(class {number})" for number, name in enumerate(names)]  # one without images
+    has_room = write in (write_parquet, write_tar)
     done.lost_names = 0 if has_room else len(names)
     samples = _samples(source, broken, done, progress)
     done.written = write(destination.rstrip("/"), samples, **({"names": names} if has_room else {}))

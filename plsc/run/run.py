@@ -118,7 +118,7 @@ def build_run(
     )
     if options.train.with_test:
         names = [target.name for target in targets]
-        targets += open_held_out(options, data.class_num, data.class_names.get(""), names, limit, world.size)
+        targets += open_held_out(options, data.class_num, data.class_names.get(""), names, limit, world)
     length = Length.of(data.loader.steps_per_epoch, checkpoint)
     total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)

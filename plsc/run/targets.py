@@ -12,7 +12,7 @@ import numpy as np
 from plsc.config import Config
 from plsc.config.option import shown_value
 from plsc.data.alignment import Face
-from plsc.data.class_names import ClassNames, class_names_of
+from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError, refusing
@@ -151,7 +151,7 @@ def open_held_out(
     class_names: ClassNames | None,
     targets: Sequence[str],
     limit: int | float,
-    ranks: int,
+    world: World,
 ) -> list[HeldOutSet]:
     """Return the held-out set of `data.val_dir` in a list, which is empty if the option is not set.
 
@@ -183,10 +183,10 @@ def open_held_out(
             )
         labels = class_names.numbers_of(own)[labels]
     elif class_names is not None:  # a string of digits in a file may be a class number or a name
-        values = np.unique(labels)
-        numbers = class_names.numbers_of(ClassNames.of(values.astype(str).tolist()))
-        for label, number in zip(values.tolist(), numbers.tolist(), strict=True):
-            if number not in (-1, label):
+        values = set(labels.tolist())
+        for number, name in enumerate(class_names):
+            label = int(name) if name.isdecimal() and len(name) < 19 else number
+            if label != number and label in values:
                 raise DataError(
                     f"label {label} in data.val_dir {place} may be a class number, or the name of class "
                     f"{number}; use labels in a column class_name, or the format argument label_map"
@@ -200,7 +200,9 @@ def open_held_out(
             f"classes of the training data ({len(unknown):,} of {len(labels):,} images have such labels); "
             "fix the labels, or remove these images"
         )
-    chosen = spread(labels, options.train.test_batch_size * ranks, limit)
+    if own is None and class_names is not None:
+        world.log(f"data.val_dir: {first_and_last_class(source, class_names)}; its labels are class numbers")
+    chosen = spread(labels, options.train.test_batch_size * world.size, limit)
     return [HeldOutSet(ImagesOf(source, chosen), labels[chosen])]
 
 

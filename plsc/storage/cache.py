@@ -60,7 +60,8 @@ _VERSION_KEYS = (
 class Fingerprint:
     """The size of a file in bytes, and a string that changes when the content does.
 
-    Local: the modification time in nanoseconds. Remote: the store's ETag, or its modification time.
+    Local: the times of modification and of change, in nanoseconds. Remote: the store's ETag, or its
+    modification time.
     """
 
     size: int
@@ -91,7 +92,8 @@ def local_fingerprint(path: Path, descriptor: int | None = None) -> Fingerprint:
         raise DataError(f"{path} cannot be read ({error})") from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file")
-    return Fingerprint(status.st_size, str(status.st_mtime_ns))
+    # Tools that unpack or copy set the modification time; nothing sets the time of the last change.
+    return Fingerprint(status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}")
 
 
 BLOCK_BYTES = 4 * 2**20

@@ -151,10 +151,11 @@ def test_a_converted_set_with_fewer_classes_gives_the_same_accuracy(folders, tmp
     assert result.evaluation == {"val": plain_accuracy(result.checkpoint, val)}
 
 
-def test_labels_that_may_be_numbers_or_names_of_classes_are_refused(folders, tmp_path):
+@pytest.mark.parametrize("digits", [1, 4])  # 0010 may have lost its zeros in a table
+def test_labels_that_may_be_numbers_or_names_of_classes_are_refused(folders, tmp_path, digits, messages):
     train, _ = folders
     flat = train.parent / "flat"
-    rows = [f"images/{n}_{k}.png,{10 * n + 10}" for n in range(10) for k in range(6)]
+    rows = [f"images/{n}_{k}.png,{10 * n + 10:0{digits}}" for n in range(10) for k in range(6)]
     (flat / "train.csv").write_text("\n".join(["path,class_name", *rows]))
     for label, is_clear in ((3, True), (30, False)):
         (flat / "val.csv").write_text(f"path,label\nimages/2_0.png,{label}\n")
@@ -163,3 +164,4 @@ def test_labels_that_may_be_numbers_or_names_of_classes_are_refused(folders, tmp
         )
         with contextlib.nullcontext() if is_clear else pytest.raises(DataError, match=r"label 30 .*name"):
             ins.train()
+            assert any("3 is '" in text and "class numbers" in text for text in messages)

@@ -53,52 +53,61 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
 class LabelReader:
     """Collect the labels of rows, in their order: either all integers or all class names.
 
-    All are names if one is not an integer in its shortest form, such as ``cat`` or ``007``; or if
-    `names_wanted` (for a label map, or a column ``class_name``).
+    All are names if one is no number, or has zeros in front, such as ``cat`` or ``007``; or if `names_wanted`
+    (for a label map, or a column ``class_name``). Otherwise all must be integers of 0 or more.
     """
 
     def __init__(self, names_wanted: bool) -> None:
         self.names_wanted = names_wanted
         self._numbers = array("q")
         self._codes: dict[str, int] | None = {} if names_wanted else None
+        self._wrong_number = ""  # the fault of the first, unless all are names
+        self._is_name_seen = names_wanted
 
     def choose_column(self, given: str | None, columns: Sequence[str]) -> str:
         """Return the label column, as `choose_column`, before labels are read from it."""
         column = choose_column(given, columns, LABEL_COLUMNS, "label")
         if column.lower() == NAMES_COLUMN:
-            self.names_wanted, self._codes = True, {}
+            self.names_wanted, self._codes, self._is_name_seen = True, {}, True
         return column
 
     def extend(self, values: Iterable[Label], place: Callable[[int], str]) -> None:
         """Add the labels of some rows.
 
         place: returns the location of a row, by its position in `values`, for messages.
-        Raises DataError for a label that is missing, or a number that is not an integer of 0 or more.
+        Raises DataError for a label that is missing.
         """
         for position, value in enumerate(values):
             if self._codes is None and is_class_id(value):
                 self._numbers.append(int(value))
                 continue
             try:
-                self._add(value.decode() if isinstance(value, bytes) else value)
+                wrong = self._add(value.decode() if isinstance(value, bytes) else value)
+                if wrong and not self._wrong_number:
+                    self._wrong_number = f"{place(position)}: {wrong}"
             except (DataError, UnicodeDecodeError) as error:
                 fault = error if isinstance(error, DataError) else "the label is not UTF-8 text"
                 raise DataError(f"{place(position)}: {fault}; fix it") from error
 
-    def _add(self, value: str | int) -> None:
+    def _add(self, value: str | int) -> str:
+        """Add a label; return a fault if it is a number that counts only as a name."""
         text = str(value).strip()
         if not text:
             raise DataError("the label is missing")
         if self._codes is None and is_class_id(text):
             self._numbers.append(int(text))
-            return
+            return ""
+        wrong = f"a label must be an integer of 0 or more, got '{printable(text[:100])}'"
         if self._codes is None:
-            if isinstance(value, int) or (_NUMBER.fullmatch(text) and not text.isdigit()):
-                raise DataError(f"a label must be an integer of 0 or more, got '{printable(text[:100])}'")
+            if isinstance(value, int):
+                raise DataError(wrong)
             codes = self._codes = {}
             written = map(str, self._numbers)  # their only form
             self._numbers = array("q", [codes.setdefault(name, len(codes)) for name in written])
         self._numbers.append(self._codes.setdefault(check_name(text), len(self._codes)))
+        is_number = is_class_id(text) or (_NUMBER.fullmatch(text) and not text.isdigit())
+        self._is_name_seen = self._is_name_seen or not is_number
+        return wrong if is_number and not is_class_id(text) else ""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -106,8 +115,11 @@ class LabelReader:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return ``labels``, int64 [N].
 
-        If they are names, a label is the rank of its name, and the result includes `packed_names`.
+        If they are names, a label is the rank of its name, and the result includes `packed_names`. Raises
+        DataError if all are numbers, but one is not an integer of 0 or more.
         """
+        if self._wrong_number and not self._is_name_seen:
+            raise DataError(f"{self._wrong_number}; fix it, or call the column {NAMES_COLUMN}")
         labels = np.array(self._numbers, np.int64)
         if self._codes is None:
             return {"labels": labels}

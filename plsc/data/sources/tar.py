@@ -31,6 +31,7 @@ from plsc.storage.urls import base_name, shown
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
 _MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
 _MOST_LISTED = 5
+_MOST_NAMES = 2**24  # of classes, also those without samples here
 _ADJACENT = "add it; or if it is elsewhere in the archive, sort the members: tar --sort=name"
 _REFUSED = {b"12": "a link", b"34": "a device", b"6": "a pipe", b"0S": "a sparse file"}
 
@@ -106,7 +107,7 @@ class TarSource(ColumnSource):
         shards, offsets, lengths = np.array(places, np.int64).reshape(-1, 3).T
         text, ends = pack_texts(keys)
         arrays = {"keys": text, "key_ends": ends, **labels.arrays()}
-        if are_named and len(ranked(names.values())[0]) == len(names) > max(names) // 2:
+        if are_named and len(ranked(names.values())[0]) == len(names) and max(names) < _MOST_NAMES:
             arrays |= packed_names([names.get(number, "") for number in range(max(names) + 1)])
         return {"shards": shards, "offsets": offsets, "lengths": lengths, **arrays}
 

@@ -115,6 +115,15 @@ def test_numbers_that_are_no_labels_are_recognised_in_linear_time(tmp_path, text
         CsvSource(source)
 
 
+@pytest.mark.parametrize("labels", [["12e4", "7", "ab1"], ["Nan", "Bob"], ["-1", "x"], ["1e3", "007"]])
+def test_names_may_look_like_numbers_in_any_order_of_the_rows(tmp_path, labels):
+    for order in (labels, labels[::-1]):
+        source = CsvSource(write(tmp_path, "path,label\n" + "".join(f"a.jpg,{one}\n" for one in order)))
+        assert [source.class_names[label] for label in source.labels()] == order
+    with pytest.raises(DataError, match=r"train.csv:3.*integer"):
+        CsvSource(write(tmp_path, "path,label\na.jpg,1\na.jpg,1.5\na.jpg,2.5\n"))
+
+
 def test_composed_and_decomposed_names_are_one_class_as_first_written(tmp_path):
     path = write(tmp_path, "path,label\na.jpg,Zoe\u0301\na.jpg,Zo\u00e9\na.jpg,Zod\na.jpg,Zoz\n")
     source = CsvSource(path)

@@ -92,7 +92,14 @@ def change_time(data: Path) -> None:
     os.utime(data, ns=(1, 1))
 
 
-@pytest.mark.parametrize("change", [change_size, change_time])
+def change_content(data: Path) -> None:
+    """As an archive that is unpacked over it: same size and time of modification."""
+    before = data.stat()
+    data.write_bytes(data.read_bytes()[::-1])
+    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [change_size, change_time, change_content])
 def test_a_changed_file_is_detected(data, change):
     build = Builder()
     load_or_build([data], "test-1", build)

@@ -148,6 +148,8 @@ def test_names_in_the_json_are_those_of_the_numbers(tmp_path):
     for _ in range(2):  # with the stored index, too
         source = TarSource(write(tmp_path / "a.tar", *members))
         assert (source.labels().tolist(), source.class_names) == ([0, 2, 0], ["bo", "", "al"])
+    last = write(tmp_path / "last.tar", *((name, text.replace(b"2", b"70")) for name, text in members[3:6]))
+    assert TarSource(last).class_names == [""] * 70 + ["al"]  # of a shard
     (tmp_path / "map.json").write_text('{"al": 7, "bo": 8}')
     assert TarSource(tmp_path / "a.tar", label_map=tmp_path / "map.json").labels().tolist() == [8, 7, 8]
     source = TarSource(write(tmp_path / "b.tar", *members[:-1], ("2.json", b'{"class_name": "al"}')))

@@ -76,6 +76,19 @@ def test_class_names_are_kept_where_there_is_room_and_otherwise_it_is_said(tmp_p
     assert ("names of the 4 classes" in describe(done, name)) == (name[-1] not in "tr")
 
 
+def test_names_are_kept_beside_a_class_that_lost_its_images(tmp_path):
+    for folder, content in {"a": b"\x89PNG", "b": b"", "c": b"\x89PNG"}.items():
+        (tmp_path / "set" / folder).mkdir(parents=True)
+        (tmp_path / "set" / folder / "1.png").write_bytes(content)
+    place = tmp_path / "set"
+    for name in ("1.tar", "2.parquet", "3.tar", "4.tar"):
+        done = convert(str(place), str(tmp_path / name), broken="skip")
+        place = tmp_path / name
+        assert done.lost_names == 0
+        names = open_source(place).class_names
+        assert [names[label] for label in open_source(place).labels()] == ["a", "c"]
+
+
 @pytest.mark.parametrize("name", ["a.rec", "a.parquet", "a.tar", "lines"])
 def test_a_broken_sample_stops_the_conversion_or_is_skipped(dataset, tmp_path, name):
     (dataset / "images/1_2.png").write_bytes(b"")
