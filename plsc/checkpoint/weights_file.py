@@ -39,7 +39,7 @@ from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
 from plsc.storage.publish import FolderLock, sync
-from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.regular import check_inside, open_regular, read_regular
 
 _FORMAT = 2  # the only one that is read: nothing was released before it
 _LARGEST_HEADER = 2**20  # bytes
@@ -51,8 +51,12 @@ _REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gluster", "beegfs", "g
 
 
 def rank_folder(folder: str | Path, name: str, rank: int) -> Path:
-    """Return the folder of a rank's class weights in `head.weights_file`; name: of the head."""
-    return Path(folder, name, f"rank{rank}")
+    """Return the folder of a rank's class weights in `head.weights_file`; name: of the head.
+
+    Raises DataError if a link leads out of `head.weights_file`, because files would be created there.
+    """
+    check_inside(path := Path(folder, name, f"rank{rank}"), folder)
+    return path
 
 
 @dataclass(frozen=True)

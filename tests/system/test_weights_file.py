@@ -12,7 +12,7 @@ import pytest
 
 from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
 from plsc.cli import main
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError, DataError, OptionError
 from tests.distributed import job
 from tests.distributed.launch import Ranks, run_ranks
 from tests.images import write_dataset
@@ -151,6 +151,22 @@ def test_settings_that_do_not_fit_a_file_are_refused(dataset, tmp_path):
     ):
         with pytest.raises(OptionError, match=message):
             entry(dataset, tmp_path / "run", **{**CODED, **change}, set_weights_file=file).train()
+
+
+@pytest.mark.parametrize("name", ["files", "files/rank0"])
+def test_a_link_in_the_folder_changes_nothing_outside_but_the_folder_may_be_one(dataset, tmp_path, name):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "outside")
+    run = entry(
+        dataset, tmp_path / "run", **CODED, set_weights_file=str(tmp_path / "files"), set_train_steps=1
+    )
+    if name == "files":
+        run.train()
+        return
+    with pytest.raises(DataError, match="link"):
+        run.train()
+    assert not list((tmp_path / "outside").iterdir())
 
 
 def test_a_stopped_run_saves_and_resumes(dataset, tmp_path):
