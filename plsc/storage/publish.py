@@ -184,16 +184,18 @@ class Workspace:
 
     Files left by an earlier, killed run are removed; `cleaned` is True if there were any. Leaving the
     context removes the folder unless it was published. Raises DataError if another run holds the lock.
+
+    mode: permissions of the folder, less those that the umask removes.
     """
 
-    def __init__(self, parent: Path, name: str) -> None:
+    def __init__(self, parent: Path, name: str, mode: int = 0o777) -> None:
         self.path = parent / f".{name}{WORKSPACE_SUFFIX}"
         self.cleaned = False
         self._name = name
         self._is_published = False
         with _as_data_error(parent / name):
             parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._claim()
+            self._lock = self._claim(mode)
             for entry in list(self.path.iterdir()):
                 self.cleaned = True
                 _remove(entry)
@@ -222,11 +224,11 @@ class Workspace:
             if is_synced:
                 sync(target.parent)
 
-    def _claim(self) -> int:
+    def _claim(self, mode: int) -> int:
         while True:
             is_new = False
             with contextlib.suppress(FileExistsError):
-                self.path.mkdir()
+                self.path.mkdir(mode)
                 is_new = True
             try:
                 lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

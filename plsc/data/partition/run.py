@@ -272,11 +272,11 @@ def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path
     digest = hashlib.sha256(output.encode()).hexdigest()[:16]
     if is_url(output):
         parent = Path(options.tmp_dir or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
-        workspace = stack.enter_context(Workspace(parent, f"output_{digest}"))
+        workspace = stack.enter_context(Workspace(parent, f"output_{digest}", 0o700))
     else:
         workspace = stack.enter_context(Workspace(Path(output).parent, Path(output).name))
         parent = Path(options.tmp_dir).absolute() if options.tmp_dir else workspace.path.parent
-    buckets = stack.enter_context(Workspace(parent, f"buckets_{digest}"))
+    buckets = stack.enter_context(Workspace(parent, f"buckets_{digest}", 0o700))
     return workspace, buckets.path
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow
 import pytest
@@ -445,21 +446,28 @@ def test_a_folder_that_another_user_prepared_is_not_used(tmp_path):
     assert (prepared / "kept").exists()
 
 
-def test_temporary_files_for_a_remote_output_are_in_a_new_private_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("output", ["memory://private-out", "out"])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_temporary_files_are_in_private_folders(tmp_path, monkeypatch, output, is_given):
     folder = write_set(tmp_path / "set", some_lines(9))
-    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").mkdir(mode=0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     write, seen = run._write, []
 
     def write_and_look(options, inputs, folder, temporary):
-        seen.extend((folder.parent, oct(folder.parent.stat().st_mode & 0o777)))
+        seen.extend([temporary, folder] if "://" in output else [temporary])
+        assert all(one.stat().st_mode & 0o777 == 0o700 for one in seen)
         return write(options, inputs, folder, temporary)
 
     monkeypatch.setattr(run, "_write", write_and_look)
-    partition(PartitionOptions(str(folder), 2, output_dir="memory://private-out"))
-    assert seen[0].parent == tmp_path / "tmp"
-    assert seen[1] == "0o700"
-    assert list((tmp_path / "tmp").iterdir()) == []
+    target = output if "://" in output else str(tmp_path / output)
+    temporary = str(tmp_path / "tmp") if is_given else None
+    partition(PartitionOptions(str(folder), 2, output_dir=target, tmp_dir=temporary))
+    assert seen
+    assert is_given or "://" not in output or seen[0].parent.parent == tmp_path / "tmp"
+    assert not [*(tmp_path / "tmp").iterdir()]
+    if "://" in output:
+        fsspec.filesystem("memory").rm("/private-out", recursive=True)
 
 
 def test_a_dry_run_counts_and_writes_nothing(tmp_path):
@@ -644,8 +652,6 @@ def test_the_command_starts_without_importing_torch():
 
 
 def test_the_memory_filesystem_of_fsspec_works_as_input_and_output(tmp_path):
-    import fsspec
-
     lines = some_lines(100)
     store = fsspec.filesystem("memory")
     store.put(str(write_set(tmp_path, lines)), "/partition-in", recursive=True)
