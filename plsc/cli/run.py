@@ -10,6 +10,7 @@ from plsc.config import Options
 from plsc.config.text import render_options
 from plsc.errors import OptionError
 from plsc.names import PROTOCOLS
+from plsc.storage.publish import replacing
 
 
 def _entry(options: Options) -> Any:
@@ -63,7 +64,7 @@ def _write_prediction(path: Path, prediction: Any) -> None:
     import numpy as np
 
     optional = {"ids": prediction.ids, "probs": prediction.probs}
-    with path.open("wb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             embeddings=prediction.embeddings,

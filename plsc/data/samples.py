@@ -20,6 +20,7 @@ from plsc.data.workers import Stopped
 from plsc.errors import DataError, add_note
 from plsc.inputs import Input, as_input, stack_inputs
 from plsc.seeds import hash_key
+from plsc.storage.regular import open_regular, read_regular
 
 Request = tuple[int, np.ndarray]
 """The epoch, and the sample indices of one batch."""
@@ -233,8 +234,8 @@ class BadSampleList:
         if not lines:
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(lines)
+            with open_regular(self.path, mode="ab") as file:
+                file.write("".join(lines).encode())
         except OSError as error:
             raise DataError(f"cannot write {self.path}: {error.strerror}") from error
 
@@ -244,8 +245,7 @@ class BadSampleList:
 
     def _lines_before(self) -> list[str]:
         try:
-            if self.path.stat().st_size > _UNREADABLE_LIST:
-                return []
-            return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            data = read_regular(self.path, _UNREADABLE_LIST, self.path.parent)
+            return data.decode(errors="replace").splitlines()
         except OSError:
             return []

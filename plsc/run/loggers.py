@@ -20,10 +20,12 @@ from PIL import Image
 
 from plsc.errors import OptionError
 from plsc.storage.publish import replacing
+from plsc.storage.regular import open_regular, read_regular
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
 CSV_NAME = "metrics.csv"
+_MOST_BYTES = 2**34  # of a file that a run continues
 
 
 @runtime_checkable
@@ -86,12 +88,12 @@ class JsonLines:
     def __init__(self, folder: Path, step: int, *_: Any) -> None:
         self.path = folder / METRICS_NAME
         _drop_later_lines(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = open_regular(self.path, mode="ab")
         self._has_loss = False
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write a line."""
-        self._file.write(json.dumps(entry) + "\n")
+        self._file.write(f"{json.dumps(entry)}\n".encode())
         self._file.flush()
         self._has_loss |= entry.get("mean_loss") is not None
         if "loss_epoch" in entry and self._has_loss:
@@ -141,9 +143,7 @@ class Csv:
 
     def _read(self) -> list[dict[str, str]]:
         """Return the rows of the file, without incomplete ones."""
-        if not self.path.exists():
-            return []
-        text = self.path.read_text(encoding="utf-8", errors="replace")
+        text = _read_earlier(self.path)
         reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
         self._columns = list(dict.fromkeys([*(reader.fieldnames or []), *self._columns]))
         return [row for row in reader if (row.get("step") or "").isdecimal() and None not in row.values()]
@@ -304,12 +304,18 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, str | int | float]:
     }
 
 
+def _read_earlier(path: Path) -> str:
+    """Return the text of a regular file in its folder, not of a link; empty if there is none."""
+    try:
+        return read_regular(path, _MOST_BYTES, path.parent).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def _drop_later_lines(path: Path, step: int) -> None:
     """Remove lines that an earlier attempt wrote after `step`, and incomplete lines."""
-    if not path.exists():
-        return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in _read_earlier(path).splitlines():
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):

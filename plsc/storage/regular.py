@@ -27,10 +27,15 @@ def open_regular(
 ) -> Any:
     """Open a regular file to be read in binary; OSError, with the reason in `strerror`, if it is refused.
 
-    folder: its folder; None if the user named the file. size: the bytes that it must have. mode: or ``r+b``.
+    folder: its folder; None if the user named the file. size: the bytes that it must have. mode: or ``r+b``,
+    or ``ab``, which may create the file and refuses a link.
     """
-    try:  # Without O_NONBLOCK, opening a named pipe would block.
-        file = open(path, mode, buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+
+    def open_flags(name: str, flags: int) -> int:  # without O_NONBLOCK, opening a named pipe would block
+        return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW * bool(flags & os.O_CREAT), 0o666)
+
+    try:
+        file = open(path, mode, buffering, opener=open_flags)  # noqa: SIM115
     except ValueError as error:  # a zero byte, or characters that no file name can have
         raise OSError(errno.EINVAL, str(error), repr(path)) from error
     status, reason = os.fstat(file.fileno()), ""

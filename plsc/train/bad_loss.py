@@ -18,6 +18,7 @@ from plsc.inputs import Input
 from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.run.position import Position
+from plsc.storage.publish import replacing
 from plsc.train.watch.layers import tensors_of
 
 BAD_BATCH_NAME = "bad_batch.json"
@@ -99,12 +100,14 @@ def stop_at_bad_loss(
             "step": step, "loss": str(loss), "lr": rate, "layer": name, "ranks": ranks,
             "bad_samples": bad, "samples": everywhere,
         }  # fmt: skip
-        (folder / BAD_BATCH_NAME).write_text(json.dumps(report, indent=1), encoding="utf-8")
+        with replacing(folder / BAD_BATCH_NAME) as temporary:
+            temporary.write_text(json.dumps(report, indent=1), encoding="utf-8")
     if world.rank == ranks[0]:
         images = batch.final_images()
         tensors = images if isinstance(images, dict) else {"images": images}
         saved = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file({**saved, "labels": batch.labels}, folder / BAD_IMAGES_NAME)
+        with replacing(folder / BAD_IMAGES_NAME) as temporary:
+            save_file({**saved, "labels": batch.labels}, temporary)
     world.barrier()  # the launcher ends all ranks when one fails
     of = f" (rank {', '.join(map(str, ranks))})" if world.size > 1 else ""
     where = f"the first layer with a nan or inf: {name}{of}{note}"

@@ -25,6 +25,7 @@ from plsc.run.callbacks import Callback, Context
 from plsc.run.loggers import LOGGERS, Logger
 from plsc.run.targets import HeldOutSet, Target
 from plsc.storage.publish import replacing
+from plsc.storage.regular import check_inside
 
 PICTURES = "pictures"  # folder of pictures, in the folder of the run
 _RUN_ID = re.compile(r"[\w-]{1,128}")
@@ -257,6 +258,7 @@ class Pictures(Callback):
 def _picture_path(context: Context, name: str) -> Path:
     folder = context.folder / PICTURES
     folder.mkdir(exist_ok=True)
+    check_inside(folder, context.folder)
     return folder / name
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +21,9 @@ from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
 from plsc.checkpoint.classes.plan import read_class_list
 from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.cli import main
+from plsc.cli import run as command
 from plsc.data.pairs import read_pairs, write_pairs
+from plsc.data.samples import BadSample, BadSampleList
 from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.columns import read_label_map
 from plsc.data.sources.image_folders import open_images
@@ -29,6 +33,7 @@ from plsc.evaluate.pair_lists import read_pair_list
 from plsc.evaluate.template_files import read_protocol
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
+from plsc.run.loggers import Csv, JsonLines
 from plsc.storage.regular import open_regular, read_regular
 from tests.unit.data.test_opening import make_lmdb
 from tests.unit.evaluate.test_template_files import FILES
@@ -429,3 +434,41 @@ def test_folders_nested_deeper_than_python_recurses_are_read(tmp_path):
         assert len(open_source(tmp_path / "data", class_depth=1)) == 2
     finally:
         sys.setrecursionlimit(before)
+
+
+def _write_prediction(folder):
+    values = np.zeros((1, 2), np.float32)
+    prediction = {
+        "embeddings": values,
+        "names": ["a"],
+        "labels": [0],
+        "ids": None,
+        "probs": None,
+        "layers": {},
+    }
+    command._write_prediction(folder / "out", SimpleNamespace(**prediction))
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe"])
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("out", _write_prediction),
+        ("metrics.jsonl", lambda folder: JsonLines(folder, 0).write({"step": 1})),
+        ("metrics.csv", lambda folder: Csv(folder, 0).write({"step": 1, "loss": 1.0})),
+        ("bad_samples.txt", lambda folder: BadSampleList(folder).add([BadSample("missing", "a.jpg")])),
+    ],
+)
+def test_an_output_is_never_written_through_a_link_or_into_a_pipe(tmp_path, name, write, kind):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "outside").write_text('{"step": 0}\n')
+    place = tmp_path / "run" / name
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to(
+        tmp_path / ("outside" if kind == "link" else "missing")
+    )
+    with contextlib.suppress(PlscError, OSError):
+        write(tmp_path / "run")
+        assert place.is_file()
+        assert not place.is_symlink()
+    assert (tmp_path / "outside").read_text() == '{"step": 0}\n'
+    assert not (tmp_path / "missing").exists()
