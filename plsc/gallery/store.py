@@ -118,7 +118,7 @@ class Store:
         size: D, values per vector; by default that of the entries.
 
     Raises:
-        DataError: the file is damaged, is no such file, or is in use.
+        DataError: the file is damaged, is no such file, is of another user, or is in use.
         CheckpointError: it has entries of another network.
     """
 
@@ -129,7 +129,10 @@ class Store:
             # A journal of another database deletes any file that it names. Stores use a write-ahead log.
             if os.path.lexists(f"{path}-journal"):
                 raise DataError(f"{path}-journal exists, which plsc does not leave; remove it")
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # readable by its owner only
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))  # only for its owner
+            for file in (path, Path(f"{path}-wal")):
+                if os.path.lexists(file) and file.lstat().st_uid not in (os.geteuid(), 0):
+                    raise DataError(f"{file} belongs to another user, who could read all entries; copy it")
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
             try:
                 self._open()

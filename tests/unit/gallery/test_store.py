@@ -243,6 +243,22 @@ def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path):
     assert other.exists()
 
 
+@pytest.mark.parametrize("kind", ["s.sqlite", "s.sqlite-wal", "link"])
+def test_a_file_that_another_user_prepared_and_a_link_are_refused(tmp_path, kind):
+    prepared = tmp_path / ("other" if kind == "link" else kind)
+    if kind == "link":
+        (tmp_path / "s.sqlite").symlink_to(prepared)
+    else:
+        prepared.touch()
+        try:
+            os.chown(prepared, 12345, 12345)
+        except PermissionError:
+            pytest.skip("only root can make a file of another user")
+    with pytest.raises(DataError, match=r"another user|link"):
+        Store(tmp_path / "s.sqlite", "m1", SIZE)
+    assert not prepared.exists() if kind == "link" else not prepared.stat().st_size
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o640])
 def test_copies_keep_the_permissions_and_entries_with_names_are_private(tmp_path, mode):
     def modes(name):
