@@ -195,7 +195,8 @@ class Exporter:
                     logger.info(capacity.summary())
             add_metadata(temporary, about)
             write_about(temporary, about)
-            write_card(temporary, about, self.checkpoint[1], measured, self.conversion.reports)
+            reports, data = self.conversion.reports, self.config.data
+            write_card(temporary, about, self.checkpoint[1], measured, reports, data)
             if self.conversion.layout == "triton":
                 write_triton_config(temporary, about, max(BATCHES))
 

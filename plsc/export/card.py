@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.shard_file import checksum
-from plsc.errors import DataError
+from plsc.config.data import DataOptions
+from plsc.errors import DataError, printable
 from plsc.evaluate.report import Section, lines_of
 from plsc.export.folder import DIVISORS, WEIGHTS_NAME, describe_file, write_tensors
 from plsc.storage.regular import read_regular
@@ -28,6 +29,7 @@ from plsc.storage.urls import base_name, shown
 _MOST_BYTES = 2**24  # of a report or a licence
 _TASK = "image-feature-extraction"  # of the Hub
 _FOLDERS = re.compile(r"(\w+:/)?/\S*/(?=\S)")  # of absolute paths and URLs
+_MARKS = re.compile(r"[\\|<\[`]")  # of Markdown
 _LICENCES = {"README.md": r"\A---\n(?:(?!---).*\n)*?license: *(\S.*)", "LICENSE": r"(\S.*)"}
 
 
@@ -70,12 +72,14 @@ def _as_text(values: dict[str, Any]) -> dict[str, str]:
 
 
 def write_card(
-    folder: Path, about: dict[str, Any], manifest: Manifest, measured: list[Section], reports: Sequence[str]
-) -> None:
+    folder: Path, about: dict[str, Any], manifest: Manifest, measured: list[Section], reports: Sequence[str],
+    data: DataOptions,
+) -> None:  # fmt: skip
     """Write README.md and config.json of an export.
 
     about: the contents of model.json. manifest: of the checkpoint. measured: the results of the export.
-    reports: folders of ``plsc test``. Raises DataError if one has no report, or that of other weights.
+    reports: folders of ``plsc test``. data: options of the user; licences are read only in their datasets.
+    Raises DataError if a folder has no report, or that of other weights.
     """
     network, known = about["options"]["model"]["name"], facts(about, of_graph="graph" in about)
     config = {"model_type": "plsc", "architectures": [network], **known}
@@ -95,7 +99,7 @@ def write_card(
         *(f"# {network}: embeddings of {known['embedding_size']} values", ""),
         *(f"Written by plsc {about['plsc']} from step {about['step']:,} of a run. Input and output:", ""),
         *("| | |", "|---|---|", *(f"| {name} | {one} |" for name, one in _as_text(known).items()), ""),
-        *("## Training data", "", *_training_data(manifest), ""),
+        *("## Training data", "", *_training_data(manifest, data), ""),
         *("## Results", "", results, ""),
         *("## Limits", "", *limits, ""),
     ]
@@ -132,16 +136,19 @@ def _indexed(section: Section) -> dict[str, Any]:
     return {"task": task, "dataset": {"type": section.title, "name": section.title}, "metrics": metrics}
 
 
-def _training_data(manifest: Manifest) -> list[str]:
-    """Return a table of the datasets that the checkpoint names, with their licences."""
+def _training_data(manifest: Manifest, given: DataOptions) -> list[str]:
+    """Return a table of the datasets that the checkpoint names, with the licences of those that are given."""
     data = manifest.options.get("data") or {}
+    own = {Path(one).absolute() for one in (given.dataset_dir, *(one["path"] for one in given.datasets))}
     places = {one["name"]: one["path"] for one in data.get("datasets") or ()}
     rows = ["| dataset | images | classes | licence |", "|---|---:|---:|---|"]
     for name, head in manifest.heads.items():
         place = str(places.get(name, data.get("dataset_dir") or "not recorded"))
         images = "not recorded" if head.num_samples is None else f"{head.num_samples:,}"
-        cells = base_name(shown(place)), images, f"{head.class_num:,}", _licence(Path(place))
-        rows.append(f"| {' | '.join(cells)} |")
+        licence = _licence(Path(place)) if Path(place).absolute() in own else "not recorded"
+        cells = base_name(shown(place)), images, f"{head.class_num:,}", licence
+        line = " | ".join(_MARKS.sub(r"\\\g<0>", printable(cell)) for cell in cells)
+        rows.append(f"| {line} |")
     return rows
 
 

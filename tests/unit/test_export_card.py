@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from plsc.cli import main
 from plsc.data.pairs import read_pairs
 from plsc.errors import CheckpointError, OptionError
 from plsc.evaluate.verification import verify
@@ -94,6 +95,22 @@ def test_the_licence_may_be_in_a_file_of_its_own(trained, tmp_path):
         (trained[0] / "LICENSE").unlink()
         readme.rename(trained[0] / "README.md")
     assert "| faces | 24 | 3 | MIT License |" in (folder / "README.md").read_text()
+
+
+def test_the_licence_of_a_folder_that_only_the_checkpoint_names_is_not_read(trained, tmp_path):
+    assert main(["export", str(trained[1] / "0"), str(tmp_path / "model"), "--graph", "none", "--quiet"]) == 0
+    assert "| faces | 24 | 3 | not recorded |" in (tmp_path / "model/README.md").read_text()
+
+
+def test_a_licence_is_one_cell_of_the_table(trained, tmp_path):
+    readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
+    (trained[0] / "LICENSE").write_text("a | <b> | [c](d)\x1b\n")
+    try:
+        folder = converted(trained, tmp_path / "model", graph="none")
+    finally:
+        (trained[0] / "LICENSE").unlink()
+        readme.rename(trained[0] / "README.md")
+    assert r"| faces | 24 | 3 | a \| \<b> \| \[c](d)\\x1b |" in (folder / "README.md").read_text()
 
 
 def test_a_report_of_other_weights_is_refused(trained, tmp_path):
