@@ -139,7 +139,7 @@ def read_file_list(
                     continue
                 place = located(name, data_dir, allowed, listing)
                 path = _below(data_dir, place)
-                if not place.startswith("/") and not is_url(path):
+                if folder_of(path, data_dir):
                     check_inside(path, data_dir)
             except DataError as error:
                 raise error.at(f"{shown(listing)}:{number}") from error
@@ -174,15 +174,24 @@ def ranked(names: Collection[str]) -> tuple[list[str], dict[str, int]]:
     return [*kept.values()], {name: ranks[name_key(name)] for name in names}
 
 
+def folder_of(location: str, data_dir: str) -> str | None:
+    """Return the folder that links of a listed file must not leave: `data_dir`; None for others and URLs."""
+    folder = local_path(data_dir)
+    return folder if location.startswith(join(folder, "")) and not is_url(folder) else None
+
+
 def _below(folder: str, name: str) -> str:
     return name if is_url(name) else posixpath.join(folder, name)
 
 
 class Shards:
-    """Many files, of which the 64 last used are open. Thread-safe and picklable."""
+    """Many files, of which the 64 last used are open. Thread-safe and picklable.
 
-    def __init__(self, locations: Sequence[str]) -> None:
-        self.locations = list(locations)
+    data_dir: folder of the list that names the files, as of `folder_of`.
+    """
+
+    def __init__(self, locations: Sequence[str], data_dir: str | None = None) -> None:
+        self.locations, self._data_dir = list(locations), data_dir
         self._open: OrderedDict[int, Bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -191,7 +200,9 @@ class Shards:
         with self._lock:
             found = self._open.get(shard)
             if found is None:
-                found = self._open[shard] = open_bytes(self.locations[shard])
+                location, data_dir = self.locations[shard], self._data_dir
+                folder = None if data_dir is None else folder_of(location, data_dir)
+                found = self._open[shard] = open_bytes(location, folder)
                 if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
                     self._open.popitem(last=False)
             else:
@@ -220,10 +231,10 @@ class Shards:
             yield from read_ranges(numbers, offsets[some], lengths[some])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"locations": self.locations}
+        return {"locations": self.locations, "data_dir": self._data_dir}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["locations"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
 
 class PathTable:

@@ -33,9 +33,9 @@ class Bytes(Protocol):
         ...
 
 
-def open_bytes(location: str | Path) -> Bytes:
-    """Open a local file or fsspec URL; DataError if it is missing or not a regular file."""
-    return RemoteBytes(str(location)) if is_url(location) else LocalBytes(location)
+def open_bytes(location: str | Path, folder: AnyPath | None = None) -> Bytes:
+    """Open a local file (as `open_regular`) or fsspec URL; DataError if it is missing or refused."""
+    return RemoteBytes(str(location)) if is_url(location) else LocalBytes(location, folder)
 
 
 class LocalBytes:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from plsc.data.files import read_file_list
+from plsc.data.files import folder_of, read_file_list
 from plsc.data.lines import Buffers, LineReader, Lines, Stream, is_base64
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
@@ -34,10 +34,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Input:
-    """An input file, and its fingerprint at the time it was listed."""
+    """An input file, its fingerprint at the time it was listed, and its folder, as of `folder_of`."""
 
     location: str
     fingerprint: Fingerprint
+    folder: str | None
 
     @property
     def size(self) -> int:
@@ -82,7 +83,7 @@ class Input:
         if is_url(self.location):
             raw: Any = stack.enter_context(streamed(self.location))
         else:
-            raw = stack.enter_context(open_regular(self.location, buffering=0))
+            raw = stack.enter_context(open_regular(self.location, self.folder, buffering=0))
         if self.compression == "gzip":
             return stack.enter_context(gzip.GzipFile(fileobj=raw))
         if self.compression == "zstd":
@@ -124,7 +125,7 @@ def list_inputs(data_dir: str, file_list: str, allowed: Sequence[str] = ()) -> l
     A file that is listed under two names is also an error.
     """
     locations = read_file_list(data_dir, file_list, allowed=allowed)
-    inputs = [Input(location, fingerprint_of(location)) for location in locations]
+    inputs = [Input(one, fingerprint_of(one), folder_of(one, data_dir)) for one in locations]
     seen: dict[tuple[int, int], Input] = {}
     for one in inputs:
         if is_url(one.location):

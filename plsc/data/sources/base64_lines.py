@@ -52,7 +52,7 @@ class Base64Source(IndexedSource):
                     f"{shown(location)} is compressed and has no random access; decompress it, or run "
                     "plsc data partition, which reads it and writes plain parts"
                 )
-        self._files = Shards(self.locations)
+        self._files = Shards(self.locations, str(data_dir))
         index = load_or_build(self.locations, KIND, self._build)
         self._offsets, self._lengths = index["offsets"], index["lengths"]
         self._labels, self._lines = index["labels"], index["lines"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.cli import main
 from plsc.cli import run as command
 from plsc.data.pairs import read_pairs, write_pairs
+from plsc.data.partition.inputs import list_inputs
 from plsc.data.samples import BadSample, BadSampleList
 from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.columns import read_label_map
@@ -434,6 +436,20 @@ def test_folders_nested_deeper_than_python_recurses_are_read(tmp_path):
         assert len(open_source(tmp_path / "data", class_depth=1)) == 2
     finally:
         sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize("command", ["read", "partition"])
+def test_a_file_that_becomes_a_link_after_the_list_was_checked_is_refused(tmp_path, command):
+    part = tmp_path / "data/part.txt"
+    part.parent.mkdir()
+    part.write_bytes(base64.b64encode(b"image") + b"\t0\n")
+    (part.parent / "file_list.txt").write_text("part.txt\n")
+    source = pickle.dumps(open_source(part.parent))  # a worker opens the files again
+    (listed,) = list_inputs(str(part.parent), "file_list.txt")
+    part.rename(tmp_path / "outside")
+    part.symlink_to(tmp_path / "outside")
+    with pytest.raises(DataError, match="link"), contextlib.ExitStack() as stack:
+        pickle.loads(source)[0] if command == "read" else stack.enter_context(listed.open())
 
 
 def _write_prediction(folder):
