@@ -55,6 +55,7 @@ PILLOW_FORMATS = tuple(_SUFFIXES)
 IMAGE_SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 # Each scan of a progressive JPEG processes the whole image: a small file could take hours.
 MAX_SCANS = 200
+_USUAL_SCANS = 16  # of the largest photo
 _USUAL_HEADERS = 4096  # bytes in which the frame header is searched
 _MOST_NORMALISED = 64.0
 _SMALL = 2**14  # a smaller file cannot have enough scans to matter
@@ -172,14 +173,17 @@ def decode_whole(data: Image) -> torch.Tensor:
 def count_pixels(data: bytes, most: int, allows_slow: bool = True) -> int:
     """Return the number of pixels of an encoded image, from its header; raise DataError if over ``most``.
 
-    allows_slow: accept what Pillow decodes in Python, for minutes if it is large: a PPM of maximum 254, say.
+    allows_slow: accept what takes long to decode: a JPEG of many scans, each of which has all pixels, and what
+    Pillow decodes in Python, such as a PPM of maximum 254.
     """
     with _decoding(data), _open(data) as picture:
         (width, height), decoders = picture.size, {tile[0] for tile in picture.tile}
-    if not allows_slow and decoders & PillowImage.DECODERS.keys():
-        raise DataError(f"the image is a {picture.format} that takes long to decode; send JPEG or PNG")
+    scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 1
+    is_slow = decoders & PillowImage.DECODERS.keys() or scans * width * height > _USUAL_SCANS * most
     if width * height > most:
         raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}; shrink it")
+    if is_slow and not allows_slow:
+        raise DataError(f"the image is a {picture.format} that takes long to decode; save it again")
     return width * height
 
 

@@ -273,6 +273,8 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
             raise ValueError(f"it has more than {_MOST_COMMAS} commas")
         fields = json.loads(body)
         texts = [fields.pop("image")] if count == 1 else fields.pop("images")
+        if not isinstance(texts, list):  # a long string would be millions of texts
+            raise ValueError("the images are not a list")
         name = fields.get("name")
         images = [decode_base64(text.encode(), pads=True) for text in texts]
         return images, name if name is None or isinstance(name, str) else ""

@@ -32,7 +32,8 @@ MOST_FOUND = 100
 # BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory. AVIF: its header may understate the
 # size of what is decoded.
 _SLOW = (b"BM", b"II", b"MM")
-_MOST_PROFILES = 8  # of a PNG: each may have 1 MB, of which Pillow does not count the sum
+# Chunks of a PNG: each may have 1 MB, of which Pillow does not count the sum, as of texts that it drops.
+_COMPRESSED, _MOST_CHUNKS = (b"iCCP", b"iTXt", b"zTXt"), 8
 # Few images at a time bound the memory; the other threads are those of images that exceeded the timeout.
 _DECODED, _THREADS = 2, 8
 _QUALITY = 90
@@ -180,8 +181,8 @@ class Service:
     def _decode(self, data: bytes) -> np.ndarray:
         if data[:2] in _SLOW or data[4:8] == b"ftyp":
             raise DataError("the image is BMP, TIFF, AVIF or HEIC, which can take long to decode; send JPEG")
-        if data.startswith(b"\x89PNG") and data.count(b"iCCP") > _MOST_PROFILES:
-            raise DataError(f"the image has more than {_MOST_PROFILES} colour profiles; save it again")
+        if data.startswith(b"\x89PNG") and sum(map(data.count, _COMPRESSED)) > _MOST_CHUNKS:
+            raise DataError(f"the image has more than {_MOST_CHUNKS} profiles and texts; save it again")
         pixels, most = self._empty(), self.options.max_pixels
         if pixels[..., 0].size > most or not decode_jpeg_of_size(data, pixels):
             count_pixels(data, most, allows_slow=False)

@@ -242,6 +242,7 @@ HOSTILE = {
     "json not base64": ("/embed", b'{"image": "???"}', JSON),
     "json bytes not utf-8": ("/embed", b'{"image": "\xff\xfe"}', JSON),
     "json number": ("/compare", b'{"images": 7}', JSON),
+    "images are a string": ("/compare", b'{"images": "AAAA"}', JSON),
     "one image to compare": ("/compare", b'{"images": ["AAAA"]}', JSON),
     "many images": ("/compare", json.dumps({"images": ["AAAA"] * 1000}).encode(), JSON),
     "form without boundary": ("/embed", b"x", {"Content_Type": "multipart/form-data"}),
@@ -275,6 +276,8 @@ def test_a_hostile_body_gets_a_4xx_with_a_reason(name, server):
         ("/embed", b'{"image": ""}', "empty"),
         ("/compare", b'{"images": ["AAAA", ""]}', "empty"),
         ("/compare", b'{"images": ["AAAA"]}', "has 1 images; expected 2"),
+        ("/compare", b'{"images": "  "}', "not a list"),
+        ("/compare", b'{"images": {"AAAA": 1, "AAAB": 1}}', "not a list"),
         ("/embed", b'{"image": "A"}', "base64 digit"),
         ("/embed", b'{"image": "AA\\tAA"}', "base64 digit"),
         ("/embed", b'{"image": "data:image/png,AAAA"}', "base64 digit"),
@@ -335,6 +338,26 @@ def test_metadata_of_a_png_counts_towards_its_size(kind, most, server):
     for count, status in ((1, 200), (most, 400)):
         more = [(kind.encode(), start % number + text) for number in range(count)]
         assert ask(server, "POST", "/embed", png(16, 16, more))[0] == status
+
+
+@pytest.mark.parametrize(
+    "chunk", [(b"iTXt", b"k\0\1\0\0\0" + zlib.compress(b"\xff" * 9)), (b"zTXt", b"\0\0")]
+)
+def test_texts_of_a_png_that_pillow_drops_count_too(chunk, server):
+    for count, status in ((8, 200), (9, 400)):
+        assert ask(server, "POST", "/embed", png(16, 16, [chunk] * count))[0] == status
+
+
+def test_scans_of_a_jpeg_count_towards_its_size(folder, images, tmp_path):
+    file = io.BytesIO()
+    Image.open(io.BytesIO(images[0])).resize((40, 40)).save(file, "JPEG", progressive=True)
+    photo = file.getvalue()
+    scan = photo[photo.rindex(b"\xff\xda") : -2]
+    with serving(folder / "model", tmp_path / "s.sqlite", "--max_pixels", "1600") as server:
+        assert ask(server, "POST", "/embed", photo)[0] == 200
+        status, answer = ask(server, "POST", "/embed", photo[:-2] + scan * 10 + photo[-2:])
+    assert status == 400
+    assert "long" in answer["detail"]
 
 
 def test_images_are_decoded_in_threads_and_one_that_takes_too_long_makes_room(
