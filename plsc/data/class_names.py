@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +107,7 @@ class ClassNames:
 
     def _keys(self) -> ClassNames:
         """Return the names as they are compared."""
-        if unicodedata.is_normalized("NFC", self.text.tobytes().decode("utf-8", "surrogateescape")):
+        if self.text.max(initial=0) < 128:
             return self
         return ClassNames.of([name_key(name.decode("utf-8", "surrogateescape")) for name in self._each()])
 

@@ -173,8 +173,8 @@ def decode_whole(data: Image) -> torch.Tensor:
 def count_pixels(data: bytes, most: int, allows_slow: bool = True) -> int:
     """Return the number of pixels of an encoded image, from its header; raise DataError if over ``most``.
 
-    allows_slow: accept what takes long to decode: a JPEG of many scans, each of which has all pixels, and what
-    Pillow decodes in Python, such as a PPM of maximum 254.
+    allows_slow: accept what takes long to decode: a JPEG of many scans, each of which has all pixels, and
+    what Pillow decodes in Python, such as a PPM of maximum 254.
     """
     with _decoding(data), _open(data) as picture:
         (width, height), decoders = picture.size, {tile[0] for tile in picture.tile}

@@ -27,6 +27,7 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
 _MOST_OPEN = 64
 _MAX_LINE_BYTES = 8192  # of a file_list.txt
+_LONG_NAME = 1024
 # Hidden names, and those that Windows, macOS, Android, file system checks and network drives add to folders.
 _HIDDEN = re.compile(
     r"\..*|__macosx|icon\r|network trash folder|temporary items|lost\+found|lost\.dir|found\.\d{3}"
@@ -158,8 +159,11 @@ def read_file_list(
 
 
 def name_key(name: str) -> str:
-    """Return a name as it is compared with others: composed (NFC), because macOS decomposes the same text."""
-    return name if name.isascii() else unicodedata.normalize("NFC", name)
+    """Return a name as it is compared with others: composed (NFC), because macOS decomposes the same text.
+
+    One of over 1024 characters is compared as written: composing it could take quadratic time.
+    """
+    return name if name.isascii() or len(name) > _LONG_NAME else unicodedata.normalize("NFC", name)
 
 
 def ranked(names: Collection[str]) -> tuple[list[str], dict[str, int]]:

@@ -18,7 +18,7 @@ import pyarrow.types as kinds
 
 from plsc.data.files import Shards, ranked, shard_files
 from plsc.data.sources.columns import IMAGE_COLUMNS, ColumnSource, LabelReader, choose_column, packed_names
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, check_name
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
 
@@ -97,8 +97,8 @@ class ParquetSource(ColumnSource):
                     f"the label column {self._label!r} is {kind}; expected integers or class names"
                 )
             self._names = _class_label_names(schema, self._label)
-        except OptionError as error:
-            raise OptionError(f"{self._groups.title(0)}: {error}") from error
+        except (DataError, OptionError) as error:
+            raise type(error)(f"{self._groups.title(0)}: {error}") from error
 
     def _read_labels(self, shard: int, labels: LabelReader) -> None:
         def place(position: int) -> str:
@@ -134,7 +134,7 @@ def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
     try:
         names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]["names"]
         is_named = kinds.is_integer(schema.field(column).type) and isinstance(names, list)
-        return names if is_named and len(ranked(names)[0]) == len(names) else []
+        return [*map(check_name, names)] if is_named and len(ranked(names)[0]) == len(names) else []
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return []
 

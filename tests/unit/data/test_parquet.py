@@ -89,6 +89,9 @@ def test_a_class_label_feature_names_the_integers(tmp_path):
     assert read(path, label_map=str(tmp_path / "map.json")) == [(i, n + 7) for i, n in EXPECTED]
     with pytest.raises(DataError, match=r"a\.parquet.* label 3"):
         ParquetSource(write_class_label(tmp_path / "a.parquet", ["z", "y", "x"]))
+    with pytest.raises(DataError, match=r"a\.parquet.* name .*control"):
+        ParquetSource(write_class_label(tmp_path / "a.parquet", ["z", "y", "x", "a\x1b[2J"]))
+    write_class_label(tmp_path / "a.parquet", ["z", "y", "x"])
     write_class_label(tmp_path / "b.parquet", ["z", "x", "y"])
     with pytest.raises(DataError, match=r"b\.parquet.*names"):
         ParquetSource(tmp_path)
