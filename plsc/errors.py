@@ -183,6 +183,7 @@ _QUERY = re.compile(r"(https?:/[^?]*\?|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
 _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{0,5})?(?:[/?#]|$)"
 # A user name; or user name and password, which may contain '/' and '@', up to the last '@' or to a '?'.
 _USER = re.compile(rf"({_SCHEME})(?!{_HOST})(?:[^@:/?#]*@|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
+_LONGEST_URL = 4096
 _USER_OF_CLIENT = re.compile(r"[^/@:'\"(=]*:.*@")
 
 
@@ -196,6 +197,8 @@ def shown(text: str, *, by_client: bool = False) -> str:
     def redact(word: re.Match[str]) -> str:
         if not by_client and ":/" not in word[0]:
             return word[0]
+        if len(word[0]) > _LONGEST_URL:  # the search takes quadratic time
+            return f"({len(word[0])} characters)"
         url = word[0].rstrip("'\")]}>,.;:")
         parts = [_USER.sub(r"\1", part) for part in _CHAIN.split(_QUERY.sub(r"\1***", url))]
         if by_client:

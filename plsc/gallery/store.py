@@ -225,6 +225,8 @@ class Store:
         # A view or a trigger could run for ever.
         if not is_new and (*version, schema) != (_APPLICATION, _VERSION, [_SCHEMA.strip(), _OF_SQLITE]):
             raise DataError(f"{self.path} is not a store of version {_VERSION}; choose another file")
+        if (problem := run("PRAGMA quick_check(1)").fetchone()[0]) != "ok":  # ids out of order, say
+            raise DataError(f"{self.path} is damaged ({problem}); choose another store")
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = FULL")
         run("PRAGMA secure_delete = ON")

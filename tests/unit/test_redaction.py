@@ -20,6 +20,7 @@ CASES = [
     ("s3://me:SE'C\"RE)T@bucket/x", "s3://bucket/x"),
     ("s3://me:SE::CRET@bucket/x", "s3://bucket/x"),
     ("s3:/me:SECRET@bucket/x", "s3:/bucket/x"),
+    (f"s3://me:{'SECRET://x:' * 10**5}@bucket/x", "(1100017 characters)"),
     ("https://me:SECRET@[::1]:80/x", "https://[::1]:80/x"),
     ("https://host/x?token=SECRET", "https://host/x?***"),
     ("https://host/x?SECRET", "https://host/x?***"),

@@ -148,6 +148,19 @@ def test_a_vector_without_norm_1_is_refused_and_zero_is_not(store, tmp_path, val
     opened.close()
 
 
+def test_ids_that_do_not_rise_are_refused(store, tmp_path):
+    store.write([New("a", vectors(1)[0], b"", 5), New("b", vectors(1)[0], b"", 6)])
+    store.close()
+    path = tmp_path / "s.sqlite"
+    data = bytearray(path.read_bytes())
+    place = data.rindex(b"a" + vectors(1)[0].tobytes()) - 8  # of the id, before the seven bytes of a header
+    assert data[place] == 5
+    data[place] = 9
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="out of order"):
+        Store(path, "m1", SIZE)
+
+
 def test_an_entry_with_an_id_below_1_or_without_a_time_is_refused(store, tmp_path):
     store.write(news(3))
     store._database.execute("UPDATE entries SET enrolled = 'yesterday' WHERE id = 2")
