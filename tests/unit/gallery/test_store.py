@@ -242,8 +242,10 @@ def test_a_store_with_another_schema_is_refused_and_nothing_of_it_runs(tmp_path,
         Store(tmp_path / "a.sqlite", "m1", SIZE)
 
 
-def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path):
-    path, other = tmp_path / "s.sqlite", tmp_path / "other.txt"
+@pytest.mark.parametrize("link", [None, "file", "folder"])
+def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path, link):
+    (tmp_path / "data").mkdir()
+    path, other = tmp_path / "data/s.sqlite", tmp_path / "other.txt"
     Store(path, "m1", SIZE).close()
     other.write_text("precious")
     name, magic = str(other).encode(), bytes.fromhex("d9d505f920a163d7")
@@ -251,6 +253,9 @@ def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path):
     header = (magic + struct.pack(">IIIII", 0, 1, pages, 512, 4096)).ljust(512, b"\0")
     ending = struct.pack(">I", 2**30 // 4096 + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
     Path(f"{path}-journal").write_bytes(header + ending)
+    if link:
+        (tmp_path / "link").symlink_to(path if link == "file" else path.parent)
+        path = tmp_path / "link" if link == "file" else tmp_path / "link/s.sqlite"
     with pytest.raises(DataError, match="-journal exists"):
         Store(path, "m1", SIZE)
     assert other.exists()
