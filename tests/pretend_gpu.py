@@ -1,0 +1,742 @@
+"""A pretend GPU: what a training step would do on a CUDA device, recorded without one.
+
+Tensors on "cuda" are PyTorch's fake tensors: shapes, strides and dtypes without values. Tensors on the CPU
+are real, so what the host computes is exact. Triton kernels are compiled ahead of time from the arguments of
+their launches, and not run. Recorded are: waits of the host for the device, copies that block, collectives,
+launches, bytes, and tensors of [B, C]. It knows neither values on the device nor time.
+
+Run as a program, in a process of its own because it patches torch: reads cases (JSON) from stdin, and writes
+a report (JSON) per line to stdout. `run_cases` does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+DIMENSION = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to run: one step of the head alone (network ""), or of a run with this network.
+
+    ranks: of the process group, of which this process is rank 0. batch: per rank. options: of the run, or of
+    the head alone (see `run_head`). plant: a fault that the checks must find.
+    """
+
+    name: str
+    network: str = ""
+    ranks: int = 1
+    batch: int = 128
+    classes: int = 100_000
+    options: dict[str, Any] = field(default_factory=dict)
+    architecture: int = 90
+    compiles: bool = False
+    plant: str = ""
+
+
+@dataclass
+class Report:
+    """What a step would do. waits: of the host for the device, by place. blocking: copies that wait.
+
+    pageable: asynchronous copies of more than 64 KiB from memory that is not page-locked, which CUDA copies
+    before it returns. collectives: name, device and shape of tensors. mixed: kernels with tensors not
+    on the device. huge: places that make a tensor of [B, C]. gigabytes: read and written by all
+    operations, as if nothing stayed in a cache. kernels: compiled ones. error: the traceback of a failure.
+    """
+
+    name: str = ""
+    waits: Counter[str] = field(default_factory=Counter)
+    blocking: Counter[str] = field(default_factory=Counter)
+    pageable: Counter[str] = field(default_factory=Counter)
+    collectives: list[tuple[str, list[str]]] = field(default_factory=list)
+    mixed: list[str] = field(default_factory=list)
+    huge: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def gigabytes(self) -> float:
+        return sum(self.bytes.values()) / 1e9
+
+
+def faults(report: Report, *, waits: int = 0, collectives: int = 4, launches: int = 1000) -> list[str]:
+    """Return what a step does that it must not do."""
+    found = [report.error] if report.error else []
+    if report.waits.total() > waits:
+        found.append(f"host waits: {dict(report.waits)}")
+    found += [f"blocking copy: {place}" for place in report.blocking]
+    found += [f"copy from pageable memory: {place}" for place in report.pageable]
+    found += [f"tensor of [B, C]: {place}" for place in report.huge]
+    found += [f"kernel: {text}" for text in report.mixed]
+    for name, tensors in report.collectives:
+        if any(not tensor.startswith("cuda") for tensor in tensors):
+            found.append(f"collective on the CPU: {name} {tensors}")
+    if len(report.collectives) > collectives:
+        found.append(f"{len(report.collectives)} collectives: {report.collectives}")
+    if report.launches.total() > launches:
+        found.append(f"{report.launches.total()} launches")
+    for kernel in report.kernels:
+        if kernel["stack"] or kernel["local"] or kernel["atomics"]:
+            found.append(f"kernel with spills or atomics: {kernel}")
+        if kernel["name"] in ("exponentials", "coefficients") and "v4.b32" not in kernel["loads"]:
+            found.append(f"kernel with scalar loads: {kernel}")
+    return found
+
+
+def unavailable() -> str:
+    """Return why the pretend GPU cannot run here, else an empty string."""
+    import torch
+
+    if torch.version.cuda is None or not sys.platform.startswith("linux"):
+        return "torch is no CUDA build for Linux"
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401
+
+        return "" if shutil.which("gcc") else "there is no gcc"
+    return "triton is not installed"
+
+
+def run_cases(cases: list[Case], folder: Path) -> dict[str, Report]:
+    """Run the cases in a new process and return their reports by name; folder: for the compiled driver."""
+    driver = folder / "libcuda.so.1"
+    if not driver.exists():
+        source = str(HERE / "pretend_driver.c")
+        subprocess.run(
+            ["gcc", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(driver), source],
+            check=True,
+        )
+        (folder / "libcuda.so").symlink_to(driver.name)  # Triton looks for the folder of the driver
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(driver),
+        "LD_LIBRARY_PATH": str(folder),
+        "TRITON_INTERPRET": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pretend_gpu"],
+        input=json.dumps([asdict(case) for case in cases]),
+        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    counters = {key for key, value in vars(Report()).items() if isinstance(value, Counter)}
+    return {
+        one["name"]: Report(
+            **{key: Counter(value) if key in counters else value for key, value in one.items()}
+        )
+        for one in found
+    }
+
+
+# What follows runs in the new process.
+
+_FREE = {
+    *(
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+    ),
+    *(
+        "detach",
+        "alias",
+        "as_strided",
+        "split",
+        "unbind",
+        "reshape",
+        "_reshape_alias",
+        "split_with_sizes",
+        "chunk",
+    ),
+    *(
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "lift_fresh",
+        "narrow",
+        "diagonal",
+    ),
+    *("device", "is_pinned"),
+}
+"""Operations without a kernel."""
+
+_ONLY_WRITE = {"fill_", "zero_", "new_zeros", "zeros_like", "zeros", "full", "new_full", "arange"}
+
+_UPDATED = {"update": ("weight", "state", "second_state", "steps")}
+"""Arguments that a Triton kernel both reads and writes."""
+
+_STAGED = 2**16  # bytes; smaller copies from pageable memory return at once
+
+
+class PretendGPU:
+    """Records what the process does with "cuda" in `modes`; `report` is of the time since `start`."""
+
+    def __init__(self) -> None:
+        self.report = Report()
+        self.architecture = 90
+        self.compiles = False
+        self.matrix = (0, 0)
+        self._compiled: dict[Any, Any] = {}
+        self._pinned: set[int] = set()
+
+    def start(self, case: Case) -> None:
+        self.report = Report(case.name)
+        self.architecture, self.compiles = case.architecture, case.compiles
+        self.matrix = (case.batch * case.ranks, -(-case.classes // case.ranks))
+
+    def _is_huge(self, tensor: Any) -> bool:
+        """Return whether it has a value per sample and class, of more classes than a tile has."""
+        shape = sorted(tensor.shape)
+        return shape == sorted(self.matrix) and tensor.numel() > 2**25
+
+    def place(self) -> str:
+        """Return the lines of plsc that are running, the innermost first."""
+        frames = [
+            f for f in traceback.extract_stack() if "/plsc/" in f.filename and "/tests/" not in f.filename
+        ]
+        lines = [f"{f.filename.rsplit('/plsc/', 1)[1]}:{f.lineno}" for f in frames[-3:]]
+        return " < ".join(reversed(lines))
+
+    def wait(self, what: str) -> None:
+        self.report.waits[f"{what} at {self.place()}"] += 1
+
+    def make_pinned(self, tensor: Any) -> Any:
+        self._pinned.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def modes(self) -> contextlib.ExitStack:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+        from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+        from torch.utils._pytree import tree_leaves
+
+        gpu = self
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                kwargs = dict(kwargs or {})
+                name = func._schema.name.split("::")[1]
+                inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                is_fake = any(isinstance(x, FakeTensor) for x in inputs)
+                device = kwargs.get("device")
+                if not is_fake and (device is None or torch.device(device).type == "cpu"):
+                    is_pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
+                    with _disable_current_modes():
+                        if name == "is_pinned":
+                            return inputs[0].untyped_storage()._cdata in gpu._pinned
+                        out = inputs[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
+                    return gpu.make_pinned(out) if is_pinned else out
+                if name.startswith(("_fused_", "_amp_")):
+                    gpu.report.mixed += [f"{name} on {x.device}" for x in inputs if x.device.type != "cuda"]
+                    gpu.report.launches[name] += 1
+                    return None
+                guess = gpu.guess(name, args, kwargs, inputs)
+                if guess is not None:
+                    return guess[0]
+                if name == "_to_copy" and not is_fake:  # values of the host are not known on the device
+                    x, dtype = inputs[0], kwargs.get("dtype") or inputs[0].dtype
+                    like = torch.empty_like(
+                        x, memory_format=kwargs.get("memory_format", torch.preserve_format)
+                    )
+                    out = torch.empty_strided(like.size(), like.stride(), dtype=dtype, device="cuda:0")
+                else:
+                    out = func(*args, **kwargs)
+                gpu.saw(
+                    name, args, kwargs, inputs, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+                )
+                return out
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(Recorder())
+        return stack
+
+    def guess(self, name: str, args: Any, kwargs: Any, inputs: list[Any]) -> tuple[Any] | None:
+        """Return a guess of a result that the host has to wait for, and record it; None: there is no wait."""
+        import torch
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        x = inputs[0] if inputs else None
+        if x is None or (x.device.type != "cuda" and name != "copy_"):
+            return None
+        if name == "_to_copy" and torch.device(kwargs.get("device", "cuda")).type == "cpu":
+            return (self._to_host(name, x, kwargs.get("dtype", x.dtype), kwargs.get("non_blocking", False)),)
+        if name == "copy_":
+            if x.device.type == "cuda" or inputs[1].device.type != "cuda":
+                return None
+            is_late = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            with _disable_current_modes():
+                is_pinned = x.untyped_storage()._cdata in self._pinned
+                x.zero_()
+            if not (is_late and is_pinned):
+                self.report.blocking[f"{name} to the host at {self.place()}"] += 1
+                self.wait(name)
+            return (x,)
+        if name == "_local_scalar_dense":
+            self.wait(name)
+            return (1.0 if x.is_floating_point() else 0 if x.dtype is torch.int64 else False,)
+        if name in ("is_nonzero", "equal"):
+            self.wait(name)
+            return (name == "equal",)
+        if name == "nonzero":
+            self.wait(name)
+            return (x.new_empty(x.numel(), x.ndim, dtype=torch.int64),)
+        if name in ("_unique2", "unique_dim", "unique_consecutive"):
+            self.wait(name)
+            places = x.new_empty(x.shape, dtype=torch.int64)
+            return ((x.new_empty(x.numel()), places, x.new_empty(x.numel(), dtype=torch.int64)),)
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            masks = [
+                index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)
+            ]
+            if not masks or (name != "index" and args[2].numel() == 1):
+                return None
+            self.wait(name)
+            if name != "index":
+                return (x,)
+            return (x.new_empty(masks[0].numel(), *x.shape[masks[0].ndim :]),)
+        return None
+
+    def _to_host(self, name: str, x: Any, dtype: Any, is_late: bool) -> Any:
+        import torch
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        if not is_late:
+            self.report.blocking[f"{name} to the host at {self.place()}"] += 1
+            self.wait(name)
+        with _disable_current_modes():
+            return torch.zeros(x.shape, dtype=dtype)
+
+    def saw(self, name: str, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        """Count an operation."""
+        devices = {x.device.type for x in (*inputs, *outputs)}
+        if name in ("_to_copy", "copy_") and devices == {"cpu", "cuda"}:
+            source = inputs[-1]
+            is_late = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+            if not is_late:
+                self.report.blocking[f"{name} to the device at {self.place()}"] += 1
+            elif _bytes(source) > _STAGED and source.untyped_storage()._cdata not in self._pinned:
+                self.report.pageable[f"{name} of {_bytes(source)} bytes at {self.place()}"] += 1
+            return
+        if "cuda" not in devices or name in _FREE:
+            return
+        self.report.launches[name] += 1
+        if any(map(self._is_huge, outputs)):
+            self.report.huge[f"{name} at {self.place()}"] += 1
+        written = sum(map(_bytes, outputs))
+        read = written if name == "index" else 0 if name in _ONLY_WRITE else sum(map(_bytes, inputs))
+        self.report.bytes[name] += written + read
+
+    def launch(self, run: Any, kernel: Any, args: Any, grid: Any, options: Any) -> None:
+        """Compile a Triton kernel for the arguments of a launch, and count it."""
+        import torch
+        from triton.runtime.jit import MockTensor
+
+        class Argument(MockTensor):
+            """A tensor whose address is as well aligned as in a tensor at the start of its memory."""
+
+            def __init__(self, tensor: Any) -> None:
+                super().__init__(tensor.dtype, list(tensor.shape))
+                self.address = 4096 + tensor.storage_offset() * tensor.element_size()
+
+            def data_ptr(self) -> int:
+                return self.address
+
+        name = kernel.fn.__name__
+        tensors = {n: a for n, a in zip(kernel.arg_names, args, strict=False) if isinstance(a, torch.Tensor)}
+        self.report.launches[name] += 1
+        self.report.mixed += [f"{name} on {x.device}" for x in tensors.values() if x.device.type != "cuda"]
+        if any(map(self._is_huge, tensors.values())):
+            self.report.huge[f"{name} at {self.place()}"] += 1
+        for n, x in tensors.items():
+            rows = min(len(x), grid[0]) if x.ndim else 1
+            size = rows * _bytes(x) // max(1, len(x)) if x.ndim else x.element_size()
+            self.report.bytes[name] += size * (2 if n in _UPDATED.get(name, ()) else 1)
+        if not self.compiles:
+            return
+        values = [Argument(a) if isinstance(a, torch.Tensor) else a for a in args]
+        key = (
+            self.architecture,
+            name,
+            *((a.dtype, a.address % 16) if isinstance(a, Argument) else _kind(a) for a in values),
+            *sorted(options.items()),
+        )
+        if key not in self._compiled:
+            with _without_modes():
+                self._compiled[key] = run(kernel, *values, grid=grid, warmup=True, **options)
+        found = describe(name, self._compiled[key]) | {"architecture": self.architecture}
+        if found not in self.report.kernels:
+            self.report.kernels.append(found)
+
+
+def _kind(value: Any) -> Any:
+    """Return what Triton specialises a kernel on."""
+    return ("i", value % 16 == 0, value == 1) if type(value) is int else (type(value).__name__, None)
+
+
+def _without_modes() -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def _bytes(tensor: Any) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@functools.cache
+def _resources(cubin: bytes) -> tuple[int, ...]:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    assert found, text
+    return tuple(map(int, found.groups()))
+
+
+def describe(name: str, compiled: Any) -> dict[str, Any]:
+    """Return registers, spilled bytes, atomics and widths of loads of a compiled kernel."""
+    registers, stack, _, local = _resources(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    return {
+        "name": name,
+        "registers": registers,
+        "stack": stack,
+        "local": local,
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
+        "loads": " ".join(sorted(set(re.findall(r"ld\.global\.?([.\w]*)", ptx)))),
+    }
+
+
+def install(gpu: PretendGPU) -> None:
+    """Patch torch, torch.distributed and Triton for the rest of the process."""
+    import torch
+    import torch.distributed as dist
+    import torch.utils._foreach_utils
+    from torch._subclasses import fake_tensor
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    torch._C._ensureCUDADeviceGuardSet()
+    ctypes.CDLL(None).pretend_devices(8)
+    torch._C._set_only_lift_cpu_tensors(True)
+
+    class Anything:
+        """A stream or an event."""
+
+        cuda_stream = 0
+        device = torch.device("cuda", 0)
+
+        def __init__(self, *args: Any, **named: Any) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *a, **k: gpu.wait(name)) if name == "synchronize" else lambda *a, **k: None
+
+    cuda: Any = torch.cuda
+    null = contextlib.nullcontext
+    for name, value in {
+        **dict.fromkeys(("is_available", "is_bf16_supported"), True),
+        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
+        **dict.fromkeys(("is_initialized", "_is_in_bad_fork"), False),
+        **dict.fromkeys(
+            ("_lazy_init", "set_device", "manual_seed", "manual_seed_all", "set_rng_state"), None
+        ),
+        "device_count": 1,
+        "mem_get_info": (80 * 10**9, 80 * 10**9),
+    }.items():
+        setattr(cuda, name, lambda *a, value=value, **k: value)
+    cuda.get_device_capability = lambda device=None: divmod(gpu.architecture, 10)
+    cuda.get_device_name = lambda device=None: f"pretend sm_{gpu.architecture}"
+    cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
+    cuda.synchronize = lambda device=None: gpu.wait("synchronize")
+    cuda.device = cuda.stream = lambda device=None: null()
+    cuda.current_stream = cuda.Stream = cuda.Event = Anything
+    # The reference implementations of fake tensors ask the driver how to convolve.
+    torch._C._select_conv_backend = lambda *a, **k: torch._C._ConvBackend.Cudnn
+    torch._C._conv_determine_backend_memory_format = _memory_format
+    for name in ("init_gpu_context", "init_cuda_context"):
+        if hasattr(fake_tensor, name):
+            setattr(fake_tensor, name, lambda *a, **k: None)
+    torch.utils._foreach_utils._foreach_supported_types.append(fake_tensor.FakeTensor)
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+    def collective(name: str) -> Any:
+        class Done:
+            def wait(self) -> bool:
+                return True
+
+        def call(*args: Any, **named: Any) -> Any:
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            shapes = [f"{t.device.type}{list(t.shape)}" for t in tensors]
+            gpu.report.collectives.append((name, shapes))
+            return Done() if named.get("async_op") else None
+
+        return call
+
+    for name in (
+        *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"),
+        *(
+            "all_gather",
+            "all_gather_object",
+            "broadcast_object_list",
+            "barrier",
+            "reduce",
+            "scatter",
+            "gather",
+        ),
+    ):
+        setattr(dist, name, collective(name))
+
+    class NoDriver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", gpu.architecture, 32)
+
+    driver.set_active(NoDriver())
+    run = JITFunction.run
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        gpu.launch(run, kernel, args, grid, options)
+
+    JITFunction.run = launch
+
+
+def _memory_format(x: Any, weight: Any, backend: Any) -> Any:
+    import torch
+
+    last = torch.channels_last
+    is_last = x.is_contiguous(memory_format=last) or (
+        weight.is_contiguous(memory_format=last) and not weight.is_contiguous()
+    )
+    return last if is_last else torch.contiguous_format
+
+
+def _apply(module: Any, convert: Any, recurse: bool = True) -> Any:
+    """Replace `Module._apply`, which cannot put a fake tensor into a real parameter."""
+    import torch
+
+    for child in module.children():
+        child._apply(convert)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                value = convert(parameter.detach())
+            module._parameters[name] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = convert(buffer)
+    return module
+
+
+def _world(ranks: int) -> Any:
+    """Return rank 0 of a world of this many ranks, whose collectives do nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from plsc.parallel.world import World
+
+    world = World(0, ranks, 0, torch.device("cuda", 0))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if ranks == 1:
+        return world
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    group = dist.group.WORLD
+    return replace(world, backbone_group=group, head_group=group, control_group=group)
+
+
+def _plant(case: Case) -> Any:
+    """Return a patch that puts the fault of a case into the code."""
+    from unittest import mock
+
+    from plsc.heads import margins, sharded
+
+    if case.plant == "item":
+        observe = margins.Margin.observe
+        return mock.patch.object(
+            margins.Margin,
+            "observe",
+            lambda self, c, length: (length.sum().item(), observe(self, c, length))[1],
+        )
+    if case.plant == "cpu tensor":
+        total = sharded.sum_over_ranks
+        return mock.patch.object(sharded, "sum_over_ranks", lambda t, group: total(t.cpu(), group).to(t))
+    if case.plant == "unaligned tile":
+        from plsc.heads import kernels
+
+        for module in (kernels, sharded):
+            if hasattr(module, "tile_size"):
+                return mock.patch.object(module, "tile_size", return_value=21_845)
+    return contextlib.nullcontext()
+
+
+def run_head(case: Case, gpu: PretendGPU) -> None:
+    """Run a step of the head and its row optimizer as the training loop does."""
+    import torch
+
+    from plsc.heads import Execution, Sampling, ShardedHead, base, build_margin
+    from plsc.heads.optimizers import ROW_OPTIMIZERS
+
+    options = {"loss_type": "arcface", "products": "bfloat16", "parts": 1, "sample_ratio": 1.0, "hard": 0.0}
+    options |= {"row_dtype": "float32", "sub_centers": 1, "offload": False, "optimizer": "sgd", "tile": None}
+    options |= case.options
+    world = _world(case.ranks)
+    is_offloaded = options["offload"]
+
+    def rows(seed: int, start: int, stop: int, width: int, dtype: Any, norm: Any) -> Any:
+        shape = (stop - start, width + (4 if dtype is torch.int8 else 0))
+        return torch.empty(shape, dtype=dtype, device="cpu" if is_offloaded else "cuda:0")
+
+    base.initial_rows = rows
+    head = ShardedHead(
+        case.classes,
+        DIMENSION,
+        build_margin(options["loss_type"]),
+        centers=options["sub_centers"],
+        sampling=Sampling(options["sample_ratio"], hard=options["hard"]),
+        execution=Execution(options["products"], tile=options["tile"]),
+        row_dtype=options["row_dtype"],
+        offload=is_offloaded,
+        on_nonfinite="pass",
+        group=world.head_group,
+    ).to(torch.device("cuda", 0))
+    optimizer = ROW_OPTIMIZERS[options["optimizer"]](head)
+    generator = torch.Generator().manual_seed(0)
+    total = case.batch * case.ranks
+    for _ in range(2):  # the second step is as all others
+        gpu.start(case)
+        everyone = torch.randint(case.classes, (total,), generator=generator)
+        for part in everyone.tensor_split(options["parts"]):
+            mine = part[: len(part) // case.ranks]
+            known = {"all_labels": part} if "all_labels" in ShardedHead.forward.__code__.co_varnames else {}
+            x = torch.empty(len(mine), DIMENSION, device="cuda:0").requires_grad_()
+            labels = mine.to("cuda:0", non_blocking=True)
+            head(x, labels, sizes=[len(mine)] * case.ranks, **known).loss.backward()
+        optimizer.step()
+
+
+def run_step(case: Case, gpu: PretendGPU) -> None:
+    """Run a training step of a run, from the batch of the loader to the update, without the network's DDP."""
+    import torch
+
+    import plsc.run.build_network
+    from plsc.config import Options
+    from plsc.data.batch import Batch, copied_in_side_stream
+    from plsc.heads import base
+    from plsc.run.run import build_run
+    from plsc.run.user_parts import UserParts
+    from plsc.train.loop import StepStatus
+    from plsc.train.step import Step
+
+    world = _world(case.ranks)
+    base.initial_rows = lambda seed, start, stop, width, *others: torch.empty(
+        stop - start, width, device="cuda:0"
+    )
+    plsc.run.build_network.sum_gradients = lambda network, *others: network  # C++, which needs real tensors
+
+    class Images(torch.utils.data.Dataset[tuple[Any, int]]):
+        targets = tuple(index % case.classes for index in range(case.batch * case.ranks))
+
+        def __len__(self) -> int:
+            return len(self.targets)
+
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            return torch.zeros(3, 112, 112, dtype=torch.uint8), self.targets[index]
+
+    options = Options()
+    values = {
+        "runtime.device": "cuda",
+        "model.name": case.network,
+        "model.image_shape": (3, 112, 112),
+        "model.emb_size": DIMENSION,
+        "head.class_num": case.classes,
+        "train.batch_size": case.batch,
+        "train.with_test": False,
+        "train.epochs": 10,
+        **case.options,
+    }
+    for path, value in values.items():
+        options.set(path, value)
+    run = build_run(options.resolve(), world, UserParts(train_reader=Images()))
+    run.network.train()
+    step = Step(run)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        everyone = torch.randint(case.classes, (case.batch * case.ranks,), generator=generator)
+        images = torch.zeros((case.batch, 112, 112, 3), dtype=torch.uint8, pin_memory=True).permute(
+            0, 3, 1, 2
+        )
+        labels = everyone[: case.batch].pin_memory()
+        read = (batch for batch in [Batch(images, labels, [""] * case.batch)])
+        batch = next(copied_in_side_stream(read, world.device))
+        gpu.start(case)
+        sizes = [case.batch] * case.ranks
+        if "labels" in StepStatus.__dataclass_fields__:
+            status = StepStatus(0, False, False, False, sizes, everyone)
+            made = step.make(batch, status.sizes, False, status.labels)
+        else:
+            made = step.make(batch, sizes, False)
+        run.position.advance(made.is_skipped)
+
+
+def main() -> None:
+    """Run the cases of stdin."""
+    gpu = PretendGPU()
+    install(gpu)
+    for values in json.load(sys.stdin):
+        case = Case(**values)
+        with gpu.modes(), _plant(case):
+            try:
+                (run_step if case.network else run_head)(case, gpu)
+            except Exception:
+                gpu.report.name, gpu.report.error = case.name, traceback.format_exc()
+        print(json.dumps(vars(gpu.report)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
