@@ -15,8 +15,9 @@ costs a collective.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import datetime
 import inspect
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,28 +30,39 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from plsc.errors import OptionError, did_you_mean
+from plsc.errors import OptionError, TrainingError, did_you_mean
 from plsc.parallel.collectives import class_range, gather_rows, gather_sizes
 from plsc.parallel.world import World
 
 
-def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> nn.Module:
+def sum_gradients(
+    network: nn.Module, world: World, bucket_mb: float = 25.0, never_used: Collection[nn.Parameter] = ()
+) -> nn.Module:
     """Wrap a network in DDP so that backward() SUMS the gradients over the ranks.
 
-    bucket_mb: size of a gradient bucket in MiB.
+    A step in which this rank uses all parameters does not wait for the device.
+
+    bucket_mb: size of a gradient bucket in MiB. never_used: parameters without gradients; should one of
+    them get a gradient, `check_never_used` raises an error.
     """
     if world.size == 1:
         return network
-    if not any(p.requires_grad for p in network.parameters()):
-        _broadcast(network, world)
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    idle = {name: p for name, p in trained.items() if any(p is one for one in never_used)}
+    trained = {name: p for name, p in trained.items() if name not in idle}
+    _broadcast([*idle.values()] if trained else [*network.parameters(), *network.buffers()], world)
+    if not trained:
         return network
+    # In each step without one of its parameters, DDP waits to read which ones the other ranks used.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, list(idle))
+    _silence(world)
     # Buffers are synchronised before evaluation and saving instead of in each step. torch 2.15 renamed the
     # option.
     known = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {name: False}
     wrapped = DistributedDataParallel(
-        _Replica(network),
+        network,
         process_group=world.backbone_group,
         bucket_cap_mb=bucket_mb,
         # Saves a second copy of all gradients.
@@ -61,6 +73,7 @@ def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> 
         **options,
     )
     wrapped.register_comm_hook(world.backbone_group, _sum_bucket)
+    wrapped.idle = idle  # type: ignore[assignment]
     # DDP's backward finds the wrapper by a weak reference, of which Python has one per object. If only the
     # graph holds it, a garbage collection in another thread can clear it during backward, which then fails:
     # torch's traversal of the graph is not synchronised with the autograd engine.
@@ -88,26 +101,41 @@ def no_gradient_sync(forward: nn.Module) -> Iterator[None]:
             forward.set_requires_all_reduce(True)
 
 
-class _Replica(nn.Module):
-    """The network with an additional empty, unused parameter.
+def check_never_used(forward: nn.Module) -> None:
+    """Raise TrainingError if a parameter that the network used in no dry run has a gradient."""
+    for name, parameter in getattr(forward, "idle", {}).items():
+        if parameter.grad is not None:
+            raise TrainingError(
+                f"the network uses the parameter {name}, but it did not for blank images, so its gradient is "
+                "not summed over the ranks; use it in every step, such as with a factor of 0"
+            )
 
-    It avoids DDP's warning, on every rank, that find_unused_parameters found none.
-    """
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-        trained = next(p for p in network.parameters() if p.requires_grad)
-        self.never_used = nn.Parameter(trained.new_empty(0))
+class _WithPythonWarnings(torch.autograd.Function):
+    """Calls a function; its warnings in C++ become Python's, which can be ignored."""
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.network(*inputs)
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, call: Callable[[], None]) -> Tensor:
+        """Return an empty tensor."""
+        call()
+        return like.new_empty(0)
+
+
+def _silence(world: World) -> None:
+    """Cause and ignore DDP's warning that all parameters are used, which it prints once per process."""
+    network = nn.Linear(1, 1, bias=False, device=world.device)
+    group = world.backbone_group
+    small = DistributedDataParallel(network, process_group=group, find_unused_parameters=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        used = network.weight.view(1)
+        _WithPythonWarnings.apply(used, lambda: small.reducer.prepare_for_backward([used]))
 
 
 @torch.no_grad()
-def _broadcast(network: nn.Module, world: World) -> None:
-    """Broadcast rank 0's parameters and buffers, as DDP does for networks with trainable parameters."""
-    for tensor in (*network.parameters(), *network.buffers()):
+def _broadcast(tensors: Iterable[Tensor], world: World) -> None:
+    """Broadcast rank 0's values, as DDP does for networks with trainable parameters."""
+    for tensor in tensors:
         value = tensor.detach().contiguous()
         dist.broadcast(value, group_src=0, group=world.backbone_group)
         tensor.copy_(value)

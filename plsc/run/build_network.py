@@ -19,7 +19,7 @@ from plsc.models.autocast import PrecisionLists, apply_lists, autocast
 from plsc.models.base_model import Custom, evaluating, unwrap, use_channels_last
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
-from plsc.models.dry_run import blank_input, count_calls, dry_run
+from plsc.models.dry_run import blank_input, count_calls, dry_run, never_used
 from plsc.models.folding import fold_batch_norm
 from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
 from plsc.models.recomputation import recompute_activations
@@ -249,7 +249,9 @@ def distribute_backbone(
         if parallel.backbone == "sharded":
             why = "there is one rank" if world.size == 1 else "parallel.shard_size is 1"
             note = f"note: the backbone is not sharded, because {why}"
-        return sum_gradients(trained, world, options.speed.bucket_mb), note
+        names = never_used(network, options.model.image_shape) if world.size > 1 else []
+        idle = [network.get_parameter(name) for name in world.broadcast_object(names)]
+        return sum_gradients(trained, world, options.speed.bucket_mb, idle), note
     size = shard_size(options, world.size)
     calls = count_calls(network, options.model.image_shape)
     patterns = [part.strip() for part in parallel.shard_units.split(",") if part.strip()]

@@ -22,7 +22,13 @@ from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim.optimizers import assign_parameters, cannot_update_sharded, finish_group, set_rates
 from plsc.optim.sparse import sparse_parameters
-from plsc.parallel.backbone import gradient_norm, gradient_values, is_sharded, no_gradient_sync
+from plsc.parallel.backbone import (
+    check_never_used,
+    gradient_norm,
+    gradient_values,
+    is_sharded,
+    no_gradient_sync,
+)
 from plsc.parallel.collectives import max_over_ranks
 from plsc.run.build_network import distribute_backbone, training_mode
 from plsc.run.notes import idle_parameters
@@ -84,6 +90,7 @@ class Step:
             self._before.take()
         with run.callbacks.keeping_outputs(run):
             output = self._forward_backward(batch, sizes, is_logged)
+        check_never_used(run.trained_network)
         if is_new:
             run.world.log(idle_parameters(run.network), logging.WARNING)
         # DDP sums the backbone's gradients only; a replicated head is outside of it.

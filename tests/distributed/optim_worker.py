@@ -39,6 +39,20 @@ class Network(BaseModel):
         return self.fc(torch.tanh(self.conv(torch.tanh(self.stem(input)))).flatten(1))
 
 
+class Branches(Network):
+    """A network with a layer that it never uses, and one that it uses in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.never, self.odd = nn.Linear(3, 3), nn.Linear(12, 12)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def build_network(self, input, label, is_train=True):
+        output = super().build_network(input, label)
+        self.steps += is_train
+        return output if is_train and self.steps % 2 else output + self.odd(output)
+
+
 def centred(groups, lr):
     return torch.optim.RMSprop(groups, lr, momentum=0.9, centered=True)
 
@@ -67,6 +81,7 @@ CASES = {
         "optim.optimizer_arguments": {"foreach": False},
     },
     "nadam, everything frozen but the rows": {"optim.optimizer": "nadam", "optim.freeze": ("*",)},
+    "branches": {},
     "a factory": {
         "optim.optimizer": f"{__name__}:centred", "optim.optimizer_arguments": {"lr": 0.001},
         "optim.schedule": f"{__name__}:rising",
@@ -88,7 +103,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         options.set_together(settings)
         config = options.resolve()
         torch.manual_seed(world.rank)  # all ranks get the network of rank 0
-        user = UserParts(Network(), optimizer=centred, schedule=rising)
+        user = UserParts(Branches() if case == "branches" else Network(), optimizer=centred, schedule=rising)
         run = build_run(config, world, user)
         directories = open_directories(config, world, open_start(config, world))
         Trainer(run, Saver(run, directories)).train()
