@@ -126,7 +126,7 @@ class World:
                 f"{_place(options, store)}: {kind_and_line(error)}; start all ranks with plsc launch or "
                 "torchrun, and see docs/launch.md for the network interface"
             ) from error
-        return World(
+        world = World(
             rank=rank,
             size=size,
             local_rank=local_rank,
@@ -140,6 +140,8 @@ class World:
             owns_process_group=not already_made,
             launch_id=launch_id,
         )
+        _check_own_gpu(world)
+        return world
 
     @property
     def is_main(self) -> bool:
@@ -309,12 +311,27 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         raise OptionError(f"device is {device!r}; expected 'auto', 'cpu' or 'cuda'")
     if not torch.cuda.is_available():
         raise OptionError("device is 'cuda', but torch finds no CUDA device; use 'auto' or 'cpu'")
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if count == 1:  # as with `srun --gpus-per-task=1`; `_check_own_gpu` finds ranks with the same one
+        return torch.device("cuda", 0)
+    if local_rank >= count:
         raise OptionError(
-            f"local rank {local_rank} has no GPU: torch finds {torch.cuda.device_count()} on this machine; "
-            "start that many ranks per machine, or set_device('cpu')"
+            f"local rank {local_rank} has no GPU: torch finds {count} on this machine; start that many ranks "
+            "per machine, or set_device('cpu')"
         )
     return torch.device("cuda", local_rank)
+
+
+def _check_own_gpu(world: World) -> None:
+    """Raise OptionError on all ranks if two of them use the same physical GPU; a collective."""
+    own = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else ""
+    ranks: dict[str, int] = {}
+    for rank, gpu in enumerate(world.all_gather_object(own)):
+        if gpu and ranks.setdefault(gpu, rank) != rank:
+            raise OptionError(
+                f"ranks {ranks[gpu]} and {rank} use the same GPU {gpu}; start one rank per GPU, or "
+                "set_device('cpu')"
+            )
 
 
 _POLL_SECONDS = 0.02

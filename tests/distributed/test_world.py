@@ -30,3 +30,8 @@ def test_ranks_meet_over_tcp_in_a_file_and_in_a_given_store_and_count_their_loca
     for rank in range(2):
         for name in ("tcp", "file", "store", "mpi"):
             assert f"rank {rank} met the others: {name}" in output, output
+
+
+def test_a_rank_uses_the_only_gpu_that_it_sees_unless_another_rank_does():
+    output = run_ranks(Path(__file__).with_name("one_gpu_worker.py"), 2).stdout
+    assert all(f"rank {rank} is refused" in output for rank in range(2)), output
