@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plsc.checkpoint.manifest import OPTIMIZER, Checker, Role
 from plsc.checkpoint.shard_file import bytes_of
@@ -66,6 +68,42 @@ def _changed(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any
         if name not in _NOT_STATE and not str(name).startswith("_optimizer") and not callable(value)
         if not (name in before and isinstance(value, fixed) and value == before[name])
     }
+
+
+def check_attributes(run: Run, before: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return a hash of each attribute that checkpoints lack. Raises CheckpointError if one has changed.
+
+    before: the result at the start. Such attributes are a deque, a generator or an instance of a class. An
+    optimizer with its own ``state_dict`` knows which ones are state.
+    """
+    saved, found = collect_rest(run)[0][ATTRIBUTES], dict[str, bytes]()
+    if has_own_state_dict(run.optimizer):
+        return found
+    for name in vars(run.optimizer).keys() - saved.keys() - {"state", "param_groups"}:
+        content = _Content()
+        with suppress(Exception):  # a lock, or a process group
+            content.dump(getattr(run.optimizer, name))
+            found[name] = content.hash.digest()
+        if found.get(name) != before.get(name, found.get(name)):
+            raise CheckpointError(
+                f"{name!r} of the optimizer {type(run.optimizer).__name__} changes in a step, but cannot be "
+                "saved; return its content in state_dict(), or keep it outside of the optimizer"
+            )
+    return found
+
+
+class _Content(pickle.Pickler):
+    """Hashes the content of an object, to compare it with itself later, without other parts of the run."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        self.write = self.hash.update
+        super().__init__(self)
+
+    def persistent_id(self, one: Any) -> str | None:
+        if isinstance(one, Tensor):
+            return f"{id(one)} {0 if isinstance(one, nn.Parameter) else one._version}"
+        return str(id(one)) if isinstance(one, (nn.Module, torch.optim.Optimizer)) else None
 
 
 def restore_rest(run: Run, scalars: dict[str, Any], tensors: dict[str, Tensor]) -> None:

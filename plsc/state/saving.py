@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
@@ -19,6 +20,7 @@ from plsc.checkpoint.rollback import mark_of
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.run.run import Run
+from plsc.state.optimizer import check_attributes
 from plsc.state.snapshot import check_snapshot, take_snapshot
 from plsc.state.start import Directories
 from plsc.state.upload import Uploader, problem_of
@@ -58,6 +60,7 @@ class Saver:
     failure = ""
     unsent: Sequence[Path] = ()
     _pending: _Pending | None = None
+    _attributes: Mapping[str, bytes] = MappingProxyType({})  # of the optimizer, at the last check
     _uploader: Uploader | None = None
 
     def __init__(self, run: Run, directories: Directories) -> None:
@@ -103,7 +106,12 @@ class Saver:
 
     def check(self) -> None:
         """Raise CheckpointError, on all ranks, for state that cannot be saved; a collective."""
-        on_every_rank(self._run.world, "save this run", lambda: check_snapshot(self._run))
+
+        def check() -> None:
+            check_snapshot(self._run)
+            self._attributes = check_attributes(self._run, self._attributes)
+
+        on_every_rank(self._run.world, "save this run", check)
 
     def _can_copy(self, state: Snapshot) -> bool:
         """Return whether memory suffices for a copy; log once if it does not."""

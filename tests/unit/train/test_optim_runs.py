@@ -1,6 +1,9 @@
 """Whole runs with optimizers, groups, frozen parts and schedules: what is saved, resumed, refused."""
 
 import json
+import logging
+from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -164,6 +167,35 @@ def start_foreign(dataset, folder, make, **more):
     options = options_of(dataset, folder, **every, **more)
     options.set("optim.optimizer", "mine:make")
     return train(options, WORLD, user=UserParts(optimizer=make))
+
+
+class Hiding(torch.optim.SGD):
+    """Keeps a history in an object that checkpoints cannot hold."""
+
+    def __init__(self, groups, history, change):
+        super().__init__(groups, lr=0.01)
+        self.history, self.change = history, change
+
+    def step(self, closure=None):
+        self.change(self.history)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "is_refused"),
+    [
+        (deque, lambda history: history.append(1), True),
+        (torch.Generator, lambda history: torch.rand(1, generator=history), True),
+        (lambda: ([1],), lambda history: history[0].append(1), True),
+        (lambda: logging.getLogger("mine"), lambda history: history.debug("a step"), False),
+    ],
+)
+def test_attributes_that_change_and_cannot_be_saved_are_refused_after_the_first_step(
+    make, change, is_refused, dataset, tmp_path
+):
+    with pytest.raises(CheckpointError, match="history") if is_refused else nullcontext():
+        start_foreign(dataset, tmp_path / "run", lambda groups: Hiding(groups, make(), change))
+    assert (tmp_path / "run/0-step3").exists() is not is_refused
 
 
 @pytest.mark.parametrize("kind", ["places", "state dict", "lamb", "kron", "lookahead"])
