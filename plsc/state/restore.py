@@ -183,18 +183,21 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
 
 
 def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if the network has a tensor that the saved network did not have."""
+    """Raise CheckpointError if the network has other tensors than the saved network, or other shapes."""
     saved = {info.role.name: info.shape for info in manifest.tensors.values() if info.role.kind == BACKBONE}
-    for name, value in run.network.state_dict().items():
-        before, here = saved.get(name), tuple(value.shape)
+    own = {name: tuple(value.shape) for name, value in run.network.state_dict().items()}
+    for name in own | saved:
+        before, here = saved.get(name), own.get(name)
         if before == here or _is_extra(Role(BACKBONE, name)):
             continue
         model = manifest.options.get("model")
         networks = (model.get("name") if isinstance(model, dict) else None, run.options.model.name)
         theirs, mine = (f"network {shown_value(network)}" for network in networks)
         if networks[0] == networks[1]:
-            theirs = f"{name} of shape {list(before)}" if before else f"a {theirs} without {name}"
-            mine = f"{name} of shape {list(here)}"
+            theirs, mine = (
+                f"a network without {name}" if shape is None else f"{name} of shape {list(shape)}"
+                for shape in (before, here)
+            )
         raise CheckpointError(
             f"{path} was saved with {theirs}, but this run has {mine}; use the saved network to resume, or "
             "load only the weights that fit with set_pretrained()"

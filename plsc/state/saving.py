@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
+from plsc.checkpoint.manifest import TensorInfo
 from plsc.checkpoint.retention import best_in, prune, write_best
 from plsc.checkpoint.rollback import mark_of
 from plsc.errors import CheckpointError, OptionError, suggest
@@ -61,6 +62,7 @@ class Saver:
     unsent: Sequence[Path] = ()
     _pending: _Pending | None = None
     _attributes: Mapping[str, bytes] = MappingProxyType({})  # of the optimizer, at the last check
+    _buffers: dict[str, TensorInfo] | None = None  # at the first check
     _uploader: Uploader | None = None
 
     def __init__(self, run: Run, directories: Directories) -> None:
@@ -105,10 +107,10 @@ class Saver:
             self.finish_save()
 
     def check(self) -> None:
-        """Raise CheckpointError, on all ranks, for state that cannot be saved; a collective."""
+        """Raise CheckpointError, on all ranks, for state that cannot be saved or resumed; a collective."""
 
         def check() -> None:
-            check_snapshot(self._run)
+            self._buffers = check_snapshot(self._run, self._buffers)
             self._attributes = check_attributes(self._run, self._attributes)
 
         on_every_rank(self._run.world, "save this run", check)

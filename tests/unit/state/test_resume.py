@@ -407,6 +407,43 @@ def test_a_network_that_cannot_be_saved_is_refused_before_the_first_step(network
     assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
+class Buffered(Drawing):
+    """Has a buffer that `change` replaces in each step."""
+
+    def __init__(self, change=torch.clone, first=torch.ones(1)):  # noqa: B008 - it is cloned
+        super().__init__()
+        self.register_buffer("late", None if first is None else first.clone())
+        self.change = change
+
+    def build_network(self, input, label, is_train=True):
+        if is_train:
+            self.late = self.change(self.late)
+        return super().build_network(input, label, is_train)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: Buffered(lambda old: torch.ones(1) if old is None else old + 1, None),
+        lambda: Buffered(lambda old: torch.cat([old, old])),
+        lambda: Buffered(lambda old: old.double()),
+    ],
+)
+def test_buffers_that_a_resumed_run_would_not_have_are_refused_after_the_first_step(
+    network, dataset, tmp_path
+):
+    with pytest.raises(CheckpointError, match="late"):
+        train(options_of(dataset, tmp_path / "run", train__batch_size=4), WORLD, network)
+    assert not list_checkpoints(tmp_path / "run")
+
+
+def test_a_network_that_lacks_a_saved_buffer_is_not_resumed(dataset, tmp_path):
+    train(options_of(dataset, tmp_path / "a", train__batch_size=4, train__steps=2), WORLD, Buffered)
+    options = options_of(dataset, tmp_path / "b", checkpoint__load_dir=str(tmp_path / "a/0-step2"))
+    with pytest.raises(CheckpointError, match="late"):
+        train(options, WORLD)
+
+
 def test_the_middle_of_an_epoch_needs_the_same_data(dataset, tmp_path):
     train(options_of(dataset, tmp_path / "a", train__batch_size=4, train__steps=2), WORLD)
     other = write_dataset(tmp_path / "other", classes=6, per_class=4)
