@@ -103,8 +103,7 @@ def open_samples(
     threads = config.data.num_workers
     if images is not None:
         name = str(images) if isinstance(images, (str, os.PathLike)) else "the list"
-        allowed = (config.data.format_arguments or {}).get("allowed", ())
-        return Samples(align_source(open_images(images, allowed), config), name, threads)
+        return Samples(align_source(open_images(images, config.data.allowed), config), name, threads)
     if reader is not None and is_generator_reader(reader, "predict_reader"):
         check_no_landmarks(config, "a generator reader")
         return StreamedSamples(reader, example)

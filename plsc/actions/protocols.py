@@ -213,7 +213,7 @@ class Evaluator:
         from plsc.evaluate.templates import evaluate_templates, template_rates
 
         assert data.templates is not None
-        protocol = read_protocol(data.templates, data.images)
+        protocol = read_protocol(data.templates, data.images, self.config.data.allowed)
         protocol.images.check()
         align_source(protocol.images, self.config)
         images = ImagesOf(protocol.images, range(len(protocol.images)))

@@ -41,6 +41,7 @@ def run_partition(**given: Any) -> None:
         print(f"wrote {output}: {counts}")
 
 
+ALLOWED = Argument("allowed", str, None, "prefixes of URLs that lists may name: s3://bucket/,https://host/")
 _LOCATION = word("location", "the dataset: a file, a folder, or an fsspec URL (docs/formats.md)")
 _READING = (
     Argument("image_column", str, None, "column or suffix of the images; by default common names are tried"),
@@ -50,7 +51,7 @@ _READING = (
     ),
     Argument("class_depth", int, None, "depth of the class folders, if they are nested"),
     Argument("image_folder", str, None, "folder of the paths in a CSV or JSON lines file; default: its own"),
-    Argument("allowed", str, None, "prefixes of URLs that lists may name: s3://bucket/,https://host/"),
+    ALLOWED,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from plsc.cli.data import ALLOWED
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
 from plsc.errors import DataError, OptionError, in_terminal, shown
 
@@ -18,16 +19,17 @@ def run_index(
 
     if images is not None and embeddings is not None:
         raise OptionError("--images and --embeddings are both given; remove one of them")
+    allowed = options["allowed"] or ()
     if is_postgres(gallery):
         if images is None or kind != "float32":
             raise OptionError("a database takes only --images, in float32; remove the other options")
-        count, recall = enrol(open_embedder(model, options["model.name"]), gallery, images)
+        count, recall = enrol(open_embedder(model, options["model.name"]), gallery, images, allowed)
         print(f"wrote {shown(gallery)}: {count:,} images; {recall:.2%} of the 10 nearest entries are found")
         return
     if embeddings is not None:
         made = index_embeddings(model, gallery, embeddings, kind)
     elif images is not None:
-        made = index_images(open_embedder(model, options["model.name"]), gallery, images, kind)
+        made = index_images(open_embedder(model, options["model.name"]), gallery, images, kind, allowed)
     else:
         made = index_classes(open_embedder(model, options["model.name"], options["head"]), gallery, kind)
     print(f"wrote {gallery}: {len(made):,} {'images' if images or embeddings else 'classes'}, {kind}")
@@ -54,7 +56,7 @@ def run_search(
         threshold = capacity.strictest(fpir, size)
     if capacity is not None and (warning := capacity.warning(size, fpir)):
         logging.getLogger(__name__).warning(warning)
-    for name, nearest in search_images(embedder, opened, images, k):
+    for name, nearest in search_images(embedder, opened, images, k, options["allowed"] or ()):
         lines = [f"  {one.similarity:7.4f}  {one.name}{' (mapped)' * bool(one.mapped)}" for one in nearest]
         if threshold is not None and nearest[0].similarity < threshold:
             lines.insert(0, f"  unknown: no entry reaches the threshold, {threshold:.4f}")
@@ -121,6 +123,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
             Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
             _NETWORK,
+            ALLOWED,
         ),
     ),
     "search": Command(
@@ -133,6 +136,7 @@ COMMANDS: dict[str, Command | Group] = {
             Argument("k", int, 5, "number of entries per image"),
             Argument("fpir", float, None, "share of strangers to accept, for the threshold of unknown"),
             _NETWORK,
+            ALLOWED,
         ),
     ),
     "gallery": Group("copy and upgrade galleries", {"copy": _COPY, "upgrade": _UPGRADE}),

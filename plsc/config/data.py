@@ -290,3 +290,8 @@ class DataOptions:
         "set_landmarks(path)",
         not_empty,
     )
+
+    @property
+    def allowed(self) -> str | Sequence[str]:
+        """Prefixes of URLs that lists may name."""
+        return (self.format_arguments or {}).get("allowed", ())

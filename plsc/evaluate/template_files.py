@@ -15,7 +15,7 @@ import csv
 import math
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,13 +73,14 @@ class TemplateProtocol:
 
 
 def read_protocol(
-    folder: str | os.PathLike[str], images: str | os.PathLike[str] | None = None
+    folder: str | os.PathLike[str], images: str | os.PathLike[str] | None = None, allowed: Sequence[str] = ()
 ) -> TemplateProtocol:
     """Read the meta files of IJB-B or IJB-C, or files of the same layout.
 
     Args:
         folder: a local folder with the meta files of one dataset.
         images: folder or URL of the images; by default `folder`.
+        allowed: as of `located`.
 
     Raises:
         DataError: a file is missing or a line is invalid; the message names the file and the line.
@@ -91,7 +92,7 @@ def read_protocol(
         raise DataError(f"{folder} needs one file <dataset>{_IMAGES}, such as ijbc{_IMAGES}; found {found}")
     prefix = listed[0].name.removesuffix(_IMAGES)
     root = os.fspath(folder if images is None else images)
-    paths, ids, media = _read_images(listed[0], root)
+    paths, ids, media = _read_images(listed[0], root, allowed)
     template_ids, templates = np.unique(ids, return_inverse=True)
     scores = folder / f"{prefix}{_SCORES}"
     pairs, galleries = folder / f"{prefix}{_PAIRS}", sorted(folder.glob(f"{prefix}{_GALLERY}*.csv"))
@@ -117,14 +118,14 @@ def read_protocol(
     )
 
 
-def _read_images(path: Path, root: str) -> tuple[PathTable, np.ndarray, np.ndarray]:
+def _read_images(path: Path, root: str, allowed: Sequence[str]) -> tuple[PathTable, np.ndarray, np.ndarray]:
     paths, templates, media = PathTable(), array("q"), array("q")
     for number, line in _lines(path):
         try:
             fields = line.rsplit(None, 2)
             if len(fields) != 3:
                 raise ValueError(f"expected '<image> <template id> <media id>', got {_shown(line)}")
-            paths.append(listed_path(fields[0], root, listing=str(path)))
+            paths.append(listed_path(fields[0], root, allowed, str(path)))
             templates.append(_integer(fields[1]))
             media.append(_integer(fields[2]))
         except (ValueError, DataError) as problem:

@@ -134,23 +134,25 @@ def index_classes(embedder: Embedder, gallery: StrPath, kind: str = "float32") -
     return write_gallery(gallery, rows, names, **about)
 
 
-def index_images(embedder: Embedder, gallery: StrPath, images: StrPath, kind: str = "float32") -> Gallery:
+def index_images(
+    embedder: Embedder, gallery: StrPath, images: StrPath, kind: str = "float32", allowed: Sequence[str] = ()
+) -> Gallery:
     """Write the embeddings of images as a gallery, whose entries are the images.
 
-    images: a folder, a file with a path per line, or an image. Other arguments as in `index_classes`.
+    images, allowed: as of `open_images`. Other arguments as in `index_classes`.
     """
-    source = open_images(images)
+    source = open_images(images, allowed)
     names = [source.name(number) for number in range(len(source))]
     embeddings = np.concatenate([found for _, found in embedder.embed_source(source)])
     return write_gallery(gallery, embeddings, names, model=embedder.fingerprint, kind=kind)
 
 
-def enrol(embedder: Embedder, url: str, images: StrPath) -> tuple[int, float]:
+def enrol(embedder: Embedder, url: str, images: StrPath, allowed: Sequence[str] = ()) -> tuple[int, float]:
     """Enrol images in an empty table of PostgreSQL and build its index, in one transaction.
 
     Returns the number of images, and the recall of `PostgresStore.measure_recall`.
     """
-    source = open_images(images)
+    source = open_images(images, allowed)
     store: Any = open_store(url, embedder.fingerprint, embedder.size)
     with closing(store):
         if len(store):
@@ -174,13 +176,17 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
 
 
 def search_images(
-    embedder: Embedder, gallery: Gallery | AnyStore, images: Sequence[StrPath], k: int = 5
+    embedder: Embedder,
+    gallery: Gallery | AnyStore,
+    images: Sequence[StrPath],
+    k: int = 5,
+    allowed: Sequence[str] = (),
 ) -> Iterator[tuple[str, list[Found]]]:
     """Yield the name of each image, and its k nearest entries, the nearest first.
 
-    gallery: of the same network. images: each as in `index_images`.
+    gallery: of the same network. images: each as in `index_images`, like allowed.
     """
-    for source in map(open_images, images):
+    for source in (open_images(one, allowed) for one in images):
         for numbers, embeddings in embedder.embed_source(source):
             if isinstance(gallery, Gallery):
                 found = gallery.find(embeddings, k)

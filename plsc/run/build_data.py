@@ -305,8 +305,7 @@ def _open_rank_files(
             f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
             f"{global_batch} is not a multiple of {world.size} ranks"
         )
-    allowed = (options.data.format_arguments or {}).get("allowed", ())
-    source = open_rank_source(options.data.dataset_dir, world, allowed)
+    source = open_rank_source(options.data.dataset_dir, world, options.data.allowed)
     class_num, notes = count_classes(source, options, world)
     plan = BatchPlan(
         len(source),

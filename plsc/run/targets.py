@@ -69,7 +69,7 @@ def open_pairs(path: str, name: str, options: Config, folder: str | None = None)
     if path.endswith(".bin"):
         stored = read_pairs(path)
         return Target(name, stored.images, stored.is_same)
-    listed = read_pair_list(path, folder, (options.data.format_arguments or {}).get("allowed", ()))
+    listed = read_pair_list(path, folder, options.data.allowed)
     numbers = np.arange(len(listed.images))
     names = [listed.images.listed(number) for number in numbers.tolist()]
     images = ImagesOf(align_source(listed.images, options), numbers)

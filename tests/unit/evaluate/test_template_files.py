@@ -57,6 +57,13 @@ def test_bom_crlf_tabs_and_a_missing_last_newline_are_accepted(tmp_path):
     assert found.galleries["G1"].subjects.tolist() == [40]
 
 
+def test_images_at_urls_need_an_allowed_prefix(tmp_path):
+    write(tmp_path, tid=IMAGES.replace("1.jpg", "s3://faces/1.jpg", 1))
+    with pytest.raises(DataError, match="allowed"):
+        read_protocol(tmp_path)
+    assert read_protocol(tmp_path, allowed=["s3://faces/"]).images.path(0) == "s3://faces/1.jpg"
+
+
 @pytest.mark.parametrize("block", [1, 5, 64])
 def test_long_pair_files_are_read_in_blocks(tmp_path, monkeypatch, block):
     monkeypatch.setattr(template_files, "_BLOCK_BYTES", block)

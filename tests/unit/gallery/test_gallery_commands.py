@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -49,6 +50,17 @@ def test_every_image_finds_itself(trained, tmp_path, capsys, model, kind):
         cosine, name = nearest.split(maxsplit=1)
         assert name == image
         assert abs(float(cosine) - 1) < 1e-3
+
+
+def test_a_list_of_images_names_urls_below_an_allowed_prefix(trained, tmp_path, capsys):
+    fsspec.filesystem("memory").pipe("/shop/a.png", next((trained / "faces/images").iterdir()).read_bytes())
+    (tmp_path / "list.txt").write_text("memory://shop/a.png\n")
+    index = ["index", trained / "run/0", tmp_path / "g", "--images", tmp_path / "list.txt"]
+    assert main([str(word) for word in index]) == 1
+    assert plsc(capsys, *index, "--allowed", "memory://shop/")[-1].startswith("wrote")
+    search = ["search", trained / "run/0", tmp_path / "g", tmp_path / "list.txt"]
+    assert main([str(word) for word in search]) == 1
+    assert plsc(capsys, *search, "--allowed", "memory://shop/")[0] == "memory://shop/a.png"
 
 
 def test_no_control_character_of_an_error_or_a_name_reaches_the_terminal(trained, tmp_path, capsys):
