@@ -286,6 +286,8 @@ def tile_weights(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor 
 
 
 def tile_size(device: torch.device, batch: int) -> int:
-    """Return the number of class weights per tile for a global batch size."""
+    """Return the number of class weights per tile for a global batch size; on GPUs a multiple of 128."""
     elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
-    return max(256, min(elements // 64, elements // max(1, batch)))
+    tile = max(256, min(elements // 64, elements // max(1, batch)))
+    # Otherwise a GPU reads the rows of [B, tile] matrices one element at a time.
+    return tile if device.type == "cpu" else tile // 128 * 128

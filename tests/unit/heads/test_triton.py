@@ -16,6 +16,7 @@ import torch
 
 from plsc.errors import OptionError
 from plsc.heads.kernels import choose_backend, triton_backend
+from plsc.heads.softmax import tile_size
 from tests.devices import GPU, VISIBLE
 from tests.distributed.launch import clean_environment
 
@@ -65,6 +66,12 @@ def test_every_launch_compiles_for_a_gpu_and_steps_do_not_recompile(
         TRITON_INTERPRET="0",
         TRITON_CACHE_DIR=str(tmp_path),
     )
+
+
+def test_tiles_of_every_batch_size_are_aligned_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    tiles = {batch: tile_size(device, batch) for batch in range(1, 70_000)}
+    assert [batch for batch, tile in tiles.items() if tile < 256 or tile % 128] == []
 
 
 def test_triton_kernels_are_unavailable_on_a_cpu() -> None:

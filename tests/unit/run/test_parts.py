@@ -36,8 +36,10 @@ def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_pa
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be restored")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     options = options_for(dataset, tmp_path, train__deterministic=True)
     build_run(options, World.single(), UserParts())
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # it costs a write of every allocation
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     with pytest.raises((RuntimeError, NotImplementedError)):  # nothing computes on this device
         build_run(options, World.single("cuda:99"), UserParts())
