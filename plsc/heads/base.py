@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.geometry import Normalise, normalised, norms
+from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
-from plsc.heads.softmax import Execution, Queries, TorchBackend, tile_size
+from plsc.heads.softmax import Execution, Queries, TorchBackend
 from plsc.heads.topk import REPORTED, count_hits, top_of_logits, top_of_ranks, top_of_rows
 from plsc.heads.weights import ROW_DTYPES, RowFile, Rows, initial_rows, read_dtype, scale_bytes
 from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, send_rows, sum_over_ranks
@@ -216,7 +217,10 @@ class Head(nn.Module):
             target=torch.full((len(x),), -1, device=device),
             scale=self.margin.scale,
         )
-        backend = TorchBackend(tile=self.execution.tile or tile_size(device, len(x)))
+        # Weights in CPU memory or a file are copied tile by tile, which only PyTorch does.
+        kernels = self.execution.kernels if self.weight.is_cuda else "torch"
+        how = (device, self.weight.dtype, torch.float32, self.execution.tile)
+        backend = choose_backend(kernels, *how, *x.shape)
         return backend, queries, sizes, group
 
     def all_rows(self) -> Rows:

@@ -179,7 +179,7 @@ class ShardedHead(Head):
                 batch, products, wants_gradient, with_gauge
             )
             if with_accuracy:
-                accuracy, top5 = self._accuracies(context, batch, products)
+                accuracy, top5 = self._accuracies(context, batch)
         loss = mean_loss
         if has_gradient:
             # The parameters are inputs so that backward() can return their gradients.
@@ -443,7 +443,7 @@ class ShardedHead(Head):
         how = self.execution
         # Only PyTorch can read class weights from a file while it computes.
         kernels = "torch" if self.file is not None and not self.training else how.kernels
-        backend = choose_backend(kernels, x.device, self.weight.dtype, products, how.tile, len(x))
+        backend = choose_backend(kernels, x.device, self.weight.dtype, products, how.tile, *x.shape)
         before, self.computed_by = self.computed_by, str(backend)
         if before not in (None, self.computed_by) and before == self.resumed_from:
             warnings.warn(
@@ -529,12 +529,9 @@ class ShardedHead(Head):
                 "rate or check that image"
             )
 
-    def _accuracies(
-        self, context: ForwardContext, batch: GlobalBatch, products: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def _accuracies(self, context: ForwardContext, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
         """Return the top-1 and top-5 accuracy of the global batch, over the sampled classes of all ranks."""
-        backend = TorchBackend(products, context.backend.tile)
-        top = top_of_rows(backend, context.rows, context.queries, REPORTED)
+        top = top_of_rows(context.backend, context.rows, context.queries, REPORTED)
         _, classes = top_of_ranks(top, batch.sizes, self.group)
         hits = count_hits(classes, batch.labels[batch.mine]).float()
         first, any_of_five = sum_over_ranks(hits, self.group) / len(batch.labels)

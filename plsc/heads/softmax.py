@@ -167,7 +167,7 @@ class TorchBackend:
             kept_type = torch.float64 if unit.dtype is torch.float64 else torch.bfloat16
             kept = unit.new_empty(batch, len(rows), dtype=kept_type)
         for tile in rows.tiles(self.tile):
-            w, _ = tile_weights(rows, tile, unit)
+            w, _ = self._weights(rows, tile, unit)
             z, slope = self._logits(rows, queries, w, tile)
             if fixed_shift is None:
                 raised = torch.maximum(shift, z.amax(dim=1))
@@ -192,7 +192,7 @@ class TorchBackend:
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the class weights of a tile [t, D], and of their biases [t] or None."""
         rows, queries = context.rows, context.queries
-        w, length = tile_weights(rows, tile, queries.unit)
+        w, length = self._weights(rows, tile, queries.unit)
         if context.kept is not None:
             # Not in place: both the gradient norm and the update use the kept values.
             correction = (context.shift - context.log_total).exp()
@@ -223,9 +223,9 @@ class TorchBackend:
 
     def class_logits(self, rows: Rows, queries: Queries, tile: slice) -> Tensor:
         """Return the logits without margin of the classes of a tile, [B, t / K]."""
-        w, _ = tile_weights(rows, tile, queries.unit)
+        w, _ = self._weights(rows, tile, queries.unit)
         z = self._products_and_bias(rows, queries, w, tile) * queries.scale
-        return z.view(len(z), len(w) // rows.centers, rows.centers).amax(dim=2)
+        return z.view(len(z), z.shape[1] // rows.centers, rows.centers).amax(dim=2)
 
     def scores(self, context: ForwardContext, tile: slice) -> Tensor:
         """Return numbers [B, t / K] in the order of each sample's logits: the kept terms, or else logits."""
@@ -239,8 +239,16 @@ class TorchBackend:
         """Return `Sums.kept` of the rows of a tile, [B, t]."""
         return kept[:, tile].contiguous()
 
+    def _weights(self, rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the class weights [t, D], normalised if `rows.cosine`, and their norms [t] or None.
+
+        dtype and device are those of `like`. Zero weights stay zero.
+        """
+        w = rows.values(rows.positions(tile)).to(like.device, like.dtype)
+        return normalised(w) if rows.cosine else (w, None)
+
     def _products_and_bias(self, rows: Rows, queries: Queries, w: Tensor, tile: slice) -> Tensor:
-        c = self._product(queries.unit, w.T)
+        c = self._product(queries.unit, w.T)[:, : tile.stop - tile.start]
         if rows.bias is not None:
             c += rows.bias[rows.positions(tile)].to(c)
         return c
@@ -269,20 +277,8 @@ class TorchBackend:
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         if self.products is torch.float32 or a.dtype is torch.float64:
             return a @ b
-        a, b = a.to(self.products), b.to(self.products)
-        if a.is_cuda:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        # On the CPU, a bfloat16 product returns bfloat16; logits need the precision of float32 sums.
-        return a.float() @ b.float()
-
-
-def tile_weights(rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the class weights of a tile [t, D], normalised if `rows.cosine`, and their norms [t] or None.
-
-    dtype and device are those of `like`. Zero weights stay zero.
-    """
-    w = rows.values(rows.positions(tile)).to(like.device, like.dtype)
-    return normalised(w) if rows.cosine else (w, None)
+        # A bfloat16 product returns bfloat16; logits need the precision of float32 sums.
+        return a.to(self.products).float() @ b.to(self.products).float()
 
 
 def tile_size(device: torch.device, batch: int) -> int:

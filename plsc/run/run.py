@@ -97,7 +97,7 @@ def build_run(
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)
         # Otherwise torch writes NaN into all memory that it allocates, 16 GB per step of a large head.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if world.device.type == "cuda":  # without it, torch rejects matrix products on CUDA
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The named or custom network; its parameters are assigned to groups, some are frozen.

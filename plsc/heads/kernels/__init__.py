@@ -22,12 +22,14 @@ def choose_backend(
     products: torch.dtype,
     tile: int | None,
     batch: int,
+    dimension: int = 1,
 ) -> TorchBackend:
     """Return the backend for a device.
 
     kernels: one of BACKENDS or ENGINES; 'auto' falls back to PyTorch with a warning. products: float32 or
     bfloat16.
-    tile: class weights per tile; None: chosen by the batch size only, so it is equal in every run.
+    tile: class weights per tile; None: chosen by the batch size only, so it is equal in every run. dimension:
+    the embedding size.
 
     Raises OptionError, with the reason, if the requested kernels cannot be used.
     """
@@ -49,7 +51,7 @@ def choose_backend(
     else:
         from plsc.heads.kernels import triton_backend
 
-        reason = triton_backend.unavailable(device)
+        reason = triton_backend.unavailable(device, dimension)
         if reason is None:
             return triton_backend.TritonBackend(products, rows)
     if kernels != "auto":

@@ -23,17 +23,21 @@ from plsc.heads.weights import Rows, States
 
 _COLUMNS = 1024  # columns of a [B, tile] matrix per program
 _COLUMN_PROGRAM = {"size": _COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
+# With a running maximum, a program reads its row of c twice: so few programs run at once that these rows fit
+# in the L2 cache.
+_SAMPLE_PROGRAM = {"size": 4 * _COLUMNS, "num_warps": 16, "enable_fp_fusion": False}
 _LARGEST = 4096  # D: one program holds a class weight, its gradient and its states in registers
 _LEAST_CAPABILITY = (8, 0)  # supports bfloat16
 _ALIGNED = 16  # elements: cuBLAS and loads are slower for rows that are not aligned
-_STORED = (torch.float32, torch.bfloat16, torch.int8)
 
 
 @functools.cache
-def unavailable(device: torch.device) -> str | None:
-    """Return why the kernels cannot be used on this device; None if they can."""
+def unavailable(device: torch.device, dimension: int = 1) -> str | None:
+    """Return why the kernels cannot be used on this device, for embeddings of this size; None if they can."""
     if device.type != "cuda":
         return f"the head computes on {device.type}, not on a CUDA device"
+    if dimension > _LARGEST:
+        return f"embeddings have {dimension} values; at most {_LARGEST} are supported"
     try:
         _kernels()
     except ImportError as error:
@@ -43,7 +47,8 @@ def unavailable(device: torch.device) -> str | None:
         return "this GPU has compute capability {}.{}; 8.0 is required".format(*capability)
     try:  # Triton needs a C compiler and Python headers, which many GPU images lack
         with _on(device):
-            TritonBackend()._tile_weights(Rows(torch.zeros(1, 1, device=device)), slice(0, 1))
+            rows = Rows(torch.zeros(1, 1, device=device))
+            TritonBackend()._weights(rows, slice(0, 1), rows.weight)
     except Exception as error:
         return f"triton cannot run a kernel here: {kind_and_line(error)}"
     return None
@@ -54,8 +59,7 @@ class TritonBackend(TorchBackend):
     """The softmax with fused kernels, for float32, bfloat16 or int8 class weights on a CUDA device.
 
     tile: class weights per tile; a larger tile needs 4 to 6 bytes x B more per class weight and saves
-    launches. `TorchBackend` handles sub-centres, unbounded logits, and D above 4096. Results are
-    deterministic.
+    launches. Results are deterministic.
     """
 
     name = "triton"
@@ -70,49 +74,47 @@ class TritonBackend(TorchBackend):
         keep: bool = False,
     ) -> Sums:
         """See `TorchBackend.forward`."""
-        if fixed_shift is None or not _fits(rows, queries):
-            return super().forward(
-                rows, queries, fixed_shift=fixed_shift, want_weighted=want_weighted, keep=keep
-            )
-        unit = queries.unit
-        batch = len(unit)
-        shift = unit.new_full((batch,), fixed_shift)
-        total = unit.new_zeros(batch)
+        unit, is_fixed = queries.unit, fixed_shift is not None
+        batch, dimension = unit.shape
+        shift = unit.new_full((batch,), -torch.inf if fixed_shift is None else fixed_shift)
         weighted = torch.zeros_like(unit) if want_weighted else None
-        kept = _matrix(unit, batch, len(rows), torch.bfloat16) if keep else None
+        kept = None
+        if keep and is_fixed:  # with columns to align the last tile
+            kept = unit.new_empty(batch, _aligned(len(rows) + _ALIGNED), dtype=torch.bfloat16)
         factors = unit.to(self.products)
+        blocks = -(-min(self.tile, _aligned(len(rows))) // _COLUMNS) if is_fixed else 1
+        partial = unit.new_zeros(blocks, batch)
         with _on(unit.device):
             for tile in rows.tiles(self.tile):
-                count = tile.stop - tile.start
-                w = self._tile_weights(rows, tile)
+                w, _ = self._weights(rows, tile, unit)
                 c = self._product(factors, w.T)
-                p = None
+                p, columns = None, slice(tile.start, tile.start + len(w))
                 if kept is not None and self.products is torch.bfloat16:
-                    p = kept[:, tile]  # the product uses the kept values
+                    p = kept[:, columns]  # the product uses the kept values
                 elif kept is not None or weighted is not None:
-                    p = _matrix(unit, batch, count, self.products)
-                partial = unit.new_empty(-(-count // _COLUMNS), batch)
-                _kernels().exponentials[(batch, len(partial))](
+                    p = torch.empty_like(c, dtype=self.products)
+                _kernels().exponentials[(batch, -(-len(w) // _COLUMNS) if is_fixed else 1)](
                     *_logit_arguments(c, rows, queries, tile),
                     shift,
                     partial,
                     batch,
+                    None if is_fixed else weighted,
                     p,
                     0 if p is None else p.stride(0),
-                    **_COLUMN_PROGRAM,
+                    dimension=dimension,
+                    centers=rows.centers,
+                    is_fixed=is_fixed,
+                    **(_COLUMN_PROGRAM if is_fixed else _SAMPLE_PROGRAM),
                 )
-                total += partial.sum(dim=0)
                 if kept is not None and p is not None and self.products is not torch.bfloat16:
-                    kept[:, tile] = p
+                    kept[:, columns] = p
                 if weighted is not None and p is not None:
                     weighted += self._product(p, w)
-        return Sums(shift, total, weighted, kept)
+        return Sums(shift, partial.sum(dim=0), weighted, None if kept is None else kept[:, : len(rows)])
 
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
         """See `TorchBackend.gradients`."""
         rows, queries = context.rows, context.queries
-        if not _fits(rows, queries):
-            return super().gradients(context, tile)
         with _on(queries.unit.device):
             factors = queries.unit.to(self.products)
             dw, bias = self._weight_gradient(context, tile, factors)
@@ -121,10 +123,10 @@ class TritonBackend(TorchBackend):
         return dw, bias
 
     def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-        """See `TorchBackend.update`; uses a fused kernel if there is one for rows, rule and states."""
+        """See `TorchBackend.update`; uses a fused kernel if there is one for rule and states."""
         rows, queries = context.rows, context.queries
         used = kernel_states(rule, states, rows.weight)
-        if used is None or not _fits(rows, queries):
+        if used is None:
             return super().update(context, rule, states)
         biases = []
         with _on(queries.unit.device):
@@ -137,20 +139,21 @@ class TritonBackend(TorchBackend):
         torch.autograd.graph.increment_version(rows.weight)
         return torch.cat(biases) if biases else None
 
-    def _tile_weights(self, rows: Rows, tile: slice) -> Tensor:
-        """Return the class weights of a tile [t, D] in the products' dtype, normalised if `rows.cosine`."""
-        dimension = rows.dimension
-        out = rows.weight.new_empty(tile.stop - tile.start, dimension, dtype=self.products)
+    def _weights(self, rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, None]:
+        """Return the class weights of a tile in the products' dtype, with zeros to align their number."""
+        count, dimension = tile.stop - tile.start, rows.dimension
+        out = like.new_empty(_aligned(count), dimension, dtype=self.products)
         _kernels().tile_weights[(len(out),)](
             rows.weight,
             _positions(rows),
             tile.start,
             out,
+            count,
             dimension=dimension,
             is_cosine=rows.cosine,
             **_row_program(dimension),
         )
-        return out
+        return out, None
 
     def _weight_gradient(
         self, context: ForwardContext, tile: slice, factors: Tensor
@@ -159,13 +162,11 @@ class TritonBackend(TorchBackend):
         rows, unit, count = context.rows, context.queries.unit, tile.stop - tile.start
         c, kept = None, context.kept
         if kept is None:
-            c = self._product(factors, self._tile_weights(rows, tile).T)
+            c = self._product(factors, self._weights(rows, tile, unit)[0].T)
         else:
             kept = kept[:, tile]
-        # The gradient of the biases is the sum of these values before they are rounded to bfloat16.
-        dtype = self.products if rows.bias is None else torch.float32
-        g = _matrix(unit, len(unit), count, dtype)
-        _kernels().coefficients[(len(unit), -(-count // _COLUMNS))](
+        g = unit.new_empty(len(unit), _aligned(count), dtype=self.products)
+        _kernels().coefficients[(len(unit), -(-g.shape[1] // _COLUMNS))](
             *_logit_arguments(c, rows, context.queries, tile),
             context.log_total.contiguous(),
             kept,
@@ -175,11 +176,16 @@ class TritonBackend(TorchBackend):
             context.target_coefficient.contiguous(),
             context.weight * context.factor,
             g,
-            g.stride(0),
+            centers=rows.centers,
             **_COLUMN_PROGRAM,
         )
-        bias = None if rows.bias is None else g.sum(dim=0)
-        return self._product(g.T, factors), bias
+        bias = None if rows.bias is None else g.sum(dim=0, dtype=torch.float32)[:count]
+        return self._product(g.T, factors)[:count], bias
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.is_cuda and self.products is torch.bfloat16:  # not in Triton's interpreter, on a CPU
+            return torch.mm(a.bfloat16(), b, out_dtype=torch.float32)
+        return super()._product(a, b)
 
     def _launch_update(
         self, rows: Rows, tile: slice, dw: Tensor, rule: Rule, states: list[Tensor], steps: Tensor | None
@@ -213,20 +219,6 @@ class TritonBackend(TorchBackend):
         )
 
 
-def _fits(rows: Rows, queries: Queries) -> bool:
-    """Return whether the kernels support these class weights and queries."""
-    weight, bias = rows.weight, rows.bias
-    return (
-        rows.centers == 1
-        and weight.dtype in _STORED
-        and rows.dimension <= _LARGEST
-        and weight.is_contiguous()
-        and (bias is None or bias.is_contiguous())
-        and queries.unit.dtype is torch.float32
-        and weight.device == queries.unit.device
-    )
-
-
 def _logit_arguments(c: Tensor | None, rows: Rows, queries: Queries, tile: slice) -> tuple[object, ...]:
     """Return the first arguments of both kernels that compute logits."""
     threshold = queries.threshold
@@ -236,6 +228,7 @@ def _logit_arguments(c: Tensor | None, rows: Rows, queries: Queries, tile: slice
         _positions(rows),
         tile.start,
         tile.stop - tile.start,
+        _aligned(tile.stop - tile.start),
         queries.target,
         float(queries.scale),
         None if threshold is None else threshold.contiguous(),
@@ -248,10 +241,8 @@ def _positions(rows: Rows) -> Tensor | None:
     return None if rows.is_compact else rows.selected
 
 
-def _matrix(like: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised matrix with aligned rows."""
-    stride = -(-width // _ALIGNED) * _ALIGNED
-    return like.new_empty(height, stride, dtype=dtype)[:, :width]
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def _row_program(dimension: int) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """The element-wise parts of the softmax as Triton kernels. Importing this module needs triton.
 
 `triton_backend` launches them. Notation of docs/life_of_a_step.md. A launch processes a tile of `count` class
-weights that starts at index `start` of the selected ones. c [B, count], row-major float32, are their products
-with the batch. Arguments that are None are removed from the compiled kernel.
+weights that starts at index `start` of the selected ones. c [B, width], row-major float32, are their products
+with the batch; the columns from `count` on align the rows. Arguments that are None are removed from the
+compiled kernel.
 """
 
 # mypy: allow-untyped-defs
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 # Arguments that change per step or tile must not trigger a recompilation.
-_CHANGING = ["start", "samples", "first_row", "key"]
+_CHANGING = ["start", "count", "samples", "first_row", "key"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -22,71 +23,103 @@ def tile_weights(
     position,
     start,
     out,
+    count,
     dimension: tl.constexpr,
     is_cosine: tl.constexpr,
     size: tl.constexpr,
 ):
-    """Write class weight `start` + program, normalised if is_cosine, to row `program` of out [count, D].
+    """Write class weight `start` + program, normalised if is_cosine, to row `program` of out [width, D].
 
-    weight: [rows, D], or int8 [rows, D + 4] as `encode_rows` of plsc/heads/weights.py. position: int64,
-    indices of the selected rows in weight; None: consecutive.
+    Rows from `count` on are zero. weight: [rows, D], or int8 [rows, D + 4] as `encode_rows` of
+    plsc/heads/weights.py. position: int64, indices of the selected rows in weight; None: consecutive.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, size)
     inside = column < dimension
-    row = _position(position, start + program)
+    row = _position(position, start + tl.minimum(program, count - 1))
     w = _load_row(weight, row, column, inside, dimension)
     if is_cosine:
         w = w * _inverse_length(w)
+    w = tl.where(program < count, w, 0.0)
     tl.store(out + program * dimension + column, w.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def exponentials(
-    c, bias, position, start, count, target, scale, threshold, hard_factor,
-    shift, partial, samples, out, out_stride, size: tl.constexpr,
+    c, bias, position, start, count, width, target, scale, threshold, hard_factor,
+    shift, partial, samples, weighted, out, out_stride,
+    dimension: tl.constexpr, centers: tl.constexpr, is_fixed: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Write exp(z - shift) * slope of `size` columns of a sample to out, and the sum of exp to partial.
+    """Write exp(z - shift) * slope of a sample to out [B, width] or None; add the sum of exp to partial.
 
-    out: [B, count] or None. partial: [blocks of columns, B]; one program writes each element, so that the
-    sums are deterministic.
+    partial: [blocks of columns, B]; one program changes each element, so that the sums are deterministic.
+    is_fixed: a program computes `size` columns. Otherwise it computes all columns of a sample, raises `shift`
+    [B] to their maximum first, and scales partial and weighted [B, D] or None to the new shift.
     """
     sample = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    column = block * size + tl.arange(0, size)
-    inside = column < count
-    z, slope = _logits(c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor)
-    other = inside & (start + column != tl.load(target + sample))
-    p = tl.where(other, tl.exp(z - tl.load(shift + sample)), 0.0)
-    tl.store(partial + block * samples + sample, tl.sum(p))
-    if out is not None:
-        terms = (p * slope).to(out.dtype.element_ty)
-        tl.store(out + sample * out_stride + column, terms, mask=inside)
+    first = tl.program_id(1) * size
+    last = first + size if is_fixed else width
+    place = partial + tl.program_id(1) * samples + sample
+    total = tl.load(place)
+    top = tl.load(shift + sample)
+    if not is_fixed:
+        tl.debug_barrier()  # all warps must read the shift before one writes it
+        peaks = tl.full([size], float("-inf"), tl.float32)
+        for at in range(first, last, size):
+            z, slope = _logits(
+                c, bias, position, start, count, width, target, sample, at + tl.arange(0, size), scale,
+                threshold, hard_factor, centers,
+            )  # fmt: skip
+            peaks = tl.maximum(peaks, z)
+        old = top
+        top = tl.maximum(old, tl.max(peaks))
+        tl.store(shift + sample, top)
+        top = tl.where(top == float("-inf"), 0.0, top)  # no class yet
+        correction = tl.exp(old - top)
+        total *= correction
+        if weighted is not None and correction != 1.0:
+            for at in range(0, dimension, size):
+                column = at + tl.arange(0, size)
+                term = weighted + sample * dimension + column
+                value = tl.load(term, mask=column < dimension, other=0.0)
+                tl.store(term, value * correction, mask=column < dimension)
+    sums = tl.zeros([size], tl.float32)
+    for at in range(first, last, size):
+        column = at + tl.arange(0, size)
+        z, slope = _logits(
+            c, bias, position, start, count, width, target, sample, column, scale, threshold, hard_factor,
+            centers,
+        )  # fmt: skip
+        p = tl.exp(z - top)
+        sums += p
+        if out is not None:
+            terms = (p * slope).to(out.dtype.element_ty)
+            tl.store(out + sample * out_stride + column, terms, mask=column < width)
+    tl.store(place, total + tl.sum(sums))
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def coefficients(
-    c, bias, position, start, count, target, scale, threshold, hard_factor,
-    log_total, kept, kept_stride, shift, target_row, target_coefficient, weight,
-    out, out_stride, size: tl.constexpr,
+    c, bias, position, start, count, width, target, scale, threshold, hard_factor,
+    log_total, kept, kept_stride, shift, target_row, target_coefficient, weight, out,
+    centers: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Write weight_i G_ij to out [B, count], from c or from the kept output of `exponentials`."""
+    """Write weight_i G_ij to out [B, width], from c or from the kept output of `exponentials`."""
     sample = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * size + tl.arange(0, size)
-    inside = column < count
     total = tl.load(log_total + sample)
     if kept is not None:
-        terms = tl.load(kept + sample * kept_stride + column, mask=inside, other=0.0)
+        terms = tl.load(kept + sample * kept_stride + column, mask=column < width, other=0.0)
         g = terms.to(tl.float32) * tl.exp(tl.load(shift + sample) - total)
     else:
         z, slope = _logits(
-            c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
-        )
-        other = inside & (start + column != tl.load(target + sample))
-        g = tl.where(other, tl.exp(z - total) * slope, 0.0)
+            c, bias, position, start, count, width, target, sample, column, scale, threshold, hard_factor,
+            centers,
+        )  # fmt: skip
+        g = tl.exp(z - total) * slope
     is_target = start + column == tl.load(target_row + sample)
     g = tl.where(is_target, tl.load(target_coefficient + sample), g) * tl.load(weight + sample)
-    tl.store(out + sample * out_stride + column, g.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + sample * width + column, g.to(out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -204,15 +237,11 @@ def _load_row(weight, row, column, inside, dimension: tl.constexpr):
 
 @triton.jit
 def _logits(
-    c, bias, position, start, count, sample, column, inside, scale, threshold, hard_factor
+    c, bias, position, start, count, width, target, sample, column, scale, threshold, hard_factor,
+    centers: tl.constexpr,
 ):  # fmt: skip
     """Return z and dz / dc / scale for some columns of a sample, as `TorchBackend._logits`."""
-    cosine = tl.load(c + sample * count + column, mask=inside, other=0.0)
-    if bias is not None:
-        place = start + column
-        if position is not None:
-            place = tl.load(position + place, mask=inside, other=0)
-        cosine += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    cosine = _cosines(c, bias, position, start, count, width, sample, column)
     z = cosine * scale
     slope = tl.full(cosine.shape, 1.0, tl.float32)
     if threshold is not None:
@@ -220,7 +249,27 @@ def _logits(
         hard = cosine > tl.load(threshold + sample)
         slope = tl.where(hard, t + 2 * cosine, 1.0)
         z = tl.where(hard, z * (t + cosine), z)
-    return z, slope
+    row = start + column
+    loses = (column >= count) | (row // centers == tl.load(target + sample))
+    if centers > 1:
+        center = row % centers
+        for i in tl.static_range(centers):
+            rival = _cosines(c, bias, position, start, count, width, sample, column - center + i)
+            loses |= (rival > cosine) | ((rival == cosine) & (i < center))  # not a NaN
+    return tl.where(loses, float("-inf"), z), slope
+
+
+@triton.jit
+def _cosines(c, bias, position, start, count, width, sample, column):
+    """Return the products, with biases, for some columns of a sample."""
+    cosine = tl.load(c + sample * width + column, mask=column < width, other=0.0)
+    if bias is not None:
+        inside = column < count
+        place = start + column
+        if position is not None:
+            place = tl.load(position + place, mask=inside, other=0)
+        cosine += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    return cosine
 
 
 @triton.jit

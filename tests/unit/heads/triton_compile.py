@@ -5,9 +5,14 @@ A fake driver reports the architecture, and every launch stops after compilation
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -18,6 +23,7 @@ from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_context
 
 ARCHITECTURE = int(sys.argv[1])
 LEAST_SHARED = 48 * 1024  # bytes of shared memory per block that every GPU supports
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 compiled = set()
 
 
@@ -37,7 +43,26 @@ def compile_only(kernel, *args, grid, warmup, **options):
     result = launch(kernel, *args, grid=grid, warmup=True, **options)
     assert result.asm["cubin"]
     assert result.metadata.shared <= LEAST_SHARED
-    compiled.add((kernel.fn.__name__, result.hash))
+    name = kernel.fn.__name__
+    if (name, result.hash) not in compiled:
+        check_code(name, result.asm)
+    compiled.add((name, result.hash))
+
+
+def check_code(name, asm):
+    """Assert that a kernel has no atomics, no spilled registers, and loads rows of [B, tile] as vectors."""
+    assert not re.search(r"\b(atom|red)\.", asm["ptx"]), name
+    if name in ("exponentials", "coefficients"):
+        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", asm["ptx"]), name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found, usage
+    assert found.groups() == ("0", "0"), (name, usage)
 
 
 launch, JITFunction.run = JITFunction.run, compile_only
@@ -51,15 +76,18 @@ for shape in (
     Shape(dimension=4096, row_dtype=BF16),  # the largest dimension
     Shape(dimension=4096, row_dtype=INT8),
     Shape(has_hard=True, is_sampled=True, dimension=1),
+    Shape(centers=3, cosine=False, is_sampled=True),
 ):
     rows, queries = make(shape)
     rows.weight = rows.weight.contiguous()
     backend = TritonBackend(shape.products, tile=32)
     context = some_context(shape, rows, queries)
+    for want_weighted in (False, True):
+        backend.forward(rows, queries, fixed_shift=None, want_weighted=want_weighted)
     for keep in (False, True):
         sums = backend.forward(rows, queries, fixed_shift=SHIFT, keep=keep)
     context.kept, context.shift = sums.kept, sums.shift
-    backend.gradients(context, slice(0, 20))
+    backend.gradients(context, slice(0, 21))
     context.kept = None
     for number, rule in enumerate(RULES):
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
