@@ -8,10 +8,11 @@ Parameters of plsc/clean are chosen on the set `first` (European scripts). The s
 Hangul, in other fonts) is measured, and never tuned on. Both need Debian 12 (`apt-get download`, `dpkg-deb`).
 
 make: 750 characters that at least 8 font families draw, of the scripts in turn; characters with the same
-outline are one (demo/glyph_classes.py). 350 of them train the networks (16 images each); 400 are cleaned (24
-images each, 18 for `plsc data clean`). Images: `varied` of demo/render.py, 32 x 32 pixels, families in turn.
+outline are one (demo/glyph_classes.py). 12 images of each train the networks; 400 characters are cleaned,
+with 24 other images each (18 for `plsc data clean`). Images: `varied` of demo/render.py, 32 x 32 pixels,
+families in turn.
 
-train: `strong` and `weak`: networks of the 350 other characters, of 16 and 2 epochs. `own`: a network of the
+train: `strong` and `weak`: networks of the training images, of 10 and 3 epochs. `own`: a network of the
 planting `few`, with its wrong labels, 8 epochs; `half1`, `half2`: of its halves.
 
 Plantings, each with two seeds (first: 1 and 2; second: 11 and 12):
@@ -66,13 +67,13 @@ from glyph_classes import agreed_pairs
 from render import glyph_mask, varied
 
 from plsc import Entry, open_embeddings
-from plsc.actions.embeddings import NAMES
+from plsc.actions.embeddings import INDEX_NAME, NAMES
 from plsc.actions.predict import EMBEDDINGS
 from plsc.actions.predict_images import Samples
 from plsc.clean import review
 from plsc.data.lists import read_listing
 
-CHARACTERS, CLEANED, PER_CLASS, USED, TRAINED = 750, 400, 24, 18, 16
+CHARACTERS, CLEANED, PER_CLASS, USED, TRAINED = 750, 400, 24, 18, 12
 FAMILIES = 8
 FIRST = """
 fonts-freefont-ttf=20120503-10 fonts-linuxlibertine=5.3.0-6 fonts-junicode=2+git20230104+ds-1
@@ -100,7 +101,7 @@ SETS = {
     "first": (FIRST, ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "GEORGIAN"), (1, 2)),
     "second": (SECOND, ("CJK UNIFIED", "HIRAGANA", "KATAKANA", "HANGUL SYLLABLE"), (11, 12)),
 }
-EPOCHS = {"strong": 16, "weak": 2}
+EPOCHS = {"strong": 10, "weak": 3}
 PLANTINGS = ("clean", "few", "few-similar", "random-5", "random-20", "similar-5", "similar-20", "classes")
 
 
@@ -153,13 +154,14 @@ def make(name: str, folder: Path) -> None:
     packages, scripts, _ = SETS[name]
     found = characters_of(faces_of(packages, folder / "packages"), scripts)
     order = np.random.default_rng(1).permutation(list(found)).tolist()
-    for part, codes, count in (("pool", order[:CLEANED], PER_CLASS), ("train", order[CLEANED:], TRAINED)):
+    drawn = range(PER_CLASS), range(PER_CLASS, PER_CLASS + TRAINED)
+    for part, codes, numbers in (("pool", order[:CLEANED], drawn[0]), ("train", order, drawn[1])):
         lines = []
         shutil.rmtree(folder / name / part, ignore_errors=True)
         (folder / name / part / "images").mkdir(parents=True)
         for label, code in enumerate(codes):
             able = np.random.default_rng(code).permutation(len(found[code]))
-            for k in range(count):
+            for k in numbers:
                 face = found[code][able[k % len(able)]]
                 path = f"images/{label:04}_{k:02}.png"
                 varied(face.path, chr(code), (7, k)).save(folder / name / part / path)
@@ -179,6 +181,13 @@ def alike(pool: Path) -> np.ndarray:
     found = np.corrcoef(means)
     np.fill_diagonal(found, -1)
     return found
+
+
+def write_list(file: Path, paths: list[str], labels: list[int]) -> None:
+    """Write a list of images of the pool."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{path}\t{label}\n" for path, label in zip(paths, labels, strict=True)]
+    file.write_text("path\tclass_name\n" + "".join(lines))
 
 
 class Planting:
@@ -223,11 +232,9 @@ class Planting:
             given[rows] = 2000 + np.arange(len(rows)) % 4
         self.character, self.given = character, given
 
-    def write(self, folder: Path) -> None:
-        """Write the dataset: `label.txt`, of images of the pool."""
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = [f"{path}\t{label}\n" for path, label in zip(self.paths, self.given.tolist(), strict=True)]
-        (folder / "label.txt").write_text("".join(lines))
+    def write(self, file: Path) -> None:
+        """Write the list of the images, which are those of the pool."""
+        write_list(file, self.paths, self.given.tolist())
 
     def is_right(self, change: dict[str, str]) -> list[bool]:
         """Return whether a change, or each image that it removes, is right; merges and divisions: once."""
@@ -258,7 +265,7 @@ class Stored:
 
 def embed(checkpoint: Path, pool: Path, out: Path) -> Any:
     """Return the embeddings of the pool."""
-    if not (out / "index.json").exists():
+    if not (out / INDEX_NAME).exists():
         ins = Entry()
         ins.set_dataset_dir(str(pool))
         ins.set_flip(False)
@@ -274,12 +281,12 @@ def networks(name: str, folder: Path) -> None:
     for kind, epochs in EPOCHS.items():
         embed(train(base / "train", None, base / kind, 1, epochs), base / "pool", base / f"{kind}-pool")
     few = Planting("few", SETS[name][2][0], alike(base / "pool"))
-    few.write(base / "few")
+    few.write(base / "few.tsv")
     if not (base / "halves").exists():
         pool = str(base / "pool")
-        plsc("data", "split", base / "few", base / "halves", "--halves", "--image_folder", pool)
+        plsc("data", "split", base / "few.tsv", base / "halves", "--halves", "--image_folder", pool)
     for kind, data in (
-        ("own", base / "few"),
+        ("own", base / "few.tsv"),
         ("half1", base / "halves" / "half1.tsv"),
         ("half2", base / "halves" / "half2.tsv"),
     ):
@@ -321,7 +328,7 @@ def rankings(images: Any) -> dict[str, np.ndarray]:
 def measure_planting(kind: str, seed: int, base: Path, used: list[str], out: Path) -> dict[str, Any]:
     """Run `plsc data clean` on a planting; return the measures."""
     planting = Planting(kind, seed, alike(base / "pool"))
-    place, reading = out / "data", {"image_folder": str(base / "pool")}
+    place, reading = out / "data.tsv", {"image_folder": str(base / "pool")}
     shutil.rmtree(out, ignore_errors=True)
     planting.write(place)
     stored = [Stored(place, base / "pool", open_embeddings(base / f"{one}-pool")) for one in used]
@@ -388,12 +395,10 @@ def measure_overlap(kind: str, seed: int, base: Path, used: str, out: Path) -> d
     places = []
     later = 12 if kind == "other" else 6
     for name, labels, first in (("one", order[:120], 0), ("two", order[60:180], later)):
-        (out / name).mkdir(parents=True)
-        lines = [
-            f"images/{label:04}_{k:02}.png\t{label}\n" for label in labels for k in range(first, first + 12)
-        ]
-        (out / name / "label.txt").write_text("".join(lines))
-        places.append(out / name)
+        chosen = [(label, k) for label in labels for k in range(first, first + 12)]
+        places.append(out / f"{name}.tsv")
+        paths = [f"images/{label:04}_{k:02}.png" for label, k in chosen]
+        write_list(places[-1], paths, [label for label, _ in chosen])
     embeddings = open_embeddings(base / f"{used}-pool")
     stored = [Stored(place, base / "pool", embeddings) for place in places]
     review.overlap(str(places[0]), str(places[1]), out, stored, image_folder=str(base / "pool"))
