@@ -140,13 +140,22 @@ def characters_of(faces: list[Face], scripts: tuple[str, ...]) -> dict[int, list
     some: list[int] = []
     while any(queues) and len(some) < 1.3 * CHARACTERS:  # some have the same outline
         some += [queue.pop() for queue in queues if queue]
+    faces = [face for face in faces if len(face.code_points & set(some)) > 1]
     same = {max(pair) for pair in agreed_pairs(faces[:: len(faces) // FAMILIES], set(some))}
     found: dict[int, list[Face]] = {}
     for code in some:
-        able = [face for face in faces if code in face.code_points and glyph_mask(face.path, chr(code))]
+        able = [face for face in faces if can_draw(face, code)]
         if code not in same and len(able) >= FAMILIES and len(found) < CHARACTERS:
             found[code] = able
     return found
+
+
+def can_draw(face: Face, code: int) -> bool:
+    """Return whether a face draws a character with ink."""
+    try:
+        return code in face.code_points and glyph_mask(face.path, chr(code)) is not None
+    except OSError:  # its instructions are wrong
+        return False
 
 
 def make(name: str, folder: Path) -> None:
