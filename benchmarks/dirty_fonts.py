@@ -8,7 +8,8 @@ Parameters of plsc/clean are chosen on the set `first` (European scripts). The s
 Hangul, in other fonts) is measured, and never tuned on. Both need Debian 12 (`apt-get download`, `dpkg-deb`).
 
 make: 750 characters that at least 8 font families draw, of the scripts in turn; characters with the same
-outline are one (demo/glyph_classes.py). 12 images of each train the networks; 400 characters are cleaned,
+outline are one (demo/glyph_classes.py), and a family that draws something else (correlation with the mean
+drawing below 0.4) does not count. 12 images of each train the networks; 400 characters are cleaned,
 with 24 other images each (18 for `plsc data clean`). Images: `varied` of demo/render.py, 32 x 32 pixels,
 families in turn.
 
@@ -64,7 +65,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from fonts import Face, read_face
 from glyph_classes import agreed_pairs
-from render import glyph_mask, varied
+from render import plain, varied
 
 from plsc import Entry, open_embeddings
 from plsc.actions.embeddings import INDEX_NAME, NAMES
@@ -74,7 +75,7 @@ from plsc.clean import review
 from plsc.data.lists import read_listing
 
 CHARACTERS, CLEANED, PER_CLASS, USED, TRAINED = 750, 400, 24, 18, 12
-FAMILIES = 8
+FAMILIES, ODD = 8, 0.4
 FIRST = """
 fonts-freefont-ttf=20120503-10 fonts-linuxlibertine=5.3.0-6 fonts-junicode=2+git20230104+ds-1
 fonts-sil-gentiumplus=6.101-1 fonts-sil-charis=6.101-1 fonts-sil-andika=6.101-2 fonts-cmu=0.7.0-5
@@ -144,18 +145,29 @@ def characters_of(faces: list[Face], scripts: tuple[str, ...]) -> dict[int, list
     same = {max(pair) for pair in agreed_pairs(faces[:: len(faces) // FAMILIES], set(some))}
     found: dict[int, list[Face]] = {}
     for code in some:
-        able = [face for face in faces if can_draw(face, code)]
+        able = faces_that_draw(code, faces)
         if code not in same and len(able) >= FAMILIES and len(found) < CHARACTERS:
             found[code] = able
     return found
 
 
-def can_draw(face: Face, code: int) -> bool:
-    """Return whether a face draws a character with ink."""
-    try:
-        return code in face.code_points and glyph_mask(face.path, chr(code)) is not None
-    except OSError:  # its instructions are wrong
-        return False
+def faces_that_draw(code: int, faces: list[Face]) -> list[Face]:
+    """Return the faces whose drawing of a character correlates with the mean one; others have odd glyphs."""
+    able, drawn = [], []
+    for face in faces:
+        if code in face.code_points:
+            try:
+                image = plain(face.path, chr(code), 24)
+            except OSError:  # its instructions are wrong
+                continue
+            if image is not None:
+                able.append(face)
+                drawn.append(image.ravel() - image.mean())
+    if not able:
+        return []
+    unit = np.stack(drawn) / np.linalg.norm(drawn, axis=1, keepdims=True)
+    mean = unit.mean(0) / np.linalg.norm(unit.mean(0))
+    return [face for face, one in zip(able, unit, strict=True) if one @ mean >= ODD]
 
 
 def make(name: str, folder: Path) -> None:
