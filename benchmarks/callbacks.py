@@ -63,7 +63,7 @@ def usual(ins: Entry) -> None:
 
 def all_loggers(ins: Entry) -> None:
     """Use all loggers that need no server, with the gradient norm and pictures."""
-    ins.set_loggers("jsonl", "csv", "tensorboard", "mlflow")
+    ins.set_loggers("jsonl", "tensorboard", "mlflow")
     ins.set_callbacks("gradient_norm,images")
 
 

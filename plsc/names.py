@@ -32,7 +32,7 @@ OPTIMIZERS = (
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
 """Of plsc/run/build_updates.py."""
 
-LOGGERS = ("jsonl", "csv", "tensorboard", "mlflow", "wandb")
+LOGGERS = ("jsonl", "tensorboard", "mlflow", "wandb")
 """Of plsc/run/loggers.py."""
 
 CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile")

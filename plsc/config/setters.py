@@ -478,8 +478,8 @@ class Setters:
         self.options.set("train.log_period", period)
 
     def set_loggers(self, loggers: str | Sequence[str]) -> None:
-        """Set ``train.loggers``: where metrics are written: jsonl, csv, tensorboard, mlflow, wandb;
-        separated by commas, or a list. Default: 'jsonl'.
+        """Set ``train.loggers``: where metrics are written: jsonl, tensorboard, mlflow, wandb; separated
+        by commas, or a list. Default: 'jsonl'.
         """
         self.options.set("train.loggers", loggers)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import csv
 import importlib.util
-import io
 import json
 import math
 import re
@@ -13,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -24,7 +22,6 @@ from plsc.storage.regular import open_regular, read_regular
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
-CSV_NAME = "metrics.csv"
 _MOST_BYTES = 2**34  # of a file that a run continues
 
 
@@ -104,65 +101,6 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class Csv:
-    """Writes metrics.csv: one row per step, with its metrics and those of an evaluation or an epoch.
-
-    Rows after `step` are removed. The file is rewritten when a metric appears for the first time.
-    """
-
-    def __init__(self, folder: Path, step: int, *_: Any) -> None:
-        self.path = folder / CSV_NAME
-        self._columns: list[str] = []
-        self._row: dict[str, Any] = {}
-        self._row_at = 0
-        self._file: BinaryIO = io.BytesIO()  # replaced by _rewrite
-        self._rewrite([row for row in self._read() if int(row["step"]) <= step])
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """Write a row, or add to the last one if its step is the same."""
-        row = {"step": str(entry["step"]), "epoch": "", **scalars(entry)}
-        if row["step"] == self._row.get("step"):
-            row = {**self._row, **row}
-            self._file.truncate(self._row_at)
-            self._file.seek(self._row_at)
-        if not row.keys() <= set(self._columns):
-            self._columns = list(dict.fromkeys([*self._columns, *row]))
-            self._rewrite(self._read())
-        self._add(row)
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _add(self, row: dict[str, Any]) -> None:
-        self._row, self._row_at = row, self._file.tell()
-        self._file.write(_csv_line(row.get(name, "") for name in self._columns))
-
-    def _read(self) -> list[dict[str, str]]:
-        """Return the rows of the file, without incomplete ones."""
-        text = _read_earlier(self.path)
-        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
-        self._columns = list(dict.fromkeys([*(reader.fieldnames or []), *self._columns]))
-        return [row for row in reader if (row.get("step") or "").isdecimal() and None not in row.values()]
-
-    def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        with replacing(self.path) as temporary:
-            temporary.write_bytes(_csv_line(self._columns) if self._columns else b"")
-        self._file.close()
-        self._file = self.path.open("r+b")
-        self._file.seek(0, io.SEEK_END)
-        for row in rows:
-            self._add({name: value for name, value in row.items() if value})
-        self._file.flush()
-
-
-def _csv_line(values: Iterable[Any]) -> bytes:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(values)
-    return line.getvalue().encode()
 
 
 class TensorBoard:
@@ -275,7 +213,6 @@ class WandB:
 
 LOGGERS: dict[str, Callable[[Path, int, Mapping[str, Any], str], Logger]] = {
     "jsonl": JsonLines,
-    "csv": Csv,
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
     "wandb": WandB,
@@ -287,7 +224,7 @@ its options without secrets, and the `run_id` that the logger had before the res
 def check_packages(names: Iterable[str]) -> None:
     """Raise OptionError if the package of a logger is not installed."""
     for name in names:
-        if name not in ("jsonl", "csv") and importlib.util.find_spec(name) is None:
+        if name != "jsonl" and importlib.util.find_spec(name) is None:
             raise OptionError(
                 f"the logger {name!r} needs the package {name}, which is not installed; run "
                 f"pip install 'plsc[{name}]'"

@@ -21,7 +21,7 @@ from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.run.classes import OpenedCheckpoint
-from plsc.run.loggers import CSV_NAME, METRICS_NAME, PLOT_NAME
+from plsc.run.loggers import METRICS_NAME, PLOT_NAME
 from plsc.state.find import resolve_checkpoint
 from plsc.state.folders import (
     START_SECONDS,
@@ -37,7 +37,7 @@ from plsc.storage.store import Store, hidden_versions
 from plsc.storage.urls import is_url, join, shown
 
 # Files that a run writes next to its checkpoints.
-SMALL_FILES = (METRICS_NAME, PLOT_NAME, CSV_NAME, LIST_NAME)
+SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)
 logger = logging.getLogger(__name__)
 _EPOCH = re.compile(r"0|[1-9][0-9]{0,18}")  # the name of the checkpoint of an epoch
 _RETRY_SECONDS = 120.0  # for which a failing transfer of a running run is retried

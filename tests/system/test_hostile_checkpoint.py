@@ -323,11 +323,11 @@ def hostile(spec):
                   [0.5, 1.5], [0.5, 0.6], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [4, 5], ["*"], {"eps": 0.5},
                   [{"pattern": "fc", "lr_factor": 2.0}],
                   [{"pattern": "fc", "rule": "constant", "val": 1}], [{"name": "a", "path": URL}],
-                  "csv", "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
+                  "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   {"class_depth": 7}, {"crop_padding": 7}, {"steps": 7}, {"incr_ratio": 7.0}, {"a": 7.0},
-                  "csv", "file:///tmp/a"):  # fmt: skip
+                  "tensorboard", "file:///tmp/a"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ import pytest
 from PIL import Image
 
 from plsc.errors import OptionError, TrainingError, TrainingInterrupted
-from plsc.run.loggers import Csv, scalars
+from plsc.run.loggers import scalars
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
@@ -94,30 +93,6 @@ def test_a_run_that_resumes_within_an_epoch_has_the_same_loss_of_the_epoch(datas
     assert parts[-1] == last
 
 
-def test_a_csv_file_has_each_step_once_and_columns_that_appear_later(dataset, tmp_path):
-    train_and_resume(dataset, tmp_path, "csv")
-    with (tmp_path / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(1, 3 * STEPS + 1))
-    assert all(float(row["loss_step"]) > 0 for row in rows)
-    evaluated = [int(row["step"]) for row in rows if row["eval/lfw/accuracy"] and row["loss_epoch"]]
-    assert evaluated == [STEPS, 2 * STEPS, 3 * STEPS]
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_csv_file_without_a_header_or_with_a_cut_row_is_continued(tmp_path):
-    for kept in ("", "step,loss_step\n1,0.5\n2,0.4\n3,0.", "damaged\n"):
-        (tmp_path / "metrics.csv").write_text(kept)
-        logger = Csv(tmp_path, 2)
-        logger.write({"step": 3, "loss": 0.25})
-        logger.write({"step": 3, "x, y": 1.0})
-        logger.close()
-        with (tmp_path / "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        assert [row["step"] for row in rows] == (["1", "2", "3"] if "loss" in kept else ["3"])
-        assert (rows[-1]["loss_step"], rows[-1]["x, y"]) == ("0.25", "1.0")
-
-
 def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(dataset, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -134,7 +109,7 @@ def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(datas
     assert b"train.batch_size" in b"".join(options.values())
 
 
-@pytest.mark.parametrize("logger", ["jsonl", "csv", "tensorboard", "mlflow"])
+@pytest.mark.parametrize("logger", ["jsonl", "tensorboard", "mlflow"])
 def test_any_folder_and_any_name_works(logger, dataset, tmp_path, monkeypatch):
     # xdist cannot send what pytest captures of lines that are not UTF-8.
     monkeypatch.setattr(logging.getLogger("plsc"), "propagate", False)
@@ -346,7 +321,7 @@ def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset,
 
 def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     ins = entry(dataset, tmp_path)
-    with pytest.raises(OptionError, match=r"expected any of jsonl, csv.*did you mean 'tensorboard'"):
+    with pytest.raises(OptionError, match=r"expected any of jsonl.*did you mean 'tensorboard'"):
         ins.set_loggers("tensorbord")
     with pytest.raises(OptionError, match=r"expected a name, or an object with the methods"):
         ins.set_loggers(print)
@@ -358,7 +333,7 @@ def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
 
 def test_secrets_of_options_reach_no_logger(dataset, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    train(dataset, tmp_path, "jsonl,csv,tensorboard", epochs=1, set_upload_dir="memory://me:geheim@host/runs")
+    train(dataset, tmp_path, "jsonl,tensorboard", epochs=1, set_upload_dir="memory://me:geheim@host/runs")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("tfevents" in path.name for path in files)
     assert not [path for path in files if b"geheim" in path.read_bytes()]
