@@ -27,6 +27,7 @@ from plsc.errors import (
     OptionError,
     kind_and_line,
 )
+from plsc.storage.regular import open_regular
 from plsc.terminal import stop_signals
 
 if TYPE_CHECKING:
@@ -308,9 +309,11 @@ def _rank_logs(folder: Path | None, errors: str, files: dict[int, Path]) -> Logs
             for local_rank, variables in envs.items():
                 rank = int(variables["RANK"])
                 files[rank] = _new_file(root, rank)
-                found.stdouts[local_rank] = str(files[rank])
+                descriptor = os.open(files[rank], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                # torch opens it again, but not by its name, which may be a link by then.
+                found.stdouts[local_rank] = f"/proc/self/fd/{descriptor}"
                 if rank == 0:
-                    found.tee_stdouts[local_rank] = str(files[rank])
+                    found.tee_stdouts[local_rank] = found.stdouts[local_rank]
             return found
 
     return RankLogs(log_dir=errors)
@@ -351,8 +354,8 @@ def _failure(
     if not message.startswith("rank "):  # another rank's
         message = f"rank {rank} failed: {message}"
     if log:
-        with log.open("a", encoding="utf-8") as file:
-            file.write(f"{MESSAGE_START}{message}{ending}\n")
+        with contextlib.suppress(OSError), open_regular(log, mode="ab") as file:
+            file.write(f"{MESSAGE_START}{message}{ending}\n".encode())
         ending = ending or f"; see {log}"
     error = DistributedError(message + ending)
     error.exit_code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode

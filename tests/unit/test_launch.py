@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from plsc.cli import doctor
-from plsc.cli.launch import COMMAND, _choose_devices, _failure, _nodes, _set_threads
+from plsc.cli.launch import COMMAND, _choose_devices, _failure, _nodes, _rank_logs, _set_threads
 from plsc.cli.parser import CommandParser
 from plsc.config import Options
 from plsc.errors import OptionError
@@ -174,3 +176,18 @@ def test_doctor_fails_when_the_ranks_cannot_connect(capsys):
         doctor.run_doctor(options)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split()[:4] == ["error", "ranks", "backend", "is"]
+
+
+def test_a_link_that_replaces_a_log_is_not_written_through(tmp_path):
+    logs = {}
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "outside").touch()
+    destination = _rank_logs(tmp_path / "logs", str(tmp_path), logs).reify({0: {"RANK": "0"}})
+    logs[0].rename(tmp_path / "moved") if logs[0].exists() else None
+    logs[0].symlink_to(tmp_path / "outside")
+    Path(destination.stdouts[0]).write_text("of the rank\n")  # as torch opens it
+    failure = SimpleNamespace(timestamp=0, exitcode=1, error_file_data={"message": ""}, local_rank=0)
+    with contextlib.suppress(OSError):
+        _failure({0: failure}, logs)
+    assert not (tmp_path / "outside").read_text()
+    assert (tmp_path / "moved").read_text() == "of the rank\n"
