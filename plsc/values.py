@@ -57,18 +57,11 @@ def encode(
         text = value.decode("latin-1") if kind is bytes else str(value)
         return {"$bytes" if kind is bytes else "$Path": encode(text, what, tensors, known, path)}
     if kind in _CONTAINERS:
-        is_dict = isinstance(value, dict)
-        keys = (
-            [encode(key, what, tensors, known, f"{path} key") for key in value]
-            if is_dict
-            else range(len(value))
-        )
-        items = [
-            encode(one, what, tensors, known, f"{path}.{key}" if path else f"{key}")
-            for key, one in zip(keys, value.values() if is_dict else value, strict=True)
-        ]
-        if is_dict:
-            items = [list(pair) for pair in zip(keys, items, strict=True)]
+        items = []
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            name = encode(key, what, tensors, known, f"{path} key")
+            item = encode(one, what, tensors, known, f"{path}.{name}" if path else f"{name}")
+            items.append([name, item] if isinstance(value, dict) else item)
         return items if kind is list else {f"${kind.__name__}": items}
     shape = list(value.shape) if kind is np.ndarray else None
     if (shape is not None or isinstance(value, np.generic)) and value.dtype.kind in "biufcSUMm":

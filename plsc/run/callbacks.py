@@ -287,6 +287,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback], network: BaseModel) -> None:
         self.all = tuple(callbacks)
+        self.are_ours = all(map(_is_ours, callbacks))  # none can change the network
         self._methods = {
             event: [(one, getattr(one, event)) for one in callbacks if hasattr(one, event)]
             for event in EVENTS
@@ -329,8 +330,7 @@ class Callbacks:
         values: dict[str, Any] = {}
         tensors: CallbackTensors = {}
         for name, callback in self._named():
-            is_ours = type(callback).__module__.startswith("plsc.")
-            if not (is_ours and of_users) and (state := callback.state_dict()):
+            if not (of_users and _is_ours(callback)) and (state := callback.state_dict()):
                 own: dict[str, Any] = {}
                 values[name] = encode(state, f"the state of the callback {name}", own)
                 tensors |= {Role(CALLBACK, key, name): tensor for key, tensor in own.items()}
@@ -355,6 +355,10 @@ class Callbacks:
             name = callback.name or type(callback).__name__
             counts[name] = counts.get(name, 0) + 1
             yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), callback
+
+
+def _is_ours(callback: Callback) -> bool:
+    return type(callback).__module__.startswith("plsc.") and not isinstance(callback, FunctionCallback)
 
 
 def _is_due(callback: Callback, event: str, steps: int) -> bool:

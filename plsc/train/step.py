@@ -121,6 +121,8 @@ class Step:
         Callbacks may have made them trainable, or replaced them. Raises TrainingError for a sharded network.
         """
         run, groups = self._run, self._run.optimizer.param_groups
+        if self._trained is not None and run.callbacks.are_ours:
+            return False
         trained = [p for p in run.network.parameters() if p.requires_grad]
         if self._trained is not None and list(map(id, trained)) == list(map(id, self._trained)):
             return False
