@@ -8,15 +8,18 @@ See paddle/fluid/framework/lod_tensor.cc, tensor_util.cc and framework.proto.
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import pickletools
 import re
 import struct
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -123,7 +126,8 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 
 def _read_torch_file(file: Path) -> Any:
     try:
-        is_zip = zipfile.is_zipfile(file)
+        with file.open("rb") as stream:
+            is_zip = stream.read(4) == b"PK\3\4"  # as torch decides
         if is_zip:
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
@@ -135,8 +139,12 @@ def _read_torch_file(file: Path) -> Any:
                 )
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 raise CheckpointError(f"{file} is compressed or damaged; torch.save never compresses")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), file.open("rb") as stream:
             warnings.simplefilter("ignore")  # about storages and TorchScript
+            if is_zip:
+                _check_values(io.BytesIO(torch._C.PyTorchFileReader(str(file)).get_record("data.pkl")))
+            for _ in range(0 if is_zip else 5):  # the older format: the tensors are the fourth of five
+                _check_values(stream)
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
@@ -151,12 +159,45 @@ def _read_torch_file(file: Path) -> Any:
         ) from error
 
 
+def _check_values(file: IO[bytes]) -> None:
+    """Raise ValueError for a pickle whose values are too many, each counted as often as it is used.
+
+    hash() and repr() of 60 tuples that each contain the previous one twice would take 2^60 steps.
+    """
+    left, memo, marks, stack = _LONGEST_PICKLE, {}, [], list[Any]()
+    for operation, argument, _ in pickletools.genops(file):
+        name, needed = operation.name, operation.stack_before
+        if name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+            continue
+        if name == "MARK":
+            marks.append(stack)
+            stack = []
+            continue
+        taken = []
+        if pickletools.stackslice in needed:  # all values since the mark
+            taken, stack, needed = stack, marks.pop(), needed[:-2]
+        taken += [stack.pop() for _ in needed]
+        value = SimpleNamespace(size=1 + sum(part.size for part in taken), is_shared=False)
+        if name in ("BINGET", "LONG_BINGET"):
+            value = memo[argument]
+            value.is_shared = True
+        elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"):
+            taken[-1].size, value = value.size, taken[-1]
+            if value.is_shared:
+                raise ValueError("a value that contains itself")
+        left -= 1 if name[:6] in ("APPEND", "SETITE") else value.size
+        if left < 0:
+            raise ValueError("too many values")
+        stack += [value] * len(operation.stack_after)
+
+
 def _check_tensors(value: Any, file: Path) -> None:
     """Refuse a tensor that is larger than its storage in the file: using it would take far more memory.
 
     Of a storage that the file does not contain, torch.load leaves the memory as it was.
     """
-    left, seen = [value], set()
+    left = [value]
     while left:
         value = left.pop()
         if isinstance(value, Tensor):
@@ -169,8 +210,7 @@ def _check_tensors(value: Any, file: Path) -> None:
                     f"{file}: a tensor of shape {str(list(value.shape))[:80]} needs more than its {there} "
                     "bytes in the file; download it again"
                 )
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, (dict, list, tuple)):
             left += value.values() if isinstance(value, dict) else value
 
 

@@ -155,17 +155,41 @@ def with_pickle(path, operations):
     return path
 
 
-def test_a_nested_pickle_is_checked_in_linear_time(tmp_path):
-    deep = b"\x80\x02" + b"]" + b"\x85" * 100_000 + b"."
-    assert read_tensors(with_pickle(tmp_path / "a.pt", deep))
-    # Each list contains the previous one twice: 2^60 items if nothing is remembered.
-    doubled = b"\x80\x02](K\x01e" + b"".join(
-        b"q" + bytes([n]) + b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60)
+def doubled(make):
+    """A pickle of 60 values that each contain the previous one twice: 2^60 steps to hash the last."""
+    return b"\x80\x02}K\x01q\x00" + b"".join(
+        make(b"h" + bytes([n])) + b"q" + bytes([n + 1]) for n in range(60)
     )
-    for name, endless in (("b.pt", doubled + b"."), ("d.pt", b"\x80\x02]q\x00h\x00a.")):
-        assert read_tensors(with_pickle(tmp_path / name, endless))  # each list is visited once
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        doubled(lambda last: last * 2 + b"\x86") + b"K\x01s.",  # a key of a dict
+        doubled(lambda last: b"](" + last * 2 + b"e") + b")R.",  # a function, in the error message of torch
+        b"\x80\x02}" + b"K\x01" + b"\x85" * 1_000_000 + b"K\x01s.",  # hash() would overflow the stack
+        b"\x80\x02]q\x00h\x00a.",
+    ],
+    ids=["tuples", "lists", "deep", "endless"],
+)
+@pytest.mark.parametrize("new", [True, False])
+def test_values_that_are_shared_or_nested_too_often_are_refused(tmp_path, operations, new):
+    path = tmp_path / "a.pt"
+    if new:
+        with_pickle(path, operations)
+    else:
+        torch.save({}, path, _use_new_zipfile_serialization=False)
+        path.write_bytes(path.read_bytes().replace(pickle.dumps({}, 2), operations))
+    assert "is damaged" in refusal(read_tensors, path)
+
+
+def test_a_long_pickle_is_refused_and_shared_values_are_read(tmp_path):
     long = pickle.dumps("x" * (5 << 20))
     assert "expected at most" in refusal(read_tensors, with_pickle(tmp_path / "e.pt", long))
+    state, betas = {f"{n}": torch.ones(2) for n in range(2000)}, (0.9, 0.99)
+    value = {"model": state, "ema": state, "groups": [{"betas": betas} for _ in range(2000)]}
+    torch.save(value, tmp_path / "a.pt")
+    assert read_tensors(tmp_path / "a.pt")["groups"] == value["groups"]
 
 
 @settings(max_examples=200, deadline=None)
