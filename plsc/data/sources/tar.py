@@ -26,6 +26,7 @@ from plsc.data.sources.columns import (
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered
+from plsc.storage.regular import without_mark
 from plsc.storage.urls import base_name, shown
 
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
@@ -60,7 +61,7 @@ class TarSource(ColumnSource):
         files = shard_files(location, ".tar")
         self._files = Shards(files)
         self._image, self._label = image, label
-        kind = f"tar-3 {json.dumps([image, label, labels.names_wanted])}"
+        kind = f"tar-4 {json.dumps([image, label, labels.names_wanted])}"
         index = load_or_build(files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
         self._keys, self._key_ends = index["keys"], index["key_ends"]
@@ -134,7 +135,7 @@ class TarSource(ColumnSource):
             label, name = fields.get(key), fields.get(NAMES_COLUMN)
         except (AttributeError, ValueError, RecursionError):
             label = name = None
-        label = sample.text(wanted).strip() or label
+        label = without_mark(sample.text(wanted), f"{sample.place}.{wanted}").strip() or label
         if isinstance(label, str | bytes) or type(label) is int:
             return label, name if isinstance(name, str) and self._label is None else ""
         raise DataError(

@@ -102,6 +102,7 @@ def test_shards_of_operating_systems_are_not_read(tmp_path):
     ("label", "options", "expected"),
     [
         (("a.cls", b"7"), {}, 7),
+        (("a.cls", b"\xef\xbb\xbf7\r\n"), {}, 7),
         (("a.json", b'{"label": 7, "who": "bo"}'), {}, 7),
         (("a.json", b'{"label": 7, "who": 2}'), {"label_column": "who"}, 2),
         (("a.json", b'{"label": 7, "who": "bo"}'), {"label_column": "who"}, 0),
