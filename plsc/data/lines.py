@@ -31,7 +31,7 @@ MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the lar
 _EXCERPT = 60
 _FIRST = 16  # lines by which the format of a file is recognised
 _ALPHABET = f"{string.ascii_letters}{string.digits}+/=\t\r\n".encode()
-_DATA_URI = re.compile(rb"\s*data:[^,\t]*;base64,", re.IGNORECASE)
+_DATA_URI = re.compile(rb"\s*(data:[^,\t]*;base64,)?\s*", re.IGNORECASE)  # always matches
 _LONGEST_URI = 256  # bytes before the base64
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 OnBytes = Callable[[np.ndarray, int], bool]
@@ -81,15 +81,16 @@ def is_base64(data: np.ndarray) -> bool:
 
 
 def decode_base64(text: bytes, pads: bool = False) -> bytes:
-    """Return the bytes of base64, also of a data URI, with line ends, or in the URL-safe alphabet.
+    """Return the bytes of base64, also of a data URI, in indented lines, or in the URL-safe alphabet.
 
     pads: add missing padding; in a file, it means missing data. Raises DataError with the reason.
     """
     try:  # the usual case; the validating decoder is the faster one
         return pybase64.b64decode(text, validate=True)
     except ValueError:
-        start = _DATA_URI.match(text)  # only there: a search takes quadratic time
-        text = text[start.end() if start else 0 :].strip().translate(_STANDARD, b"\r\n")
+        # Only at the start: a search takes quadratic time. Blanks within a line may have been "+".
+        lines = _DATA_URI.sub(b"", text, count=1).splitlines()
+        text = b"".join(map(bytes.strip, lines)).translate(_STANDARD)
     try:
         return pybase64.b64decode(text + b"=" * (-len(text) % 4 * pads), validate=True)
     except ValueError as error:
@@ -100,8 +101,8 @@ def _has_base64(text: np.ndarray) -> bool:
     """Do what `is_base64` does, but accept what `decode_base64` does; in pieces, as a line may be long."""
     if is_base64(text):
         return True
-    start = _DATA_URI.match(text[:_LONGEST_URI].tobytes())
-    pieces = range(start.end() if start else 0, len(text), _PIECE_BYTES)
+    head = text[:_LONGEST_URI].tobytes()
+    pieces = range(len(head) - len(_DATA_URI.sub(b"", head, count=1)), len(text), _PIECE_BYTES)
     return not any(text[at : at + _PIECE_BYTES].tobytes().translate(None, _ALPHABET + b"-_") for at in pieces)
 
 

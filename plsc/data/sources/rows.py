@@ -7,6 +7,7 @@ import itertools
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from plsc.data.decode import MAX_FILE_BYTES
 from plsc.data.files import Shards
 from plsc.data.lines import decode_base64
-from plsc.data.sources.base import printable, read_image
+from plsc.data.sources.base import IMAGE_START, printable, read_image
 from plsc.data.sources.columns import (
     IMAGE_COLUMNS,
     ColumnSource,
@@ -28,8 +29,7 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, text_lines
 from plsc.storage.urls import base_name, is_url, located, parent_of, shown
 
-# First characters of a data URI, and of the base64 of JPEG, PNG, GIF, BMP, WEBP and TIFF files.
-_BASE64_STARTS = ("data:", "/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "Qk", "UklGR", "SUkqA", "TU0AK")
+_START = 60  # characters of base64 that show the type of an image
 _QUOTE = b'"'
 _MAX_LINES = 2**20  # per row
 MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the largest image in base64, and some more
@@ -161,7 +161,10 @@ def _lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _is_base64(text: str) -> bool:
-    return text.startswith(_BASE64_STARTS) and len(text) > 60
+    start = "".join(text[: 9 * _START].split())[:_START]
+    with suppress(DataError):
+        return len(start) == _START and IMAGE_START.match(decode_base64(start.encode())) is not None
+    return start[:5].lower() == "data:"
 
 
 class CsvSource(RowSource):

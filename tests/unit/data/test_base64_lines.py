@@ -79,7 +79,7 @@ def test_invalid_base64_is_reported_with_file_and_line(tmp_path, text):
 
 
 def test_data_uris_and_url_safe_text_are_read(tmp_path):
-    lines = b"data:image/png;base64,/+8=\t1\r\nDATA:;base64,_-8=\t2\n_-8=\t3\n"
+    lines = b"data:image/png;base64,/+8=\t1\r\nDATA:;base64, _-8=\t2\n _-8=\t3\n"
     source = Base64Source(write_set(tmp_path / "set", {"a": lines}))
     assert [source[n] for n in range(3)] == [(b"\xff\xef", n) for n in (1, 2, 3)]
 

@@ -7,10 +7,13 @@ import tracemalloc
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from plsc.data.decode import PILLOW_FORMATS
 from plsc.data.sources import open_source, rows
 from plsc.data.sources.rows import CsvSource
 from plsc.errors import DataError, OptionError
@@ -137,15 +140,25 @@ def test_composed_and_decomposed_names_are_one_class_as_first_written(tmp_path):
 
 
 def test_base64_may_be_a_data_uri_or_wrapped(tmp_path):
-    wrapped = "\n".join(IN_BASE64[i : i + 76] for i in range(0, len(IN_BASE64), 76))
+    lines = [IN_BASE64[i : i + 76] for i in range(0, len(IN_BASE64), 76)]
     texts = [
         f"data:image/jpeg;base64,{IN_BASE64}",
-        f'"{wrapped}\n"',
+        f"DATA:IMAGE/JPEG;BASE64, {IN_BASE64}",
+        '"{}\n"'.format("\n".join(lines)),
+        '"\n    {}\n"'.format("\r\n    ".join(lines)),
         IN_BASE64.replace("+", "-").replace("/", "_"),
     ]
     for text in texts:
         quoted = text if text[0] == '"' else f'"{text}"'
         assert read(write(tmp_path, f"image,label\n{quoted},3\n")) == [(JPEG, 3)]
+
+
+@pytest.mark.parametrize("kind", PILLOW_FORMATS)
+def test_base64_of_every_type_of_image_is_told_from_a_path(tmp_path, kind):
+    file = io.BytesIO()
+    Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3)).save(file, kind)
+    text = base64.b64encode(file.getvalue()).decode()
+    assert read(write(tmp_path, f"image,label\n{text},3\n")) == [(file.getvalue(), 3)]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
