@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from plsc.inputs import Input, first_tensor
 from plsc.parallel.world import World
+from plsc.storage.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class CompiledNetwork(nn.Module):
         self._missing = set(sizes)
         self._is_compiled_everywhere = False
         self._world = world or World.single()
+        # By default inductor runs what it finds in a folder of /tmp that any user could have created.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
         # Only inductor has its own random numbers.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
         compiled = torch.compile(network, dynamic=False, backend=backend, options=options)

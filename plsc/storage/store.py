@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 OnBytes = Callable[[int], None]
+_PATTERN = re.compile(r"[*?[]")
 _BY_TIME = 10**6  # attempts; only the time limits them
 
 
@@ -200,8 +202,14 @@ class Store:
 
         def call() -> None:
             self._filesystem.invalidate_cache()
+            path = self._at(name)
             with contextlib.suppress(FileNotFoundError):
-                self._filesystem.rm(self._at(name), recursive=True)
+                if self._filesystem.isfile(path):
+                    self._filesystem.rm_file(path)
+                elif not self._is_on_disk and _PATTERN.search(path):  # rm would delete all that match
+                    raise DataError(f"{self.shown}: {name} is a folder whose name is a pattern; delete it")
+                else:
+                    self._filesystem.rm(path, recursive=True)
 
         self._call(call, f"{name} cannot be deleted")
 

@@ -79,6 +79,11 @@ def test_files_and_folders_are_written_and_read_back(url, tmp_path):
     assert back.read_bytes() == local.read_bytes()
     store.delete("b")
     store.delete("b")  # it does not exist: nothing happens
+    for name in ("part1", "part[12]"):  # the second one is no pattern
+        store.write(name, b"x")
+    store.delete("part[12]")
+    assert (store.exists("part1"), store.exists("part[12]")) == (True, False)
+    store.delete("part1")
     assert store.names() == []
 
 

@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,9 @@ def load_or_build(
     identity = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
     is_versioned = all(fingerprint.version for fingerprint in fingerprints)
     places = _places(files, kind) if is_versioned else []
+    owners = {0, os.geteuid(), *(Path(file).stat().st_uid for file in files[:1] if not is_url(file))}
     for place in places:
-        found = _load(place, kind, identity)
+        found = _load(place, kind, identity, owners)
         if found is not None:
             return found
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
@@ -84,7 +85,7 @@ def load_or_build(
         with contextlib.suppress(DataError, OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             _save(place, kind, identity, arrays)
-            found = _load(place, kind, identity)
+            found = _load(place, kind, identity, owners)
             if found is not None:
                 return found
     return arrays
@@ -140,11 +141,16 @@ def _save(path: Path, kind: str, identity: list[list[Any]], arrays: Arrays) -> N
             file.write(_bytes_of(array))
 
 
-def _load(path: Path, kind: str, identity: list[list[Any]]) -> dict[str, np.ndarray] | None:
-    """Return the arrays of an index file, or None if it is missing, outdated or damaged."""
+def _load(
+    path: Path, kind: str, identity: list[list[Any]], owners: Container[int]
+) -> dict[str, np.ndarray] | None:
+    """Return the arrays of an index file, or None if it is missing, outdated, damaged or of another user."""
     try:
         with open_regular(path, path.parent) as file:
-            length = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            if status.st_uid not in owners:
+                return None
+            length = status.st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):  # ValueError: an empty file
         return None

@@ -107,6 +107,19 @@ def test_a_changed_file_is_detected(data, change):
     assert load_or_build([data], "test-1", build)["starts"][1] == 2
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_an_index_of_another_user_is_not_used(data, cache):
+    load_or_build([data], "test-1", Builder())
+    os.chown(index_file(data), 65534, 65534)
+    build = Builder()
+    build.calls = 5
+    assert load_or_build([data], "test-1", build)["starts"][1] == 6
+    os.chown(data, 65534, 65534)  # who can change the data, too
+    assert load_or_build([data], "test-1", build)["starts"][1] == 7
+    os.chown(index_file(data), 65534, 65534)
+    assert load_or_build([data], "test-1", build)["starts"][1] == 7
+
+
 def test_each_kind_and_list_of_files_has_its_own_index(data):
     other = data.with_name("other.txt")
     other.write_bytes(b"x")
