@@ -354,6 +354,18 @@ def drop(model):
     model.graph.node.add(op_type="Slice", input=["all", "zero", "one"], output=["embeddings"])
 
 
+def run_for_days(kind, *shapes, **attributes):
+    def add(model):
+        for number, shape in enumerate(shapes):
+            shape = onnx.numpy_helper.from_array(np.array(shape), f"shape{number}")
+            model.graph.initializer.append(shape)
+            model.graph.node.add(op_type="ConstantOfShape", input=[shape.name], output=[f"x{number}"])
+        inputs = [f"x{number}" for number in range(len(shapes))]
+        model.graph.node.append(onnx.helper.make_node(kind, inputs, ["", "y"], **attributes))
+
+    return edited(add)
+
+
 def rename_input(model):
     model.graph.input[0].name = model.graph.node[0].input[0] = "pictures"
 
@@ -401,6 +413,18 @@ def test_a_model_with_a_pipe_is_not_loaded(exported, tmp_path, name):
         ({"change_graph": edited(name_foreign_operator)}, r"operators of \['', 'evil'\]"),
         ({"change_graph": edited(add_loop)}, "control flow"),
         ({"change_graph": edited(rename_input)}, "model.onnx"),
+        (
+            {
+                "change_graph": run_for_days(
+                    "RNN", [2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024], hidden_size=1024
+                )
+            },
+            "operations",
+        ),
+        (
+            {"change_graph": run_for_days("RoiAlign", [1, 9, 2, 2], [1, 4], [1], sampling_ratio=2000)},
+            "RoiAlign",
+        ),
         ({"change_graph": edited(stretch)}, "an embedding of the graph does not have norm 1"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
         ({"change_graph": lambda data: b""}, "model.onnx"),
