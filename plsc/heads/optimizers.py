@@ -15,12 +15,11 @@ from plsc.errors import CheckpointError, OptionError
 from plsc.heads.rules import BLOCK, MOMENTUM, MOMENTUM_SCALE, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
 from plsc.heads.softmax import ForwardContext
-from plsc.heads.update import SavedContexts, rows_of, summed_gradients
+from plsc.heads.update import SavedContexts, rows_of
 from plsc.heads.weights import (
     Rows,
     States,
     copy_states_to_device,
-    copy_to_device,
     read_dtype,
     write_back,
 )
@@ -93,10 +92,8 @@ class RowOptimizer(torch.optim.Optimizer):
             if isinstance(clip, Tensor):
                 context.weight = context.weight * clip.to(context.weight)
             context.factor = (1.0 if isinstance(clip, Tensor) else clip) / grad_scale
-        if len(contexts) == 1:
-            self._update(contexts[0], rule)
-        elif contexts:
-            self._accumulate(contexts, rule)
+        if contexts:
+            self._update(contexts, rule)
         return outcome
 
     def skip(self) -> None:
@@ -115,7 +112,8 @@ class RowOptimizer(torch.optim.Optimizer):
         # Up to C D squares are added: float32 would lose the small ones.
         total = torch.zeros((), dtype=torch.float64, device=device)
         if contexts:
-            for _, dw, db in summed_gradients(contexts, rows_of(contexts)):
+            _, rows = rows_of(contexts)
+            for _, dw, db in contexts[0].backend.summed_gradients(contexts, rows):
                 total += dw.double().square().sum()
                 if db is not None:
                     total += db.double().square().sum()
@@ -142,33 +140,17 @@ class RowOptimizer(torch.optim.Optimizer):
                 tensor.copy_(values[name])
         self.param_groups[0].update((n, value) for n, value in group.items() if n != "params")
 
-    def _update(self, context: ForwardContext, rule: Rule) -> None:
-        """Update from one forward context."""
-        rows, stored = context.rows, context.stored
-        is_offloaded = rows is not stored
-        states = self._states(self.head.weight)
-        copies = copy_states_to_device(states, stored, rows.weight.device) if is_offloaded else states
-        biases = context.backend.update(context, rule, copies)
-        if is_offloaded:
+    def _update(self, contexts: list[ForwardContext], rule: Rule) -> None:
+        """Update with the sum of the gradients of some forward contexts."""
+        (stored, rows), states = rows_of(contexts), self._states(self.head.weight)
+        copies = states
+        if rows is not stored:
+            copies = copy_states_to_device(states, stored, rows.weight.device)
+        biases = contexts[0].backend.update(contexts, rows, rule, copies)
+        if rows is not stored:
             write_back(rows, stored, copies, states)
         if biases is not None:
             self._update_biases(stored, biases, rule)
-
-    def _accumulate(self, contexts: list[ForwardContext], rule: Rule) -> None:
-        """Update from several forward contexts with the sum of their gradients."""
-        stored, states, biases = rows_of(contexts), self._states(self.head.weight), []
-        rows, copies = stored, states
-        if stored.file is not None:
-            device = contexts[0].rows.weight.device
-            rows, copies = copy_to_device(stored, device), copy_states_to_device(states, stored, device)
-        for tile, dw, db in summed_gradients(contexts, rows):
-            apply_rule(rule, rows, tile, dw, copies)
-            if db is not None:
-                biases.append(db)
-        if rows is not stored:
-            write_back(rows, stored, copies, states)
-        if biases:
-            self._update_biases(rows, torch.cat(biases), rule)
 
     def _update_biases(self, rows: Rows, gradients: Tensor, rule: Rule) -> None:
         """Update the biases of the selected rows, as rows with one column in full precision."""

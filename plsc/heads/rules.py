@@ -87,16 +87,23 @@ def _adagrad(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, 
     w -= rule.lr * g / (h.sqrt() + rule.eps)[:, None]
 
 
-def kernel_states(rule: Rule, states: States, weight: Tensor) -> list[Tensor] | None:
-    """Return the states for a C or Triton kernel; None if the kernels do not support this rule or state."""
-    names = {"sgd": [MOMENTUM], "adamw": ["exp_avg", "exp_avg_sq"], "adagrad": ["sum_of_squares"]}
+def kernel_states(rule: Rule, states: States, weight: Tensor, has_int8: bool = False) -> list[Tensor] | None:
+    """Return the states for a C or Triton kernel; None if the kernels do not support this rule or state.
+
+    has_int8: the kernels support int8 states.
+    """
+    names = {
+        "sgd": [MOMENTUM, MOMENTUM_SCALE],
+        "adamw": ["exp_avg", "exp_avg_sq"],
+        "adagrad": ["sum_of_squares"],
+    }
     if rule.kind not in names:
         return None
     if rule.kind == "sgd" and not rule.momentum:
         return []
-    found = [states[name] for name in names[rule.kind]]
+    found = [states[name] for name in names[rule.kind] if name in states]
     for state in found:
-        is_known = state.dtype in (torch.float32, torch.bfloat16)
+        is_known = state.dtype in (torch.float32, torch.bfloat16) or (has_int8 and state.dtype is torch.int8)
         if not (is_known and state.device == weight.device and state.is_contiguous()):
             return None
     return found

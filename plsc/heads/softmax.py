@@ -10,6 +10,7 @@ where they have no kernel, and are tested against it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -120,6 +121,17 @@ class ForwardContext:
     kept: Tensor | None = None
     factor: float = 1.0
 
+    def part_of(self, rows: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
+        """Return which of its rows are in a tile of `rows`, and their indices in the tile."""
+        mine = self.stored.selected
+        if rows.selected is None or mine is None:
+            return tile, slice(None)
+        wanted = rows.selected[tile].to(mine.device)
+        low = torch.searchsorted(mine, wanted[0])
+        high = torch.searchsorted(mine, wanted[-1], right=True)
+        part = slice(int(low), int(high))
+        return part, torch.searchsorted(wanted, mine[part]).to(self.rows.weight.device)
+
 
 @dataclass(frozen=True)
 class TorchBackend:
@@ -211,12 +223,36 @@ class TorchBackend:
             dw = normalisation_backward(dw, w, length)
         return dw, None if rows.bias is None else g.sum(dim=0)
 
-    def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-        """Update the selected class weights and their states; return the biases' gradients [n] or None."""
+    def summed_gradients(
+        self, contexts: list[ForwardContext], rows: Rows
+    ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Yield (tile, gradient [t, D], gradient of the biases [t] or None), summed over the contexts.
+
+        rows: all rows that the contexts selected; of a single context, its own rows.
+        """
+        for tile in rows.tiles(self.tile):
+            if len(contexts) == 1:
+                yield tile, *self.gradients(contexts[0], tile)
+                continue
+            count, unit = tile.stop - tile.start, contexts[0].queries.unit
+            dw = unit.new_zeros(count, unit.shape[1])
+            db = None if rows.bias is None else unit.new_zeros(count)
+            for context in contexts:
+                part, index = context.part_of(rows, tile)
+                more, more_biases = context.backend.gradients(context, part)
+                dw[index] += more
+                if db is not None and more_biases is not None:
+                    db[index] += more_biases
+            yield tile, dw, db
+
+    def update(self, contexts: list[ForwardContext], rows: Rows, rule: Rule, states: States) -> Tensor | None:
+        """Update class weights and their states; return the biases' gradients [n] or None.
+
+        contexts, rows: see `summed_gradients`. states: of `rows`.
+        """
         biases = []
-        for tile in context.rows.tiles(self.tile):
-            dw, db = self.gradients(context, tile)
-            apply_rule(rule, context.rows, tile, dw, states)
+        for tile, dw, db in self.summed_gradients(contexts, rows):
+            apply_rule(rule, rows, tile, dw, states)
             if db is not None:
                 biases.append(db)
         return torch.cat(biases) if biases else None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from plsc.errors import OptionError
 from plsc.heads.geometry import normalisation_backward
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import ForwardContext
-from plsc.heads.weights import Rows
+from plsc.heads.weights import Rows, copy_to_device
 from plsc.parallel.collectives import ScatteredSum
 
 _MANY_CONTEXTS = 256  # more than any reasonable number of micro-batches
@@ -82,45 +81,16 @@ class SavedContexts(list[ForwardContext]):
         self.consume()
 
 
-def rows_of(contexts: list[ForwardContext]) -> Rows:
-    """Return the stored rows that any of the forward passes selected."""
-    every = [context.stored for context in contexts]
-    if every[0].selected is None:
-        return every[0]
-    selected = torch.cat([stored.selected for stored in every if stored.selected is not None])
-    return dataclasses.replace(every[0], selected=torch.unique(selected))
-
-
-def summed_gradients(
-    contexts: list[ForwardContext], rows: Rows
-) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield (tile, gradient [t, D], gradient of the biases [t] or None), summed over the contexts.
-
-    rows: from `rows_of`.
-    """
-    for tile in rows.tiles(contexts[0].backend.tile):
-        count, unit = tile.stop - tile.start, contexts[0].queries.unit
-        dw = unit.new_zeros(count, unit.shape[1])
-        db = None if rows.bias is None else unit.new_zeros(count)
-        for context in contexts:
-            part, index = _overlap(context, rows, tile)
-            more, more_biases = context.backend.gradients(context, part)
-            dw[index] += more
-            if db is not None and more_biases is not None:
-                db[index] += more_biases
-        yield tile, dw, db
-
-
-def _overlap(context: ForwardContext, rows: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
-    """Return which selected rows of a context are in a tile of `rows`, and their indices in the tile."""
-    mine = context.stored.selected
-    if rows.selected is None or mine is None:
-        return tile, slice(None)
-    wanted = rows.selected[tile]
-    low = torch.searchsorted(mine, wanted[0])
-    high = torch.searchsorted(mine, wanted[-1], right=True)
-    part = slice(int(low), int(high))
-    return part, torch.searchsorted(wanted, mine[part]).to(context.rows.weight.device)
+def rows_of(contexts: list[ForwardContext]) -> tuple[Rows, Rows]:
+    """Return the stored rows that any of the forward passes selected, and these rows on the device."""
+    first, stored = contexts[0], contexts[0].stored
+    if len(contexts) == 1:
+        return stored, first.rows
+    every = [context.stored.selected for context in contexts]
+    if (chosen := [selected for selected in every if selected is not None]) == every:
+        stored = dataclasses.replace(stored, selected=torch.unique(torch.cat(chosen)))
+    is_copied = first.rows is not first.stored
+    return stored, copy_to_device(stored, first.rows.weight.device) if is_copied else stored
 
 
 @dataclass
@@ -199,7 +169,7 @@ def _full_gradients(head: Any, context: ForwardContext) -> tuple[Tensor, Tensor 
     weight = torch.zeros_like(head.weight)
     bias = None if head.bias is None else torch.zeros_like(head.bias)
     flat = weight.view(-1, weight.shape[-1])
-    for tile, dw, db in summed_gradients([context], context.stored):
+    for tile, dw, db in context.backend.summed_gradients([context], context.rows):
         index = context.stored.positions(tile)
         flat[index] = dw.to(flat)
         if bias is not None and db is not None:

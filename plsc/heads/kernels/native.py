@@ -180,12 +180,12 @@ class NativeBackend(TorchBackend):
         out = unit.new_empty(tile.stop - tile.start, unit.shape[1])
         return out, self._update(context, tile, _Rule(), out)
 
-    def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-        """See `TorchBackend.update`; a single C call if there is a kernel for rule and states."""
-        weight = context.rows.weight
+    def update(self, contexts: list[ForwardContext], rows: Rows, rule: Rule, states: States) -> Tensor | None:
+        """See `TorchBackend.update`; for one context a single C call, if it supports rule and states."""
+        context, weight = contexts[0], rows.weight
         used = kernel_states(rule, states, weight)
-        if used is None:
-            return super().update(context, rule, states)
+        if used is None or len(contexts) > 1:
+            return super().update(contexts, rows, rule, states)
         c_rule = _rule(rule, used, states.get("steps"), context.rows)
         bias = self._update(context, slice(0, len(context.rows)), c_rule, None)
         # C writes unseen by autograd, which must refuse a backward pass through the old values.

@@ -25,7 +25,7 @@ _COLUMNS = 1024  # columns of a [B, tile] matrix per program
 _COLUMN_PROGRAM = {"size": _COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
 # With a running maximum, a program reads its row of c twice: so few programs run at once that these rows fit
 # in the L2 cache.
-_SAMPLE_PROGRAM = {"size": 4 * _COLUMNS, "num_warps": 16, "enable_fp_fusion": False}
+_SAMPLE_PROGRAM = {"size": 2 * _COLUMNS, "num_warps": 16, "enable_fp_fusion": False}
 _LARGEST = 4096  # D: one program holds a class weight, its gradient and its states in registers
 _LEAST_CAPABILITY = (8, 0)  # supports bfloat16
 _ALIGNED = 16  # elements: cuBLAS and loads are slower for rows that are not aligned
@@ -82,7 +82,7 @@ class TritonBackend(TorchBackend):
         if keep and is_fixed:  # with columns to align the last tile
             kept = unit.new_empty(batch, _aligned(len(rows) + _ALIGNED), dtype=torch.bfloat16)
         factors = unit.to(self.products)
-        blocks = -(-min(self.tile, _aligned(len(rows))) // _COLUMNS) if is_fixed else 1
+        blocks = -(-min(max(self.tile, rows.centers), len(rows)) // _COLUMNS) if is_fixed else 1
         partial = unit.new_zeros(blocks, batch)
         with _on(unit.device):
             for tile in rows.tiles(self.tile):
@@ -114,109 +114,142 @@ class TritonBackend(TorchBackend):
 
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:
         """See `TorchBackend.gradients`."""
-        rows, queries = context.rows, context.queries
-        with _on(queries.unit.device):
-            factors = queries.unit.to(self.products)
-            dw, bias = self._weight_gradient(context, tile, factors)
-            if rows.cosine:
-                self._launch_update(rows, tile, dw, Rule("none", lr=0.0), [], None)
-        return dw, bias
+        dw, db = self._unit_gradients([(context, self._factors(context))], context.rows, tile)
+        if context.rows.cosine:
+            self._launch_update(context.rows, tile, dw, Rule("none", lr=0.0), [], None)
+        return dw, db
 
-    def update(self, context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-        """See `TorchBackend.update`; uses a fused kernel if there is one for rule and states."""
-        rows, queries = context.rows, context.queries
-        used = kernel_states(rule, states, rows.weight)
+    def update(self, contexts: list[ForwardContext], rows: Rows, rule: Rule, states: States) -> Tensor | None:
+        """See `TorchBackend.update`; uses a fused kernel if there is one for the rule."""
+        used = kernel_states(rule, states, rows.weight, has_int8=True)
         if used is None:
-            return super().update(context, rule, states)
-        biases = []
-        with _on(queries.unit.device):
-            factors = queries.unit.to(self.products)
-            for tile in rows.tiles(self.tile):
-                dw, bias = self._weight_gradient(context, tile, factors)
-                self._launch_update(rows, tile, dw, rule, used, states.get("steps"))
-                if bias is not None:
-                    biases.append(bias)
+            return super().update(contexts, rows, rule, states)
+        biases, parts = [], [(context, self._factors(context)) for context in contexts]
+        for tile in rows.tiles(self.tile):
+            dw, db = self._unit_gradients(parts, rows, tile)
+            self._launch_update(rows, tile, dw, rule, used, states.get("steps"))
+            if db is not None:
+                biases.append(db)
         torch.autograd.graph.increment_version(rows.weight)
         return torch.cat(biases) if biases else None
+
+    def _factors(self, context: ForwardContext) -> Tensor:
+        return context.queries.unit.to(self.products)
+
+    def _unit_gradients(
+        self, parts: list[tuple[ForwardContext, Tensor]], rows: Rows, tile: slice
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the unit class weights, sum_i weight_i G_ij e_i [t, D], and of the biases.
+
+        parts: contexts, over which the gradients are summed, with their `_factors`.
+        """
+        dw = db = None
+        for context, factors in parts:
+            part, index = context.part_of(rows, tile)
+            g = self._coefficients(context, part, factors)
+            biases = None if rows.bias is None else g.sum(dim=0, dtype=torch.float32)
+            if dw is None and isinstance(index, slice):
+                dw, db = self._product(g.T, factors), biases
+                continue
+            if dw is None:
+                dw = factors.new_zeros(tile.stop - tile.start, rows.dimension, dtype=torch.float32)
+                db = None if biases is None else torch.zeros_like(dw[:, 0])
+            if isinstance(index, slice):
+                self._add_product(dw, g.T, factors)
+            else:
+                dw[index] += self._product(g.T, factors)
+            if db is not None and biases is not None:
+                db[index] += biases
+        assert dw is not None
+        return dw, db
 
     def _weights(self, rows: Rows, tile: slice, like: Tensor) -> tuple[Tensor, None]:
         """Return the class weights of a tile in the products' dtype, with zeros to align their number."""
         count, dimension = tile.stop - tile.start, rows.dimension
         out = like.new_empty(_aligned(count), dimension, dtype=self.products)
-        _kernels().tile_weights[(len(out),)](
-            rows.weight,
-            _positions(rows),
-            tile.start,
-            out,
-            count,
-            dimension=dimension,
-            is_cosine=rows.cosine,
-            **_row_program(dimension),
-        )
+        with _on(out.device):
+            _kernels().tile_weights[(len(out),)](
+                rows.weight,
+                _positions(rows),
+                tile.start,
+                out,
+                count,
+                dimension=dimension,
+                is_cosine=rows.cosine,
+                **_row_program(dimension),
+            )
         return out, None
 
-    def _weight_gradient(
-        self, context: ForwardContext, tile: slice, factors: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the unit class weights, sum_i weight_i G_ij e_i [t, D], and biases."""
-        rows, unit, count = context.rows, context.queries.unit, tile.stop - tile.start
+    def _coefficients(self, context: ForwardContext, tile: slice, factors: Tensor) -> Tensor:
+        """Return weight_i G_ij [B, t] in the products' dtype, with aligned rows."""
+        rows, count = context.rows, tile.stop - tile.start
         c, kept = None, context.kept
         if kept is None:
-            c = self._product(factors, self._weights(rows, tile, unit)[0].T)
+            c = self._product(factors, self._weights(rows, tile, factors)[0].T)
         else:
             kept = kept[:, tile]
-        g = unit.new_empty(len(unit), _aligned(count), dtype=self.products)
-        _kernels().coefficients[(len(unit), -(-g.shape[1] // _COLUMNS))](
-            *_logit_arguments(c, rows, context.queries, tile),
-            context.log_total.contiguous(),
-            kept,
-            0 if kept is None else kept.stride(0),
-            context.shift.contiguous(),
-            context.target_row.contiguous(),
-            context.target_coefficient.contiguous(),
-            context.weight * context.factor,
-            g,
-            centers=rows.centers,
-            **_COLUMN_PROGRAM,
-        )
-        bias = None if rows.bias is None else g.sum(dim=0, dtype=torch.float32)[:count]
-        return self._product(g.T, factors)[:count], bias
+        g = factors.new_empty(len(factors), _aligned(count))
+        with _on(g.device):
+            _kernels().coefficients[(len(g), -(-g.shape[1] // _COLUMNS))](
+                *_logit_arguments(c, rows, context.queries, tile),
+                context.log_total.contiguous(),
+                kept,
+                0 if kept is None else kept.stride(0),
+                context.shift.contiguous(),
+                context.target_row.contiguous(),
+                context.target_coefficient.contiguous(),
+                context.weight * context.factor,
+                g,
+                centers=rows.centers,
+                **_COLUMN_PROGRAM,
+            )
+        return g[:, :count]
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         if a.is_cuda and self.products is torch.bfloat16:  # not in Triton's interpreter, on a CPU
             return torch.mm(a.bfloat16(), b, out_dtype=torch.float32)
         return super()._product(a, b)
 
+    def _add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add a product to float32 `out`."""
+        if self.products is torch.float32:
+            out.addmm_(a, b)
+        elif out.is_cuda and torch.__version__ >= (2, 10):
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        else:  # torch 2.9 adds to the factors' dtype only
+            out += self._product(a, b)
+
     def _launch_update(
         self, rows: Rows, tile: slice, dw: Tensor, rule: Rule, states: list[Tensor], steps: Tensor | None
     ) -> None:
         dimension = rows.dimension
         state, second_state = [*states, None, None][:2]
-        _kernels().update[(len(dw),)](
-            dw,
-            rows.weight,
-            _positions(rows),
-            rows.selected,
-            tile.start,
-            rows.first_row,
-            state,
-            second_state,
-            steps,
-            float(rule.lr),
-            float(rule.momentum),
-            float(rule.weight_decay),
-            1.0 - rule.beta1,
-            1.0 - rule.beta2,
-            math.log(max(rule.beta1, 1e-30)),
-            math.log(max(rule.beta2, 1e-30)),
-            float(rule.eps),
-            _signed(rule.key),
-            dimension=dimension,
-            is_cosine=rows.cosine,
-            kind=rule.kind,
-            nesterov=rule.nesterov,
-            **_row_program(dimension),
-        )
+        with _on(dw.device):
+            _kernels().update[(len(dw),)](
+                dw,
+                rows.weight,
+                _positions(rows),
+                rows.selected,
+                tile.start,
+                rows.first_row,
+                state,
+                second_state,
+                steps,
+                float(rule.lr),
+                float(rule.momentum),
+                float(rule.weight_decay),
+                1.0 - rule.beta1,
+                1.0 - rule.beta2,
+                math.log(max(rule.beta1, 1e-30)),
+                math.log(max(rule.beta2, 1e-30)),
+                float(rule.eps),
+                _signed(rule.key),
+                dimension=dimension,
+                is_cosine=rows.cosine,
+                kind=rule.kind,
+                nesterov=rule.nesterov,
+                **_row_program(dimension),
+            )
 
 
 def _logit_arguments(c: Tensor | None, rows: Rows, queries: Queries, tile: slice) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plsc.errors import OptionError
 from plsc.heads.kernels import choose_backend, native
-from plsc.heads.rules import Rule, apply_rule, to_bfloat16
+from plsc.heads.rules import Rule, apply_rule, to_bfloat16, to_int8
 from plsc.heads.softmax import ENGINES, Execution, ForwardContext, Queries
 from plsc.heads.weights import Rows, States, decode_rows, encode_rows
 
@@ -189,7 +189,7 @@ def gradients(context: ForwardContext, tile: slice | None = None) -> tuple[Tenso
 
 
 def update(context: ForwardContext, rule: Rule, states: States) -> Tensor | None:
-    return context.backend.update(context, rule, states)
+    return context.backend.update([context], context.rows, rule, states)
 
 
 def expected_gradients(shape: Shape, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -296,7 +296,11 @@ def states_of(rule: Rule, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
             "exp_avg_sq": torch.rand(shape, generator=generator).to(dtype),
             "steps": torch.randint(0, 5, shape[:1], generator=generator, dtype=torch.int32),
         }
-    return {"momentum_buffer": torch.randn(shape, generator=generator).to(dtype)}
+    momentum = torch.randn(shape, generator=generator)
+    if dtype is INT8:
+        levels, scale = to_int8(momentum, torch.arange(len(momentum)), 0)
+        return {"momentum_buffer": levels, "momentum_scale": scale}
+    return {"momentum_buffer": momentum.to(dtype)}
 
 
 @each_engine

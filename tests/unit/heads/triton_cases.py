@@ -14,6 +14,7 @@ from plsc.heads import Execution, RowSGD, ShardedHead, build_margin
 from plsc.heads.kernels.triton_backend import TritonBackend
 from plsc.heads.rules import Rule, _write, apply_rule, noise
 from plsc.heads.softmax import ForwardContext, Sums
+from plsc.heads.update import rows_of
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from tests.unit.heads.test_int8 import expected_codes, parts_of
 from tests.unit.heads.test_native import (
@@ -299,26 +300,64 @@ def test_class_logits_equal_the_formula(shape: Shape) -> None:
     torch.testing.assert_close(found.cpu().double(), z[:, 1:], rtol=0, atol=10 * tolerance(shape))
 
 
-@pytest.mark.parametrize("row_dtype", [FLOAT, INT8])
-def test_states_without_a_kernel_are_updated_in_python_with_the_kernels_gradients(
-    row_dtype: torch.dtype,
-) -> None:
-    context = there(case(Shape(classes=20, row_dtype=row_dtype)))
-    rows = context.rows
-    rule = Rule("sgd", lr=1.0, momentum=0.9)
-    same = replace(rows, weight=rows.weight.clone())
-    states, plain_states = (
-        {
-            "momentum_buffer": torch.zeros(len(rows), rows.dimension, dtype=INT8, device=DEVICE),
-            "momentum_scale": torch.zeros(len(rows), 1, device=DEVICE),
-        }
-        for _ in range(2)
+@pytest.mark.parametrize("dimension", [21, 256, 301])
+@pytest.mark.parametrize("rule", RULES[1:3], **NAMES)
+def test_int8_momentum_equals_a_float64_reference(rule: Rule, dimension: int) -> None:
+    context = there(case(Shape(18, 20, dimension, is_sampled=True)))
+    rows, everything = context.rows, slice(0, 20)
+    states = {name: state.to(DEVICE) for name, state in states_of(rule, rows, INT8).items()}
+    states["momentum_buffer"][rows.positions(slice(3, 4))] = 0  # a block of zeros
+    dw, _ = gradients(context)
+    dw[3] = 0
+    exact = replace(rows, weight=rows.weight.double())
+    exact_states = {name: x.double() if x.is_floating_point() else x.clone() for name, x in states.items()}
+    zero = replace(rule, weight_decay=0.0)
+    apply_rule(zero, exact, everything, dw.double(), exact_states)
+
+    context.backend._launch_update(
+        replace(rows, cosine=False), everything, dw, zero, [*states.values()], None
     )
-    for tile in rows.tiles(TILE):
-        dw, _ = gradients(replace(context, rows=same), tile)
-        apply_rule(rule, same, tile, dw, plain_states)
-    update(context, rule, states)
-    assert torch.equal(rows.weight, same.weight)
+
+    torch.testing.assert_close(rows.weight.double(), exact.weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        states["momentum_scale"].double(), exact_states["momentum_scale"], rtol=1e-6, atol=0
+    )
+    found, expected = (x["momentum_buffer"].int() for x in (states, exact_states))
+    assert (found - expected).abs().max() <= 1
+    assert (found != expected).double().mean() <= 1e-3
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(18, 40, 21), Shape(18, 40, 21, is_sampled=True, cosine=False), Shape(18, 40, 21, centers=2)],
+)
+def test_micro_batches_are_summed_in_one_update(shape: Shape) -> None:
+    context = case(shape)
+    other = replace(shape, batch=12, seed=4)
+    others, queries = make(other)
+    second = some_context(other, replace(context.rows, selected=others.selected), queries)
+    contexts = [context, replace(second, backend=context.backend, factor=0.3)]
+    before, sum_dw = context.rows.weight.double(), torch.zeros(context.rows.weight.shape).double()
+    sum_db, touched = torch.zeros(len(before)).double(), torch.zeros(len(before), dtype=torch.bool)
+    _, length = unit_rows(replace(context.rows, selected=None), FLOAT)
+    for one, of in zip(contexts, (shape, other), strict=True):
+        where = one.rows.positions(slice(0, len(one.rows)))
+        dw, db, _, _ = expected_gradients(of, one)
+        sum_dw[where] += dw / (length.where(length > 0, 1)[where, None] if shape.cosine else 1)
+        sum_db[where] += db
+        touched[where] = True
+
+    contexts = [there(one) for one in contexts]
+    weight = contexts[0].rows.weight
+    contexts[1].rows.weight = weight
+    stored, rows = rows_of(contexts)
+    assert stored is rows
+    biases = contexts[0].backend.update(contexts, rows, Rule("sgd", lr=1.0), {})
+
+    assert (len(rows) > len(context.rows)) == shape.is_sampled
+    torch.testing.assert_close(weight.cpu().double(), before - sum_dw, rtol=1e-5, atol=1e-5)
+    if biases is not None:
+        torch.testing.assert_close(biases.cpu().double(), sum_db[touched], rtol=1e-4, atol=1e-5)
 
 
 def test_the_same_call_gives_the_same_bits() -> None:

@@ -76,7 +76,7 @@ for shape in (
     Shape(dimension=4096, row_dtype=BF16),  # the largest dimension
     Shape(dimension=4096, row_dtype=INT8),
     Shape(has_hard=True, is_sampled=True, dimension=1),
-    Shape(centers=3, cosine=False, is_sampled=True),
+    Shape(centers=3, has_hard=True, is_sampled=True),
 ):
     rows, queries = make(shape)
     rows.weight = rows.weight.contiguous()
@@ -91,7 +91,8 @@ for shape in (
     context.kept = None
     for number, rule in enumerate(RULES):
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
-        backend.update(context, rule, states)
+        backend.update([context], rows, rule, states)
+    backend.update([context, context], rows, RULES[1], states_of(RULES[1], rows, INT8))
 
 # A new step must not recompile: not for another key, learning rate or tile start.
 shape = Shape(dimension=64, row_dtype=BF16)
@@ -99,7 +100,7 @@ rows, queries = make(shape)
 context, before = some_context(shape, rows, queries), None
 for key in (1, 16, 2**31, 2**32 - 1):
     rule = Rule("sgd", lr=1 / key, key=key)
-    backend.update(context, rule, {})
+    backend.update([context], rows, rule, {})
     assert before is None or len(compiled) == before, key
     before = len(compiled)
 
