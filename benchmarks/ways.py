@@ -139,9 +139,8 @@ def _ours(
 
 
 def use_tf32(allowed: bool) -> None:
-    """Allow or forbid tf32 products for the next way."""
+    """Allow or forbid TF32 in matrix products for the next way; convolutions use it, as by default."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _sgd(parameter: nn.Parameter, momentum: Tensor) -> torch.optim.SGD:

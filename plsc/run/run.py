@@ -102,6 +102,9 @@ def build_run(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model)
+    if world.device.type == "cuda" and network.example_input is None:
+        # Images have few shapes: time cuDNN's algorithms for each, unless runs have to be equal.
+        torch.backends.cudnn.benchmark = not options.train.deterministic
     targets: list[Target | HeldOutSet] = []
     limit = options.train.limit_val_batches
     if options.train.with_test:

@@ -11,6 +11,9 @@ from torch import nn
 from plsc.models import BaseModel
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import use_sample_dropout
+from plsc.parallel.backbone import sum_gradients
+from plsc.parallel.world import World
+from tests.devices import group_of_one
 from tests.distributed.launch import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -48,6 +51,21 @@ def learn(network: nn.Module, forward: nn.Module, size: int) -> dict[str, torch.
 def assert_alike(found, expected):
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_in_ddp_each_bucket_is_compiled_apart_so_that_its_sum_overlaps_the_backward_pass():
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    network = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])  # 1 MiB each
+    with group_of_one("cpu") as group:
+        world = World(0, 2, 0, torch.device("cpu"), backbone_group=group)
+        forward = sum_gradients(CompiledNetwork(network, {4}, backend=backend), world, bucket_mb=2.0)
+        forward(torch.randn(4, 512)).sum().backward()
+    assert len(graphs) >= 4
 
 
 def test_compiled_steps_equal_uncompiled_ones_and_other_sizes_are_not_compiled(
