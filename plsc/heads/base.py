@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.geometry import Normalise, normalised, norms
+from plsc.heads.host_copies import to_device
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import Execution, Queries, TorchBackend
@@ -139,6 +141,7 @@ class Head(nn.Module):
         with_accuracy: bool = False,
         with_gauge: bool = False,
         sizes: list[int] | None = None,
+        all_labels: Tensor | None = None,
     ) -> HeadOutput:
         """Return the loss of the global batch; a collective, so every rank must call it.
 
@@ -149,12 +152,14 @@ class Head(nn.Module):
             with_gauge: compute `HeadOutput.effective_rank` and `left_out`.
             sizes: b of every rank, if the caller knows it and has checked the labels; this avoids a
                 synchronisation with the GPU.
+            all_labels: with `sizes`, the labels of the global batch [B] on the CPU, if the caller knows them;
+                class sampling then needs no synchronisation either.
 
         Raises:
             DataError: a label is out of range; raised on every rank.
         """
         labels = check_batch(embeddings, labels, self.emb_size)
-        batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes)
+        batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes, all_labels)
         output = self._loss_of(batch, embeddings, labels, with_accuracy, with_gauge)
         if with_gauge:
             with torch.autocast(embeddings.device.type, enabled=False):
@@ -302,6 +307,12 @@ class GlobalBatch:
     labels: Tensor
     sizes: list[int]
     mine: slice
+    known_labels: Tensor | None = None
+
+    @functools.cached_property
+    def labels_on_host(self) -> Tensor:
+        """The labels on the CPU; waits for the device unless the caller knew them."""
+        return self.labels.cpu() if self.known_labels is None else self.known_labels
 
 
 def check_batch(embeddings: Tensor, labels: Any, emb_size: int) -> Tensor:
@@ -337,11 +348,14 @@ def gather_batch(
     class_num: int,
     group: dist.ProcessGroup | None,
     sizes: list[int] | None = None,
+    all_labels: Tensor | None = None,
 ) -> GlobalBatch:
     """Gather the batches of all ranks and check the labels; every rank raises the same error.
 
-    sizes: batch size of every rank, if known and the labels are already checked.
+    sizes: batch size of every rank, if known and the labels are already checked. all_labels: the labels of
+    the global batch on the CPU, if they are known, too.
     """
+    known = all_labels if sizes is not None else None
     is_checked = sizes is not None
     if sizes is None:
         sizes = gather_sizes(len(embeddings), embeddings.device, group)
@@ -349,9 +363,8 @@ def gather_batch(
         raise DataError(
             "the global batch is empty: no rank has a sample; see the warnings above if its images were bad"
         )
-    all_labels = gather_rows(labels, sizes, group)
-    outside = (all_labels < 0) | (all_labels >= class_num)
-    if not is_checked and bool(outside.any()):
+    all_labels = gather_rows(labels, sizes, group) if known is None else to_device(known, labels.device)
+    if not is_checked and bool((outside := (all_labels < 0) | (all_labels >= class_num)).any()):
         position = int(outside.nonzero()[0])
         raise DataError(
             f"label {int(all_labels[position])} at position {position} of the global batch is outside "
@@ -360,7 +373,7 @@ def gather_batch(
     rank = 0 if group is None else group.rank()
     first = sum(sizes[:rank])
     mine = slice(first, first + sizes[rank])
-    return GlobalBatch(gather_rows(embeddings, sizes, group), all_labels, sizes, mine)
+    return GlobalBatch(gather_rows(embeddings, sizes, group), all_labels, sizes, mine, known)
 
 
 def effective_rank(embeddings: Tensor) -> Tensor:

@@ -56,18 +56,19 @@ class Heads(nn.Module):
         with_accuracy: bool = False,
         with_gauge: bool = False,
         sizes: list[int] | None = None,
+        all_labels: Tensor | None = None,
     ) -> HeadOutput:
         """Return the mean loss of the global batch, and the output of each of several heads; a collective.
 
         embeddings: [b, D]. labels: int64 [b], in the joint class numbering. A head without images in the
         global batch is skipped. Accuracy and effective rank are means over the heads, weighted by images.
-        sizes: of a single head; several heads gather their own sizes.
+        sizes, all_labels: of a single head; several heads gather their own.
 
         Raises:
             DataError: a label is out of range, or no rank has an image; raised on every rank.
         """
         if self.only is not None:
-            return self.only(embeddings, labels, with_accuracy, with_gauge, sizes)
+            return self.only(embeddings, labels, with_accuracy, with_gauge, sizes, all_labels)
         labels = check_batch(embeddings, labels, next(iter(self.by_name.values())).emb_size)
         ends = torch.tensor(self._first_classes[1:-1], device=labels.device)
         owners = torch.bucketize(labels, ends, right=True)

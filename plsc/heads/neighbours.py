@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plsc.heads.host_copies import to_device
 from plsc.heads.softmax import ForwardContext
 from plsc.heads.weights import Rows
 from plsc.parallel.collectives import gather_rows, sum_over_ranks
@@ -46,18 +47,22 @@ class Neighbours(nn.Module):
         self.group = group
         self.register_buffer("lists", torch.zeros(len(classes), 1 + NEIGHBOURS, dtype=torch.int32))
 
-    def of_labels(self, labels: Tensor) -> Tensor:
-        """Return the lists of the labels [B] on every rank, int64 [B, 1 + NEIGHBOURS]; a collective."""
-        found = labels.new_zeros(len(labels), 1 + NEIGHBOURS)
+    def of_labels(self, labels: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return the lists of the labels [B] on every rank, int64 [B, 1 + NEIGHBOURS]; a collective.
+
+        labels: on the CPU. device: of the result, by default the CPU.
+        """
+        device = device or labels.device
         mine = self._has(labels).nonzero()[:, 0]
-        place = (labels[mine] - self.classes.start).to(self.lists.device)
-        found[mine] = self.lists[place].to(found)
+        found = torch.zeros(len(labels), 1 + NEIGHBOURS, dtype=torch.int64, device=device)
+        lists = self.lists[to_device(labels[mine] - self.classes.start, self.lists.device)].long()
+        found.index_copy_(0, to_device(mine, device), to_device(lists, device))
         return sum_over_ranks(found, self.group)
 
     def near(self, listed: Tensor, labels: Tensor, count: int) -> Tensor:
         """Return at most `count` of this rank's classes in lists [B, 1 + NEIGHBOURS], the nearest first.
 
-        Returns local indices, int64, without those of the labels.
+        All on the CPU. Returns local indices, int64, without those of the labels.
         """
         every = listed[:, 1:].T.flatten() - 1
         every = every[self._has(every) & ~torch.isin(every, labels)]
@@ -65,16 +70,20 @@ class Neighbours(nn.Module):
         return classes[first.argsort()[:count]] - self.classes.start
 
     def update(self, context: ForwardContext, labels: Tensor, step: int) -> None:
-        """Replace the lists of the labels [B] by the nearest classes that any rank sampled; a collective."""
+        """Replace the lists of the labels [B] by the nearest classes that any rank sampled; a collective.
+
+        labels: on the CPU.
+        """
         backend = context.backend
+        own, first = _first_of(labels)
+        labels = to_device(labels, context.log_total.device)
         near = nearest_of(
             context.rows, labels, lambda tile: backend.scores(context, tile), backend.tile, self.group
         )
         lists = torch.cat([torch.full_like(labels, step)[:, None], near], dim=1) + 1
-        own, first = _first_of(labels)
         is_mine = self._has(own)
-        place = (own[is_mine] - self.classes.start).to(self.lists.device)
-        self.lists[place] = lists[first[is_mine]].to(self.lists)
+        place = to_device(own[is_mine] - self.classes.start, self.lists.device)
+        self.lists[place] = lists[to_device(first[is_mine], lists.device)].to(self.lists)
 
     def _has(self, classes: Tensor) -> Tensor:
         return (classes >= self.classes.start) & (classes < self.classes.stop)

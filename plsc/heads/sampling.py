@@ -2,7 +2,8 @@
 
 A step uses the classes of the batch's labels (positives), filled up to a fraction of this rank's classes. The
 others are drawn uniformly without replacement; a part can be hard negatives (neighbours.py). A draw depends
-only on (seed, step, micro-batch, rank), the device type and the hard negatives.
+only on (seed, step, micro-batch, rank) and the hard negatives. It is made on the CPU, from labels that are
+there: on a GPU, every size that depends on data would have to be waited for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,13 +65,13 @@ class Sampling:
         return self._ratios[max(first for first in self._ratios if first <= step)]
 
 
-def draw_pages(classes: range, count: int, key: int, device: torch.device) -> Tensor:
+def draw_pages(classes: range, count: int, key: int) -> Tensor:
     """Return the pages of about `count` of a rank's classes, sorted int64, drawn uniformly.
 
     Page 0 has the first of these classes. The draw does not depend on the batch, so it is known in advance.
     """
     pages = count_pages(classes)
-    return draw_classes(torch.empty(0, dtype=torch.int64, device=device), pages, -(-count // PAGE), key)
+    return draw_classes(torch.empty(0, dtype=torch.int64), pages, -(-count // PAGE), key)
 
 
 def count_pages(classes: range) -> int:
@@ -79,7 +81,7 @@ def count_pages(classes: range) -> int:
 
 def classes_of(pages: Tensor, classes: range, positives: Tensor) -> Tensor:
     """Return the local indices of the classes in `pages` and of `positives`, sorted int64."""
-    offsets = torch.arange(PAGE, device=pages.device) - classes.start % PAGE
+    offsets = torch.arange(PAGE) - classes.start % PAGE
     drawn = (pages[:, None] * PAGE + offsets).flatten()
     drawn = drawn[(drawn >= 0) & (drawn < len(classes))]
     return torch.unique(torch.cat([drawn, positives]))
@@ -89,17 +91,16 @@ def draw_classes(positives: Tensor, classes: int, count: int, key: int, near: Te
     """Return `count` of 0..classes - 1, sorted int64, with all of `positives` and `near`.
 
     The remaining classes are drawn uniformly. The result is longer than `count` only if positives and near
-    together are more. Memory and time grow with `count`, not with `classes`.
+    together are more. Time grows with `count`, and with a byte per class if these are less than 256 `count`.
 
     positives: int64, in any order, repetitions allowed. near: further classes to include.
     """
-    device = positives.device
-    fixed = torch.unique(positives if near is None else torch.cat([positives, near]))
+    fixed = _distinct(positives if near is None else torch.cat([positives, near]), classes)
     if len(fixed) >= count:
         return fixed
     if count >= classes:
-        return torch.arange(classes, device=device)
-    generator = torch.Generator(device).manual_seed(hash_key(key, 1) >> 1)
+        return torch.arange(classes)
+    generator = torch.Generator().manual_seed(hash_key(key, 1) >> 1)
     missing = count - len(fixed)
     # `others` indexes the classes that are not fixed. Above half of them, draw those to exclude instead.
     population = classes - len(fixed)
@@ -107,13 +108,22 @@ def draw_classes(positives: Tensor, classes: int, count: int, key: int, near: Te
         others = _draw_distinct(missing, population, generator)
     else:
         excluded = _draw_distinct(population - missing, population, generator)
-        included = torch.ones(population, dtype=torch.bool, device=device)
+        included = torch.ones(population, dtype=torch.bool)
         included[excluded] = False
         others = included.nonzero()[:, 0]
     # Index o stands for class o + (the number of fixed classes at or below that class).
-    below = fixed - torch.arange(len(fixed), device=device)
-    others = others + torch.searchsorted(below, others, right=True)
-    return torch.cat([fixed, others]).sort().values
+    below = fixed - torch.arange(len(fixed))
+    others = others + torch.from_numpy(np.searchsorted(below.numpy(), others.numpy(), side="right"))
+    return _distinct(torch.cat([fixed, others]), classes)
+
+
+def _distinct(values: Tensor, population: int) -> Tensor:
+    """Return the distinct ones of some of 0..population - 1, sorted, without sorting if they are many."""
+    if len(values) < population // 256:
+        return torch.unique(values)
+    is_there = np.zeros(population, dtype=np.bool_)
+    is_there[values.numpy()] = True
+    return torch.from_numpy(np.flatnonzero(is_there))
 
 
 def _draw_distinct(count: int, population: int, generator: torch.Generator) -> Tensor:
@@ -121,18 +131,17 @@ def _draw_distinct(count: int, population: int, generator: torch.Generator) -> T
 
     Draws with replacement until there are enough, then drops the surplus at random.
     """
-    device = generator.device
-    found = torch.empty(0, dtype=torch.int64, device=device)
+    found = torch.empty(0, dtype=torch.int64)
     if count == 0:
         return found
     expected = -population * math.log1p(-count / population)
     draws = int(expected + 3 * math.sqrt(expected)) + 8
     while len(found) < count:
-        more = torch.randint(population, (draws,), generator=generator, device=device)
-        found = torch.unique(torch.cat([found, more]))
+        more = torch.randint(population, (draws,), generator=generator)
+        found = _distinct(torch.cat([found, more]), population)
         draws = max(8, (count - len(found)) * 2)
     surplus = len(found) - count
-    drop = torch.randperm(len(found), generator=generator, device=device)[:surplus]
-    kept = torch.ones(len(found), dtype=torch.bool, device=device)
+    drop = torch.randperm(len(found), generator=generator)[:surplus]
+    kept = torch.ones(len(found), dtype=torch.bool)
     kept[drop] = False
     return found[kept]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput
 from plsc.heads.geometry import normalised, norms
+from plsc.heads.host_copies import to_device
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.neighbours import KEPT_BYTES, Neighbours, nearest_of
@@ -233,15 +234,18 @@ class ShardedHead(Head):
         all_rows = self.all_rows()
         listed = None
         if self.neighbours is not None and self._is_sampled:
-            listed = self.neighbours.of_labels(batch.labels)
-        classes = self._select_classes(all_rows, batch.labels, listed)
-        if self.training:
-            # Before _find_target, where the margin updates the statistics that a skipped step restores.
-            self.contexts.begin()
-        target = self._find_target(unit, length, batch.labels, all_rows, classes)
+            listed = self.neighbours.of_labels(batch.labels_on_host, x.device)
+        classes = None
+        if self._is_sampled:
+            classes = self._select_classes(all_rows, batch.labels_on_host, listed)
         stored = all_rows if classes is None else all_rows.of_classes(classes)
         is_elsewhere = self.offload or (self.file is not None and classes is not None)
         rows = copy_to_device(stored, x.device) if is_elsewhere else stored
+        if self.training:
+            # Before _find_target, where the margin updates the statistics that a skipped step restores.
+            self.contexts.begin()
+        chosen = None if classes is None else to_device(classes, rows.device)
+        target = self._find_target(unit, length, batch.labels, rows, chosen)
         neighbours = self.neighbours if self.training else None
         keep_bytes = max(self.execution.keep_bytes, 0 if neighbours is None else KEPT_BYTES)
         with span("logits"):
@@ -274,9 +278,10 @@ class ShardedHead(Head):
             gradient = self._scatter_gradient(batch, context, sums, target, length, radial)
         gauges: dict[str, Any] = {}
         if with_gauge and self._is_sampled and self.file is None:
-            gauges = self._gauges(all_rows, classes, target, context, batch.labels, listed)
+            chosen = None if chosen is None else chosen.to(all_rows.device)
+            gauges = self._gauges(all_rows, chosen, target, context, batch.labels, listed)
         if neighbours is not None:
-            neighbours.update(context, batch.labels, self.step)
+            neighbours.update(context, batch.labels_on_host, self.step)
         return losses.mean(), length.isfinite().all(), context, gradient, gauges
 
     def _gauges(
@@ -331,22 +336,27 @@ class ShardedHead(Head):
         return gauges
 
     @property
+    def reads_labels(self) -> bool:
+        """Whether a step may read the labels of the global batch on the CPU."""
+        return self.sampling.is_partial
+
+    @property
     def _is_sampled(self) -> bool:
         """Whether this step uses a part of the classes."""
         return self.training and self.sampling.ratio_at(self.step) < 1
 
     def _find_target(
-        self, unit: Tensor, length: Tensor, labels: Tensor, all_rows: Rows, classes: Tensor | None
+        self, unit: Tensor, length: Tensor, labels: Tensor, rows: Rows, classes: Tensor | None
     ) -> _Target:
         """Compute the logits of the labels from their class weights; a collective if `needs_all_cosines`.
 
         In training, the margin also updates its statistics.
 
-        unit [B, D], length [B]: of the embeddings. labels: [B]. all_rows: class weights of this rank.
-        classes: the selected local classes, sorted; None: all.
+        unit [B, D], length [B]: of the embeddings. labels: [B]. rows: the class weights. classes: the
+        selected local classes, sorted; None: all.
         """
         start, stop = self.class_range
-        k, margin, device = all_rows.centers, self.margin, all_rows.device
+        k, margin, device = rows.centers, self.margin, rows.device
         is_local = (labels >= start) & (labels < stop)
         samples = _local_samples(is_local) if start < stop else labels.new_empty(0)
         is_mine = is_local[samples]
@@ -354,14 +364,15 @@ class ShardedHead(Head):
         margins = None if margin.class_margins is None else margin.class_margins[local]
         local = local.to(device)
         position = local if classes is None else torch.searchsorted(classes, local)
-        centers = (local[:, None] * k + torch.arange(k, device=device)).flatten()
-        w = all_rows.values(centers).view(len(local), k, all_rows.dimension).to(unit)
-        if all_rows.cosine:
+        place = position if rows.is_compact else local
+        centers = (place[:, None] * k + torch.arange(k, device=device)).flatten()
+        w = rows.values(centers).view(len(local), k, rows.dimension).to(unit)
+        if rows.cosine:
             w, _ = normalised(w)
         c, winner = (w * unit[samples, None, :]).sum(dim=2).max(dim=1)
         w = w[torch.arange(len(w), device=w.device), winner]
-        if all_rows.bias is not None:
-            c = c + all_rows.bias[local].to(c)
+        if rows.bias is not None:
+            c = c + rows.bias[place].to(c)
         position = position.to(labels.device)
 
         def spread(values: Tensor, elsewhere: int = 0) -> Tensor:
@@ -454,31 +465,33 @@ class ShardedHead(Head):
         return backend
 
     def _select_classes(self, all_rows: Rows, labels: Tensor, listed: Tensor | None) -> Tensor | None:
-        """Return the local classes of this step, sorted; None: all. listed: hard negatives of the labels."""
+        """Return the local classes of this step, sorted, on the CPU, where the labels are; None: all.
+
+        listed: hard negatives of the labels.
+        """
         start, stop = self.class_range
-        if not self._is_sampled or start == stop:
+        if start == stop:
             return None
         ratio = self.sampling.ratio_at(self.step)
-        device = all_rows.device
-        positives = (labels[(labels >= start) & (labels < stop)] - start).to(device)
+        positives = labels[(labels >= start) & (labels < stop)] - start
         count = math.ceil((stop - start) * ratio)
         rank = 0 if self.group is None else self.group.rank()
         # Each micro-batch and rank draws its own classes; nothing has to be saved to resume.
         key = hash_key(self.seed, self.step, len(self.contexts), rank)
         if self.sampling.in_pages:
             local = range(start, stop)
-            classes = classes_of(draw_pages(local, count, key, device), local, positives)
+            classes = classes_of(draw_pages(local, count, key), local, positives)
             if self.file is not None:
                 self.file.hold(classes, is_first=not self.contexts)
                 if not self.contexts:
                     following = hash_key(self.seed, self.step + 1, 0, rank)
                     count = math.ceil((stop - start) * self.sampling.ratio_at(self.step + 1))
-                    self.file.expect(draw_pages(local, count, following, device))
+                    self.file.expect(draw_pages(local, count, following))
             return classes
         near = None
         if self.neighbours is not None and listed is not None:
             wanted = min(int(count * self.sampling.hard), max(0, count - len(positives.unique())))
-            near = self.neighbours.near(listed, labels, wanted).to(device)
+            near = self.neighbours.near(listed.cpu(), labels, wanted)
         classes = draw_classes(positives, stop - start, count, key, near)
         if len(classes) > count and not self._warned_of_positives:
             self._warned_of_positives = True

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from plsc.errors import OptionError
 from plsc.heads.geometry import normalisation_backward, normalised
+from plsc.heads.host_copies import to_device
 from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.weights import Rows, States, read_dtype
 
@@ -123,14 +124,14 @@ class ForwardContext:
 
     def part_of(self, rows: Rows, tile: slice) -> tuple[slice, Tensor | slice]:
         """Return which of its rows are in a tile of `rows`, and their indices in the tile."""
-        mine = self.stored.selected
-        if rows.selected is None or mine is None:
+        mine = self.stored.on_host
+        if rows.on_host is None or mine is None:
             return tile, slice(None)
-        wanted = rows.selected[tile].to(mine.device)
+        wanted = rows.on_host[tile]
         low = torch.searchsorted(mine, wanted[0])
         high = torch.searchsorted(mine, wanted[-1], right=True)
         part = slice(int(low), int(high))
-        return part, torch.searchsorted(wanted, mine[part]).to(self.rows.weight.device)
+        return part, to_device(torch.searchsorted(wanted, mine[part]), self.rows.weight.device)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ rules.py has the update formulas. The head is a `ShardedHead`, which imports thi
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +85,9 @@ def rows_of(contexts: list[ForwardContext]) -> tuple[Rows, Rows]:
     first, stored = contexts[0], contexts[0].stored
     if len(contexts) == 1:
         return stored, first.rows
-    every = [context.stored.selected for context in contexts]
-    if (chosen := [selected for selected in every if selected is not None]) == every:
-        stored = dataclasses.replace(stored, selected=torch.unique(torch.cat(chosen)))
+    chosen = [context.stored.on_host for context in contexts if context.stored.on_host is not None]
+    if chosen:
+        stored = stored.of_rows(torch.unique(torch.cat(chosen)))
     is_copied = first.rows is not first.stored
     return stored, copy_to_device(stored, first.rows.weight.device) if is_copied else stored
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
+from plsc.heads.host_copies import Arriving, to_device
 from plsc.seeds import hash_key
 from plsc.spans import span
 
@@ -170,6 +171,7 @@ class Rows:
         first_row: global index of ``weight[0]``.
         is_compact: `weight` and `bias` contain only the selected rows (copies on another device).
         file: where the class weights are; `weight` then has no memory (it is on the device ``meta``).
+        on_host: `selected` on the CPU, so that its values can be read without waiting for the device.
     """
 
     weight: Tensor
@@ -180,6 +182,7 @@ class Rows:
     first_row: int = 0
     is_compact: bool = False
     file: RowFile | None = None
+    on_host: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.weight) if self.selected is None else len(self.selected)
@@ -201,10 +204,12 @@ class Rows:
         return decode_rows(self.weight[positions])
 
     def of_classes(self, classes: Tensor) -> Rows:
-        """Return a copy that selects the rows of these classes, sorted int64; `weight` is shared."""
-        offsets = torch.arange(self.centers, device=classes.device)
-        selected = (classes[:, None] * self.centers + offsets).flatten()
-        return dataclasses.replace(self, selected=selected)
+        """Return a copy that selects the rows of these classes, sorted int64, on the CPU; shares `weight`."""
+        return self.of_rows((classes[:, None] * self.centers + torch.arange(self.centers)).flatten())
+
+    def of_rows(self, selected: Tensor) -> Rows:
+        """Return a copy that selects these rows, sorted int64, on the CPU; shares `weight`."""
+        return dataclasses.replace(self, selected=to_device(selected, self.device), on_host=selected)
 
     def tiles(self, rows: int) -> Iterator[slice]:
         """Yield slices of about `rows` selected rows; a class is never split."""
@@ -233,16 +238,16 @@ class Rows:
 @span("copy to device")
 def copy_to_device(stored: Rows, device: torch.device) -> Rows:
     """Return a copy of the selected rows on the device; `selected` still indexes the stored weights."""
-    selected = _selected_indices(stored)
+    chosen = stored.selected
     if stored.file is None:
-        weight = _copy_of(stored.weight, selected, device)
+        weight = _copy_of(stored.weight, chosen, device)
     else:
-        weight = stored.file.read(selected).to(device)
+        weight = to_device(stored.file.read(_all_if_none(stored)), device)
     return dataclasses.replace(
         stored,
         weight=weight,
-        bias=None if stored.bias is None else _copy_of(stored.bias, selected, device),
-        selected=selected.to(device),
+        bias=None if stored.bias is None else _copy_of(stored.bias, chosen, device),
+        selected=None if chosen is None else to_device(chosen, device),
         is_compact=True,
         file=None,
     )
@@ -251,33 +256,33 @@ def copy_to_device(stored: Rows, device: torch.device) -> Rows:
 @span("copy to device")
 def copy_states_to_device(states: States, stored: Rows, device: torch.device) -> States:
     """Return copies of the states of the selected rows on the device."""
-    selected = _selected_indices(stored)
     if stored.file is not None:
-        return {name: stored.file.read(selected, name).to(device) for name in states}
-    return {name: _copy_of(state, selected, device) for name, state in states.items()}
+        read = stored.file.read
+        return {name: to_device(read(_all_if_none(stored), name), device) for name in states}
+    return {name: _copy_of(state, stored.selected, device) for name, state in states.items()}
 
 
 @span("copy to device")
 def write_back(rows: Rows, stored: Rows, copies: States, states: States) -> None:
     """Write the updated copies of class weights and states back to the stored ones."""
-    selected = _selected_indices(stored)
+    coming = {name: Arriving(copy) for name, copy in {"weight": rows.weight, **copies}.items()}
+    arrived = {name: values.read() for name, values in coming.items()}
     if stored.file is not None:
-        stored.file.write(selected, {"weight": rows.weight, **copies})
+        stored.file.write(_all_if_none(stored), arrived)
         return
-    stored.weight.index_copy_(0, selected, rows.weight.to(stored.weight.device))
-    for name, copy in copies.items():
-        states[name].index_copy_(0, selected, copy.to(states[name].device))
+    for name, target in {"weight": stored.weight, **states}.items():
+        if stored.selected is None:
+            target.copy_(arrived[name])
+        else:
+            target.index_copy_(0, stored.selected, arrived[name])
 
 
-def _selected_indices(stored: Rows) -> Tensor:
-    if stored.selected is not None:
-        return stored.selected
-    return torch.arange(len(stored.weight), device=stored.weight.device)
+def _all_if_none(stored: Rows) -> Tensor:
+    return torch.arange(len(stored.weight)) if stored.selected is None else stored.selected
 
 
-def _copy_of(tensor: Tensor, selected: Tensor, device: torch.device) -> Tensor:
-    taken = tensor.index_select(0, selected)
-    if device.type == "cuda":
-        # A copy from pageable memory would wait for all kernels in the queue.
-        return taken.pin_memory().to(device, non_blocking=True)
-    return taken.to(device)
+def _copy_of(tensor: Tensor, selected: Tensor | None, device: torch.device) -> Tensor:
+    """Return a copy on the device, which the caller may change."""
+    if selected is not None:
+        return to_device(tensor.index_select(0, selected), device)
+    return tensor.clone() if tensor.device == device else to_device(tensor, device)

@@ -16,6 +16,7 @@ from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import DataError, NotSavedError
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.backbone import unsharded_parameters
+from plsc.parallel.collectives import gather_rows
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.run.callbacks import CurrentStep
@@ -189,8 +190,9 @@ class Trainer:
             is_saving = self._saver is not None and not self._saver.is_done()
             # One collective tells every rank of signals, ends of data, finished saves and stops: all act in
             # the same step.
+            is_stopping, reads_labels = bool(run.stop_reason), getattr(run.heads.only, "reads_labels", False)
             status = exchange_status(
-                run.world, batch, run.heads.class_num, stop.number, is_saving, bool(run.stop_reason)
+                run.world, batch, run.heads.class_num, stop.number, is_saving, is_stopping, reads_labels
             )
         if self._saver is not None and not status.is_saving:
             self._saver.finish_save()
@@ -210,7 +212,7 @@ class Trainer:
         is_logged = self._is_logged()
         run.current, run.is_logged = CurrentStep(batch), is_logged
         self._run.call("batch_start")
-        made = self._step.make(batch, status.sizes, is_logged)
+        made = self._step.make(batch, status.sizes, is_logged, status.labels)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
         window.end_step(made.output.batch, batch.skipped)
@@ -390,7 +392,8 @@ class StepStatus:
 
     signal: number of a signal that any rank received, 0 for none. has_ended: some rank has no more batches.
     is_saving: some rank is still writing a checkpoint. is_stopping: a callback of some rank ends the run.
-    sizes: images per rank in this step; None if a label is out of range (the head then reports it).
+    sizes: images per rank in this step; None if a label is out of range (the head then reports it). labels:
+    of the global batch, if asked for.
     """
 
     signal: int
@@ -398,6 +401,7 @@ class StepStatus:
     is_saving: bool
     is_stopping: bool
     sizes: list[int] | None
+    labels: Tensor | None = None
 
 
 def exchange_status(
@@ -407,6 +411,7 @@ def exchange_status(
     signal: int = 0,
     is_saving: bool = False,
     is_stopping: bool = False,
+    with_labels: bool = False,
 ) -> StepStatus:
     """Exchange the status of this rank with all others before a step; a collective.
 
@@ -424,4 +429,7 @@ def exchange_status(
     )
     signals, ended, saving, stopping, sizes, wrong = zip(*gathered, strict=True)
     known_sizes = None if any(wrong) else [int(size) for size in sizes]
-    return StepStatus(max(signals), any(ended), any(saving), any(stopping), known_sizes)
+    everyone = None
+    if with_labels and known_sizes and labels is not None and not any(ended):
+        everyone = gather_rows(labels, known_sizes, world.control_group)
+    return StepStatus(max(signals), any(ended), any(saving), any(stopping), known_sizes, everyone)
