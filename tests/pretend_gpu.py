@@ -34,7 +34,7 @@ DIMENSION = 512
 
 @dataclass(frozen=True)
 class Case:
-    """What to run: one step of the head alone (network ""), or of a run with this network.
+    """What to run: one step of the head alone (network ""), or of a run with this network, or `copies`.
 
     ranks: of the process group, of which this process is rank 0. batch: per rank. options: of the run, or of
     the head alone (see `run_head`). plant: a fault that the checks must find.
@@ -49,11 +49,12 @@ class Case:
     architecture: int = 90
     compiles: bool = False
     plant: str = ""
+    copies: bool = False
 
 
 @dataclass
 class Report:
-    """What a step would do. waits: of the host for the device, by place. blocking: copies that wait.
+    """What a step would do. waits: of the host for the device, by place. blocking: copies to it that wait.
 
     pageable: asynchronous copies of more than 64 KiB from memory that is not page-locked, which CUDA copies
     before it returns. collectives: name, device and shape of tensors. mixed: kernels with tensors not
@@ -299,7 +300,6 @@ class PretendGPU:
                 is_pinned = x.untyped_storage()._cdata in self._pinned
                 x.zero_()
             if not (is_late and is_pinned):
-                self.report.blocking[f"{name} to the host at {self.place()}"] += 1
                 self.wait(name)
             return (x,)
         if name == "_local_scalar_dense":
@@ -332,7 +332,6 @@ class PretendGPU:
         from torch.utils._python_dispatch import _disable_current_modes
 
         if not is_late:
-            self.report.blocking[f"{name} to the host at {self.place()}"] += 1
             self.wait(name)
         with _disable_current_modes():
             return torch.zeros(x.shape, dtype=dtype)
@@ -454,6 +453,8 @@ def install(gpu: PretendGPU) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from plsc.parallel.world import World
+
     torch._C._ensureCUDADeviceGuardSet()
     ctypes.CDLL(None).pretend_devices(8)
     torch._C._set_only_lift_cpu_tensors(True)
@@ -498,6 +499,9 @@ def install(gpu: PretendGPU) -> None:
     torch.utils._foreach_utils._foreach_supported_types.append(fake_tensor.FakeTensor)
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    # In inference mode, operations would arrive before they are decomposed.
+    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else null()  # type: ignore
+    World.broadcast_object = lambda self, value: value  # type: ignore[method-assign]
 
     def collective(name: str) -> Any:
         class Done:
@@ -653,10 +657,9 @@ def run_head(case: Case, gpu: PretendGPU) -> None:
         everyone = torch.randint(case.classes, (total,), generator=generator)
         for part in everyone.tensor_split(options["parts"]):
             mine = part[: len(part) // case.ranks]
-            known = {"all_labels": part} if "all_labels" in ShardedHead.forward.__code__.co_varnames else {}
             x = torch.empty(len(mine), DIMENSION, device="cuda:0").requires_grad_()
             labels = mine.to("cuda:0", non_blocking=True)
-            head(x, labels, sizes=[len(mine)] * case.ranks, **known).loss.backward()
+            head(x, labels, sizes=[len(mine)] * case.ranks, all_labels=part).loss.backward()
         optimizer.step()
 
 
@@ -670,7 +673,6 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
     from plsc.heads import base
     from plsc.run.run import build_run
     from plsc.run.user_parts import UserParts
-    from plsc.train.loop import StepStatus
     from plsc.train.step import Step
 
     world = _world(case.ranks)
@@ -703,6 +705,7 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
     for path, value in values.items():
         options.set(path, value)
     run = build_run(options.resolve(), world, UserParts(train_reader=Images()))
+    assert torch.backends.cudnn.benchmark
     run.network.train()
     step = Step(run)
     generator = torch.Generator().manual_seed(0)
@@ -716,12 +719,35 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
         batch = next(copied_in_side_stream(read, world.device))
         gpu.start(case)
         sizes = [case.batch] * case.ranks
-        if "labels" in StepStatus.__dataclass_fields__:
-            status = StepStatus(0, False, False, False, sizes, everyone)
-            made = step.make(batch, status.sizes, False, status.labels)
-        else:
-            made = step.make(batch, sizes, False)
+        # As `exchange_status` of the training loop.
+        known = everyone if getattr(run.heads.only, "reads_labels", False) else None
+        made = step.make(batch, sizes, False, known)
         run.position.advance(made.is_skipped)
+
+
+def run_copies(case: Case, gpu: PretendGPU) -> None:
+    """Embed three batches of images, and copy a state to host memory as for a checkpoint."""
+    import io
+
+    import torch
+    from PIL import Image
+
+    from plsc.checkpoint.manifest import BACKBONE, Manifest, Role
+    from plsc.checkpoint.save import Snapshot
+    from plsc.evaluate.embed import embed_images
+    from plsc.models import build_model
+
+    file = io.BytesIO()
+    Image.new("RGB", (112, 112)).save(file, "png")
+    network = build_model(case.network, DIMENSION, image_shape=(3, 112, 112)).to(torch.device("cuda", 0))
+    state = {"large": torch.empty(2**25 + 1, device="cuda:0"), "scalar": torch.empty((), device="cuda:0")}
+    gpu.start(case)
+    images = [file.getvalue()] * (2 * case.batch + 1)
+    found = embed_images(network, images, (3, 112, 112), batch_size=case.batch, device="cuda:0")
+    assert found.shape == (len(images), DIMENSION)
+    tensors = {Role(BACKBONE, name): value for name, value in state.items()}
+    copied = Snapshot(tensors, Manifest("0", 1, 0, 0, 1, DIMENSION, {})).copy_to_host()
+    assert [value.shape for value in copied.tensors.values()] == [value.shape for value in state.values()]
 
 
 def main() -> None:
@@ -732,7 +758,7 @@ def main() -> None:
         case = Case(**values)
         with gpu.modes(), _plant(case):
             try:
-                (run_step if case.network else run_head)(case, gpu)
+                (run_copies if case.copies else run_step if case.network else run_head)(case, gpu)
             except Exception:
                 gpu.report.name, gpu.report.error = case.name, traceback.format_exc()
         print(json.dumps(vars(gpu.report)), flush=True)

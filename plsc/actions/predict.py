@@ -254,6 +254,7 @@ class Predictor:
             name=self.samples.name,
             num_threads=self.samples.threads,
             bad_images="skip" if self.config.data.bad_images == "skip" else "stop",
+            is_late=not self.request.layers,  # `kept` has the outputs of the last batch
         )
         with (
             evaluation_context(self.config, self.world.device),

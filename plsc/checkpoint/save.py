@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from plsc.checkpoint.all_ranks import on_every_rank
@@ -19,6 +18,7 @@ from plsc.checkpoint.manifest import SUFFIX, FileInfo, Manifest, Role, TensorInf
 from plsc.checkpoint.retention import manifest_in
 from plsc.checkpoint.shard_file import DTYPES, Entry, entry_of, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError, shown
+from plsc.heads.host_copies import host_copies
 from plsc.parallel.world import World
 from plsc.storage.publish import MANIFEST_NAME, hidden_name
 from plsc.storage.store import Store, publish
@@ -68,12 +68,11 @@ class Snapshot:
 
         It needs as much host memory as this rank's state until it is written.
         """
-        copies: dict[Role, Tensor | ShardedTensor] = {}
-        for role, value in self.tensors.items():
-            if isinstance(value, ShardedTensor):
-                copies[role] = dataclasses.replace(value, local=_copy(value.local))
-            else:
-                copies[role] = _copy(value)
+        copied = host_copies(local_of(value).detach() for value in self.tensors.values())
+        copies = {
+            role: dataclasses.replace(value, local=copy) if isinstance(value, ShardedTensor) else copy
+            for (role, value), copy in zip(self.tensors.items(), copied, strict=True)
+        }
         return Snapshot(copies, self.manifest)
 
 
@@ -89,11 +88,6 @@ def info_of(role: Role, value: Tensor | ShardedTensor) -> TensorInfo:
         raise CheckpointError(f"{role.key} has dtype {dtype}, which a checkpoint cannot store")
     is_sharded = isinstance(value, ShardedTensor)
     return TensorInfo(tuple(value.shape), str(dtype).removeprefix("torch."), is_sharded, role)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    # No huge pages: where the kernel has to create them first, the copy takes twice as long.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 def save_checkpoint(

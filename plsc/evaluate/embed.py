@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plsc.data.augment import Augmentation
-from plsc.data.batch import Batch, BufferRing
+from plsc.data.batch import Batch, BufferRing, copied_in_side_stream
 from plsc.data.samples import BatchReader, Recipe
 from plsc.data.sources.base import Source
 from plsc.data.workers import in_order
 from plsc.errors import DataError, DistributedError
+from plsc.heads.host_copies import Arriving
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range
 
@@ -103,35 +105,49 @@ def embed_batches(
     name: str = "the images",
     num_threads: int = 0,
     bad_images: str = "stop",
+    is_late: bool = True,
 ) -> Generator[tuple[Batch, np.ndarray], None, None]:
     """Yield each part, at most `batch_size` images, as a batch with its embeddings, float32 [b, D].
 
     Arguments as in `embed_images`. bad_images: ``stop`` or ``skip``, as in `Recipe`; it can empty a batch.
-    Call it in evaluation and inference mode, and close it.
+    is_late: on a GPU, yield a batch while the next one is computed. Call it in evaluation and inference mode,
+    and close it.
     """
     layout = getattr(model, "input_layout", torch.contiguous_format)
     example = getattr(model, "example_input", None)
     if flip and example is not None:
         raise DataError(f"{name}: the network takes no images, so they cannot be flipped; set flip=False")
     recipe = Recipe(image_shape, 0, Augmentation(flip=False), bad_images=bad_images, example=example)
-    ring = BufferRing(batch_size, image_shape)
+    device = torch.device(device)
+    is_late = is_late and device.type == "cuda"
+    ring = BufferRing(batch_size, image_shape, pin=device.type == "cuda")
+    coming: deque[tuple[Batch, Arriving]] = deque()
 
     def read(part: ImagesOf, stopped: Callable[[], bool]) -> Batch:
         return BatchReader(part.source, recipe).read((0, np.asarray(part.which)), ring, stopped)
 
-    with closing(in_order(read, parts, num_threads)) as batches:
+    def arrived() -> tuple[Batch, np.ndarray]:
+        batch, embedding = coming.popleft()
+        values = embedding.read().numpy()
+        values = values.copy() if device.type == "cuda" else values  # frees the page-locked memory
+        finite = np.isfinite(values).all(axis=1)
+        if not finite.all():
+            raise DataError(
+                f"the embedding of {batch.names[int(np.argmin(finite))]} is not finite; the training has "
+                "diverged, or the weights are damaged"
+            )
+        return batch, values
+
+    with closing(copied_in_side_stream(in_order(read, parts, num_threads), device)) as batches:
         for batch in batches:
-            if not len(batch):
-                yield batch, np.empty((0, 0), np.float32)
-                continue
-            embedding = _embed(model, batch.input(device, layout), flip)
-            finite = np.isfinite(embedding).all(axis=1)
-            if not finite.all():
-                raise DataError(
-                    f"the embedding of {batch.names[int(np.argmin(finite))]} is not finite; the training has "
-                    "diverged, or the weights are damaged"
-                )
-            yield batch, embedding
+            embedding = torch.empty(0, 0)
+            if len(batch):
+                embedding = _embed(model, batch.input(device, layout), flip)
+            coming.append((batch, Arriving(embedding)))
+            if len(coming) > is_late:
+                yield arrived()
+        while coming:
+            yield arrived()
 
 
 class Listed:
@@ -166,11 +182,11 @@ class ImagesOf(Sequence[Any]):
         return self.source[int(self.which[index])][0]
 
 
-def _embed(model: nn.Module, input: Any, flip: bool) -> np.ndarray:
+def _embed(model: nn.Module, input: Any, flip: bool) -> Tensor:
     embedding = model(input, None, False).float()
     if flip:
         embedding = embedding + model(input.flip(-1), None, False).float()
-    return embedding.cpu().numpy()
+    return embedding
 
 
 def _share(world: World, embed_range: Callable[[], np.ndarray], gather: bool) -> np.ndarray:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from plsc.data.batch import Batch
+from plsc.heads.host_copies import Arriving
 from plsc.run.position import Position
 
 
@@ -42,13 +42,9 @@ class Mean:
 
 @dataclass
 class Pending:
-    """The loss of a step, with details for the error if it is not finite.
+    """The loss of a step, with details for the error if it is not finite."""
 
-    arrived: event after the copy to the CPU, None if the loss is on the CPU already.
-    """
-
-    value: Tensor
-    arrived: torch.cuda.Event | None
+    value: Arriving
     images: int
     position: Position
     rate: float
@@ -88,13 +84,8 @@ class LossReader:
 
         is_excused: the step is skipped, so its loss need not be finite.
         """
-        value, arrived = loss.detach(), None
-        if loss.is_cuda:
-            value = torch.empty((), dtype=loss.dtype, pin_memory=True)
-            value.copy_(loss.detach(), non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._coming.append(Pending(value, arrived, images, replace(position), rate, batch, is_excused))
+        value = Arriving(loss.detach())
+        self._coming.append(Pending(value, images, replace(position), rate, batch, is_excused))
 
     def read(self, everything: bool) -> list[tuple[float, int]]:
         """Return (loss, images) of the steps; with `everything`, also of the last step if reading is late.
@@ -109,9 +100,7 @@ class LossReader:
         """Check all losses except the last `kept_back`, and keep them for `read`. Raises the same errors."""
         while len(self._coming) > kept_back:
             coming = self._coming.popleft()
-            if coming.arrived is not None:
-                coming.arrived.synchronize()
-            loss = float(coming.value)
+            loss = float(coming.value.read())
             if not (math.isfinite(loss) or coming.is_excused):
                 self._stop(coming, loss)
             self._read.append((loss, coming.images))
