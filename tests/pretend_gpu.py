@@ -719,9 +719,9 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
         batch = next(copied_in_side_stream(read, world.device))
         gpu.start(case)
         sizes = [case.batch] * case.ranks
-        # As `exchange_status` of the training loop.
-        known = everyone if getattr(run.heads.only, "reads_labels", False) else None
-        made = step.make(batch, sizes, False, known)
+        if getattr(run.heads.only, "reads_labels", False):
+            batch.all_labels = everyone  # as `exchange_status` of the training loop
+        made = step.make(batch, sizes, False)
         run.position.advance(made.is_skipped)
 
 

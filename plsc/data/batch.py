@@ -45,6 +45,7 @@ class Batch:
         skipped: number of bad samples left out.
         problems: the samples that were left out or replaced.
         is_input: whether the network gets `images` unchanged.
+        all_labels: labels of the global batch, if the ranks exchanged them.
 
     A batch may be kept: its memory is reused only when nothing refers to it any more.
     """
@@ -56,6 +57,7 @@ class Batch:
     problems: list[BadSample] = field(default_factory=list)
     mirrored: torch.Tensor | None = None
     is_input: bool = False
+    all_labels: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -212,7 +212,7 @@ class Trainer:
         is_logged = self._is_logged()
         run.current, run.is_logged = CurrentStep(batch), is_logged
         self._run.call("batch_start")
-        made = self._step.make(batch, status.sizes, is_logged, status.labels)
+        made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
         window.end_step(made.output.batch, batch.skipped)
@@ -392,8 +392,7 @@ class StepStatus:
 
     signal: number of a signal that any rank received, 0 for none. has_ended: some rank has no more batches.
     is_saving: some rank is still writing a checkpoint. is_stopping: a callback of some rank ends the run.
-    sizes: images per rank in this step; None if a label is out of range (the head then reports it). labels:
-    of the global batch, if asked for.
+    sizes: images per rank in this step; None if a label is out of range (the head then reports it).
     """
 
     signal: int
@@ -401,7 +400,6 @@ class StepStatus:
     is_saving: bool
     is_stopping: bool
     sizes: list[int] | None
-    labels: Tensor | None = None
 
 
 def exchange_status(
@@ -415,7 +413,7 @@ def exchange_status(
 ) -> StepStatus:
     """Exchange the status of this rank with all others before a step; a collective.
 
-    batch: None at the end of the epoch.
+    batch: None at the end of the epoch. with_labels: set its `all_labels`.
     """
     labels = None if batch is None else batch.labels
     is_wrong = labels is not None and bool(((labels < 0) | (labels >= class_num)).any())
@@ -429,7 +427,6 @@ def exchange_status(
     )
     signals, ended, saving, stopping, sizes, wrong = zip(*gathered, strict=True)
     known_sizes = None if any(wrong) else [int(size) for size in sizes]
-    everyone = None
-    if with_labels and known_sizes and labels is not None and not any(ended):
-        everyone = gather_rows(labels, known_sizes, world.control_group)
-    return StepStatus(max(signals), any(ended), any(saving), any(stopping), known_sizes, everyone)
+    if with_labels and known_sizes and batch is not None and not any(ended):
+        batch.all_labels = gather_rows(batch.labels, known_sizes, world.control_group)
+    return StepStatus(max(signals), any(ended), any(saving), any(stopping), known_sizes)

@@ -73,14 +73,12 @@ class Step:
         self._sparse = sparse_parameters(run.network)
         self._trained: list[nn.Parameter] | None = None
 
-    def make(
-        self, batch: Batch, sizes: list[int] | None, is_logged: bool, all_labels: Tensor | None = None
-    ) -> StepResult:
+    def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
 
-        sizes, all_labels: of `StepStatus`; the head then needs no synchronisation with the device. is_logged:
-        also compute metrics that only log lines need. Raises TrainingError for a loss that is not finite; on
-        a GPU without loss scaling, `losses` raises it one step later.
+        sizes: those of `StepStatus`; the head then needs no synchronisation with the device. is_logged: also
+        compute metrics that only log lines need. Raises TrainingError for a loss that is not finite; on a
+        GPU without loss scaling, `losses` raises it one step later.
         """
         run = self._run
         is_new = self._follow_parameters()
@@ -91,7 +89,7 @@ class Step:
         if self._before is not None:
             self._before.take()
         with run.callbacks.keeping_outputs(run):
-            output = self._forward_backward(batch, sizes, is_logged, all_labels)
+            output = self._forward_backward(batch, sizes, is_logged)
         check_never_used(run.trained_network)
         if is_new:
             run.world.log(idle_parameters(run.network), logging.WARNING)
@@ -169,9 +167,7 @@ class Step:
         for head in self._run.heads.by_name.values():
             head.margin.share = min(1.0, (updates + 1) / max(1, steps))
 
-    def _forward_backward(
-        self, batch: Batch, sizes: list[int] | None, is_logged: bool, all_labels: Tensor | None
-    ) -> HeadOutput:
+    def _forward_backward(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> HeadOutput:
         """Compute the gradients of the mean loss of the global batch, one micro-batch after another.
 
         Gradients of the backbone are multiplied by the loss scale, if there is one.
@@ -182,8 +178,8 @@ class Step:
         scale = 1.0 if run.scaler is None else run.scaler.scale
         total = sum(sizes) if sizes else 0
         known = None  # labels of each rank's micro-batches
-        if sizes and all_labels is not None:
-            known = [labels.tensor_split(parts) for labels in all_labels.split(sizes)]
+        if sizes and batch.all_labels is not None:
+            known = [labels.tensor_split(parts) for labels in batch.all_labels.split(sizes)]
         outputs: list[HeadOutput] = []
         for part, (input, labels) in enumerate(self._micro_batches(batch, run.position.step, parts)):
             is_last = part == parts - 1
