@@ -105,7 +105,6 @@ class PostgresStore:
         with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
             [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
             connection.execute(_SAFE)
-            connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])  # of two servers, one creates it
             self._pgvector = _find_extension(connection, self.path)[0]
             self._open_table(connection, model, size, schemas)
         self._ids = f"pg_get_serial_sequence({psycopg.sql.quote(self._table)}, 'id')"
@@ -230,6 +229,9 @@ class PostgresStore:
     def _open_table(self, connection: Any, model: str, size: int, schemas: list[str]) -> None:
         """Find the table of a network; create it if `size` is given."""
         known = self._find_tables(connection, schemas)
+        if size and model not in known:  # of two servers, one creates it; any role may hold the lock
+            connection.execute(f"SET LOCAL lock_timeout = '30s'; SELECT pg_advisory_xact_lock({_LOCK})")
+            known = self._find_tables(connection, schemas)
         others = ", ".join(f"{one:.16}" for one in sorted(known)) or "none"
         if not size:
             matching = [one for one in known if one.startswith(model)]
@@ -246,7 +248,9 @@ class PostgresStore:
         if model in known:
             query = "SELECT 1 FROM pg_attribute WHERE attrelid = %s::regclass AND attname = 'mapped'"
             if not connection.execute(query, [self._table]).fetchall():  # of plsc before 2026-11-26
-                connection.execute(f"ALTER TABLE {self._table} ADD mapped text NOT NULL DEFAULT ''")
+                connection.execute(
+                    f"ALTER TABLE {self._table} ADD IF NOT EXISTS mapped text NOT NULL DEFAULT ''"
+                )
             return
         if known:
             text = f"{self.path} has no entries of this network; those of others ({others}) are not searched"
@@ -274,9 +278,10 @@ class PostgresStore:
             return connection.execute(query, values, binary=True).fetchall()
 
     def _build(self, connection: Any) -> bool:
-        connection.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_LOCK, self._index])
         query = "SELECT FROM pg_index WHERE indrelid = to_regclass(%s) AND indexrelid = to_regclass(%s)"
         index = psycopg.sql.Identifier(self._schema, self._index).as_string()
+        if not connection.execute(query, [self._table, index]).rowcount:  # one server builds it
+            connection.execute(f"LOCK {self._table} IN SHARE UPDATE EXCLUSIVE MODE")
         if connection.execute(query, [self._table, index]).rowcount:
             return False
         column = f"(vector::{self._pgvector}.halfvec({self.size})) {self._pgvector}.halfvec_ip_ops"

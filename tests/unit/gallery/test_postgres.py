@@ -311,6 +311,20 @@ def test_tables_of_our_roles_the_owner_of_the_database_and_superusers_are_opened
         assert len(store.search(vectors(1), 9)[0]) == 4
 
 
+def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles, server):
+    with connected(roles["superuser"]) as connection:
+        connection.execute("ALTER TABLE plsc_m1 OWNER TO app")
+        connection.execute("REVOKE ALL ON ALL TABLES IN SCHEMA public FROM other")
+    with connected(server.url("one", f"other:{PASSWORD}")) as connection:
+        connection.execute("SELECT pg_advisory_lock(1886155619)")
+        connection.execute("SELECT pg_advisory_lock(1886155619, hashtext('plsc_m1_hnsw'))")
+        with opened(roles["app"]) as store:
+            assert store.build_index()
+            assert not store.build_index()
+        with pytest.raises(StoreError, match="lock"):
+            open_store(roles["app"], "m2", SIZE)
+
+
 def test_decoys_stop_nothing_and_functions_of_others_are_not_called(roles, server):
     with connected(server.url("one", f"other:{PASSWORD}")) as connection:
         connection.execute("CREATE TABLE decoy (vector vector(7))")
