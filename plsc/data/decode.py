@@ -61,7 +61,7 @@ _MOST_NORMALISED = 64.0
 _SMALL = 2**14  # a smaller file cannot have enough scans to matter
 # libjpeg's warnings for complete images; all other warnings mean that data is missing or wrong.
 _FOR_PILLOW = ("Unknown Adobe color transform", "Invalid SOS parameters")
-_SURPLUS = re.compile(r"(\d+) extraneous bytes before marker 0x(?!d[0-7])")  # and not within a scan
+_SURPLUS = re.compile(r"(\d+) extraneous bytes before marker 0x(?!d[0-7])(\w\w)")  # and not within a scan
 # Some encoders add a few bytes, or zeros, after a scan. More are left over if damage derails the decoder.
 _MOST_SURPLUS = 64
 _NEEDED = {*range(0xFFC0, 0xFFE0), 0xFFEE}  # markers of the segments that change the pixels
@@ -296,8 +296,8 @@ def _decode_strictly(data: bytes, channels: int) -> np.ndarray:
 
 def _is_harmless(warning: str, data: bytes) -> bool:
     if surplus := _SURPLUS.search(warning):
-        count, end = int(surplus[1]), data.find(b"\xff\xd9")
-        return count <= _MOST_SURPLUS or len(set(data[max(end - count, 0) : end])) == 1
+        count = int(surplus[1])
+        return count <= _MOST_SURPLUS or bytes(count) + bytes.fromhex(f"ff{surplus[2]}") in data
     return any(text in warning for text in _FOR_PILLOW)
 
 

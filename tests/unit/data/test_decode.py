@@ -303,6 +303,7 @@ def segment(marker: int, content: bytes) -> bytes:
 def odd_jpegs(good: bytes) -> dict[str, bytes]:
     """Return JPEGs that libjpeg warns of, with the pixels of `good`."""
     tables, scan, end = good.index(b"\xff\xdb"), good.index(b"\xff\xda"), good.rindex(b"\xff\xd9")
+    last = good.rindex(b"\xff\xda")
     short = b"\xff\xe1\0\x06Exif and longer than it says"
     return {
         "JFIF 9.1": good[:11] + b"\x09" + good[12:],
@@ -320,6 +321,7 @@ def odd_jpegs(good: bytes) -> dict[str, bytes]:
         + b"and"
         + good[scan:],
         "surplus before the end": good[:end] + b"surplus bytes" + good[end:],
+        "zeros before the last scan": good[:last] + bytes(3000) + good[last:],
         "zeros before the end": good[:end] + bytes(5000) + good[end:],
         "surplus after the end": good + b"surplus" * 9,
     }
