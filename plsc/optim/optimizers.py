@@ -236,10 +236,10 @@ def build_custom(
     given = [dict(group) for group in groups]  # torch puts the defaults into these
     with refusing(f"{what} failed"):
         optimizer = factory(given, **arguments)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
         raise OptionError(
             f"{what} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer over the given "
-            "parameter groups"
+            "parameter groups, which has called super().__init__()"
         )
     wanted = {id(p) for group in groups for p in group["params"]}
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}

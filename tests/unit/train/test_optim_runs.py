@@ -150,6 +150,18 @@ KINDS = {
 }  # fmt: skip
 
 
+class Unmade(torch.optim.Optimizer):
+    """Wraps an optimizer as published versions of Lookahead do, without Optimizer.__init__."""
+
+    def __init__(self, groups):
+        self.optimizer = torch.optim.SGD(groups, 0.05)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.defaults = self.optimizer.defaults
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
 FOREIGN = {
     "places": OfOthers,
     "state dict": OwnStateDict,
@@ -159,6 +171,7 @@ FOREIGN = {
     "lbfgs": torch.optim.LBFGS,
     "adahessian": timms("adahessian"),
     "inner": ForgetsInner,
+    "unmade": Unmade,
 }
 
 
@@ -211,6 +224,7 @@ def test_a_run_with_an_optimizer_of_other_people_resumes_to_the_same_bits(kind, 
     [
         ("lbfgs", OptionError, "closure"),
         ("adahessian", OptionError, "closure"),
+        ("unmade", OptionError, "super"),
         ("inner", CheckpointError, "inner optimizer"),
     ],
 )
