@@ -178,7 +178,8 @@ class _Lfw:
     def _path(self, name: bytes, number: bytes) -> bytes:
         stem = listed_path(b"%s/%s_%04d" % (name, name, int(number)), self._root)
         if not self._suffix:
-            places = {suffix: join(self._root, f"{os.fsdecode(stem)}{suffix}") for suffix in IMAGE_SUFFIXES}
+            suffixes = (*IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES))
+            places = {suffix: join(self._root, f"{os.fsdecode(stem)}{suffix}") for suffix in suffixes}
             found = next((suffix for suffix, place in places.items() if exists(place)), ".jpg")
             self._suffix = found.encode()
         return stem + self._suffix

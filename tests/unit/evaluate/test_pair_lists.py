@@ -66,6 +66,13 @@ def test_the_layout_of_lfw_finds_the_suffix_of_the_images(folder, header):
     ]
 
 
+def test_the_layout_of_lfw_finds_suffixes_in_upper_case(tmp_path):
+    (tmp_path / "Bo").mkdir()
+    for number in (1, 2):
+        (tmp_path / f"Bo/Bo_000{number}.JPG").write_bytes(b"%d" % number)
+    assert read(tmp_path, b"1\nBo\t1\t2\nBo\t2\tBo\t1\n") == [("1", "2", True), ("2", "1", False)]
+
+
 def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("lists")
     found = read_pair_list(write(elsewhere, b"a.png b.png 0\nb.png a.png 0\n"), folder)
