@@ -31,8 +31,9 @@ _LONG_NAME = 1024
 # Hidden names, and those that Windows, macOS, Android, file system checks and network drives add to folders.
 _HIDDEN = re.compile(
     r"\..*|__macosx|icon\r|network trash folder|temporary items|lost\+found|lost\.dir|found\.\d{3}"
-    r"|\$recycle\.bin|(?-i:RECYCLER)|system volume information|desktop\.ini|(eh)?thumbs(_vista)?\.db"
-    r"|@eadir|@tmp|@sharebin|@recently-snapshot|[@#]recycle|[@#~]snapshot",
+    r"|\$(recycle\.bin|windows\.~\w\w)|(?-i:RECYCLER)|system volume information|desktop\.ini"
+    r"|(eh)?thumbs(_vista)?\.db|@(eadir|tmp|sharebin|recently-snapshot|__thumb)|[@#](syno)?recycle"
+    r"|[@#~]snapshot|_gsdata_",
     re.IGNORECASE | re.DOTALL,
 )
 

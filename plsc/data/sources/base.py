@@ -275,8 +275,10 @@ class Ignored:
         self._last = path
 
     def __str__(self) -> str:
-        most = sorted(self._found.items(), key=lambda item: -item[1][0])[:5]
-        told = [f"{count:,} {kind} (such as {printable(example)})" for kind, (count, example) in most]
+        found = sorted(self._found.items(), key=lambda item: -item[1][0])
+        told = [f"{count:,} {kind} (such as {printable(example)})" for kind, (count, example) in found[:5]]
+        if others := sum(count for _, (count, _) in found[5:]):
+            told.append(f"{others:,} others")
         return f"not read as images: {', '.join(told)}" if told else ""
 
     def report(self, where: str) -> None:

@@ -9,6 +9,7 @@ from PIL import features
 
 from plsc.data.decode import decode_image
 from plsc.data.sources import ImageFolderSource, LabelFileSource, open_source
+from plsc.data.sources.base import Ignored
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError
 
@@ -50,6 +51,11 @@ OF_SYSTEMS = [
     "System Volume Information/1.jpg",
     "lost+found/1.jpg",
     "a/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+    "a/.@__thumb/1.jpg",
+    "@__thumb/1.jpg",
+    "#SynoRecycle/1.jpg",
+    "$WINDOWS.~BT/1.jpg",
+    "_gsdata_/1.jpg",
     "a/._1.jpg",
     "a/Thumbs.db",
     "a/desktop.ini",
@@ -98,6 +104,13 @@ def test_files_that_are_not_read_are_counted_with_an_example(folder, messages, i
         assert [text.count(told) for text in messages] == [1]
     assert names(open_images(place))[0] == "0.jpg"
     assert "2 .heic (such as a/1.heic)" in messages[1]
+
+
+def test_what_is_not_told_by_type_is_counted():
+    ignored = Ignored()
+    for number, suffix in enumerate("aabbccddeefg"):
+        ignored.add(f"{number}.{suffix}")
+    assert str(ignored).endswith("(such as 8.e), 2 others")
 
 
 def test_a_folder_of_only_unread_types_says_so(tmp_path):
