@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +21,12 @@ from plsc.data.sources.columns import with_label_map
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed, text_lines
-from plsc.storage.regular import check_inside
+from plsc.storage.regular import check_inside, without_mark
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown
 
 _MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
+_NO_LIST = re.compile(rb"\s*<|%PDF|.*[\0-\x08\x0e-\x1f]", re.DOTALL)
 _UNUSUAL = b":%\\\0\r\t"  # in paths that `located` examines; the others are many
 
 
@@ -170,7 +172,9 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
                 for name in names:
                     paths.append(os.fsencode(posixpath.join(folder, name)))
             ignored.report(place)
-        elif _starts_image(file := open_bytes(place)):  # an image of another type, or without a suffix
+        elif _starts_image(
+            file := open_bytes(place), shown(place)
+        ):  # an image of another type, or without a suffix
             paths.append(os.fsencode(place))
         else:
             may_leave, root = False, Path(place).parent
@@ -197,9 +201,17 @@ def holds_image(root: Path, folder: str) -> bool:
     return any(names for _, names in _walk(root, folder, Ignored()))
 
 
-def _starts_image(file: Bytes) -> bool:
+def _starts_image(file: Bytes, place: str) -> bool:
+    """Return whether a file is an image, not a list of paths; DataError if it is neither."""
     start = file.read_at(0, min(file.size, 64))
-    return b"\0" in start and IMAGE_START.match(start) is not None
+    if b"\0" in start and IMAGE_START.match(start):
+        return True
+    if _NO_LIST.match(without_mark(start, place)):
+        raise DataError(
+            f"{place} is neither an image that ends in {', '.join(IMAGE_SUFFIXES)} nor a list of paths; it "
+            f"starts with {start[:12]!r}"
+        )
+    return False
 
 
 def _no_images(where: str, ignored: Ignored, expected: str) -> DataError:

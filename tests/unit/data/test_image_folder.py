@@ -137,6 +137,22 @@ def test_an_image_of_another_type_is_no_list_of_paths(tmp_path, name):
         decode_image(source[0][0], (3, 8, 8))
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"\0\0\0\x0cjP  \r\n\x87\n",
+        b"\0\0\1\0\1\0\x10\x10",
+        b"PK\3\4",
+        b"%PDF-1.4\n",
+        b"\xef\xbb\xbf <svg xmlns=",
+    ],
+)
+def test_a_file_of_another_kind_is_not_read_as_a_list(tmp_path, start):
+    (tmp_path / "a.jp2").write_bytes(start)
+    with pytest.raises(DataError, match="neither"):
+        open_images(tmp_path / "a.jp2")
+
+
 def test_composed_and_decomposed_folders_are_one_class(tmp_path):
     for name in ("Zoe\u0301", "Zo\u00e9", "Zod"):
         (tmp_path / name).mkdir()
