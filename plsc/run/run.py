@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class Run(Context):
         is_custom: the network is the user's own.
         length: the length of its epochs.
         callbacks: called at the events of the run.
+        buffers: shapes and types of the network's saved buffers at the start; None before.
+        unsaved: hashes of the attributes of the optimizer that checkpoints lack, at the last check.
     """
 
     trained_network: nn.Module
@@ -75,6 +77,8 @@ class Run(Context):
     is_custom: bool
     length: Length
     callbacks: Callbacks
+    buffers: dict[str, Any] | None = None
+    unsaved: dict[str, bytes] = field(default_factory=dict)
 
     def call(self, event: str) -> None:
         """Call the callbacks at an event."""

@@ -70,11 +70,11 @@ def _changed(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any
     }
 
 
-def check_attributes(run: Run, before: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return a hash of each attribute that checkpoints lack. Raises CheckpointError if one has changed.
+def check_attributes(run: Run) -> dict[str, bytes]:
+    """Return a hash of each attribute that checkpoints lack, such as a deque, a generator or an object.
 
-    before: the result at the start. Such attributes are a deque, a generator or an instance of a class. An
-    optimizer with its own ``state_dict`` knows which ones are state.
+    Raises CheckpointError if one has changed since the last check; an optimizer with its own ``state_dict``
+    knows which ones are state.
     """
     saved, found = collect_rest(run)[0][ATTRIBUTES], dict[str, bytes]()
     if has_own_state_dict(run.optimizer):
@@ -84,7 +84,7 @@ def check_attributes(run: Run, before: Mapping[str, bytes]) -> dict[str, bytes]:
         with suppress(Exception):  # a lock, or a process group
             content.dump(getattr(run.optimizer, name))
             found[name] = content.hash.digest()
-        if found.get(name) != before.get(name, found.get(name)):
+        if found.get(name) != run.unsaved.get(name, found.get(name)):
             raise CheckpointError(
                 f"{name!r} of the optimizer {type(run.optimizer).__name__} changes in a step, but cannot be "
                 "saved; return its content in state_dict(), or keep it outside of the optimizer"

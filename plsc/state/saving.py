@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
-from plsc.checkpoint.manifest import TensorInfo
 from plsc.checkpoint.retention import best_in, prune, write_best
 from plsc.checkpoint.rollback import mark_of
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.run.run import Run
-from plsc.state.optimizer import check_attributes
 from plsc.state.snapshot import check_snapshot, take_snapshot
 from plsc.state.start import Directories
 from plsc.state.upload import Uploader, problem_of
@@ -61,8 +58,6 @@ class Saver:
     failure = ""
     unsent: Sequence[Path] = ()
     _pending: _Pending | None = None
-    _attributes: Mapping[str, bytes] = MappingProxyType({})  # of the optimizer, at the last check
-    _buffers: dict[str, TensorInfo] | None = None  # at the first check
     _uploader: Uploader | None = None
 
     def __init__(self, run: Run, directories: Directories) -> None:
@@ -107,13 +102,8 @@ class Saver:
             self.finish_save()
 
     def check(self) -> None:
-        """Raise CheckpointError, on all ranks, for state that cannot be saved or resumed; a collective."""
-
-        def check() -> None:
-            self._buffers = check_snapshot(self._run, self._buffers)
-            self._attributes = check_attributes(self._run, self._attributes)
-
-        on_every_rank(self._run.world, "save this run", check)
+        """Raise CheckpointError, on all ranks, for state that cannot be saved; a collective."""
+        on_every_rank(self._run.world, "save this run", lambda: check_snapshot(self._run))
 
     def _can_copy(self, state: Snapshot) -> bool:
         """Return whether memory suffices for a copy; log once if it does not."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
 from plsc.checkpoint.load import class_name_tensors
-from plsc.checkpoint.manifest import BACKBONE, RANK, HeadInfo, Role, TensorInfo, parse_manifest
+from plsc.checkpoint.manifest import BACKBONE, RANK, HeadInfo, Role, parse_manifest
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import info_of
 from plsc.errors import CheckpointError
@@ -31,7 +31,7 @@ from plsc.parallel.world import World
 from plsc.run.run import Run, global_batch_size
 from plsc.run.settle import ARGUMENTS_KEY
 from plsc.seeds import hash_key
-from plsc.state.optimizer import collect_rest
+from plsc.state.optimizer import check_attributes, collect_rest
 from plsc.state.tensors import collect_numbers, collect_tensors
 from plsc.storage.urls import without_secrets
 from plsc.version import __version__
@@ -80,22 +80,22 @@ def take_snapshot(
     return Snapshot({**own, **more}, manifest)
 
 
-def check_snapshot(run: Run, before: dict[str, TensorInfo] | None) -> dict[str, TensorInfo]:
+def check_snapshot(run: Run) -> None:
     """Raise CheckpointError if the state cannot be saved, or not read again; no tensor is copied.
 
-    Return the buffers. They must be those `before`, at the start: a resumed run loads into no others.
+    The buffers must be those of the first call, at the start: a resumed run loads into no others.
     """
     snapshot = take_snapshot(run, {}, is_check=True)
     infos = {role.key: info_of(role, value) for role, value in snapshot.tensors.items()}
     parse_manifest(replace(snapshot.manifest, tensors=infos).to_json().encode(), "the checkpoint of this run")
+    run.unsaved = check_attributes(run)
     buffers = {name: infos[Role(BACKBONE, name).key] for name in _buffers(run)}
-    for name in sorted(buffers.keys() | (before or {}).keys()):
-        if before is not None and buffers.get(name) != before.get(name):
-            raise CheckpointError(
-                f"the network's buffer {name} was created, removed, resized or converted by the first step; "
-                "register it with its final shape and type, or with persistent=False"
-            )
-    return buffers
+    run.buffers = buffers if run.buffers is None else run.buffers
+    if changed := dict(run.buffers.items() ^ buffers.items()):
+        raise CheckpointError(
+            f"the network's buffer {min(changed)} was created, removed, resized or converted by the first "
+            "step; register it with its final shape and type, or with persistent=False"
+        )
 
 
 def describe_heads(run: Run) -> dict[str, HeadInfo]:
