@@ -204,14 +204,12 @@ def holds_image(root: Path, folder: str) -> bool:
 def _starts_image(file: Bytes, place: str) -> bool:
     """Return whether a file is an image, not a list of paths; DataError if it is neither."""
     start = file.read_at(0, min(file.size, 64))
-    if b"\0" in start and IMAGE_START.match(start):
-        return True
-    if _NO_LIST.match(without_mark(start, place)):
+    is_image = b"\0" in start and IMAGE_START.match(start) is not None
+    if not is_image and _NO_LIST.match(without_mark(start, place)):
         raise DataError(
-            f"{place} is neither an image that ends in {', '.join(IMAGE_SUFFIXES)} nor a list of paths; it "
-            f"starts with {start[:12]!r}"
+            f"{place} is neither an image that can be read nor a list of paths; convert it to PNG"
         )
-    return False
+    return is_image
 
 
 def _no_images(where: str, ignored: Ignored, expected: str) -> DataError:
