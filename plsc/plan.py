@@ -265,7 +265,7 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
 
     matrix = b * d * _FLOAT
     device = torch.device("cpu" if config.runtime.device == "cpu" else "cuda")
-    tile = min(n, max(1, tile_size(device, b) // k) * k)
+    tile = min(n, max(1, tile_size(device, b, d) // k) * k)
     update = _UPDATE if {head.row_dtype, head.state_dtype} == {"float32"} else _ROUNDED_UPDATE
     step = {
         "embeddings of all ranks": matrix + (matrix // 2 if config.precision.mode != "float32" else 0),

@@ -318,9 +318,14 @@ class TorchBackend:
         return a.to(self.products).float() @ b.to(self.products).float()
 
 
-def tile_size(device: torch.device, batch: int) -> int:
-    """Return the number of class weights per tile for a global batch size; on GPUs a multiple of 128."""
+def tile_size(device: torch.device, batch: int, dimension: int = 0) -> int:
+    """Return the number of class weights per tile for a global batch size and, on GPUs, embedding size.
+
+    On GPUs it is a multiple of 128: otherwise rows of [B, tile] matrices are read one element at a time.
+    """
     elements = _TILE_ELEMENTS.get(device.type, _TILE_ELEMENTS["cuda"])
     tile = max(256, min(elements // 64, elements // max(1, batch)))
-    # Otherwise a GPU reads the rows of [B, tile] matrices one element at a time.
-    return tile if device.type == "cpu" else tile // 128 * 128
+    if device.type == "cpu":
+        return tile
+    # Each tile reads and writes the weighted sum [B, D]: with 2 D class weights a quarter of the bytes moved.
+    return max(tile // 128, -(-2 * dimension // 128)) * 128

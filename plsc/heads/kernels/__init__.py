@@ -28,12 +28,12 @@ def choose_backend(
 
     kernels: one of BACKENDS or ENGINES; 'auto' falls back to PyTorch with a warning. products: float32 or
     bfloat16.
-    tile: class weights per tile; None: chosen by the batch size only, so it is equal in every run. dimension:
-    the embedding size.
+    tile: class weights per tile; None: chosen by batch and dimension only, so it is equal in every run.
+    dimension: the embedding size.
 
     Raises OptionError, with the reason, if the requested kernels cannot be used.
     """
-    rows = tile or tile_size(device, batch)
+    rows = tile or tile_size(device, batch, dimension)
     wanted = kernels
     if kernels == "auto":
         wanted = {"cpu": "native", "cuda": "triton"}.get(device.type, "torch")

@@ -109,7 +109,7 @@ class TritonBackend(TorchBackend):
                 if kept is not None and p is not None and self.products is not torch.bfloat16:
                     kept[:, columns] = p
                 if weighted is not None and p is not None:
-                    weighted += self._product(p, w)
+                    self._add_product(weighted, p, w)
         return Sums(shift, partial.sum(dim=0), weighted, None if kept is None else kept[:, : len(rows)])
 
     def gradients(self, context: ForwardContext, tile: slice) -> tuple[Tensor, Tensor | None]:

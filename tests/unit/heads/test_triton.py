@@ -74,6 +74,15 @@ def test_tiles_of_every_batch_size_are_aligned_on_a_gpu() -> None:
     assert [batch for batch, tile in tiles.items() if tile < 256 or tile % 128] == []
 
 
+def test_tiles_of_long_embeddings_are_larger_on_a_gpu() -> None:
+    # Otherwise most of the memory traffic is that of the weighted sum [B, D], once per tile.
+    device = torch.device("cuda", 0)
+    assert tile_size(device, 16_384, 2048) >= 2 * 2048
+    assert tile_size(device, 1024, 512) == tile_size(device, 1024)
+    assert all(tile_size(device, 16_384, dimension) % 128 == 0 for dimension in range(1, 4097))
+    assert tile_size(torch.device("cpu"), 16_384, 2048) == tile_size(torch.device("cpu"), 16_384)
+
+
 def test_triton_kernels_are_unavailable_on_a_cpu() -> None:
     cpu = torch.device("cpu")
     assert "cpu" in str(triton_backend.unavailable(cpu))
