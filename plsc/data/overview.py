@@ -17,7 +17,7 @@ from PIL import ImageDraw
 from plsc.data.class_names import class_names_of, first_and_last_class
 from plsc.data.decode import decode_whole
 from plsc.data.sources import Source
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, in_terminal
 from plsc.seeds import hash_key
 from plsc.storage.publish import replacing
 
@@ -76,7 +76,7 @@ class Overview:
         lines.append(f"pixels           {sizes or 'none'}")
         lines.append(f"broken           {self.broken} of {self.checked} checked")
         lines += [f"  {fault}" for fault in self.faults]
-        return "\n".join(lines)
+        return in_terminal("\n".join(lines))  # names of files may have control characters
 
 
 def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> Overview:

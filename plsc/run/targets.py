@@ -184,11 +184,12 @@ def open_held_out(
         labels = class_names.numbers_of(own)[labels]
     elif class_names is not None:  # a string of digits in a file may be a class number or a name
         values = set(labels.tolist())
-        for number, name in enumerate(class_names):
-            label = int(name) if name.isdecimal() and len(name) < 19 else number
-            if label != number and label in values:
+        for number in range(len(class_names)):
+            name = class_names[number]
+            value = int(name) if name.isdecimal() and len(name) < 19 else number
+            if value != number and value in values:
                 raise DataError(
-                    f"label {label} in data.val_dir {place} may be a class number, or the name of class "
+                    f"label {value} in data.val_dir {place} may be a class number, or the name of class "
                     f"{number}; use labels in a column class_name, or the format argument label_map"
                 )
     unknown = np.flatnonzero((labels < 0) | (labels >= class_num))

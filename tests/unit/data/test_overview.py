@@ -31,6 +31,12 @@ def test_samples_classes_and_their_sizes_are_counted(folder):
     assert 0 < found.bytes_median <= found.bytes_most
 
 
+def test_names_of_files_do_not_control_the_terminal(folder):
+    path = folder / "a\x1b[2J.csv"
+    path.write_text("path,label\nimages/0_0.png,x\nimages/1_0.png,y\n")
+    assert r"a\x1b[2J.csv:2" in inspect_dataset(open_source(path)).render()
+
+
 def test_broken_samples_are_counted_and_named(folder):
     found = inspect_dataset(open_source(folder))
     assert found.broken == 2
