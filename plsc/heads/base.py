@@ -323,8 +323,8 @@ def check_batch(embeddings: Tensor, labels: Any, emb_size: int) -> Tensor:
             labels = torch.as_tensor(labels, device=embeddings.device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"the labels are no list of class indices: {error}") from error
-        is_index = not (labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool)
-        labels = labels.long() if is_index else labels
+    is_index = not (labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool)
+    labels = labels.long() if is_index else labels
     if labels.dtype is not torch.int64 or labels.shape != embeddings.shape[:1]:
         raise DataError(
             f"the labels are {labels.dtype} {list(labels.shape)}; expected int64 [{len(embeddings)}], one "

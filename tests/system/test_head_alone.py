@@ -269,7 +269,6 @@ def test_another_ranks_state_is_refused():
 @pytest.mark.parametrize(
     ("embeddings", "labels", "said"),
     [
-        (torch.randn(4, 8), torch.zeros(4, dtype=torch.int32), r"labels are torch.int32 \[4\]"),
         (torch.randn(4, 8), torch.zeros(4), r"labels are torch.float32 \[4\]"),
         (torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.int64), r"\[4, 1\]; expected int64 \[4\]"),
         (torch.randn(4, 8), torch.zeros(3, dtype=torch.int64), r"\[3\]; expected int64 \[4\]"),

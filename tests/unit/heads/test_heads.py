@@ -553,7 +553,12 @@ def test_wrong_margins_per_class_are_refused_with_class_count_margin_and_range()
 def test_labels_may_be_an_array_or_a_list(loss_type):
     head, embeddings = filled(build_head(loss_type, 5, 4)), torch.arange(8.0).view(2, 4)
     wanted = head(embeddings, torch.tensor([1, 4])).loss
-    for labels in ([1, 4], np.array([1, 4], np.int32), np.array([1, 4], np.uint8)):
+    for labels in (
+        [1, 4],
+        np.array([1, 4], np.int32),
+        np.array([1, 4], np.uint8),
+        torch.tensor([1, 4], dtype=torch.int32),
+    ):
         assert head(embeddings, labels).loss.equal(wanted)
     for labels in (["a", "b"], [1.0, 4.0]):
         with pytest.raises(DataError, match="labels"):
