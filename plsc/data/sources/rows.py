@@ -29,7 +29,6 @@ from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, text_lines
 from plsc.storage.urls import base_name, is_url, located, parent_of, shown
 
-_START = 60  # characters of base64 that show the type of an image
 _QUOTE = b'"'
 _MAX_LINES = 2**20  # per row
 MAX_LINE_BYTES = MAX_FILE_BYTES * 4 // 3 + 2**16  # the largest image in base64, and some more
@@ -161,9 +160,9 @@ def _lines(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _is_base64(text: str) -> bool:
-    start = "".join(text[: 9 * _START].split())[:_START]
+    start = "".join(text[:500].split())[:60]  # enough to show the type of an image
     with suppress(DataError):
-        return len(start) == _START and IMAGE_START.match(decode_base64(start.encode())) is not None
+        return len(start) == 60 and IMAGE_START.match(decode_base64(start.encode())) is not None
     return start[:5].lower() == "data:"
 
 

@@ -119,13 +119,14 @@ class TarSource(ColumnSource):
             found = [suffix for suffix in sample.members if is_image(f".{suffix}")]
         if len(found) == 1:
             return sample.members[found[0]]
+        there = ", ".join(f".{printable(suffix[:100])}" for suffix in sorted(sample.members)[:_MOST_LISTED])
         if found:
             raise OptionError(
-                f"{sample.place} has several images ({sample.suffixes}, ...), as the name of a sample ends "
-                "at its first dot; choose one with image_column, or rename the members"
+                f"{sample.place} has several images ({there}, ...), as the name of a sample ends at its "
+                "first dot; choose one with image_column, or rename the members"
             )
         wanted = self._image or "of a type that is read"
-        raise DataError(f"{sample.place} has no image {wanted}; it has {sample.suffixes}; {_ADJACENT}")
+        raise DataError(f"{sample.place} has no image {wanted}; it has {there}; {_ADJACENT}")
 
     def _label_of(self, sample: Sample) -> tuple[Label, str]:
         """Return the label, and its class name or ''."""
@@ -140,7 +141,7 @@ class TarSource(ColumnSource):
             return label, name if isinstance(name, str) and self._label is None else ""
         raise DataError(
             f"{sample.place} has no label: expected one .{wanted}, or an integer or string {key!r} in a "
-            f".json; it has {sample.suffixes}; {_ADJACENT}; or choose another one: label_column"
+            f".json; {_ADJACENT}; or choose another one: label_column"
         )
 
 
@@ -156,11 +157,6 @@ class Sample(NamedTuple):
     def place(self) -> str:
         """Location for messages."""
         return f"{self.title}:{printable(self.key[:200])}"
-
-    @property
-    def suffixes(self) -> str:
-        """The first suffixes, for messages."""
-        return ", ".join(f".{printable(suffix[:100])}" for suffix in sorted(self.members)[:_MOST_LISTED])
 
     def text(self, suffix: str) -> bytes:
         """Return the text of a suffix, or of the only one that ends in it after a dot; b"" if none is."""

@@ -189,7 +189,7 @@ def test_a_remote_archive_reads_like_a_local_one(tmp_path):
         (member("b.jpg", tarfile.SYMTYPE), "'b.jpg' is a link"),
         (member("b.jpg", tarfile.LNKTYPE), "'b.jpg' is a link"),
         (member("b.jpg", tarfile.CHRTYPE), "'b.jpg' is a device"),
-        (member("b.jpg"), r"a\.tar:b has no label: .* 'label'.* it has \.jpg;"),
+        (member("b.jpg"), r"a\.tar:b has no label: .* 'label'"),
         (member("b.cls"), r"a\.tar:b has no image"),
         (member("x/b.png"), r"a\.tar:x/b has two members \.png"),
     ],
@@ -204,7 +204,7 @@ def test_members_that_lead_out_or_are_invalid_are_reported(tmp_path, entry, mess
     [
         ({"json": b"{label: 3}"}, r"\.json"),
         ({"json": b'{"label": 3.0}'}, "string"),
-        ({"a.cls": b"1", "b.cls": b"1"}, r"\.a\.cls"),
+        ({"a.cls": b"1", "b.cls": b"1"}, r"one \.cls"),
     ],
 )
 def test_why_a_sample_has_no_label_is_told(tmp_path, texts, noun):
