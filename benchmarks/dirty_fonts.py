@@ -352,7 +352,7 @@ def measure_planting(kind: str, seed: int, base: Path, used: list[str], out: Pat
     place, reading = out / "data.tsv", {"image_folder": str(base / "pool")}
     shutil.rmtree(out, ignore_errors=True)
     planting.write(place)
-    stored = [Stored(place, base / "pool", open_embeddings(base / f"{one}-pool")) for one in used]
+    stored: list[Any] = [Stored(place, base / "pool", open_embeddings(base / f"{one}-pool")) for one in used]
     if len(used) == 1 and used[0] in EPOCHS:
         stored[0].index = {**stored[0].index, "model": {"checkpoint": "elsewhere"}}
     summary = review.clean(str(place), out, stored, **reading)
@@ -421,7 +421,7 @@ def measure_overlap(kind: str, seed: int, base: Path, used: str, out: Path) -> d
         paths = [f"images/{label:04}_{k:02}.png" for label, k in chosen]
         write_list(places[-1], paths, [label for label, _ in chosen])
     embeddings = open_embeddings(base / f"{used}-pool")
-    stored = [Stored(place, base / "pool", embeddings) for place in places]
+    stored: list[Any] = [Stored(place, base / "pool", embeddings) for place in places]
     review.overlap(str(places[0]), str(places[1]), out, stored, image_folder=str(base / "pool"))
     changes = changes_in(out)
     right = [

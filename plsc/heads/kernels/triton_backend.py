@@ -214,7 +214,7 @@ class TritonBackend(TorchBackend):
         """Add a product to float32 `out`."""
         if self.products is torch.float32:
             out.addmm_(a, b)
-        elif out.is_cuda and torch.__version__ >= (2, 10):
+        elif out.is_cuda and torch.__version__ >= (2, 10):  # type: ignore[operator]
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         else:  # torch 2.9 adds to the factors' dtype only
             out += self._product(a, b)
