@@ -612,10 +612,17 @@ def _plant(case: Case) -> Any:
         return mock.patch.object(sharded, "sum_over_ranks", lambda t, group: total(t.cpu(), group).to(t))
     if case.plant == "unaligned tile":
         from plsc.heads import kernels
+        from plsc.heads.kernels import triton_backend
 
-        for module in (kernels, sharded):
-            if hasattr(module, "tile_size"):
-                return mock.patch.object(module, "tile_size", return_value=21_845)
+        tile = mock.patch.object(
+            next(one for one in (kernels, sharded) if hasattr(one, "tile_size")),
+            "tile_size",
+            return_value=21_845,
+        )
+        stack = contextlib.ExitStack()
+        stack.enter_context(tile)
+        stack.enter_context(mock.patch.object(triton_backend, "_ALIGNED", 1))
+        return stack
     return contextlib.nullcontext()
 
 

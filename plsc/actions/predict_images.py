@@ -15,7 +15,7 @@ from plsc.data.reader import declares_shards, open_reader
 from plsc.data.sources.base import FileSource, IndexedSource, Source
 from plsc.data.sources.image_folders import open_images
 from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
-from plsc.errors import DataError
+from plsc.errors import DataError, shown
 from plsc.evaluate.embed import ImagesOf, Listed
 from plsc.inputs import Input
 from plsc.run.build_data import align_source, check_no_landmarks, is_generator_reader, open_training_source
@@ -46,7 +46,7 @@ class Samples:
 
     def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of images."""
-        return [str(self._where(number)) for number in numbers]
+        return [shown(str(self._where(number))) for number in numbers]
 
 
 class StreamedSamples:

@@ -220,7 +220,7 @@ class Evaluator:
         groups = self._groups(data, images)
         embeddings = self.embed(images, protocol.name)
         result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
-        choices = [f"Meta files: {data.templates}; images: {protocol.images.root}."]
+        choices = [f"Meta files: {data.templates}; images: {shown(str(protocol.images.root))}."]
         yield _Outcome("templates", result, partial(_section, result, protocol.name, choices))
         if groups is not None:
             rates = template_rates(groups, protocol, result)

@@ -21,6 +21,7 @@ from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.config import Config
 from plsc.data.alignment import scaled_template
+from plsc.errors import without_secrets
 from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
@@ -61,7 +62,7 @@ def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Ma
         "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
         "flip": config.data.flip and network.example_input is None,
         "metrics": manifest.scalars.get(METRICS_KEY, {}),
-        "options": {name: config.as_dict()[name] for name in ("model", "runtime")},
+        "options": without_secrets({name: config.as_dict()[name] for name in ("model", "runtime")}),
         "arguments": constructor_arguments(network),
         "weights": describe_file(folder, WEIGHTS_NAME),  # `add_metadata` adds the CRC-32
         "fingerprint": checksum_of(weights),

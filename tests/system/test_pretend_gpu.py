@@ -100,26 +100,17 @@ def limits(case: Case) -> dict[str, int]:
     return {"waits": waits, "collectives": (6 if is_hard else 4) * parts + is_scaled}
 
 
-def expect(cases: dict[str, Case], pending: dict[str, str]) -> list[object]:
-    """Return parameters; pending: reasons for expected failures by a part of the case's name."""
-    return [
-        pytest.param(case, id=name, marks=[pytest.mark.xfail(strict=False, reason=why) for why in reasons])
-        for name, case in cases.items()
-        for reasons in [[why for part, why in pending.items() if part in name]]
-    ]
+def named(cases: dict[str, Case]) -> list[object]:
+    """Return parameters."""
+    return [pytest.param(case, id=name) for name, case in cases.items()]
 
 
-UNBOUNDED = dict.fromkeys(
-    ("softmax", "curricularface", "sub-centres"), "unbounded logits have no Triton forward pass"
-)
-
-
-@pytest.mark.parametrize("case", expect(HEADS, UNBOUNDED))
+@pytest.mark.parametrize("case", named(HEADS))
 def test_a_step_of_the_head_never_waits(reports, case):
     assert faults(reports[case.name], **limits(case)) == []
 
 
-@pytest.mark.parametrize("case", expect(STEPS, {}))
+@pytest.mark.parametrize("case", named(STEPS))
 def test_a_training_step_never_waits(reports, case):
     assert faults(reports[case.name], **limits(case)) == []
 
@@ -131,16 +122,14 @@ def test_embeddings_and_snapshots_arrive_in_page_locked_memory_while_the_device_
     assert report.waits.total() == 3 + 3 + 1  # batches, and pieces of 64 MiB
 
 
-@pytest.mark.parametrize("case", expect(LARGE_HEADS, UNBOUNDED))
+@pytest.mark.parametrize("case", named(LARGE_HEADS))
 def test_a_step_of_a_large_head_stays_within_its_bytes(reports, case):
     report = reports[case.name]
     assert faults(report) == []
     assert report.gigabytes < BUDGETS[case.options["loss_type"]]
 
 
-@pytest.mark.parametrize(
-    "case", expect(KERNELS, {" 768": "tiles are misaligned", " 1000": "tiles are misaligned"})
-)
+@pytest.mark.parametrize("case", named(KERNELS))
 def test_every_kernel_compiles_without_spills_and_with_vector_loads(reports, case):
     report = reports[case.name]
     assert {kernel["name"] for kernel in report.kernels} >= {
