@@ -126,7 +126,6 @@ class Store:
         self.path, self.model, self.size = path, model, size
         self._lock = threading.Lock()
         with self._refusing():
-            path = Path(os.path.realpath(path))  # SQLite looks for a journal where links lead
             # A journal of another database deletes any file that it names. Stores use a write-ahead log.
             if os.path.lexists(f"{path}-journal"):
                 raise DataError(f"{path}-journal exists, which plsc does not leave; remove it")

@@ -35,7 +35,7 @@ from plsc.evaluate.pair_lists import read_pair_list
 from plsc.evaluate.template_files import read_protocol
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
-from plsc.run.loggers import Csv, JsonLines
+from plsc.run.loggers import JsonLines
 from plsc.storage.regular import open_regular, read_regular
 from tests.unit.data.test_opening import make_lmdb
 from tests.unit.evaluate.test_template_files import FILES
@@ -471,7 +471,6 @@ def _write_prediction(folder):
     [
         ("out", _write_prediction),
         ("metrics.jsonl", lambda folder: JsonLines(folder, 0).write({"step": 1})),
-        ("metrics.csv", lambda folder: Csv(folder, 0).write({"step": 1, "loss": 1.0})),
         ("bad_samples.txt", lambda folder: BadSampleList(folder).add([BadSample("missing", "a.jpg")])),
     ],
 )
