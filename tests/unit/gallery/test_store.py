@@ -256,7 +256,7 @@ def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path, link):
     if link:
         (tmp_path / "link").symlink_to(path if link == "file" else path.parent)
         path = tmp_path / "link" if link == "file" else tmp_path / "link/s.sqlite"
-    with pytest.raises(DataError, match="-journal exists|symbolic links"):
+    with pytest.raises(DataError, match=r"-journal exists|symbolic links"):
         Store(path, "m1", SIZE)
     assert other.exists()
 
