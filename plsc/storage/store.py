@@ -204,12 +204,12 @@ class Store:
             self._filesystem.invalidate_cache()
             path = self._at(name)
             with contextlib.suppress(FileNotFoundError):
-                if self._filesystem.isfile(path):
-                    self._filesystem.rm_file(path)
-                elif not self._is_on_disk and _PATTERN.search(path):  # rm would delete all that match
-                    raise DataError(f"{self.shown}: {name} is a folder whose name is a pattern; delete it")
-                else:
+                if self._is_on_disk or not _PATTERN.search(path):
                     self._filesystem.rm(path, recursive=True)
+                elif self._filesystem.isfile(path):  # rm would delete all that match
+                    self._filesystem.rm_file(path)
+                else:
+                    raise DataError(f"{self.shown}: {name} is a folder whose name is a pattern; delete it")
 
         self._call(call, f"{name} cannot be deleted")
 

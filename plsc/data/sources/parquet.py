@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from plsc.storage.urls import base_name, shown
 CACHE_BYTES = 256 * 2**20
 GROUP_BYTES = 2**30
 _MOST_OPEN = 16
+_RAW_BYTES = re.compile("[\udc80-\udcff]")  # of a folder's name that is not UTF-8
 # Exceptions of pyarrow for damaged files.
 _FAULTS = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError)
 
@@ -134,7 +136,11 @@ def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
     try:
         names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]["names"]
         is_named = kinds.is_integer(schema.field(column).type) and isinstance(names, list)
-        return [*map(check_name, names)] if is_named and len(ranked(names)[0]) == len(names) else []
+        if not is_named or len(ranked(names)[0]) != len(names):
+            return []
+        for name in names:
+            check_name(_RAW_BYTES.sub("", name))
+        return names
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return []
 

@@ -37,7 +37,7 @@ CASES = [
     ("a.tar", tar()[:514], " is truncated in '1.jpg'", WRITE),
     ("a.tar", tar()[:1500], " is truncated, damaged, compressed or not a tar (", WRITE),
     ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or not a tar (", WRITE),
-    ("a.tar", tar("txt"), ":1 has no label", "label_column"),
+    ("a.tar", tar("txt"), ":1 has no label: expected one .cls", "label_column"),
     ("a.jsonl", ROW + '{"image": "a', ":2: is not JSON (", "one object per line; fix the line"),
     ("a.jsonl", ROW + '{"image": "a"}', ":2: the label 'label' is missing", "fix the line"),
     ("a.jsonl", '{"image":\n' + ROW, ": the first line is not JSON (", "fix the line"),

@@ -64,7 +64,8 @@ def test_a_dataset_is_converted_to_and_from_a_remote_store(dataset):
 
 @pytest.mark.parametrize("name", ["a.rec", "a.parquet", "a.tar", "lines"])
 def test_class_names_are_kept_where_there_is_room_and_otherwise_it_is_said(tmp_path, name):
-    for folder in ("b", "Zoe\u0301", "007", "Zo\u00eb"):
+    odd = b"\xff".decode("utf-8", "surrogateescape")
+    for folder in ("b", "Zoe\u0301", "007", odd):
         (tmp_path / "set" / folder).mkdir(parents=True)
         (tmp_path / "set" / folder / "1.png").write_bytes(b"\x89PNG")
     source = open_source(tmp_path / "set")
