@@ -97,11 +97,11 @@ def make(shape: Shape) -> tuple[Rows, Queries]:
     rows = Rows(
         encode_rows(weight) if shape.row_dtype is INT8 else weight.to(shape.row_dtype),
         bias=None if shape.cosine else normal(len(weight)),
-        selected=selected,
         centers=k,
         cosine=shape.cosine,
         first_row=2**32 - 7,
     )
+    rows = rows if selected is None else rows.of_rows(selected)
     has_hard = shape.has_hard and shape.cosine
     queries = Queries(
         unit,

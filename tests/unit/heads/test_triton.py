@@ -36,14 +36,15 @@ def run(*command: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
 
 
-def cases(**environment: str) -> None:
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), **environment)
+def cases(*chosen: str, **environment: str) -> None:
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), *chosen, **environment)
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_equal_the_formulas() -> None:
+@pytest.mark.parametrize("chosen", ["equal_the_formula", "not equal_the_formula"])  # each within the timeout
+def test_interpreted_kernels_equal_the_formulas(chosen: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    cases(TRITON_INTERPRET="1")
+    cases("-k", chosen, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("device", [GPU])

@@ -335,7 +335,8 @@ def test_micro_batches_are_summed_in_one_update(shape: Shape) -> None:
     context = case(shape)
     other = replace(shape, batch=12, seed=4)
     others, queries = make(other)
-    second = some_context(other, replace(context.rows, selected=others.selected), queries)
+    rows = context.rows if others.on_host is None else context.rows.of_rows(others.on_host)
+    second = some_context(other, rows, queries)
     contexts = [context, replace(second, backend=context.backend, factor=0.3)]
     before, sum_dw = context.rows.weight.double(), torch.zeros(context.rows.weight.shape).double()
     sum_db, touched = torch.zeros(len(before)).double(), torch.zeros(len(before), dtype=torch.bool)
