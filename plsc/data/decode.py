@@ -123,6 +123,9 @@ def decode_image(data: Image, image_shape: ImageShape) -> torch.Tensor:
         return _channels_first(align(pixels, np.array(data.landmarks), height, width))
     if image.shape[1:] == (height, width):
         return image
+    if image.shape[1] * width > MAX_PIXELS:  # torch resizes the width first: 15 GB for 1 x 32 million pixels
+        size = height, image.shape[2]
+        image = F.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -181,6 +183,22 @@ def test_a_bad_file_is_refused_with_a_one_line_message(kind, hostile_images):
 
 def test_every_hostile_image_is_tried(hostile_images):
     assert set(HOSTILE) == set(hostile_images)
+
+
+def test_a_narrow_image_is_resized_in_little_memory(tmp_path):
+    Image.new("L", (1, 4_000_000), 77).save(tmp_path / "a.png")
+    script = (
+        "import sys, pathlib; from plsc.data.decode import decode_image\n"
+        "image = decode_image(pathlib.Path(sys.argv[1]).read_bytes(), (3, 112, 112))\n"
+        "lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
+        "print(image.min().item(), image.max().item(), *(l.split()[1] for l in lines if 'VmHWM' in l))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a.png")], check=True, capture_output=True, text=True
+    )
+    least, most, kilobytes = map(int, done.stdout.split())
+    assert (least, most) == (77, 77)
+    assert kilobytes < 1_000_000  # 2,300,000 if the width is resized first; 400,000 for torch
 
 
 @pytest.mark.parametrize("kind", ["png of 100000x100000", "png of 9000x9000", "jpeg of 65000x65000"])
