@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -119,6 +120,7 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest))):
         return target
     work = target.with_name(f".fetching-{target.name}")
+    on_every_rank(world, doing, lambda: _make_own_folder(work))
     index, count = rank_on_shared_disk(work, world)
 
     def fetch_share() -> None:
@@ -140,6 +142,14 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
 
     on_every_rank(world, doing, finish)
     return target
+
+
+def _make_own_folder(work: Path) -> None:
+    """Create a folder; DataError if there is a link or another user's folder, as its name is no secret."""
+    work.mkdir(parents=True, exist_ok=True)
+    status, owners = work.lstat(), (os.geteuid(), work.parent.stat().st_uid)  # NFS may map root to nobody
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in owners:
+        raise DataError(f"{work} is a link or belongs to another user; remove it, or use another folder")
 
 
 def _is_fetched(target: Path, text: bytes, manifest: Manifest) -> bool:

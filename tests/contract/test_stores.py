@@ -87,6 +87,27 @@ def test_files_and_folders_are_written_and_read_back(url, tmp_path):
     assert store.names() == []
 
 
+@pytest.mark.parametrize("kind", ["link", "other user"])
+def test_a_download_does_not_use_a_folder_that_another_user_prepared(url, tmp_path, kind):
+    send(save(tmp_path, "1", 1), Store(url))
+    private, prepared = tmp_path / "private", tmp_path / "shared" / ".fetching-here"
+    private.mkdir()
+    (private / "precious.txt").touch()
+    prepared.parent.mkdir()
+    if kind == "link":
+        prepared.symlink_to(private)
+    else:
+        prepared.mkdir()
+        try:
+            os.chown(prepared, 12345, 12345)
+        except PermissionError:
+            pytest.skip("only root can make a folder of another user")
+    with pytest.raises(CheckpointError, match="another user"):
+        fetch(f"{url}/1", WORLD, tmp_path / "shared" / "here")
+    assert [path.name for path in private.iterdir()] == ["precious.txt"]
+    assert not list(prepared.iterdir()) if kind == "other user" else prepared.is_symlink()
+
+
 def test_a_checkpoint_is_uploaded_fetched_and_replaced_atomically(url, tmp_path):
     store = Store(url)
     send(save(tmp_path, "1", 1), store)
