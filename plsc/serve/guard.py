@@ -34,6 +34,7 @@ STATUSES: dict[type[Exception], int] = {
 }
 """Status of the response for an exception; a subclass is before its base."""
 
+_LONGEST_TYPE = 256
 _HELD = 256 * 2**20  # bytes of all request bodies together
 
 
@@ -133,6 +134,8 @@ class Guard:
             origin = headers.get(b"origin")
             if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
                 raise Refused(403, "requests from other web sites are not accepted")
+        if len(headers.get(b"content-type", b"")) > _LONGEST_TYPE:  # parsed in quadratic time
+            raise Refused(400, f"the Content-Type has more than {_LONGEST_TYPE} bytes; shorten it")
         if {b"transfer-encoding", b"content-length"} <= headers.keys():  # proxies may disagree on its end
             raise Refused(400, "the request has both Transfer-Encoding and Content-Length; send one of them")
         has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"

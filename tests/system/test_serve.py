@@ -574,6 +574,12 @@ def test_a_request_with_two_lengths_closes_the_connection(server, images):
     assert answer.count(b"HTTP/1.1") == 1
 
 
+def test_a_long_content_type_is_not_parsed(server, images):
+    headers = {"Content-Type": 'multipart/form-data; boundary="' + ";" * 10_000}
+    status, answer = ask(server, "POST", "/embed", images[0], **headers)
+    assert (status, "Content-Type" in answer["detail"]) == (400, True)
+
+
 def test_the_pages_load_nothing_from_other_hosts(server):
     status, page = ask(server, "GET", "/docs")
     assert status == 200
