@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -17,9 +18,11 @@ from torch import nn
 import plsc
 import plsc.checkpoint
 import plsc.export
+from plsc.actions.predict_images import Samples
 from plsc.cli import main
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
+from plsc.data.sources import open_source
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.evaluate.capacity import measure_capacity
 from plsc.evaluate.embed import embed_images
@@ -86,6 +89,24 @@ def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # others may read what they can list
     with pytest.raises(CheckpointError, match="already exists; remove it"):
         entry(dataset, run, set_checkpoint_dir=run / "0").convert_for_prediction()
+
+
+def test_no_secret_of_a_location_is_exported(trained, tmp_path):
+    dataset, run = trained
+    secret = "https://me:geheim@host.example/x.safetensors?X-Amz-Signature=geheim"
+    ins = entry(dataset, tmp_path / "out", set_checkpoint_dir=run / "0", set_pretrained=secret)
+    folder = ins.convert_for_prediction(tmp_path / "model", graph="torch")
+    assert not [path.name for path in folder.rglob("*") if path.is_file() and b"geheim" in path.read_bytes()]
+    assert "host.example" in (folder / "model.json").read_text()
+
+
+def test_names_of_predictions_have_no_secret(trained):
+    files = fsspec.filesystem("memory")
+    files.put(str(trained[0] / "images"), "/me:geheim@named/images", recursive=True)
+    files.pipe("/me:geheim@named/label.txt", (trained[0] / "label.txt").read_bytes())
+    source = open_source("memory://me:geheim@named")
+    assert "geheim" in source.path(0)
+    assert "geheim" not in Samples(source, "images", 0).names([0])[0]
 
 
 def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
