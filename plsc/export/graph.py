@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -50,8 +51,8 @@ class Served(nn.Module):
         """Return the embeddings."""
         if self.scale != 1:
             images = images * self.scale
-        # OpenCV or the preprocessing of onnxruntime.s quantisation fail on Expand (F.normalize), ReduceL2 and
-        # Slice with a negative step; OpenCV 4.8 sums over the first axis wrongly.
+        # OpenCV or the preprocessing of onnxruntime.s quantisation fail on Slice with a negative step; OpenCV
+        # 4.8 sums over the first axis wrongly.
         if self.flip:
             mirrored = images.flip(3) if self.mirror is None else images.index_select(3, self.mirror)
             both = self.network(torch.cat([images, mirrored]), None, False).float()
@@ -59,7 +60,15 @@ class Served(nn.Module):
             found = both[0] + both[1]
         else:
             found = self.network(images, None, False).float()
-        return found / (found * found).sum(1, keepdim=True).sqrt().clamp_min(1e-12)
+        return _normalised(found)
+
+
+def _normalised(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+    """Do what ``F.normalize`` does, without the Expand and ReduceL2 on which the same readers fail."""
+    if p != 2:
+        return input / input.norm(p, dim, keepdim=True).clamp_min(eps)
+    found = input.float()
+    return (found / (found * found).sum(dim, keepdim=True).sqrt().clamp_min(eps)).to(input.dtype)
 
 
 def as_served(network: BaseModel, flip: bool) -> Served:
@@ -99,7 +108,8 @@ def write_graph(
     what = f"{type(served.network).__name__} cannot be exported to {kind}"
     advice = "torch.export must be able to trace build_network; or choose graph 'none'"
     about: dict[str, Any] = {}
-    with refusing(what, advice), torch.no_grad(), _quiet():
+    own = patch.object(nn.functional, "normalize", _normalised)  # in networks of users
+    with refusing(what, advice), torch.no_grad(), _quiet(), own:
         dynamic = {INPUT: {0: torch.export.Dim.DYNAMIC}}
         program = torch.export.export(graph, example, dynamic_shapes=dynamic)
         if kind == "torch":

@@ -43,6 +43,17 @@ class TwoTowers(BaseModel):
         return self.fc(self.attention(maps, maps, maps)[0].mean(1))
 
 
+class Normalised(BaseModel):
+    """A network that normalises its embeddings itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 8, 8), nn.Linear(128, 64)
+
+    def build_network(self, input, label, is_train=True):
+        return F.normalize(self.fc(self.conv(input).flatten(1)))
+
+
 def seen(network, shape):
     """Return images, after giving the batch norms statistics with which embeddings are well conditioned."""
     torch.manual_seed(0)
@@ -104,11 +115,18 @@ def test_a_custom_network_in_every_precision(kind, precision, flip, tmp_path):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("layout", ["plain", "insightface"])
-def test_opencv_and_the_preprocessing_for_quantisation_read_the_graph(layout, flip, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: build_model("SmallResNet", 64, SHAPE), "plain"),
+        (lambda: build_model("SmallResNet", 64, SHAPE), "insightface"),
+        (Normalised, "plain"),
+    ],
+)
+def test_opencv_and_the_preprocessing_for_quantisation_read_the_graph(make, layout, flip, tmp_path):
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    network = build_model("SmallResNet", 64, SHAPE)
+    network = make()
     images = seen(network, SHAPE)[:4]
     served = as_served(network, flip)
     write_graph(tmp_path, served, "onnx", "float32", images, layout)
