@@ -86,10 +86,7 @@ class OriginalSetters(Setters):
         self.options.set_together(values)
 
     def set_model_parallel(self, flag: bool) -> None:
-        """Shard the class weights over the ranks: add the prefix dist_ to ``head.loss_type``, or remove it.
-
-        To shard the backbone (FSDP), use `set_backbone_parallel`.
-        """
+        """Shard the class weights over the ranks, or not: the prefix dist_ of ``head.loss_type``."""
         if not isinstance(flag, bool):
             raise OptionError(
                 f"set_model_parallel got {flag!r}; expected True or False: the class weights are sharded, as "

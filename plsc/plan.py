@@ -31,7 +31,7 @@ from plsc.heads.softmax import tile_size
 from plsc.inputs import Input, map_tensors
 from plsc.models import build_model
 from plsc.models.layers import use_torch_layers
-from plsc.models.recomputation import find_blocks, recompute_activations
+from plsc.models.recomputation import recompute_activations
 from plsc.optim.optimizers import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes
 
@@ -313,12 +313,6 @@ def _bytes_per_class(config: Config) -> dict[str, int]:
 
 def _plan_backbone(config: Config, ranks: int) -> PartPlan:
     parts, images = config.train.micro_batches, _batch_of(config, ranks)[1]
-    is_sharded = config.parallel.backbone == "sharded"
-    shards = (config.parallel.shard_size or ranks) if is_sharded else 1
-    if ranks % shards:
-        raise OptionError(
-            f"parallel.shard_size is {shards}; expected a divisor of {ranks}, the number of ranks"
-        )
     optimizer = config.optim.optimizer
     if ":" in optimizer:
         raise OptionError(
@@ -337,22 +331,17 @@ def _plan_backbone(config: Config, ranks: int) -> PartPlan:
             f"the network cannot be planned, because it fails with fake tensors: {kind_and_line(error)[:200]}"
         ) from error
     parameters = _nbytes(network)
-    if shards > 1:
-        # The current block, the next one, and all parameters outside of blocks, each with gradients.
-        blocks = [_nbytes(network.get_submodule(name)) for name in find_blocks(network)]
-        gathered = min(parameters, parameters - sum(blocks) + 2 * max(blocks, default=0))
-        step["gathered parameters and their gradients"] = 2 * gathered
     stored = {
-        "parameters": -(-parameters // shards),
-        "gradients": -(-sum(p.nbytes for p in network.parameters() if p.requires_grad) // shards),
-        f"{optimizer} states": -(-states // shards),
+        "parameters": parameters,
+        "gradients": sum(p.nbytes for p in network.parameters() if p.requires_grad),
+        f"{optimizer} states": states,
         "buffers": sum(buffer.nbytes for buffer in network.buffers()),
     }
     if config.optim.ema_decay:
         stored["moving average"] = stored["parameters"] + stored["buffers"]
     title = (
         f"Backbone: {config.model.name}, {config.precision.mode}; images per rank: {images:,}; "
-        f"micro-batches: {parts:,}; shards: {shards:,}"
+        f"micro-batches: {parts:,}"
     )
     return PartPlan(title, stored, step)
 

@@ -18,7 +18,7 @@ LONGEST = """
     distributed/test_two_machines.py distributed/test_equal_ranks.py distributed/test_interruption.py
     unit/models/test_compiled.py system/test_export_networks.py system/test_partition_spark.py
     distributed/test_kill.py unit/heads/test_triton.py system/test_serve.py distributed/test_elastic.py
-    distributed/test_backbone_sharding.py system/test_partition.py system/test_bad_input.py
+    system/test_partition.py system/test_bad_input.py
     unit/train/test_acceleration.py contract/test_stores.py system/test_benchmarks.py unit/test_export.py
     system/test_demo_data.py distributed/test_resume.py distributed/test_heads.py
     distributed/test_launch.py distributed/test_saving.py system/test_classes.py system/test_docs.py

@@ -44,7 +44,6 @@ CHANGES: dict[str, tuple[dict[str, Any], float]] = {
 
 CHANGES_OF_RANKS: dict[str, tuple[dict[str, Any], float]] = {
     "synchronised": ({"model.sync_batch_norm": True}, 0.0),
-    "sharded backbone": ({"parallel.backbone": "sharded"}, 1e-5),
 }
 """Options that mean something on several ranks alone."""
 
@@ -63,9 +62,6 @@ _ROUNDING_OF_GPUS = 1e-3  # products of convolutions are in tf32, and sums in an
 
 MEANT = ("micro_batches", "clip", "adamw", "sampled", "synchronised")
 """The plain path has these, too: they change what is learnt."""
-
-EXCLUDED = ("fused", "sharded backbone")
-"""A pair that is refused: torch's fused SGD does not take it."""
 
 _ONE_OPTION = ("fused", "foreach")
 
@@ -126,7 +122,7 @@ def losses(
 def pairs(changes: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the names of all two options that may be set together."""
     every = itertools.combinations(changes, 2)
-    return [pair for pair in every if pair not in (_ONE_OPTION, EXCLUDED)]
+    return [pair for pair in every if pair != _ONE_OPTION]
 
 
 _PLAIN: dict[str, list[float]] = {}

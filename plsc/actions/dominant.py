@@ -14,7 +14,6 @@ from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
-from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.run.build_data import NO_AUGMENTATION
@@ -68,13 +67,12 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
     """Return the number of training images closest to each sub-centre of this rank, [C_local, K]."""
     counts = new_counts(head)
     run.network.eval()
-    with unsharded_parameters(run.network):
-        for batch in run.data.loader.epoch(0):
-            images = batch.input(run.world.device, run.network.input_layout)
-            labels = batch.labels.to(run.world.device)
-            with torch.no_grad():
-                embeddings = run.network(images)
-            count_choices(head, embeddings, labels, counts)
+    for batch in run.data.loader.epoch(0):
+        images = batch.input(run.world.device, run.network.input_layout)
+        labels = batch.labels.to(run.world.device)
+        with torch.no_grad():
+            embeddings = run.network(images)
+        count_choices(head, embeddings, labels, counts)
     return counts
 
 

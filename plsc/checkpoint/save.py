@@ -34,13 +34,11 @@ class ShardedTensor:
         local: [local rows, ...]; may have no rows.
         rows: number of rows of the whole tensor.
         start: index of the first local row.
-        is_copy: another rank has the same rows and saves them.
     """
 
     local: Tensor
     rows: int
     start: int
-    is_copy: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -175,7 +173,7 @@ def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, 
     entries = []
     for role, value in snapshot.tensors.items():
         if isinstance(value, ShardedTensor):
-            is_mine = not value.is_copy and (len(value.local) > 0 or value.rows == 0)
+            is_mine = len(value.local) > 0 or value.rows == 0
             start = value.start
         else:
             is_mine, start = role.key not in lower, 0

@@ -19,9 +19,9 @@ from plsc.config.head import HeadOptions
 from plsc.config.model import ModelOptions
 from plsc.config.optim import OptimOptions
 from plsc.config.option import Need, OptionSpec, shown_value, specs_of
-from plsc.config.runtime import MemoryOptions, ParallelOptions, PrecisionOptions, RuntimeOptions, SpeedOptions
+from plsc.config.runtime import MemoryOptions, PrecisionOptions, RuntimeOptions, SpeedOptions
 from plsc.config.train import CheckpointOptions, TrainOptions
-from plsc.errors import OptionError
+from plsc.errors import CheckpointError, OptionError
 
 SCRIPT, CHECKPOINT = "set by the script", "from the checkpoint"
 """Origins of values; those of flags and of lines of files are their names."""
@@ -44,7 +44,6 @@ class Config:
     train: TrainOptions = field(default_factory=TrainOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
-    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     speed: SpeedOptions = field(default_factory=SpeedOptions)
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -129,9 +128,18 @@ class Options:
 
         saved: options from the manifest of a checkpoint. use: whether only its network or its whole run is
         used. Options that are never taken from a checkpoint and unknown ones (of a newer version) are
-        ignored. Raises CheckpointError for an invalid or unsafe value.
+        ignored. Raises CheckpointError for an invalid or unsafe value, and for a former option of a run that
+        had another value than all runs have now.
         """
         adopted, differences = {}, []
+        for path, only in _GONE.items() if use == "run" else ():
+            of, _, name = path.partition(".")
+            here = (saved or {}).get(of)
+            if isinstance(here, dict) and here.get(name, only) != only:
+                raise CheckpointError(
+                    f"{path} is {shown_value(here[name])} in the checkpoint, but the option is gone, and all "
+                    f"runs have {only!r}; start a new run from its weights with set_pretrained"
+                )
         for spec in _TABLE.values():
             group = (saved or {}).get(spec.group)
             if spec.decides not in ("model", use) or not isinstance(group, dict) or spec.name not in group:
@@ -199,6 +207,9 @@ _SYNONYMS = {
     "scheduler": "optim.schedule",
 }
 
+
+_GONE = {"parallel.backbone": "replicated"}
+"""Former options that decided a resumed run, and the value that all runs have now."""
 
 _GROUPS: dict[str, Any] = {
     group: factory

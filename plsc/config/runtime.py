@@ -72,31 +72,6 @@ class RuntimeOptions:
     )
 
 
-@dataclass(frozen=True)
-class ParallelOptions:
-    """Distribution of the backbone over the ranks; class weights of ``dist_`` losses are always sharded."""
-
-    backbone: str = of_run(
-        "replicated",
-        "layout of the backbone: replicated, or sharded over the ranks (FSDP2)",
-        "set_backbone_parallel(way)",
-        one_of("replicated", "sharded"),
-    )
-    shard_size: int = of_run(
-        0,
-        "ranks that share one copy of a sharded backbone; 0: all ranks",
-        "set_backbone_shard_size(ranks)",
-        at_least(0),
-        needs=need("parallel.backbone", "sharded"),
-    )
-    shard_units: str = declare(
-        "auto",
-        "FSDP units of a sharded backbone: auto, or module names such as 'stages.*.*,neck'",
-        "set_backbone_shard_units(patterns)",
-        needs=need("parallel.backbone", "sharded"),
-    )
-
-
 HIGHEST_SCALE = 2.0**24
 """Maximum of the loss scale.
 
@@ -266,5 +241,4 @@ class SpeedOptions:
         "size of DDP's gradient buckets, in MiB",
         "set_bucket_mb(mebibytes)",
         more_than(0),
-        needs=need("parallel.backbone", "replicated"),
     )

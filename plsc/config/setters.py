@@ -628,24 +628,6 @@ class Setters:
         """
         self.options.set("checkpoint.on_error", policy)
 
-    def set_backbone_parallel(self, way: str) -> None:
-        """Set ``parallel.backbone``: layout of the backbone: replicated, or sharded over the ranks
-        (FSDP2). Default: 'replicated'.
-        """
-        self.options.set("parallel.backbone", way)
-
-    def set_backbone_shard_size(self, ranks: int) -> None:
-        """Set ``parallel.shard_size``: ranks that share one copy of a sharded backbone; 0: all ranks; only
-        if parallel.backbone is sharded. Default: 0.
-        """
-        self.options.set("parallel.shard_size", ranks)
-
-    def set_backbone_shard_units(self, patterns: str) -> None:
-        """Set ``parallel.shard_units``: FSDP units of a sharded backbone: auto, or module names such as
-        'stages.*.*,neck'; only if parallel.backbone is sharded. Default: 'auto'.
-        """
-        self.options.set("parallel.shard_units", patterns)
-
     def set_device(self, device: str) -> None:
         """Set ``runtime.device``: device: auto, cpu or cuda. Default: 'auto'."""
         self.options.set("runtime.device", device)
@@ -715,7 +697,5 @@ class Setters:
         self.options.set("speed.late_losses", flag)
 
     def set_bucket_mb(self, mebibytes: float) -> None:
-        """Set ``speed.bucket_mb``: size of DDP's gradient buckets, in MiB; only if parallel.backbone is
-        replicated. Default: 25.0.
-        """
+        """Set ``speed.bucket_mb``: size of DDP's gradient buckets, in MiB. Default: 25.0."""
         self.options.set("speed.bucket_mb", mebibytes)

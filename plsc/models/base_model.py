@@ -168,11 +168,7 @@ def _is_plain(value: Any, strings: re.Pattern[str]) -> bool:
     return value is None or isinstance(value, bool) or is_finite_number(value)
 
 
-def use_channels_last(network: BaseModel, *, weights: bool = True) -> None:
-    """Make a network compute in channels-last memory format, in place; shapes and names do not change.
-
-    weights: also convert convolution weights; otherwise they are converted in each step.
-    """
+def use_channels_last(network: BaseModel) -> None:
+    """Make a network compute in channels-last memory format, in place; shapes and names do not change."""
     network.input_layout = torch.channels_last
-    if weights:
-        network.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -141,15 +141,22 @@ def describe(model: nn.Module, image_shape: tuple[int, ...], most_rows: int | No
         chosen = _main_parts(model, most_rows)
 
     def note(name: str, layer: nn.Module, output: Any) -> None:
-        if name not in chosen:
-            return
         own = [p for p in layer.parameters() if id(p) not in counted]
         counted.update(id(p) for p in own)
         is_batch = isinstance(output, Tensor) and output.dim() > 0
         shape = str(["b", *output.shape[1:]]).replace("'", "") if is_batch else "-"
         rows.append((name, type(layer).__name__, shape, f"{sum(p.numel() for p in own):,}"))
 
-    _note_calls(model, image_shape, note)
+    handles = [
+        layer.register_forward_hook(lambda layer, _input, output, name=name: note(name, layer, output))
+        for name, layer in model.named_modules()
+        if name in chosen
+    ]
+    try:
+        dry_run(model, image_shape)
+    finally:
+        for handle in handles:
+            handle.remove()
     table = [("layer", "kind", "output", "parameters"), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(4)]
     lines = [
@@ -179,35 +186,3 @@ def _main_parts(model: nn.Module, most: int) -> set[str]:
             parts |= items
             waiting += items
     return set(parts)
-
-
-def count_calls(model: nn.Module, image_shape: tuple[int, ...]) -> dict[str, int]:
-    """Return how often a forward pass calls each module, by name; modules that it never calls are missing.
-
-    A module with several names is counted under its first one.
-
-    Raises:
-        OptionError: the network fails for images of ``image_shape`` (C, H, W).
-    """
-    calls: dict[str, int] = {}
-
-    def note(name: str, module: nn.Module, output: Any) -> None:
-        calls[name] = calls.get(name, 0) + 1
-
-    _note_calls(model, image_shape, note)
-    return calls
-
-
-def _note_calls(
-    model: nn.Module, image_shape: tuple[int, ...], note: Callable[[str, nn.Module, Any], None]
-) -> None:
-    """Call ``note(name, module, output)`` after each call of a module in a dry run."""
-    handles = [
-        module.register_forward_hook(lambda module, _input, output, name=name: note(name, module, output))
-        for name, module in model.named_modules()
-    ]
-    try:
-        dry_run(model, image_shape)
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -125,14 +125,12 @@ def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
 def unscale(gradients: Iterable[Tensor], scale: float) -> Tensor:
     """Divide gradients by the scale, in place; return a bool tensor: whether one is not finite.
 
-    Supports sparse gradients and DTensors, without communication: the result is about the local shards. Does
-    not synchronise with the GPU. Without gradients: False, on the CPU.
+    Supports sparse gradients. Does not synchronise with the GPU. Without gradients: False, on the CPU.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        values = local._values() if local.is_sparse else local
-        kinds.setdefault((values.device, values.dtype), []).append(values)
+        numbers = gradient._values() if gradient.is_sparse else gradient
+        kinds.setdefault((numbers.device, numbers.dtype), []).append(numbers)
     found = None
     for (device, _), values in kinds.items():
         bad = torch.zeros((), device=device)

@@ -20,9 +20,8 @@ from plsc.config.optim import (
     read_parameter_groups,
 )
 from plsc.config.patterns import find_parameters, label_parameters
-from plsc.errors import OptionError, kind_and_line, refusing, suggest
+from plsc.errors import OptionError, refusing, suggest
 from plsc.optim.sparse import SPARSE, SparseAdam, settings_of_sparse, sparse_parameters
-from plsc.parallel.backbone import local_part, split_rows
 
 Groups = Sequence[dict[str, Any]]
 """Parameter groups as in torch.optim: dicts with `params` and optional settings."""
@@ -69,9 +68,6 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "rprop": OptimizerKind("Rprop", ()),
     "adafactor": OptimizerKind("Adafactor", _DECAY),
 }
-
-# Optimizers whose foreach implementation does not support DTensors.
-_NO_FOREACH_WHERE_SHARDED = ("Rprop",)
 
 
 @dataclass
@@ -205,14 +201,8 @@ def build_optimizer(
             )
         if name not in known:
             raise OptionError(f"{what} has no argument {name!r}; {suggest(name, known)}")
-    is_sharded = any(split_rows(p) is not None for group in groups for p in group["params"])
-    if is_sharded and kind.class_name == "Adafactor":
-        raise OptionError(
-            "optim.optimizer adafactor does not support a sharded backbone, because it needs whole matrices; "
-            "use another optimizer or set_backbone_parallel('replicated')"
-        )
     arguments = {
-        **({} if {"fused", "foreach"} & more.keys() else implementation_flags(kind, device, is_sharded)),
+        **({} if {"fused", "foreach"} & more.keys() else implementation_flags(kind, device)),
         **more,
         **{name: getattr(options, name) for name in kind.takes},
         "lr": base_rate,
@@ -260,28 +250,12 @@ def build_custom(
     return _finished(optimizer)
 
 
-def cannot_update_sharded(name: str, error: Exception) -> OptionError:
-    """Return the error for an optimizer whose first step with a sharded backbone failed.
-
-    name: as in `optim.optimizer`. error: raised by the step.
-    """
-    return OptionError(
-        f"the optimizer {name} does not support a sharded backbone: {kind_and_line(error)[:300]}; use an "
-        "element-wise optimizer without fused, or set_backbone_parallel('replicated')"
-    )
-
-
-def implementation_flags(
-    kind: OptimizerKind, device: torch.device, is_sharded: bool = False
-) -> dict[str, bool]:
+def implementation_flags(kind: OptimizerKind, device: torch.device) -> dict[str, bool]:
     """Return torch's arguments that select the implementation of step(): foreach, and fused if supported."""
-    if is_sharded:
-        wanted = "for_loop" if kind.class_name in _NO_FOREACH_WHERE_SHARDED else "foreach"
-    else:
-        # Measured (docs/benchmarks/head.md): fused is the fastest. Without it, torch's own default: foreach
-        # saves launches on a GPU, for_loop saves temporaries on a CPU.
-        unfused = "foreach" if device.type == "cuda" else "for_loop"
-        wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else unfused
+    # Measured (docs/benchmarks/head.md): fused is the fastest. Without it, torch's own default: foreach
+    # saves launches on a GPU, for_loop saves temporaries on a CPU.
+    unfused = "foreach" if device.type == "cuda" else "for_loop"
+    wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else unfused
     flags = {"foreach": wanted == "foreach"}
     return {**flags, "fused": wanted == "fused"} if kind.has_fused else flags
 
@@ -446,7 +420,7 @@ def _try_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], like: nn.Parameter, small: tuple[int, ...]
 ) -> dict[str, StateInfo | None]:
     """Return the states of a small parameter after one step with the settings of the group."""
-    number = nn.Parameter(torch.ones(small, dtype=like.dtype, device=local_part(like).device))
+    number = nn.Parameter(torch.ones(small, dtype=like.dtype, device=like.device))
     number.grad = torch.ones_like(number)
     if group.get(SPARSE):
         number.grad = number.grad.to_sparse(1)

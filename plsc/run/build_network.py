@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,27 +12,19 @@ from torch import nn
 from plsc.config import Config
 from plsc.config.model import read_initializations
 from plsc.config.train import listed_names
-from plsc.errors import OptionError, kind_and_line
+from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.autocast import PrecisionLists, apply_lists, autocast
-from plsc.models.base_model import Custom, evaluating, unwrap, use_channels_last
+from plsc.models.base_model import Custom, unwrap, use_channels_last
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
-from plsc.models.dry_run import blank_input, count_calls, dry_run, never_used
+from plsc.models.dry_run import dry_run, never_used
 from plsc.models.folding import fold_batch_norm
 from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
 from plsc.models.recomputation import recompute_activations
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import Assignment, assign_parameters
-from plsc.optim.sparse import sparse_parameters
-from plsc.parallel.backbone import (
-    choose_units,
-    is_sharded,
-    match_units,
-    reshard,
-    shard_network,
-    sum_gradients,
-)
+from plsc.parallel.backbone import sum_gradients
 from plsc.parallel.world import World
 
 logger = logging.getLogger(__name__)
@@ -50,10 +41,6 @@ def check_network_options(options: Config, ranks: int) -> None:
         (
             options.model.sync_batch_norm and ranks > 1,
             "model.sync_batch_norm on several ranks: every batch norm would break the compiled graph",
-        ),
-        (
-            options.parallel.backbone == "sharded" and ranks > 1,
-            "parallel.backbone 'sharded': compiled code keeps the parameters that sharding frees",
         ),
         (
             options.memory.recompute.strip() != "none",
@@ -78,15 +65,7 @@ def build_trained_network(
     options: Config, world: World, custom: BaseModel | None
 ) -> tuple[BaseModel, Assignment, SampleNumbers]:
     """Return the backbone for training, its parameter groups, and the sample numbers for dropout."""
-    # A sharded backbone is moved to the device in parts, see `distribute_backbone`.
-    is_split = will_be_sharded(options, world.size)
-    place = torch.device("cpu") if is_split else world.device
-    network = build_network(options, world, custom, place)
-    if is_split and sparse_parameters(network):
-        raise OptionError(
-            f"{type(network).__name__} has an nn.Embedding(sparse=True), which cannot be sharded; use "
-            "sparse=False or set_backbone_parallel('replicated')"
-        )
+    network = build_network(options, world, custom)
     unwrap(network)  # remove changes that an earlier run made to a custom network
     unfreeze(network)
     lists = look_up_lists(network, options)
@@ -111,11 +90,6 @@ def build_network(
     place: device of the parameters, by default that of the rank.
     """
     torch.manual_seed(options.train.seed)
-    if isinstance(custom, BaseModel) and is_sharded(custom):
-        raise OptionError(
-            f"this {type(custom).__name__} was sharded over the ranks by an earlier run in this process; "
-            "create a new instance for set_model"
-        )
     if isinstance(custom, BaseModel):
         model = custom
     else:
@@ -182,8 +156,7 @@ def set_memory_format(network: BaseModel, options: Config, device: torch.device)
     mode = options.speed.channels_last
     if mode == "off" or (mode == "auto" and not _pays(network, options, device)):
         return
-    # FSDP only supports parameters in torch's default layout.
-    use_channels_last(network, weights=options.parallel.backbone == "replicated")
+    use_channels_last(network)
     try:
         dry_run(network, options.model.image_shape)
     except OptionError as error:
@@ -229,69 +202,15 @@ def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
     return folded
 
 
-def distribute_backbone(
-    network: BaseModel, options: Config, world: World, global_batch: int
-) -> tuple[nn.Module, str]:
-    """Return the network wrapped for training, and a log line about sharding or ''; a collective.
+def distribute_backbone(network: BaseModel, options: Config, world: World, global_batch: int) -> nn.Module:
+    """Return the network wrapped for training: its backward() sums the gradients of all ranks; a collective.
 
-    Its backward() sums the gradients of all ranks. With `speed.compile` it is compiled. A sharded network is
-    changed in place, so build optimizers afterwards.
-
-    Raises OptionError for a network that cannot be sharded, or not with `parallel.shard_units`.
+    With `speed.compile` it is compiled.
     """
-    parallel = options.parallel
-    if not will_be_sharded(options, world.size):
-        trained: nn.Module = network
-        if options.speed.compile:
-            sizes = batch_sizes(options, world, global_batch)
-            trained = CompiledNetwork(network, sizes, world)
-        note = ""
-        if parallel.backbone == "sharded":
-            why = "there is one rank" if world.size == 1 else "parallel.shard_size is 1"
-            note = f"note: the backbone is not sharded, because {why}"
-        names = never_used(network, options.model.image_shape) if world.size > 1 else []
-        idle = [network.get_parameter(name) for name in world.broadcast_object(names)]
-        return sum_gradients(trained, world, options.speed.bucket_mb, idle), note
-    size = shard_size(options, world.size)
-    calls = count_calls(network, options.model.image_shape)
-    patterns = [part.strip() for part in parallel.shard_units.split(",") if part.strip()]
-    is_auto = patterns in ([], ["auto"])
-    units = choose_units(network, calls) if is_auto else match_units(network, patterns, calls)
-    shard_network(network, units, world, size, datetime.timedelta(seconds=options.runtime.timeout))
-    _try_sharded(network, options, world)
-    groups = f", {world.size // size} groups of {size}" if size < world.size else ""
-    return network, f"the backbone is sharded over {size} ranks{groups}, in {len(units) + 1} FSDP units"
-
-
-def will_be_sharded(options: Config, ranks: int) -> bool:
-    """Return whether `distribute_backbone` shards the network, which is then built in CPU memory."""
-    return options.parallel.backbone == "sharded" and shard_size(options, ranks) > 1
-
-
-def shard_size(options: Config, ranks: int) -> int:
-    """Return the number of ranks per copy of a sharded backbone. Raises OptionError for an invalid number."""
-    size = options.parallel.shard_size or ranks
-    if ranks % size == 0:
-        return size
-    if "parallel.shard_size" in options.explicit:
-        raise OptionError(
-            f"parallel.shard_size is {size}; expected a divisor of the number of ranks, {ranks}, or 0 for "
-            "all ranks"
-        )
-    return ranks  # the option came from a run on another number of ranks
-
-
-def _try_sharded(network: BaseModel, options: Config, world: World) -> None:
-    """Run the sharded network on two blank samples to check that it works; a collective."""
-    input = blank_input(network, options.model.image_shape)
-    try:
-        with evaluating(network):
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                network(input, None, False)
-            reshard(network)
-    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
-        raise OptionError(
-            f"{type(network).__name__} cannot be sharded: {kind_and_line(error)}; if parameters are used "
-            "outside the forward of their module, choose the FSDP units with parallel.shard_units, or "
-            "set_backbone_parallel('replicated')"
-        ) from error
+    trained: nn.Module = network
+    if options.speed.compile:
+        sizes = batch_sizes(options, world, global_batch)
+        trained = CompiledNetwork(network, sizes, world)
+    names = never_used(network, options.model.image_shape) if world.size > 1 else []
+    idle = [network.get_parameter(name) for name in world.broadcast_object(names)]
+    return sum_gradients(trained, world, options.speed.bucket_mb, idle)

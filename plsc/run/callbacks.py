@@ -27,7 +27,6 @@ from plsc.heads import Head, HeadOutput
 from plsc.heads.joint import Heads
 from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
-from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.run.position import Position
 from plsc.values import decode, encode
@@ -207,11 +206,8 @@ class Context:
         return torch.cat(self.current.layers[name])
 
     def weight(self, name: str) -> Tensor:
-        """Return a parameter of the network, or with ``head.weight`` the class weights of this rank.
-
-        For a sharded backbone, it is the part of this rank.
-        """
-        weight = local_part(self._parameter(name)).detach()
+        """Return a parameter of the network, or with ``head.weight`` the class weights of this rank."""
+        weight = self._parameter(name).detach()
         return decode_rows(weight) if name.startswith("head") else weight
 
     def gradient(self, name: str) -> Tensor | None:
@@ -219,8 +215,7 @@ class Context:
 
         Sharded class weights have none: they are updated tile by tile.
         """
-        gradient = self._parameter(name).grad
-        return None if gradient is None else local_part(gradient)
+        return self._parameter(name).grad
 
     def log(self, name: str, value: float) -> None:
         """Add a scalar to the metrics of the next log line; only values of rank 0 are written."""

@@ -13,7 +13,6 @@ from plsc.config import Config, find_option
 from plsc.errors import TrainingInterrupted
 from plsc.optim.schedule import Schedule
 from plsc.optim.sparse import sparse_parameters
-from plsc.parallel.backbone import original_class_name
 from plsc.parallel.machine import usable_cores
 from plsc.run.position import Position
 
@@ -66,7 +65,7 @@ def frozen_note(network: nn.Module) -> str:
     """Return a line if the network has no trainable parameters, else an empty string."""
     if any(parameter.requires_grad for parameter in network.parameters()):
         return ""
-    return f"note: {original_class_name(network)} has no trainable parameters; only the head is trained"
+    return f"note: {type(network).__name__} has no trainable parameters; only the head is trained"
 
 
 def idle_parameters(network: nn.Module) -> str:

@@ -19,7 +19,6 @@ from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
 from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.schedule import Schedule
-from plsc.parallel.backbone import original_class_name
 from plsc.parallel.world import World
 from plsc.run.build_data import TrainingData, open_training_data
 from plsc.run.build_heads import build_heads, head_products, margin_of
@@ -28,7 +27,6 @@ from plsc.run.build_network import (
     check_network_options,
     distribute_backbone,
     mode_note,
-    shard_size,
     training_mode,
 )
 from plsc.run.build_updates import (
@@ -135,8 +133,8 @@ def build_run(
     counts = {} if options.head.class_margins is None else data.count_images(world)
     heads = build_heads(options, data.class_num, data.sets, world, counts)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
-    # DDP with summed instead of averaged gradients, or FSDP2; the network itself on a single rank.
-    trained_network, sharding_note = distribute_backbone(network, options, world, global_batch)
+    # DDP with summed instead of averaged gradients; the network itself on a single rank.
+    trained_network = distribute_backbone(network, options, world, global_batch)
     # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
     parameters = dict(network.named_parameters())
     optimizer, base_rate = build_updates(options, parameters, assignment, heads, world.device, user.optimizer)
@@ -158,7 +156,7 @@ def build_run(
         targets=targets,
         samples=samples,
         settings=[dict(one) for one in (vars(optimizer), *optimizer.param_groups)],
-        notes=list(filter(None, (layers, sharding_note, *data.notes))),
+        notes=list(filter(None, (layers, *data.notes))),
         is_custom=user.model is not None or ":" in options.model.name,
         length=length,
         callbacks=Callbacks(user.callbacks, network),
@@ -182,8 +180,6 @@ def check_combinations(options: Config, ranks: int) -> None:
     check_network_options(options, ranks)
     check_optim(options)
     _check_pretrained(options)
-    if options.parallel.backbone == "sharded":
-        shard_size(options, ranks)
     total = options.train.global_batch_size
     if total is None:
         return
@@ -262,7 +258,7 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
         mode = run.options.runtime.dtype
     count = len(run.data.sets)
     heads = f"{count} head{'s' * (count > 1)}" if count else f"loss {run.options.head.loss_type}"
-    network = original_class_name(run.network) if run.is_custom else run.options.model.name
+    network = type(run.network).__name__ if run.is_custom else run.options.model.name
     head, kernels = next(iter(run.heads.by_name.values())), ""
     if isinstance(head, ShardedHead):
         wanted, products = run.options.head.kernels, getattr(torch, head_products(run.options))

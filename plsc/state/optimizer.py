@@ -15,7 +15,6 @@ from plsc.checkpoint.manifest import OPTIMIZER, Checker, Role
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.errors import CheckpointError, kind_and_line
 from plsc.optim.optimizers import FULL_RATE, has_own_state_dict
-from plsc.parallel.backbone import is_sharded
 from plsc.run.run import Run
 from plsc.state.tensors import REST, named_parameters, states_of
 from plsc.values import decode, encode
@@ -52,10 +51,8 @@ def collect_rest(run: Run) -> tuple[dict[str, Any], dict[Role, Tensor]]:
     }
     inner = [one.state for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
     kept = {id(t) for state in inner for one in state.values() for t in one.values() if torch.is_tensor(t)}
-    if kept - {*known, *map(id, tensors.values())} or (is_own and is_sharded(run.network)):
-        raise CheckpointError(
-            f"the state_dict() of {what} lacks the state of an inner optimizer, or is sharded"
-        )
+    if kept - {*known, *map(id, tensors.values())}:
+        raise CheckpointError(f"the state_dict() of {what} lacks the state of an inner optimizer")
     return saved, {Role(OPTIMIZER, name, REST): one.detach() for name, one in tensors.items()}
 
 

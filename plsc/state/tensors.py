@@ -27,7 +27,6 @@ from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads.joint import Heads
 from plsc.optim.optimizers import ExpectedStates, StateInfo
-from plsc.parallel.backbone import local_part, split_rows
 from plsc.values import decode, encode
 
 Numbers = Mapping[str, Any]
@@ -46,8 +45,7 @@ def collect_tensors(
 ) -> dict[Role, Tensor | ShardedTensor]:
     """Return the replicated and sharded tensors of a run, by their roles in a checkpoint.
 
-    Tensors are not copied. Parameters of a sharded backbone and states of their shape are sharded tensors.
-    Class weights in a file are left out, with their states.
+    Tensors are not copied. Class weights in a file are left out, with their states.
     """
     tensors: dict[Role, Tensor | ShardedTensor] = {}
     rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
@@ -72,17 +70,7 @@ def collect_tensors(
             raise CheckpointError(f"the network's {role.name} is a {type(value).__name__}; expected a tensor")
     for key, (_, states) in states_of(network, heads, optimizer).items():
         rest |= {Role(OPTIMIZER, state, key): value for state, value in states.items()}
-    return tensors | {role: to_save(value, local_part(value).detach()) for role, value in rest.items()}
-
-
-def to_save(tensor: Tensor, local: Tensor) -> Tensor | ShardedTensor:
-    """Return the local part of a tensor as a checkpoint needs it; `local` is sharded like `tensor`."""
-    split = split_rows(tensor)
-    if split is None:
-        return local
-    start, mesh = split
-    is_copy = mesh is not None and mesh.get_local_rank(0) > 0
-    return ShardedTensor(local, tensor.shape[0], start, is_copy)
+    return tensors | {role: value.detach() for role, value in rest.items()}
 
 
 def collect_numbers(network: nn.Module, heads: Heads, optimizer: torch.optim.Optimizer) -> Numbers:

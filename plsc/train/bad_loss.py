@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from plsc.data.batch import Batch
 from plsc.errors import TrainingError
 from plsc.inputs import Input
-from plsc.parallel.backbone import local_part
 from plsc.parallel.world import World
 from plsc.run.position import Position
 from plsc.storage.publish import replacing
@@ -130,7 +129,7 @@ def stop_at_bad_weights(world: World, position: Position, network: nn.Module) ->
     A gradient can be inf although the loss was finite. The next loss would show it, but a checkpoint saved
     before that would be unusable.
     """
-    trained = [(name, local_part(p.detach())) for name, p in network.named_parameters() if p.requires_grad]
+    trained = [(name, p.detach()) for name, p in network.named_parameters() if p.requires_grad]
     finite = [part.isfinite().all() for _, part in trained]
     # One synchronisation with the device, not one per parameter.
     is_bad = bool(finite) and not bool(torch.stack(finite).all())

@@ -15,7 +15,6 @@ from torch import Tensor
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import DataError, NotSavedError
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.parallel.backbone import unsharded_parameters
 from plsc.parallel.collectives import gather_rows
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
@@ -286,8 +285,7 @@ class Trainer:
             return
         try:
             self._run.call("evaluation_start")
-            # In this order: equal_buffers uses the state dict, which splits a sharded backbone again.
-            with equal_buffers(run.network, run.world.backbone_group), unsharded_parameters(run.network):
+            with equal_buffers(run.network, run.world.backbone_group):
                 results = evaluate_targets(run.network, run.targets, run.options, run.world, run.heads.only)
         except Exception:
             for average in (one for one in run.callbacks.all if isinstance(one, WeightAverage)):

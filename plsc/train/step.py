@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from plsc.checkpoint.importers.matching import shorten
 from plsc.data.batch import Batch, SampleNames
@@ -20,15 +21,9 @@ from plsc.heads.base import join_outputs
 from plsc.inputs import Input, split_input
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
-from plsc.optim.optimizers import assign_parameters, cannot_update_sharded, finish_group, set_rates
+from plsc.optim.optimizers import assign_parameters, finish_group, set_rates
 from plsc.optim.sparse import sparse_parameters
-from plsc.parallel.backbone import (
-    check_never_used,
-    gradient_norm,
-    gradient_values,
-    is_sharded,
-    no_gradient_sync,
-)
+from plsc.parallel.backbone import check_never_used, gradient_values, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
 from plsc.run.build_network import distribute_backbone, training_mode
 from plsc.run.notes import idle_parameters
@@ -66,10 +61,8 @@ class Step:
         self.losses = LossReader(self._stop_at_bad_loss, is_late)
         # torch's fused optimizers can skip an update without a synchronisation.
         is_fused = all(group.get("fused") for group in run.optimizer.param_groups)
-        is_fused = is_fused and not is_sharded(run.network)
         self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
         self._before = BufferCopy([run.network, run.heads]) if run.scaler else None
-        self._has_updated = False
         self._sparse = sparse_parameters(run.network)
         self._trained: list[nn.Parameter] | None = None
 
@@ -118,7 +111,7 @@ class Step:
     def _follow_parameters(self) -> bool:
         """Return whether other parameters are trained than in the last step; the optimizer then gets them.
 
-        Callbacks may have made them trainable, or replaced them. Raises TrainingError for a sharded network.
+        Callbacks may have made them trainable, or replaced them.
         """
         run, groups = self._run, self._run.optimizer.param_groups
         if self._trained is not None and run.callbacks.are_ours:
@@ -135,8 +128,6 @@ class Step:
         new = [name for name, p in named.items() if p.requires_grad and id(p) not in known]
         if not new:
             return True
-        if is_sharded(run.network):
-            raise TrainingError(f"{shorten(new)}: new parameters cannot be trained with a sharded backbone")
         optim = run.options.optim
         patterns = tuple(one for one in optim.groups if not one.get("frozen"))
         for names, own in assign_parameters(run.network, replace(optim, freeze=(), groups=patterns)).groups:
@@ -152,7 +143,7 @@ class Step:
             buffers = BufferCopy([run.network])
             buffers.take()
             sizes = global_batch_size(run.options, run.world.size)
-            run.trained_network, _ = distribute_backbone(run.network, run.options, run.world, sizes)
+            run.trained_network = distribute_backbone(run.network, run.options, run.world, sizes)
             buffers.put_back()
         run.world.log(f"trained from now on: {shorten(new)}")
         return True
@@ -282,23 +273,10 @@ class Step:
         with span("clip gradients"):
             clip_gradients(run)
         with span("optimizer"):
-            self._update_backbone()
+            run.optimizer.step()
         if run.heads.rows:
             with span("update class weights"):
                 run.heads.update()
-
-    def _update_backbone(self) -> None:
-        """Run the optimizer step. Raises OptionError if it fails because the backbone is sharded."""
-        run = self._run
-        try:
-            run.optimizer.step()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # torch and custom optimizers raise various types
-            if self._has_updated or not is_sharded(run.network):
-                raise
-            raise cannot_update_sharded(run.options.optim.optimizer, error) from error
-        self._has_updated = True
 
     def _skip(self) -> None:
         """Restore the state before the step: class weights of the heads and all running statistics."""
@@ -318,12 +296,13 @@ def clip_gradients(run: Run) -> None:
     gradients = [p.grad for p in run.network.parameters() if p.grad is not None]
     if not limit or not gradients:
         return
-    # The gradients are summed over the ranks by now; a sharded backbone's are split over them.
-    norm = gradient_norm(gradients)
+    # The gradients are summed over the ranks by now.
+    values = [gradient_values(gradient) for gradient in gradients]
+    norm = get_total_norm(values)
     # Gradients that are not finite are not scaled, so that `stop_at_bad_weights` can name the parameters.
     factor = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
     if factor.is_cuda or factor != 1:  # on a GPU, asking would wait for it
-        torch._foreach_mul_([gradient_values(gradient) for gradient in gradients], factor)
+        torch._foreach_mul_(values, factor)
 
 
 def _too_many_skips(scaler: LossScaler) -> TrainingError:

@@ -47,22 +47,5 @@ def failing():
     ins.train()
 
 
-def average():
-    """Train with a moving average: replicated, sharded, and the first resumed as the second."""
-    dataset, folder = map(Path, sys.argv[1:3])
-    cases = (
-        ("replicated", "replicated", None),
-        ("sharded", "sharded", None),
-        ("resumed", "sharded", "replicated/0"),
-    )
-    for name, parallel, load in cases:
-        ins = entry(dataset, folder / name, set_ema_decay=0.9, set_train_batch_size=6)
-        ins.set_backbone_parallel(parallel)
-        ins.set_train_epochs(2)
-        if load is not None:
-            ins.set_checkpoint_dir(folder / load)
-        ins.train()
-
-
 if __name__ == "__main__":
-    {"average": average, "failing": failing, "": main}[sys.argv[3] if sys.argv[3:] else ""]()
+    {"failing": failing, "": main}[sys.argv[3] if sys.argv[3:] else ""]()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from plsc.errors import OptionError
 from plsc.parallel.world import World
 from tests.distributed.worker import run_worker
-from tests.option_pairs import CHANGES, CHANGES_OF_RANKS, EXCLUDED, check_pair, pairs
+from tests.option_pairs import CHANGES, CHANGES_OF_RANKS, check_pair, pairs
 
 
 def main() -> None:
@@ -16,8 +13,6 @@ def main() -> None:
     for one, other in pairs(CHANGES | CHANGES_OF_RANKS):
         if {one, other} & set(CHANGES_OF_RANKS):
             check_pair(one, other, world)
-    with pytest.raises(OptionError, match=r"the optimizer sgd does not support a sharded backbone"):
-        check_pair(*EXCLUDED, world)
     world.close()
 
 

@@ -121,8 +121,6 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # no background thread of pyarrow
     import pytest  # noqa: F401
-    import torch._dynamo
-    import torch.distributed.fsdp  # noqa: F401
     from PIL import Image
 
     import tests.undrawn  # noqa: F401 - with matplotlib, which each rank would import

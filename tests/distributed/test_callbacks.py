@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import verify
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
@@ -29,17 +27,6 @@ def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(tmp_path, rank
         lines = (tmp_path / f"run/log-rank{rank}.txt").read_text().splitlines()
         assert " INFO epoch 1/5 step 1/" in lines[0]
     assert not (tmp_path / "run/log-rank0.txt").exists()
-
-
-@pytest.mark.slow
-def test_the_moving_average_of_a_sharded_network_is_that_of_a_replicated_one(tmp_path):
-    dataset = write_dataset(tmp_path / "faces", classes=5, per_class=6)
-    run_ranks(WORKER, 2, str(dataset), str(tmp_path), "average")
-    expected = load_weights(tmp_path / "replicated/1")
-    raw = load_weights(tmp_path / "replicated/1", averaged=False)
-    assert not torch.equal(expected["stem.0.weight"], raw["stem.0.weight"])
-    for name in ("sharded", "resumed"):
-        torch.testing.assert_close(load_weights(tmp_path / name / "1"), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.config.text import render_options
 from plsc.entry import Entry
-from plsc.errors import OptionError
+from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
 from plsc.run.run import build_run
 from plsc.run.user_parts import UserParts
@@ -295,3 +295,11 @@ def test_what_plsc_config_prints_is_read_back_as_the_same_options(tmp_path):
 def test_other_inputs_than_an_image_and_a_label_are_refused(inputs):
     with pytest.raises(OptionError, match=r"the inputs are .*; expected 'image' of shape \[-1"):
         Entry().set_input_info(inputs)
+
+
+def test_a_former_option_of_a_run_is_ignored_at_its_default_and_refused_otherwise():
+    options = Options()
+    for value, use in (("replicated", "run"), ("sharded", "model")):
+        assert options.resolve({"parallel": {"backbone": value}}, use).adopted == set()
+    with pytest.raises(CheckpointError, match=r"parallel\.backbone"):
+        options.resolve({"parallel": {"backbone": "sharded"}})

@@ -225,14 +225,6 @@ def test_micro_batches_save_activations():
     assert parts["activations"] < 0.5 * whole["activations"]
 
 
-def test_sharding_divides_stored_memory_and_gathers_active_blocks():
-    whole = plan(SMALL, ranks=4).backbone
-    parts = plan({**SMALL, "parallel.backbone": "sharded"}, ranks=4).backbone
-    for name in ("parameters", "gradients", "sgd states"):
-        assert parts.stored[name] == -(-whole.stored[name] // 4)
-    assert parts.step["gathered parameters and their gradients"] <= 2 * whole.stored["parameters"]
-
-
 def test_a_moving_average_is_stored_too():
     planned = plan({**SMALL, "optim.ema_decay": 0.99}).backbone
     assert planned.stored["moving average"] == planned.stored["parameters"] + planned.stored["buffers"]
@@ -330,7 +322,6 @@ def test_the_command_reports_invalid_flags_in_one_line(flags, expected, capsys):
         ({"model.name": f"{__name__}:Asking"}, "fails with fake tensors: DataDependentOutput"),
         ({"optim.optimizer": "a.b:c"}, "a plan supports only built-in optimizers"),
         ({"memory.recompute": "layer1"}, "'layer1', which matches no module of SmallResNet"),
-        ({"parallel.backbone": "sharded", "parallel.shard_size": 3}, "shard_size is 3; expected a divisor"),
         ({"head.state_dtype": "int8", "head.optimizer": "adamw"}, "which adamw does not support"),
         ({"head.loss_type": "arcface"}, "a plan supports only sharded heads"),
         ({"runtime.world_size": 10**6}, "ranks is 1000000; expected a number between 1 and 65536"),

@@ -244,7 +244,7 @@ def _new_tensors(manifest: Manifest, plan: Plan, moved: set[str]) -> dict[str, T
     return {
         key: dataclasses.replace(info, shape=(plan.after, *info.shape[1:]))
         if key in moved
-        else dataclasses.replace(info, sharded=False)  # a sharded backbone tensor is joined
+        else dataclasses.replace(info, sharded=False)  # of former versions
         for key, info in manifest.tensors.items()
     }
 

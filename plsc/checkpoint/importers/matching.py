@@ -10,7 +10,6 @@ from torch import Tensor
 
 from plsc.checkpoint.load import StoredTensor
 from plsc.errors import CheckpointError, printable
-from plsc.parallel.backbone import copy_into
 
 _SHOWN = 5  # names per list
 _LONGEST_NAME = 80
@@ -81,7 +80,7 @@ def match_into(
         match.matched.append(name)
     match.unused = list(left)
     for name, value in taken.items():
-        copy_into(target[name], value)
+        target[name].copy_(value)
     # Not counted: batch norm's num_batches_tracked, which all networks have.
     total = sum(tensor.numel() for tensor in target.values() if tensor.is_floating_point())
     learnt = sum(value.numel() for value in taken.values() if value.is_floating_point())

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from plsc.checkpoint.manifest import EMA
 from plsc.models import BaseModel
-from plsc.parallel.backbone import local_part
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.run.callbacks import Callback, Context
-from plsc.state.tensors import to_save
 
 
 class WeightAverage(Callback):
@@ -73,13 +71,10 @@ class WeightAverage(Callback):
             torch._foreach_copy_(
                 buffers, [mean.view_as(buffer) for mean, buffer in zip(means, buffers, strict=True)]
             )
-        return {
-            name: to_save(tensor, average)
-            for (name, tensor), average in zip(self._tensors.items(), self._average, strict=True)
-        }
+        return dict(zip(self._tensors, self._average, strict=True))
 
     def _current(self) -> list[Tensor]:
-        return [local_part(tensor.detach()) for tensor in self._tensors.values()]
+        return [tensor.detach() for tensor in self._tensors.values()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Note that the average is loaded: `state_dict` gave the tensors themselves."""

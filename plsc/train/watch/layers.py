@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.parallel.backbone import is_sharded, local_part, original_class_name
 from plsc.run.callbacks import Callback, Context
 
 _SHAPES = ("layer", "kind", "parameters", "output")
@@ -39,7 +38,7 @@ class LayerTable(Callback):
             if not own and any(module.children()):
                 continue
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in own.items())
-            row = [name or "(network)", original_class_name(module), shapes or "-", "-", *self._values(None)]
+            row = [name or "(network)", type(module).__name__, shapes or "-", "-", *self._values(None)]
             details = [
                 [f"  {key}", "", str(list(value.shape)), "", *self._values(value)]
                 for key, value in own.items()
@@ -55,12 +54,11 @@ class LayerTable(Callback):
         self.exception(context)
         parts = context.options.train.micro_batches
         of = f", micro-batch 1 of {parts}" if parts > 1 else ""
-        sharded = "; of parameters, the part of rank 0" if is_sharded(context.network) else ""
         rows = [[*_SHAPES, *(_VALUES if self._with_content else ())]]
         rows += [row for group in self._rows.values() for row in group]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        title = f"layers in the first batch: {len(context.batch)} images of rank 0{of}{sharded}"
+        title = f"layers in the first batch: {len(context.batch)} images of rank 0{of}"
         context.world.log("\n".join([title, *lines]))
 
     def exception(self, context: Context) -> None:
@@ -80,9 +78,9 @@ class LayerTable(Callback):
     def _values(self, tensor: Tensor | None) -> list[str]:
         if not self._with_content:
             return []
-        if tensor is None or local_part(tensor).numel() == 0:
+        if tensor is None or tensor.numel() == 0:
             return ["-"] * len(_VALUES)
-        values = local_part(tensor.detach()).float()
+        values = tensor.detach().float()
         mean, std = float(values.mean()), float(values.std(correction=0))
         shares = [float(chosen.float().mean()) for chosen in (values == 0, ~values.isfinite())]
         first = ", ".join(f"{value:.4g}" for value in values.flatten()[:3].tolist())

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from plsc.config.option import is_finite_number
 from plsc.config.train import listed_names
 from plsc.errors import TrainingError, without_secrets
-from plsc.parallel.backbone import gradient_norm
+from plsc.parallel.backbone import gradient_values
 from plsc.run.callbacks import Callback, Context
 from plsc.run.loggers import LOGGERS, Logger
 from plsc.run.targets import HeldOutSet, Target
@@ -224,7 +225,7 @@ class GradientNorm(Callback):
         """Add ``gradient_norm`` to the log line."""
         if context.is_logged:
             gradients = [p.grad for p in context.network.parameters() if p.grad is not None]
-            context.log("gradient_norm", float(gradient_norm(gradients)))
+            context.log("gradient_norm", float(get_total_norm(map(gradient_values, gradients))))
 
 
 class Pictures(Callback):

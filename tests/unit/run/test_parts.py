@@ -233,7 +233,7 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     options = Options()
     assert idle_note(options) == ""
     for path, value in {
-        "optim.schedule": "cosine", "optim.step_boundaries": (5,), "parallel.shard_size": 2,
+        "optim.schedule": "cosine", "optim.step_boundaries": (5,),
         "precision.black_list": ["softmax"], "precision.scaling_arguments": {"decr_ratio": 0.25},
         "optim.optimizer": "adam", "optim.momentum": 0.5,
     }.items():  # fmt: skip
@@ -241,11 +241,11 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     assert idle_note(options) == (
         "note: these options have no effect in this run: optim.step_boundaries (optim.schedule is cosine), "
         "precision.scaling_arguments (precision.mode is float32), precision.black_list (precision.mode is "
-        "float32), parallel.shard_size (parallel.backbone is replicated)"
+        "float32)"
     )
     for path, value in {
         "head.optimizer": "adagrad", "optim.schedule": "step",
-        "parallel.backbone": "sharded", "precision.mode": "float16",
+        "precision.mode": "float16",
     }.items():  # fmt: skip
         options.set(path, value)
     assert idle_note(options) == (

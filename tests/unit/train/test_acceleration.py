@@ -124,8 +124,6 @@ def test_what_excludes_each_other_says_so():
     with pytest.raises(OptionError, match=r"model\.sync_batch_norm"):
         check_network_options(options_with({**compiled, "model.sync_batch_norm": True}), 2)
     check_network_options(options_with({**compiled, "model.sync_batch_norm": True}), 1)
-    with pytest.raises(OptionError, match=r"parallel\.backbone 'sharded'"):
-        check_network_options(options_with({**compiled, "parallel.backbone": "sharded"}), 2)
     with pytest.raises(OptionError, match=r"memory\.recompute"):
         check_network_options(options_with({**compiled, "memory.recompute": "all"}), 1)
     with pytest.raises(OptionError, match=r"train\.deterministic"):

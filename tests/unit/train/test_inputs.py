@@ -20,7 +20,6 @@ from plsc.optim.optimizers import ExpectedStates, assign_parameters, build_optim
 from plsc.optim.sparse import SPARSE
 from plsc.parallel.world import World
 from plsc.run.build_data import open_training_data
-from plsc.run.build_network import build_trained_network
 from plsc.run.user_parts import UserParts
 from plsc.state.network import load_network
 from tests.resuming import different, options_of, train
@@ -247,7 +246,3 @@ def test_what_sparse_gradients_do_not_support_is_refused():
     groups = ({"pattern": "embedding", "weight_decay": 0.1},)
     with pytest.raises(OptionError, match=r"do not support weight_decay 0\.1"):
         assign_parameters(Words(), options_with(groups=groups))
-    chosen = Options()
-    chosen.set_together({"parallel.backbone": "sharded", "model.emb_size": 8})
-    with pytest.raises(OptionError, match="which cannot be sharded; use sparse=False"):
-        build_trained_network(chosen.resolve(), World(0, 2, 0, torch.device("cpu")), Words())
