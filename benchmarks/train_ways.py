@@ -69,7 +69,7 @@ class TrainWay:
 
 _BF16 = {"precision.mode": "bfloat16"}
 _FP16 = {"precision.mode": "float16"}
-_PLAIN = {"speed.channels_last": "off", "speed.overlap_copies": False}
+_PLAIN = {"speed.channels_last": "off"}
 _COMPILED = {"speed.compile": True}
 
 
@@ -175,8 +175,7 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
     run.network.train()
     step = Step(run)
     batches = _batches_of(run) if case.folder else _batches_in_memory(case, world)
-    if options.speed.overlap_copies:  # as in the training loop
-        batches = copied_in_side_stream(batches, world.device)
+    batches = copied_in_side_stream(batches, world.device)  # as in the training loop
     if not way.has_head:
         return Built(lambda: _backbone_step(run, next(batches)), batches.close)
 

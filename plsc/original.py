@@ -101,7 +101,7 @@ class OriginalSetters(Setters):
         if param_attr is not None:
             raise OptionError(
                 f"param_attr is {param_attr!r}, but attributes of PaddlePaddle are not supported; for the "
-                "class weights, use set_head_lr_factor, set_head_weight_decay and set_initial_norm"
+                "class weights, use set_head_lr_factor and set_head_weight_decay"
             )
         if bias_attr not in (None, False):
             raise OptionError(f"bias_attr is {bias_attr!r}, but the classes have no bias; remove it")

@@ -38,7 +38,6 @@ CHANGES: dict[str, tuple[dict[str, Any], float]] = {
     "sampled": ({"head.sample_ratio": 0.5}, 0.0),
     "recomputation": ({"memory.recompute": "all"}, 0.0),
     "kept": ({"head.keep_mb": 64.0}, 1e-4),
-    "buckets, copies": ({"speed.bucket_mb": 1.0, "speed.overlap_copies": False}, 0.0),
 }
 """By what part an option may change the first step's loss, by rounding; the second's thrice that."""
 
@@ -52,7 +51,6 @@ CHANGES_OF_GPUS: dict[str, tuple[dict[str, Any], float]] = {
         {"precision.mode": "float16", "precision.scaling_arguments": {"init_loss_scaling": 256.0}},
         2e-2,
     ),
-    "losses at once": ({"speed.late_losses": False}, 0.0),
     "plain kernels": ({"head.kernels": "torch"}, 1e-4),
     "compiled": ({"speed.compile": True}, 1e-3),
 }

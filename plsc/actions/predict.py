@@ -47,7 +47,6 @@ from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
 from plsc.parallel.world import World
 from plsc.run.build_heads import choose_head, load_head
-from plsc.run.build_network import evaluated, evaluation_context, training_mode
 from plsc.run.user_parts import UserParts
 from plsc.state.network import open_trained
 from plsc.storage.publish import HIDDEN
@@ -119,8 +118,6 @@ def run_prediction(
     """Return the outputs for the images, the dataset or the predict reader; see `Entry.predict`."""
     request = request or Request()
     network, config, checkpoint = open_trained(options, world, user.model)
-    if not request.layers:
-        network = evaluated(network, config, world)
     name = choose_head(*checkpoint, request.head) if request.needs_head else ""
     head = load_head(*checkpoint, world, name) if request.needs_head else None
     samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input, name)
@@ -257,7 +254,6 @@ class Predictor:
             is_late=not self.request.layers,  # `kept` has the outputs of the last batch
         )
         with (
-            evaluation_context(self.config, self.world.device),
             evaluating(self.network),
             torch.inference_mode(),
             keeping_outputs(self.network, self.request.layers) as kept,
@@ -349,7 +345,6 @@ def _describe(
 ) -> dict[str, Any]:
     """Return what the index records of the model, its input and the output."""
     columns = predictor.columns_about()
-    is_mixed = config.precision.evaluation == "training"
     about: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -361,7 +356,7 @@ def _describe(
         },
         "input": describe_input(predictor.network, config, config.data.landmarks is not None),
         "flip": False,
-        "precision": training_mode(config, world.device) if is_mixed else "float32",
+        "precision": "float32",
         "columns": columns,
         "images": samples.count,
     }

@@ -25,7 +25,6 @@ from plsc.models import BaseModel
 from plsc.names import PROTOCOLS
 from plsc.parallel.world import World
 from plsc.run.build_data import align_source, open_training_source
-from plsc.run.build_network import evaluated
 from plsc.run.classes import OpenedCheckpoint, check_unseen
 from plsc.run.targets import embed, load_targets, open_pairs, verify_target
 from plsc.run.user_parts import UserParts
@@ -73,7 +72,7 @@ def run_protocol(
 ) -> dict[str, Any]:
     """Return the results of the checkpoint's network by name, and write the report; a collective."""
     network, config, (path, manifest) = open_trained(options, world, user.model)
-    evaluator = Evaluator(evaluated(network, config, world), config, world, (path, manifest))
+    evaluator = Evaluator(network, config, world, (path, manifest))
     outcomes = list(evaluator.run(data, user))
     results = {outcome.name: outcome.result for outcome in outcomes}
     log_results(world, results)
@@ -111,7 +110,7 @@ class Evaluator:
 
     def choices(self, data: ProtocolData) -> list[str]:
         """Return how images are embedded, one sentence each."""
-        precision = f"Precision of the network: {self.config.precision.evaluation} (precision.evaluation)."
+        precision = "Precision of the network: float32."
         if self.network.example_input is not None:
             return ["Samples: as the test reader returns them.", precision]
         channels, height, width = self.config.model.image_shape

@@ -99,7 +99,9 @@ class WeightsFile:
         seed, norm: of the initial class weights, see `plsc.heads.weights.initial_rows`.
     """
 
-    def __init__(self, folder: Path, classes: range, emb_size: int, seed: int, norm: float | None) -> None:
+    def __init__(
+        self, folder: Path, classes: range, emb_size: int, seed: int, norm: float | None = None
+    ) -> None:
         self.folder, self.classes = folder, classes
         self._initial = (seed, emb_size, norm)
         self._width = emb_size + SCALE_BYTES

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _RANK_PROCESS = Path(__file__).with_name("rank_process.py")
-# From SIGTERM to SIGKILL: more than the 60 seconds that a rank may take to save (train.stop_deadline).
+# From SIGTERM to SIGKILL: more than the 60 seconds that a rank may take to save.
 _SECONDS_TO_END = 70
 _UNSAVED = 3  # exit status of a run that could not save or upload; a restart would not repair that
 # Exit statuses of ranks that saved after a signal.

@@ -124,12 +124,6 @@ class HeadOptions:
         "set_scale(scale)",
         _scale,
     )
-    initial_norm: float | None = of_run(
-        None,
-        "expected initial norm of a class weight vector; None: elements have standard deviation 0.01",
-        "set_initial_norm(norm)",
-        more_than(0),
-    )
     sub_centers: int = of_run(
         1, "weight vectors per class (sub-centre ArcFace)", "set_sub_centers(num)", between(1, 64)
     )

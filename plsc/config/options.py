@@ -208,7 +208,14 @@ _SYNONYMS = {
 }
 
 
-_GONE = {"parallel.backbone": "replicated"}
+_GONE: dict[str, Any] = {
+    "head.initial_norm": None,
+    "parallel.backbone": "replicated",
+    "precision.evaluation": "float32",
+    "speed.bucket_mb": 25.0,
+    "speed.late_losses": True,
+    "train.overfit_batches": 0,
+}
 """Former options that decided a resumed run, and the value that all runs have now."""
 
 _GROUPS: dict[str, Any] = {

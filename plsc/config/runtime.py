@@ -149,12 +149,6 @@ class PrecisionOptions:
         _names,
         needs=need("precision.mode", "float16", "bfloat16"),
     )
-    evaluation: str = of_run(
-        "float32",
-        "dtype in test, predict and evaluation: float32, or training (the same as in training)",
-        "set_evaluation_precision(mode)",
-        one_of("float32", "training"),
-    )
 
 
 class AutoMixedPrecisionLists:
@@ -225,20 +219,3 @@ class SpeedOptions:
         one_of("auto", "on", "off"),
     )
     compile: bool = of_run(False, "compile the backbone with torch.compile", "set_compile(flag)")
-    fold_batch_norm: bool = declare(
-        False,
-        "fold batch norms into convolutions in test, predict and evaluation",
-        "set_fold_batch_norm(flag)",
-    )
-    overlap_copies: bool = declare(
-        True, "GPU: copy the next batch during the current step", "set_overlap_copies(flag)"
-    )
-    late_losses: bool = of_run(
-        True, "GPU: read each loss one step later, without waiting", "set_late_losses(flag)"
-    )
-    bucket_mb: float = of_run(
-        25.0,
-        "size of DDP's gradient buckets, in MiB",
-        "set_bucket_mb(mebibytes)",
-        more_than(0),
-    )

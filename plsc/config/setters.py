@@ -96,12 +96,6 @@ class Setters:
         """
         self.options.set("head.scale", scale)
 
-    def set_initial_norm(self, norm: float | None) -> None:
-        """Set ``head.initial_norm``: expected initial norm of a class weight vector; None: elements have
-        standard deviation 0.01. Default: None.
-        """
-        self.options.set("head.initial_norm", norm)
-
     def set_sub_centers(self, num: int) -> None:
         """Set ``head.sub_centers``: weight vectors per class (sub-centre ArcFace). Default: 1."""
         self.options.set("head.sub_centers", num)
@@ -427,12 +421,6 @@ class Setters:
         """
         self.options.set("precision.black_list", names)
 
-    def set_evaluation_precision(self, mode: str) -> None:
-        """Set ``precision.evaluation``: dtype in test, predict and evaluation: float32, or training (the
-        same as in training). Default: 'float32'.
-        """
-        self.options.set("precision.evaluation", mode)
-
     def set_train_batch_size(self, batch_size: int) -> None:
         """Set ``train.batch_size``: training images per rank and step. Default: 128."""
         self.options.set("train.batch_size", batch_size)
@@ -526,12 +514,6 @@ class Setters:
         """Set ``train.limit_test_batches``: as limit_train_batches, for test. Default: 1.0."""
         self.options.set("train.limit_test_batches", limit)
 
-    def set_overfit_batches(self, num: int) -> None:
-        """Set ``train.overfit_batches``: train on this many batches, the same in every epoch; 0: on all.
-        Default: 0.
-        """
-        self.options.set("train.overfit_batches", num)
-
     def set_fast_dev_run(self, flag: bool | int) -> None:
         """Set ``train.fast_dev_run``: run one batch (True) or this many of training, of each evaluation or
         of test, and save nothing. Default: False.
@@ -543,10 +525,6 @@ class Setters:
         Default: None.
         """
         self.options.set("train.max_time", duration)
-
-    def set_stop_deadline(self, seconds: float) -> None:
-        """Set ``train.stop_deadline``: seconds to save the state after a signal to stop. Default: 60.0."""
-        self.options.set("train.stop_deadline", seconds)
 
     def set_recompute(self, names: str) -> None:
         """Set ``memory.recompute``: recomputation (activation checkpointing): none, all (every block), or
@@ -577,12 +555,6 @@ class Setters:
         checkpoint); downloaded to load_dir, or to the cache folder. Default: None.
         """
         self.options.set("checkpoint.download_dir", url)
-
-    def set_local_save_dir(self, directory: str | None) -> None:
-        """Set ``checkpoint.local_dir``: local folder of checkpoints if save_dir is a URL; None: in the
-        cache folder. Default: None.
-        """
-        self.options.set("checkpoint.local_dir", directory)
 
     def set_hdfs_user(self, name: str | None) -> None:
         """Set ``checkpoint.hdfs_user``: HDFS user name; None: HADOOP_USER_NAME or the system's user name.
@@ -617,10 +589,6 @@ class Setters:
         ...; None: accuracy of the first pair file, else top-1 on val_dir, else loss. Default: None.
         """
         self.options.set("checkpoint.monitor", metric)
-
-    def set_async_save(self, flag: bool) -> None:
-        """Set ``checkpoint.asynchronous``: write checkpoints in the background. Default: True."""
-        self.options.set("checkpoint.asynchronous", flag)
 
     def set_save_error(self, policy: str) -> None:
         """Set ``checkpoint.on_error``: if a checkpoint cannot be written: stop or continue. Default:
@@ -681,21 +649,3 @@ class Setters:
     def set_compile(self, flag: bool) -> None:
         """Set ``speed.compile``: compile the backbone with torch.compile. Default: False."""
         self.options.set("speed.compile", flag)
-
-    def set_fold_batch_norm(self, flag: bool) -> None:
-        """Set ``speed.fold_batch_norm``: fold batch norms into convolutions in test, predict and
-        evaluation. Default: False.
-        """
-        self.options.set("speed.fold_batch_norm", flag)
-
-    def set_overlap_copies(self, flag: bool) -> None:
-        """Set ``speed.overlap_copies``: GPU: copy the next batch during the current step. Default: True."""
-        self.options.set("speed.overlap_copies", flag)
-
-    def set_late_losses(self, flag: bool) -> None:
-        """Set ``speed.late_losses``: GPU: read each loss one step later, without waiting. Default: True."""
-        self.options.set("speed.late_losses", flag)
-
-    def set_bucket_mb(self, mebibytes: float) -> None:
-        """Set ``speed.bucket_mb``: size of DDP's gradient buckets, in MiB. Default: 25.0."""
-        self.options.set("speed.bucket_mb", mebibytes)

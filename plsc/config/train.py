@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plsc.config.option import Need, at_least, between, declare, more_than, need, not_empty, of_run, one_of
+from plsc.config.option import Need, at_least, between, declare, need, not_empty, of_run, one_of
 from plsc.errors import OptionError, did_you_mean
 from plsc.names import CALLBACKS, LOGGERS
 
@@ -138,12 +138,6 @@ class TrainOptions:
     limit_test_batches: int | float = declare(
         1.0, "as limit_train_batches, for test", "set_limit_test_batches(limit)", _limit
     )
-    overfit_batches: int = of_run(
-        0,
-        "train on this many batches, the same in every epoch; 0: on all",
-        "set_overfit_batches(num)",
-        at_least(0),
-    )
     fast_dev_run: bool | int = declare(
         False,
         "run one batch (True) or this many of training, of each evaluation or of test, and save nothing",
@@ -156,14 +150,6 @@ class TrainOptions:
         "set_max_time(duration)",
         _duration,
     )
-    stop_deadline: float = declare(
-        60.0, "seconds to save the state after a signal to stop", "set_stop_deadline(seconds)", more_than(0)
-    )
-
-    @property
-    def train_limit(self) -> int | float:
-        """The limit of the batches per epoch."""
-        return self.overfit_batches or self.limit_train_batches
 
 
 _ONE_SLASH = re.compile(r"(s3a?|gs|gcs|hdfs|webhdfs|abfss?|az|memory|file):/(?!/)")
@@ -216,12 +202,6 @@ class CheckpointOptions:
         "set_download_dir(url)",
         _url,
     )
-    local_dir: str | None = declare(
-        None,
-        "local folder of checkpoints if save_dir is a URL; None: in the cache folder",
-        "set_local_save_dir(directory)",
-        not_empty,
-    )
     hdfs_user: str | None = declare(
         None,
         "HDFS user name; None: HADOOP_USER_NAME or the system's user name",
@@ -251,7 +231,6 @@ class CheckpointOptions:
         "set_monitor(metric)",
         not_empty,
     )
-    asynchronous: bool = declare(True, "write checkpoints in the background", "set_async_save(flag)")
     on_error: str = declare(
         "stop",
         "if a checkpoint cannot be written: stop or continue",

@@ -38,14 +38,12 @@ class BaseModel(nn.Module):
         input_layout: memory format of the images passed to `build_network`; see `use_channels_last`.
         kept_in_evaluation: modules that stay in evaluation mode, such as frozen batch norms.
         frozen_by_run: parameters that the run does not train; see `plsc.models.parameters`.
-        folding_failure: why batch norm folding failed, as last logged.
     """
 
     example_input: Input | None = None
     input_layout = torch.preserve_format
     kept_in_evaluation: tuple[nn.Module, ...] = ()
     frozen_by_run: tuple[nn.Parameter, ...] = ()
-    folding_failure: str = ""
     _given: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> BaseModel:

@@ -203,7 +203,7 @@ def open_training_data(
         ranks=world.size,
         seed=options.train.seed,
         last_batch=data.last_batch,
-        limit=options.train.train_limit,
+        limit=options.train.limit_train_batches,
     )
     notes += more
     recipe = replace(make_recipe(options, transform, class_num), example=example)
@@ -282,7 +282,7 @@ def _open_generator(
         seed=options.train.seed,
         last_batch=data.last_batch,
         num_samples=num_samples,
-        limit=options.train.train_limit,
+        limit=options.train.limit_train_batches,
         ahead=data.num_workers > 0 and can_fork and not has_workers,
         pin_memory=world.device.type == "cuda",
         example=example,
@@ -313,7 +313,7 @@ def _open_rank_files(
         1,
         hash_key(options.train.seed, world.rank),
         options.data.last_batch,
-        limit=options.train.train_limit,
+        limit=options.train.limit_train_batches,
     )
     first = world.rank * len(source)
     recipe = make_recipe(options, transform, class_num, first_sample=first)
@@ -459,7 +459,7 @@ def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
             f"data.last_batch 'drop' leaves no step per epoch: the datasets have {num_samples} samples, "
             f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
         )
-    return limited(steps, options.train.train_limit)
+    return limited(steps, options.train.limit_train_batches)
 
 
 @contextmanager

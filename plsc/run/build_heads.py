@@ -178,7 +178,7 @@ def _build_one(
     if head.weights_file is not None:
         classes = range(*class_range(class_num, world.rank, world.size))
         folder = rank_folder(head.weights_file, name, world.rank)
-        file = WeightsFile(folder, classes, options.model.emb_size, seed, head.initial_norm)
+        file = WeightsFile(folder, classes, options.model.emb_size, seed)
     if dtype is not torch.float64:
         dtype = getattr(torch, head.row_dtype)
     return build_head(
@@ -190,7 +190,6 @@ def _build_one(
         sampling=sampling_of(options),
         execution=Execution(head_products(options), int(head.keep_mb * 2**20), kernels=head.kernels),
         row_dtype=dtype,
-        initial_norm=head.initial_norm,
         offload=head.offload,
         file=file,
         on_nonfinite="pass",  # the training loop checks the loss, and names the images

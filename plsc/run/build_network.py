@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +12,11 @@ from plsc.config.model import read_initializations
 from plsc.config.train import listed_names
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, check_model
-from plsc.models.autocast import PrecisionLists, apply_lists, autocast
+from plsc.models.autocast import PrecisionLists, apply_lists
 from plsc.models.base_model import Custom, unwrap, use_channels_last
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
 from plsc.models.dry_run import dry_run, never_used
-from plsc.models.folding import fold_batch_norm
 from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
 from plsc.models.recomputation import recompute_activations
 from plsc.models.sync_batch_norm import synchronise_batch_norm
@@ -141,12 +138,6 @@ def mode_note(options: Config, device: torch.device) -> str:
     return f"note: precision.mode {mode} is only for GPUs: this CPU uses {used}{scaling}"
 
 
-def evaluation_context(options: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the autocast context for evaluation."""
-    follows = options.precision.evaluation == "training"
-    return autocast(training_mode(options, device) if follows else "float32", device)
-
-
 def set_memory_format(network: BaseModel, options: Config, device: torch.device) -> None:
     """Switch a network to channels last in place, depending on `speed.channels_last`.
 
@@ -185,23 +176,6 @@ def batch_sizes(options: Config, world: World, global_batch: int) -> set[int]:
     return {mine // parts + (part < mine % parts) for part in range(parts)} - {0}
 
 
-def evaluated(network: BaseModel, options: Config, world: World) -> BaseModel:
-    """Return the network to evaluate; with `speed.fold_batch_norm`, a folded copy of its current weights.
-
-    Not a collective: ranks with equal networks get equal results.
-    """
-    if not options.speed.fold_batch_norm:
-        return network
-    folded = fold_batch_norm(network, options.model.image_shape)
-    if isinstance(folded, str):
-        if folded != network.folding_failure:  # once, not at each evaluation
-            network.folding_failure = folded
-            if world.is_main:
-                logger.info(f"speed.fold_batch_norm is ignored for this network: {folded}")
-        return network
-    return folded
-
-
 def distribute_backbone(network: BaseModel, options: Config, world: World, global_batch: int) -> nn.Module:
     """Return the network wrapped for training: its backward() sums the gradients of all ranks; a collective.
 
@@ -213,4 +187,4 @@ def distribute_backbone(network: BaseModel, options: Config, world: World, globa
         trained = CompiledNetwork(network, sizes, world)
     names = never_used(network, options.model.image_shape) if world.size > 1 else []
     idle = [network.get_parameter(name) for name in world.broadcast_object(names)]
-    return sum_gradients(trained, world, options.speed.bucket_mb, idle)
+    return sum_gradients(trained, world, never_used=idle)

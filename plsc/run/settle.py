@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,7 +24,6 @@ from plsc.run.build_heads import with_margin
 from plsc.run.classes import OpenedCheckpoint
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
-_LIMITS = re.compile(r"train\.(limit_train|overfit)_batches:")
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
 
 
@@ -57,8 +55,8 @@ def _keep_epochs(config: Config, manifest: Manifest) -> Config:
     Even if datasets change, the length of epochs and the schedule do not, unless options change it.
     """
     steps = manifest.scalars.get("steps_per_epoch")
-    is_free = "train.epoch_steps" not in config.explicit and not is_limited(config.train.train_limit)
-    is_free = is_free and not any(_LIMITS.match(line) for line in config.differences)
+    is_free = "train.epoch_steps" not in config.explicit and not is_limited(config.train.limit_train_batches)
+    is_free = is_free and not any(one.startswith("train.limit_train") for one in config.differences)
     if not config.data.datasets or not is_free or steps is None:
         return config
     return config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})

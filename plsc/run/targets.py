@@ -24,7 +24,6 @@ from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.run.build_data import align_source, open_training_source
-from plsc.run.build_network import evaluated, evaluation_context
 from plsc.run.user_parts import TestReader
 
 NAME = "val"  # in results and metrics
@@ -219,7 +218,6 @@ def evaluate_targets(
     Results are identical on all ranks. head: needed for a held-out set.
     """
     results: dict[str, Any] = {}
-    network = evaluated(network, options, world)
     for target in targets:
         is_labelled = isinstance(target, HeldOutSet)
         embeddings = embed(
@@ -249,15 +247,14 @@ def verify_target(embeddings: np.ndarray, target: Target, world: World) -> Verif
 
 def embed(model: BaseModel, images: Any, options: Config, world: World, name: str, **how: Any) -> np.ndarray:
     """Return the embeddings of images with the options of a run; how: other arguments of `embed_images`."""
-    with evaluation_context(options, world.device):
-        return embed_images(
-            model,
-            images,
-            options.model.image_shape,
-            batch_size=options.train.test_batch_size,
-            device=world.device,
-            world=world,
-            name=name,
-            num_threads=options.data.num_workers,
-            **how,
-        )
+    return embed_images(
+        model,
+        images,
+        options.model.image_shape,
+        batch_size=options.train.test_batch_size,
+        device=world.device,
+        world=world,
+        name=name,
+        num_threads=options.data.num_workers,
+        **how,
+    )

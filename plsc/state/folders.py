@@ -68,8 +68,7 @@ def roots_of(options: Options | Config) -> tuple[Path, str | None]:
             f"save_dir is a URL, and upload_dir is set too ({shown(upload_dir)}), but checkpoints are "
             "uploaded to one store only; remove one of the two options"
         )
-    local = checkpoint.local_dir
-    return folder_for("runs", save_dir) if local is None else Path(local), save_dir
+    return folder_for("runs", save_dir), save_dir
 
 
 def open_run_folder(local: Path, url: str | None, version: str) -> RunFolder:

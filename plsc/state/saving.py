@@ -107,8 +107,6 @@ class Saver:
 
     def _can_copy(self, state: Snapshot) -> bool:
         """Return whether memory suffices for a copy; log once if it does not."""
-        if not self._options.asynchronous:
-            return False
         # Offloaded class weights already fill this machine's memory.
         free = 0 if self._run.options.head.offload else available_memory()
         if free is None or state.nbytes < _SHARE_OF_MEMORY * free:

@@ -31,6 +31,9 @@ from plsc.train.watch.average import WeightAverage
 from plsc.train.watch.meters import BadSampleReport, Meter
 
 # Metrics that only logged steps compute.
+STOP_SECONDS = 60.0
+"""How long a run may take to save and upload its state after a signal to stop."""
+
 _GAUGES = (
     "accuracy",
     "accuracy_top5",
@@ -114,7 +117,7 @@ class Trainer:
             if self._saver is not None:
                 self._saver.check()
             self._stop_if_asked()
-            with StopSignal(self._options.stop_deadline) as stop:
+            with StopSignal(STOP_SECONDS) as stop:
                 while not self._is_over():
                     self._train_epoch(stop)
                 missing = self._saver.close() if self._saver is not None else ""
@@ -122,7 +125,7 @@ class Trainer:
             self._run.call("run_end")
         except BaseException as error:
             if isinstance(error, Exception) and self._saver is not None:  # not the second Ctrl-C
-                self._saver.wait(self._options.stop_deadline)
+                self._saver.wait(STOP_SECONDS)
             run.error = error
             self._run.call("exception")
             raise
@@ -242,11 +245,8 @@ class Trainer:
         """Yield the remaining batches of the epoch."""
         run, position = self._run, self._position
         # An epoch's number decides its order and augmentation.
-        epoch = 0 if self._options.overfit_batches else position.epoch
-        batches = run.data.loader.epoch(epoch, position.step_in_epoch)
-        if run.options.speed.overlap_copies:
-            return copied_in_side_stream(batches, run.world.device)
-        return batches
+        batches = run.data.loader.epoch(position.epoch, position.step_in_epoch)
+        return copied_in_side_stream(batches, run.world.device)
 
     def _read_losses(self, everything: bool = True) -> None:
         """Collect losses that are available; with `everything`, wait for all of them."""
@@ -323,7 +323,7 @@ class Trainer:
             self._save(wait=True)
         saver = self._saver
         # The other half is for what has to end after the uploads, before a scheduler kills the process.
-        missing = saver.close(seconds=self._options.stop_deadline / 2) if saver is not None else ""
+        missing = saver.close(seconds=STOP_SECONDS / 2) if saver is not None else ""
         self._update_result()
         saved = None if saver is None or saver.failure else self._result.checkpoint
         error = interrupted(signal_number, position.step, saved, missing)

@@ -57,8 +57,7 @@ class Step:
         self._run = run
         self._options = run.options.train
         self._mode = training_mode(run.options, run.world.device)
-        is_late = run.world.device.type == "cuda" and run.options.speed.late_losses
-        self.losses = LossReader(self._stop_at_bad_loss, is_late)
+        self.losses = LossReader(self._stop_at_bad_loss, is_late=run.world.device.type == "cuda")
         # torch's fused optimizers can skip an update without a synchronisation.
         is_fused = all(group.get("fused") for group in run.optimizer.param_groups)
         self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
@@ -247,7 +246,7 @@ class Step:
             layer = find_bad_layer(run.network, parts)
         note = ""
         if self.losses.is_late and not self._skips_bad_update:
-            note = ", after an update with this loss; set_late_losses(False) stops before it"
+            note = ", after an update with this loss"
         about = (coming.position, loss, coming.rate, coming.batch)
         stop_at_bad_loss(run.world, run.folder, *about, layer, note)
 

@@ -18,6 +18,7 @@ from plsc.checkpoint.remote import verify
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.errors import CheckpointError, NotSavedError, OptionError, TrainingInterrupted
+from plsc.state import saving
 from plsc.state import start as directories
 from plsc.storage.store import Store
 from tests.distributed.job import small_entry
@@ -51,7 +52,7 @@ def test_a_run_in_a_store_resumes_on_another_machine_with_the_same_bits(
     load = f"set_checkpoint_dir={store_url + '/1'!r}"
     done = run_ranks(
         JOB, 2,
-        str(dataset), str(whole), "set_train_epochs=4", "set_async_save=False", "--",
+        str(dataset), str(whole), "set_train_epochs=4", "--",
         str(dataset), store_url, here, *keep, "--",
         str(dataset), store_url, there, load, *keep, "set_train_epochs=4",
     )  # fmt: skip
@@ -129,10 +130,10 @@ def test_a_folder_is_locked_for_a_second_run_until_the_first_is_killed(dataset, 
     assert third.train().steps == manifest.step + 1
 
 
-def test_asynchronous_saving_changes_no_bit_and_keeps_the_best_checkpoint(dataset, tmp_path):
-    apart = small_entry(dataset, tmp_path / "apart")
-    apart.set_async_save(False)
-    apart.train()
+def test_saving_beside_training_changes_no_bit_and_keeps_the_best_checkpoint(dataset, tmp_path, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(saving, "available_memory", lambda: 0)  # training then waits for each save
+        small_entry(dataset, tmp_path / "apart").train()
     beside = small_entry(dataset, tmp_path / "beside")
     beside.set_save_every_n_steps(2)
     beside.set_max_last_checkpoint_num(2)

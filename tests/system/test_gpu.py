@@ -58,14 +58,11 @@ def test_a_gpu_trains_evaluates_saves_and_resumes_like_a_cpu(tmp_path):
     assert more.epochs == 3
 
 
-def test_copies_beside_the_step_and_the_layout_change_nothing_but_rounding(tmp_path):
+def test_the_layout_changes_nothing_but_rounding(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=10, per_class=8)
-    plain = {"set_channels_last": "off", "set_overlap_copies": False}
-    train(dataset, tmp_path / "plain", "cuda", **plain)
-    train(dataset, tmp_path / "copies", "cuda", set_channels_last="off")
+    train(dataset, tmp_path / "plain", "cuda", set_channels_last="off")
     train(dataset, tmp_path / "last", "cuda", set_channels_last="on")
-    for name in ("copies", "last"):
-        assert losses(tmp_path / name)[:3] == pytest.approx(losses(tmp_path / "plain")[:3], rel=1e-3)
+    assert losses(tmp_path / "last")[:3] == pytest.approx(losses(tmp_path / "plain")[:3], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *CHANGES_OF_GPUS])
@@ -79,27 +76,23 @@ def test_a_loss_that_is_read_late_stops_the_run_when_it_is_bad(tmp_path):
         train(dataset, tmp_path / "run", "cuda", set_lr=1e30, set_log_period=1000)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "is_late"), [(None, True), ({"foreach": True}, True), ({"foreach": True}, False)]
-)
-def test_a_loss_is_read_late_unless_told_and_then_only_a_fused_optimizer_skips_its_update(
-    tmp_path, arguments, is_late
-):
+@pytest.mark.parametrize("arguments", [None, {"foreach": True}])
+def test_a_loss_is_read_late_and_only_a_fused_optimizer_skips_its_update(tmp_path, arguments):
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=4)
     options = options_of(
         dataset, tmp_path / "run", train__batch_size=6, train__log_period=100,
         train__callbacks="check_content",
-        optim__optimizer_arguments=arguments, speed__late_losses=is_late,
+        optim__optimizer_arguments=arguments,
     )  # fmt: skip
     spoil = SpoilImage()
     with pytest.raises(TrainingError) as caught:
         train_network(options, World.single("cuda"), Spoiled, UserParts(callbacks=(spoil,)))
     text = str(caught.value)
     assert "the loss is nan at step 4 " in text
-    if arguments is None or not is_late:
+    if arguments is None:
         assert f"a nan or inf: block.1; samples: {spoil.names[4]}; the batch" in text
     else:
-        assert ", after an update with this loss; set_late_losses(False) stops before it;" in text
+        assert ", after an update with this loss;" in text
     assert load_file(tmp_path / "run/bad_batch.safetensors")["images"].equal(spoil.images)
 
 

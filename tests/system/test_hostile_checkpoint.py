@@ -343,7 +343,7 @@ NEVER = {
     "data.dataset_dir", "data.datasets", "data.val_targets", "data.val_dir", "data.num_workers",
     "data.loader", "data.cache", "data.cache_bytes", "data.cache_dir",
     "data.format_arguments", "data.landmarks", "head.weights_file",
-    "speed.fold_batch_norm", "speed.overlap_copies", "train.test_batch_size", "train.stop_deadline",
+    "train.test_batch_size",
     "train.loggers", "train.callbacks", "train.limit_test_batches",
     "train.fast_dev_run", "train.max_time", "runtime.quiet",
 }  # fmt: skip

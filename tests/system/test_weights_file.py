@@ -104,8 +104,6 @@ def test_what_cannot_be_resumed_is_refused(dataset, tmp_path):
     first = entry(dataset, tmp_path / "run", **files, set_train_steps=3).train().checkpoint
     with pytest.raises(CheckpointError, match=r"has no class weights; if they are in files of .* copy"):
         entry(dataset, tmp_path / "b", **CODED, set_checkpoint_dir=str(first)).train()
-    with pytest.raises(CheckpointError, match=r"have norm None, but this run has 0\.5; use the options"):
-        entry(dataset, tmp_path / "b", **files, set_checkpoint_dir=str(first), set_initial_norm=0.5).train()
     with pytest.raises(CheckpointError, match=r"has the class weights of a run, of its checkpoint of step 3"):
         entry(dataset, tmp_path / "c", **files).train()
     second = entry(

@@ -195,8 +195,7 @@ def _changes(
         )
     changes: dict[str, tuple[Change, ...]] = {}
     if plan.added:
-        norm = _option(opened.manifest, "head.initial_norm")
-        changes[_WEIGHT] = (initialise_new(weight, plan, _seed(opened.manifest), norm),)
+        changes[_WEIGHT] = (initialise_new(weight, plan, _seed(opened.manifest)),)
         if directions is not None:
             changes[_WEIGHT] += (set_directions(weight, plan, directions),)
     if plan.what == "merge" and rows == "mean":

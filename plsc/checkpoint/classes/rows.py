@@ -46,16 +46,14 @@ def rows_of(
     return pieces
 
 
-def initialise_new(weight: StoredTensor, plan: Plan, seed: int, norm: float | None) -> Change:
-    """Return a change that initialises new rows as a new head would, for (seed, class) and a norm."""
+def initialise_new(weight: StoredTensor, plan: Plan, seed: int) -> Change:
+    """Return a change that initialises new rows as a new head would, for (seed, class)."""
     kept = plan.after - plan.added
     centers = weight.shape[1] if len(weight.shape) == 3 else 1
 
     @functools.lru_cache(maxsize=1)  # consecutive pieces share a block
     def block(number: int) -> Tensor:
-        return initial_rows(
-            seed, number * _BLOCK, (number + 1) * _BLOCK, dimension_of(weight), weight.dtype, norm
-        )
+        return initial_rows(seed, number * _BLOCK, (number + 1) * _BLOCK, dimension_of(weight), weight.dtype)
 
     def draw(first: int, rows: np.ndarray) -> None:
         low, high = max(first, kept) * centers, (first + len(rows)) * centers

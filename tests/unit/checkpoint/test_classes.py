@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from plsc.checkpoint import ShardedTensor, load_tensors, load_weights, read_manifest
+from plsc.checkpoint import ShardedTensor, load_tensors, load_weights
 from plsc.checkpoint import load as reading
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.classes.map import read_class_map
@@ -159,16 +159,6 @@ def test_the_lineage_has_each_change_and_new_rows_never_repeat(small):
     assert not torch.isclose(new, initial_rows(SEED, 7, 10, 6)).any()
     with pytest.raises(CheckpointError, match="did not renumber classes"):
         read_class_map(folder.parent / "c")
-
-
-def test_new_rows_have_the_initial_norm_of_the_run(small):
-    folder, _ = small
-    manifest = read_manifest(folder)
-    manifest.options["head"]["initial_norm"] = 3.0
-    (folder / "manifest.json").write_text(manifest.to_json())
-    change_classes(folder, folder.parent / "b", grow=4)
-    new = load_all(folder.parent / "b")[1]["head.weight"][10:]
-    assert torch.equal(new, initial_rows(SEED, 10, 14, 6, norm=3.0))
 
 
 def test_new_rows_point_along_given_directions(small):

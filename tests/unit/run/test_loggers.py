@@ -315,7 +315,7 @@ def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset,
             raise ConnectionError("again")
 
     with pytest.raises(TrainingError, match=r"logger Unreachable 0 cannot write .*does not respond"):
-        train(dataset, tmp_path, Unreachable(), set_async_save=False)
+        train(dataset, tmp_path, Unreachable())
     assert (tmp_path / "0" / "manifest.json").exists()
 
 

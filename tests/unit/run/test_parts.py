@@ -72,7 +72,7 @@ class Overflowing(BaseModel):
 
 @pytest.mark.parametrize("when", [{"train__steps": 3}, {"checkpoint__every_n_steps": 3}], ids=str)
 def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
-    every = {"checkpoint__asynchronous": False, "train__with_test": False, "train__epochs": 3}
+    every = {"train__with_test": False, "train__epochs": 3}
     options = options_for(dataset, tmp_path, train__batch_size=3, **every, **when)
     with pytest.raises(TrainingError, match=r"fc\.bias and 1 more of the network .* after step 3"):
         run_training(options, World.single(), UserParts(model=Overflowing()))

@@ -80,7 +80,6 @@ def test_the_margin_rises_over_its_warm_up(dataset, tmp_path, capsys):
 def test_a_margin_warm_up_resumes_to_the_same_bits(loss_type, dataset, tmp_path):
     settings = {
         "head__loss_type": loss_type, "head__margin_warmup_steps": 6, "head__scale": "auto",
-        "head__initial_norm": 2.0,
     }  # fmt: skip
     every = {"checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1}
     train(options(dataset, tmp_path / "whole", **settings, **every), WORLD)

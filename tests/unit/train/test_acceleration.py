@@ -9,14 +9,10 @@ from torch import nn
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.compiled import CompiledNetwork
-from plsc.models.folding import FoldedNetwork
 from plsc.parallel.world import World
-from plsc.run.build_network import batch_sizes, check_network_options, evaluated, set_memory_format
-from plsc.run.run import build_run
-from plsc.run.user_parts import UserParts
+from plsc.run.build_network import batch_sizes, check_network_options, set_memory_format
 from tests.images import write_dataset
-from tests.option_pairs import CHANGES, SHAPE, Images, check_pair, options_with, pairs
+from tests.option_pairs import CHANGES, SHAPE, check_pair, options_with, pairs
 from tests.resuming import different, losses_of, options_of, saved_at, train
 
 
@@ -135,18 +131,6 @@ def test_the_sizes_that_are_compiled_are_those_of_full_batches():
     rank = World(1, 2, 1, torch.device("cpu"))
     assert batch_sizes(options, rank, 21) == {4, 3}  # 10 on the second rank
     assert batch_sizes(options, World.single(), 9) == {3}
-
-
-def test_evaluation_takes_the_plain_network_or_a_folded_one_never_a_compiled_one(messages):
-    values = {"speed.compile": True, "speed.fold_batch_norm": True}
-    run = build_run(options_with(values), World.single(), UserParts(train_reader=Images()))
-    assert isinstance(run.trained_network, CompiledNetwork)
-    assert type(run.network).__name__ == "SmallResNet"
-    assert isinstance(evaluated(run.network, run.options, run.world), FoldedNetwork)
-    network = Viewing()
-    for _ in range(2):
-        assert evaluated(network, run.options, run.world) is network
-    assert sum("ignored for this network" in text for text in messages) == 1
 
 
 def test_batches_on_a_cpu_pass_as_they_are_and_their_reader_is_closed():

@@ -225,22 +225,6 @@ class Seen(Callback):
         self.epochs.setdefault(context.epoch, []).append(found)
 
 
-def test_overfitting_trains_on_the_same_images_of_several_classes_in_every_epoch(dataset, tmp_path):
-    ins = entry(dataset, tmp_path / "run", set_train_batch_size=4, set_train_epochs=3)
-    ins.set_overfit_batches(2)
-    ins.set_augmentation(crop_padding=2)
-    seen = Seen()
-    ins.add_callback(seen)
-    assert ins.train().steps == 6
-    first = seen.epochs[0]
-    assert len({name for names, _, _ in first for name in names}) == 8
-    assert len({label for _, labels, _ in first for label in labels}) > 1
-    for epoch in (1, 2):
-        for (names, _, images), (now, _, images_now) in zip(first, seen.epochs[epoch], strict=True):
-            assert names == now
-            assert images.equal(images_now)
-
-
 def test_a_limited_evaluation_keeps_ten_folds_and_both_kinds_of_pairs(dataset, tmp_path):
     ins = entry(dataset, tmp_path / "run", set_with_test=True, set_test_batch_size=30)
     ins.set_limit_val_batches(1)

@@ -191,18 +191,17 @@ def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_toleran
             assert 0 < (mine - right).norm() < tolerance * right.norm()
 
 
-def test_evaluation_is_in_float32_unless_it_is_to_follow_training(dataset, tmp_path):
+def test_evaluation_is_in_float32(dataset, tmp_path):
     accuracies = {}
     for name, settings in {
         "float32": {},
         "bfloat16": {"precision__mode": "bfloat16"},
-        "following": {"precision__mode": "bfloat16", "precision__evaluation": "training"},
     }.items():
         made = options(dataset, tmp_path / name, model__name="SmallResNet", **settings)
         run = build_run(made, WORLD, UserParts())
         result = evaluate_targets(run.network, load_targets(made), made, WORLD)["lfw"]
         accuracies[name] = (result.threshold, result.accuracy)
-    assert accuracies["float32"] == accuracies["bfloat16"] != accuracies["following"]
+    assert accuracies["float32"] == accuracies["bfloat16"]
 
 
 def test_set_mixed_precision_sets_what_it_says_or_nothing():
