@@ -136,17 +136,15 @@ class Guard:
                 raise Refused(403, "requests from other web sites are not accepted")
         if len(headers.get(b"content-type", b"")) > _LONGEST_TYPE:  # parsed in quadratic time
             raise Refused(400, f"the Content-Type has more than {_LONGEST_TYPE} bytes; shorten it")
-        if {b"transfer-encoding", b"content-length"} <= headers.keys():  # proxies may disagree on its end
-            raise Refused(400, "the request has both Transfer-Encoding and Content-Length; send one of them")
-        has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-        if has_body and scope["method"] != "POST":
+        if b"transfer-encoding" in headers:  # the body, in chunks, is not parsed; see `server`
+            raise Refused(411, "send the body with Content-Length, not with Transfer-Encoding")
+        if headers.get(b"content-length", b"0") != b"0" and scope["method"] != "POST":
             raise Refused(400, f"{scope['method']} takes no body")
 
     async def _read(self, receive: Receive, body: _Body, headers: Headers) -> None:
         """Read the body. Raises Refused if it is too large, too slow or incomplete."""
-        too_large = Refused(413, f"the request has more than {self._max_bytes} bytes; shrink the image")
-        if int(headers.get(b"content-length", b"0")) > self._max_bytes:  # h11 checks that it is a number
-            raise too_large
+        if int(headers.get(b"content-length", b"0")) > self._max_bytes:  # h11 checks number and body
+            raise Refused(413, f"the request has more than {self._max_bytes} bytes; shrink the image")
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         is_late = False
@@ -166,8 +164,6 @@ class Guard:
                 part = message.get("body", b"")
                 self._held += len(part)
                 body.size += len(part)
-                if body.size > self._max_bytes:
-                    raise too_large
                 if self._held > max(_HELD, self._max_bytes):
                     raise Refused(429, "the server holds too many bytes; try again later")
                 parts.append(part)

@@ -117,14 +117,27 @@ def _protocol(timeout: float, most: int) -> Any:
     If more than `most` connections are open, one is closed that waits for its client: for a request, for the
     rest of one, or to send a response. It is the one from which nothing was received for the longest time.
     """
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    base: Any = AutoHTTPProtocol
+    base: Any = H11Protocol
     opened: dict[Any, None] = {}  # in the order of their last data
+
+    class Connection(h11.Connection):
+        """Leaves a body with Transfer-Encoding unread: chunks of a byte would take seconds to parse."""
+
+        _is_chunked = False
+
+        def next_event(self) -> Any:
+            event = h11.PAUSED if self._is_chunked else super().next_event()
+            if isinstance(event, h11.Request):
+                self._is_chunked = b"transfer-encoding" in dict(event.headers)
+            return event
 
     class Protocol(base):
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            self.conn = Connection(h11.SERVER)
             self.timeout_keep_alive_task = self.loop.call_later(timeout, self.timeout_keep_alive_handler)
             opened[self] = None
             if len(opened) > most:

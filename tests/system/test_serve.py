@@ -428,19 +428,8 @@ def converse(server, head, chunks):
         return one.makefile("rb").readline()
 
 
-def test_bodies_without_end_and_slow_bodies_are_cut_off(server):
+def test_large_and_slow_bodies_are_cut_off(server):
     head = b"POST /embed HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
-    sent = 0
-
-    def endless():
-        nonlocal sent
-        while sent < 10**9:
-            sent += 65536
-            yield b"10000\r\n" + bytes(65536) + b"\r\n"
-
-    # The reset of the connection may overtake the response.
-    assert converse(server, head % b"Transfer-Encoding: chunked\r\n", endless())[9:12] in (b"413", b"")
-    assert sent < 10**8
     assert converse(server, head % b"Content-Length: 10\r\n", [b"abc"])[9:12] == b"408"
     assert converse(server, head % b"Content-Length: 99999999999999\r\n", [])[9:12] == b"413"
     assert converse(server, b"POST /embed HTTP/1.1\r\nHos", []) == b""  # closed after the timeout
@@ -563,15 +552,15 @@ def test_a_web_site_cannot_use_the_server_of_its_visitor(server, images):
     assert ask(server, "POST", "/embed", images[0], **own)[0] == 200
 
 
-def test_a_request_with_two_lengths_closes_the_connection(server, images):
-    head = (
-        b"POST /embed HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as one:
-        one.sendall(head + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        answer = one.makefile("rb").read()
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert answer.count(b"HTTP/1.1") == 1
+@pytest.mark.parametrize("method", [b"POST /embed", b"GET /health"])
+@pytest.mark.parametrize("length", [b"", b"Content-Length: 5\r\n"])
+def test_a_body_in_chunks_is_refused_before_it_is_parsed(server, length, method):
+    head = method + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n" + length + b"\r\n"
+    for body in (b"0\r\n\r\n", b"1\r\nA\r\n" * 100, b"no chunk\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as one:
+            one.sendall(head + body + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = one.makefile("rb").read()
+        assert (answer[9:12], answer.count(b"HTTP/1.1")) == (b"411", 1)
 
 
 def test_a_long_content_type_is_not_parsed(server, images):
