@@ -29,9 +29,9 @@ from plsc.serve.options import ServeOptions
 
 logger = logging.getLogger(__name__)
 MOST_FOUND = 100
-# BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory. AVIF: its header may understate the
-# size of what is decoded.
-_SLOW = (b"BM", b"II", b"MM")
+# BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory. GIF: Pillow before 13, which needs
+# Python 3.11, joins comments in quadratic time. AVIF: its header may understate the size of what is decoded.
+_SLOW = (b"BM", b"II", b"MM", b"GI")
 # Chunks of a PNG: each may have 1 MB, of which Pillow does not count the sum, as of texts that it drops.
 _COMPRESSED, _MOST_CHUNKS = (b"iCCP", b"iTXt", b"zTXt"), 8
 # Few images at a time bound the memory; the other threads are those of images that exceeded the timeout.
@@ -180,7 +180,7 @@ class Service:
 
     def _decode(self, data: bytes) -> np.ndarray:
         if data[:2] in _SLOW or data[4:8] == b"ftyp":
-            raise DataError("the image is BMP, TIFF, AVIF or HEIC, which can take long to decode; send JPEG")
+            raise DataError("BMP, TIFF, GIF, AVIF and HEIC can take long to decode; send the image as JPEG")
         if data.startswith(b"\x89PNG") and sum(map(data.count, _COMPRESSED)) > _MOST_CHUNKS:
             raise DataError(f"the image has more than {_MOST_CHUNKS} profiles and texts; save it again")
         pixels, most = self._empty(), self.options.max_pixels

@@ -310,11 +310,11 @@ def test_a_photo_is_turned_upright_by_the_server_whatever_its_size(server, image
 
 
 def test_images_of_formats_that_are_slow_to_decode_are_refused(server):
-    for kind in ("BMP", "TIFF"):
+    for kind in ("BMP", "TIFF", "GIF"):
         file = io.BytesIO()
         Image.new("RGB", (16, 16)).save(file, kind)
         status, answer = ask(server, "POST", "/embed", file.getvalue())
-        assert (status, answer["detail"][:27]) == (400, "the image is BMP, TIFF, AVI")
+        assert (status, "long to decode" in answer["detail"]) == (400, True)
 
 
 @pytest.mark.parametrize(
