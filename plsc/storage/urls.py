@@ -20,7 +20,30 @@ _LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
 _NO_HOST = re.compile(r"^(\w[\w+.-]+:)/$")  # of hdfs:///, the default server, without its last two slashes
 # Their rename copies every byte and is not atomic; the same holds for folders of "memory".
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
-# Options for clients that wait minutes for a server that is down. Retries are done in `retry` instead.
+_MOST_ANSWER = 2**27  # bytes of an answer over HTTP; a call asks for at most 64 MiB and 5 MiB ahead
+
+
+async def _http_client(**options: Any) -> Any:
+    """Return a client that decompresses nothing, and refuses long answers: a server may ignore the range."""
+    import aiohttp
+
+    class Answer(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                body = bytearray()
+                async for part in self.content.iter_any():
+                    body += part
+                    if len(body) > _MOST_ANSWER:
+                        self.close()
+                        raise DataError(f"{shown(str(self.url))}: the server sent over {_MOST_ANSWER} bytes")
+                self._body = bytes(body)
+            return await super().read()
+
+    headers = {"Accept-Encoding": "identity"}
+    return aiohttp.ClientSession(response_class=Answer, auto_decompress=False, headers=headers, **options)
+
+
+# Options for clients that wait minutes for a server that is down: retries are done in `retry` instead.
 _CLIENT_OPTIONS: dict[str, dict[str, Any]] = {
     "hdfs": {
         "dfs.client.failover.max.attempts": "4",
@@ -36,6 +59,7 @@ _CLIENT_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 _CLIENT_OPTIONS["s3a"] = _CLIENT_OPTIONS["s3"]
+_CLIENT_OPTIONS["http"] = _CLIENT_OPTIONS["https"] = {"get_client": _http_client}
 _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 
 

@@ -1,5 +1,7 @@
 """Which locations that come out of data may be opened."""
 
+import contextlib
+import gzip
 import os
 import pickle
 import re
@@ -12,8 +14,10 @@ import pytest
 
 from plsc.cli import main
 from plsc.data.sources import open_source
+from plsc.data.sources.base import read_image
 from plsc.data.sources.image_folders import listed_path, open_images
 from plsc.errors import DataError
+from plsc.storage.blocks import RemoteBytes
 from plsc.storage.urls import located
 
 PNG = b"\x89PNG and the rest"
@@ -22,6 +26,21 @@ PNG = b"\x89PNG and the rest"
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@contextlib.contextmanager
+def serving(handler):
+    """The URL of a server."""
+    handler.do_HEAD, handler.log_message = handler.do_GET, lambda *_: None
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @pytest.fixture
@@ -34,19 +53,9 @@ def requests():
             self.send_response(404)
             self.end_headers()
 
-        do_HEAD = do_GET  # noqa: N815
-
-        def log_message(self, *arguments):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    found = [f"http://127.0.0.1:{server.server_port}"]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Handler) as url:
+        found = [url]
+        yield found
 
 
 @pytest.mark.parametrize(
@@ -216,3 +225,26 @@ def test_a_list_does_not_publish_a_file_that_is_no_image(tmp_path, text):
     place = dataset("label.txt", tmp_path / "set", str(tmp_path / "key"))
     assert main(["data", "convert", str(place), str(tmp_path / "copy.tar")]) == 1
     assert not (tmp_path / "copy.tar").exists()
+
+
+def test_a_server_cannot_fill_the_memory_with_a_compressed_or_long_answer():
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_long = self.path == "/long.jpg"
+            self.send_response(206 if is_long else 200)
+            self.send_header("Content-Length", str(2**28) if is_long else str(len(packed)))
+            if not is_long:
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                for part in [bytes(2**20)] * 2**8 if is_long else [packed]:
+                    if self.command == "GET":
+                        self.wfile.write(part)
+
+    packed = gzip.compress(bytes(10**6))
+    with serving(Handler) as url:
+        assert read_image(f"{url}/packed.jpg") == packed
+        with pytest.raises(DataError, match="bytes"):
+            read_image(f"{url}/long.jpg")
+        with pytest.raises(DataError, match="sent"):
+            RemoteBytes(f"{url}/long.jpg", is_kept=False).read_at(2**22, 1)
