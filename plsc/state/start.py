@@ -154,7 +154,8 @@ def open_directories(options: Options | Config, world: World, start: Start) -> D
         folder = Store(local)
         _clean(folder)
         for name in folder.names():
-            if name in SMALL_FILES and not stat.S_ISREG((local / name).lstat().st_mode):
+            is_file = name in SMALL_FILES or name.startswith("log-rank")
+            if is_file and not stat.S_ISREG((local / name).lstat().st_mode):
                 raise CheckpointError(
                     f"{local / name} is not a regular file; remove it, or save to another folder"
                 )

@@ -290,7 +290,7 @@ def in_save_dir(work):
     ]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "bad_samples.txt"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "bad_samples.txt", "log-rank1.txt"])
 def test_a_run_does_not_write_through_a_link_in_its_folder(name, work, capsys):
     options = in_save_dir(work)
     (work / "run" / name).symlink_to(work / "faces" / "label.txt")

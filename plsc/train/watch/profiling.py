@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from plsc.run.callbacks import Callback, Context
 from plsc.spans import PREFIX
+from plsc.storage.regular import check_inside
 
 _WARM_UP = 5  # steps in which memory is allocated, workers fill their queues and code is compiled
 _TRACED = 10  # larger traces open slowly
@@ -49,9 +50,13 @@ class Profile(Callback):
         context, self._context = self._context, None
         folder, rank = context.folder / "profile", context.rank
         folder.mkdir(parents=True, exist_ok=True)
-        text = _table(profiled)
-        (folder / f"profile-rank{rank}.txt").write_text(text + "\n", "utf-8")
-        profiled.export_chrome_trace(str(folder / f"trace-rank{rank}.json.gz"))
+        check_inside(folder, context.folder)
+        text, table = _table(profiled), folder / f"profile-rank{rank}.txt"
+        trace = folder / f"trace-rank{rank}.json.gz"
+        for path in (table, trace):
+            path.unlink(missing_ok=True)  # it may be a link
+        table.write_text(text + "\n", "utf-8")
+        profiled.export_chrome_trace(str(trace))
         context.world.log(f"{text}\ntraces (ui.perfetto.dev, chrome://tracing): {folder}")
 
 

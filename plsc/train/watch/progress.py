@@ -6,16 +6,23 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from io import TextIOWrapper
 
 from tqdm import tqdm
 
 from plsc.parallel.world import other_ranks
 from plsc.run.callbacks import Callback, Context
+from plsc.storage.regular import open_regular
 
 SLOW_STEP = 10.0  # seconds
 _BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
 _COUNT = "{desc} step {n_fmt}{postfix}"  # of unknown length
 _plsc = logging.getLogger("plsc")
+
+
+class _LogFile(logging.FileHandler):
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(open_regular(self.baseFilename, mode="ab"), self.encoding)
 
 
 class Progress(Callback):
@@ -35,7 +42,7 @@ class Progress(Callback):
         self._first_step = context.step + 1
         if not context.is_main:
             context.folder.mkdir(parents=True, exist_ok=True)
-            self._file = logging.FileHandler(context.folder / f"log-rank{context.rank}.txt", encoding="utf-8")
+            self._file = _LogFile(context.folder / f"log-rank{context.rank}.txt", encoding="utf-8")
             self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             for log in (_plsc, other_ranks):
                 log.addHandler(self._file)
