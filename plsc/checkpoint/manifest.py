@@ -18,7 +18,7 @@ from typing import Any
 from plsc.config.data import is_name
 from plsc.errors import CheckpointError
 from plsc.storage import publish
-from plsc.storage.regular import read_regular, refuse_constant
+from plsc.storage.regular import parse_json, read_regular
 
 FORMAT_VERSION = 4  # the only one that is read: nothing was released before it
 MANIFEST_NAME = publish.MANIFEST_NAME
@@ -227,7 +227,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     if len(data) > LARGEST_MANIFEST:
         raise CheckpointError(f"{source} is larger than {LARGEST_MANIFEST} bytes; it is not a plsc manifest")
     try:
-        content = json.loads(data.decode(), parse_constant=refuse_constant)
+        content = parse_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{source} is not JSON: {error}; choose another checkpoint") from error
     _check_plain(source, content)

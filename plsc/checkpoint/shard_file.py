@@ -22,7 +22,7 @@ from torch import Tensor
 
 from plsc.checkpoint.manifest import SUFFIX, Checker, FileInfo
 from plsc.data.native import crc32
-from plsc.storage.regular import open_regular
+from plsc.storage.regular import open_regular, parse_json
 
 PIECE_BYTES = 4 << 20
 _CHECKSUM_BYTES = 1 << 20  # read at once for a checksum; fits the processor's cache
@@ -198,9 +198,9 @@ def read_header(path: Path) -> list[Part]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
                 raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         metadata = header.pop("__metadata__", {})
-        places = check.mapping(json.loads(metadata.get(PLACES_KEY, "null")), PLACES_KEY)
+        places = check.mapping(parse_json(metadata.get(PLACES_KEY, "null")), PLACES_KEY)
         return [
             _part(check, path, key, entry, check.item(places, key), 8 + length, size)
             for key, entry in header.items()

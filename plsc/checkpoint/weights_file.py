@@ -39,7 +39,7 @@ from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
 from plsc.storage.publish import FolderLock, sync
-from plsc.storage.regular import check_inside, open_regular, read_regular
+from plsc.storage.regular import check_inside, open_regular, parse_json, read_regular
 
 _FORMAT = 2  # the only one that is read: nothing was released before it
 _LARGEST_HEADER = 2**20  # bytes
@@ -472,7 +472,7 @@ class WeightsFile:
 
 def _read_header(folder: Path) -> dict[str, Any]:
     try:
-        header = json.loads(read_regular(folder / "header.json", _LARGEST_HEADER, folder))
+        header = parse_json(read_regular(folder / "header.json", _LARGEST_HEADER, folder))
     except OSError as error:
         raise CheckpointError(
             f"{folder} has no class weights: header.json: {error.strerror}; expected the folder that was "

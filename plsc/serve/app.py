@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import html
 import io
-import json
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
@@ -26,6 +25,7 @@ from plsc.data.lines import decode_base64
 from plsc.errors import DataError, kind_and_line
 from plsc.serve.guard import STATUSES, Guard
 from plsc.serve.service import MOST_FOUND, Service, entry_name
+from plsc.storage.regular import parse_json
 from plsc.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
     try:
         if body.count(b",") > _MOST_COMMAS:  # to parse millions of values, nothing else runs for seconds
             raise ValueError(f"it has more than {_MOST_COMMAS} commas")
-        fields = json.loads(body)
+        fields = parse_json(body)
         texts = [fields.pop("image")] if count == 1 else fields.pop("images")
         if not isinstance(texts, list):  # a long string would be millions of texts
             raise ValueError("the images are not a list")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Collection
@@ -20,6 +19,7 @@ from plsc.parallel.world import World
 from plsc.run.classes import OpenedCheckpoint
 from plsc.state.folders import VERSION_NAME, RunFolder, list_run_folders, version_number
 from plsc.storage.publish import lock_note
+from plsc.storage.regular import parse_json
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, join, shown
 
@@ -214,7 +214,7 @@ def _name_of_best(stores: list[Store]) -> str:
             f"{where} does not exist, so the best checkpoint is unknown; set the path of a checkpoint"
         )
     try:
-        content: Any = json.loads(data)
+        content: Any = parse_json(data)
     except (ValueError, RecursionError):
         content = None
     named = content.get("path") if isinstance(content, dict) else None

@@ -71,19 +71,31 @@ def without_mark(text: bytes, place: str) -> bytes:
 def read_json(path: AnyPath, limit: int, folder: AnyPath) -> Any:
     """Return the content of a JSON file as `read_regular`. Raises ValueError with the reason if it cannot."""
     try:
-        return json.loads(read_regular(path, limit, folder), parse_constant=refuse_constant)
+        return parse_json(read_regular(path, limit, folder))
     except (OSError, RecursionError) as error:
         raise ValueError(getattr(error, "strerror", None) or error) from error
 
 
-def refuse_constant(name: str) -> NoReturn:
-    """Raise ValueError for NaN and Infinity, which Python reads from JSON although they are none."""
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError also for NaN, Infinity and a repeated name."""
+    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
+
+
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)  # the last value of a name
+    if len(found) < len(pairs):
+        raise ValueError("an object has the same name twice")
+    return found
+
+
 def check_inside(path: AnyPath, folder: AnyPath) -> None:
-    """Raise DataError if links lead from a path out of a folder."""
-    if reason := _way_out(path, folder, os.fsdecode(path)):
+    """Raise DataError if links lead from a path in a folder out of it; the user has named any other path."""
+    path, folder = (os.path.abspath(os.fsdecode(one)) for one in (path, folder))  # noqa: PTH100
+    if path.startswith(os.path.join(folder, "")) and (reason := _way_out(path, folder, path)):  # noqa: PTH118
         raise DataError(reason)
 
 

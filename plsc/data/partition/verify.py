@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
 from plsc.data.partition.run import FORMAT, MANIFEST
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
+from plsc.storage.regular import parse_json
 from plsc.storage.urls import exists, join, shown
 
 _MODULUS = 2**128
@@ -140,7 +140,7 @@ def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any]) -> int:
 def _parsed(data: bytes, name: str) -> dict[str, Any]:
     """Parse a manifest and check the type of every entry. Raises DataError."""
     try:
-        manifest = json.loads(data)
+        manifest = parse_json(data)
         _check(manifest)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{name} is not the manifest of a partition ({error})") from error

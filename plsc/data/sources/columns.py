@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 from plsc.data.files import name_key, ranked
 from plsc.data.sources.base import IndexedSource, printable
 from plsc.errors import DataError, OptionError, check_name
-from plsc.storage.regular import read_regular, without_mark
+from plsc.storage.regular import parse_json, read_regular, without_mark
 
 IMAGE_COLUMNS = (
     *("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png"),
@@ -159,7 +158,7 @@ def read_label_map(path: Path) -> dict[str, int]:
         is_json = path.suffix.lower() == ".json"
         data = read_regular(path, _MOST_JSON if is_json else 2**34)
         text = without_mark(data, f"the label map {path}").decode()
-        found = json.loads(text) if is_json else _parse_lines(path, text)
+        found = parse_json(text) if is_json else _parse_lines(path, text)
     except OSError as error:
         raise DataError(f"the label map {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

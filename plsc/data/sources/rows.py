@@ -27,6 +27,7 @@ from plsc.data.sources.columns import (
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered, text_lines
+from plsc.storage.regular import parse_json
 from plsc.storage.urls import base_name, is_url, located, parent_of, shown
 
 _QUOTE = b'"'
@@ -240,13 +241,6 @@ def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
         raise DataError(f"{shown(data.location)}:{first}: a quote opened here is not closed; fix it")
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_decode_json = json.JSONDecoder(parse_constant=_refuse_constant).decode
-
-
 class JsonLinesSource(RowSource):
     """A file of JSON objects, one per line; see `RowSource` for images and labels.
 
@@ -280,7 +274,7 @@ class JsonLinesSource(RowSource):
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        found = _decode_json(line.decode())
+        found = parse_json(line.decode())
     except (ValueError, RecursionError) as error:
         reason = str(error).split(": ", 1)[0]
         raise DataError(

@@ -26,7 +26,7 @@ from plsc.data.sources.columns import (
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import Bytes, buffered
-from plsc.storage.regular import without_mark
+from plsc.storage.regular import parse_json, without_mark
 from plsc.storage.urls import base_name, shown
 
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
@@ -132,7 +132,7 @@ class TarSource(ColumnSource):
         """Return the label, and its class name or ''."""
         wanted, key = self._label or "cls", self._label or "label"
         try:
-            fields = json.loads(sample.text("json"))
+            fields = parse_json(sample.text("json"))
             label, name = fields.get(key), fields.get(NAMES_COLUMN)
         except (AttributeError, ValueError, RecursionError):
             label = name = None

@@ -218,6 +218,7 @@ def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
         ("map.json", '{"a": -1}', "'a' the id -1"),
         ("map.json", '{"a": true}', "'a' the id True"),
         ("map.json", "[1]", "must be an object"),
+        ("map.json", '{"a": 0, "b": 1, "a": 5}', "same name twice"),
         ("map.json", "{", "not valid"),
         ("map.json", "[" * 100_000, "not valid"),
         ("map.txt", "a 1\n", "map.txt:1: expected 'name<TAB>id'"),

@@ -86,6 +86,7 @@ def test_class_names_are_data_and_only_unsafe_ones_are_refused(tmp_path):
         ('{"image": "a.jpg", "label": 1.0}', "the label 'label' is of type float"),
         ('{"image": "a.jpg", "label": true}', "the label 'label' is of type bool"),
         ('{"image": "a.jpg", "label": NaN}', "is not JSON"),
+        ('{"image": "a.jpg", "label": 1, "label": 2}', "the same name twice"),
         ('{"image": "a.jpg", "label": [1]}', "the label 'label' is of type list"),
         ('{"image": "a.jpg", "label": -3}', "0 or more, got '-3'"),
         ('{"image": "a.jpg", "label": ""}', "the label is missing"),
