@@ -141,8 +141,7 @@ def read_file_list(
                     continue
                 place = located(name, data_dir, allowed, listing)
                 path = _below(data_dir, place)
-                if folder_of(path, data_dir):
-                    check_inside(path, data_dir)
+                check_inside(path, data_dir)
             except DataError as error:
                 raise error.at(f"{shown(listing)}:{number}") from error
             except UnicodeDecodeError as error:

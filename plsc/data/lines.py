@@ -3,7 +3,8 @@
 Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accepted. Any other line that is
 not text, a tab and an integer is a bad line, reported by file and line. On request, so is a line whose text
 has characters that are not of base64. A file without a good line among the first ones is of another format:
-an error, also if bad lines are skipped. `plsc/data/native/lines.c` parses regular lines; `parse_line` parses
+an error, also if bad lines are skipped. Messages have nothing of a line: a list of files may name a private
+one. `plsc/data/native/lines.c` parses regular lines; `parse_line` parses
 the others, and all lines if the library is missing.
 """
 
@@ -22,13 +23,12 @@ import numpy as np
 import pybase64
 
 from plsc.data import native
-from plsc.errors import DataError, printable
+from plsc.errors import DataError
 from plsc.storage.regular import without_mark
 
 MAX_LABEL_DIGITS = 18  # such numbers fit int64
 MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the largest image, tab, label
 
-_EXCERPT = 60
 _FIRST = 16  # lines by which the format of a file is recognised
 _ALPHABET = f"{string.ascii_letters}{string.digits}+/=\t\r\n".encode()
 _DATA_URI = re.compile(rb"\s*(data:[^,\t]*;base64,)?\s*", re.IGNORECASE)  # always matches
@@ -162,8 +162,7 @@ def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: boo
             line = lines.data[start:end]
             parsed = (tab - start, lines.labels[index]) if tab >= 0 else parse_line(line.tobytes())
             if parsed and is_strict and not _has_base64(line[: parsed[0]]):
-                excerpt = _excerpt(line[: _EXCERPT + 1].tobytes())
-                raise ValueError(f"the text before the tab is not base64: {excerpt}")
+                raise ValueError("the text before the tab is not base64")
         except ValueError as problem:
             message = f"{name}:{lines.numbers[index]}: {problem}"
             if not skip_bad:
@@ -192,28 +191,21 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
         return None
     data, tab, label = text.rpartition(b"\t")
     if not tab:
-        expected = "expected '<base64>TAB<label>' in one line, as of base64 -w0"
-        raise ValueError(f"{expected}, got a line without a tab: {_excerpt(text)}")
+        raise ValueError("a line without a tab; expected '<base64>TAB<label>' in one line, as of base64 -w0")
     if not data:
         raise ValueError("expected '<base64>TAB<label>', got nothing before the tab")
     if b"\t" in data or b"\r" in data:
-        raise ValueError(f"a tab or carriage return is not base64, and does not end a line: {_excerpt(data)}")
+        raise ValueError("a tab or carriage return is not base64, and does not end a line")
     return len(data), parse_label(label)
 
 
 def parse_label(label: bytes) -> int:
     """Return an integer of 0 or more from its digits; ValueError describes a bad label."""
     if not label.isdigit():
-        if label[:1] == b"-" and label[1:].isdigit():
-            raise ValueError(f"a label must be 0 or more, got {_excerpt(label)}")
-        raise ValueError(f"a label must be an integer, got {_excerpt(label)}")
+        raise ValueError("a label must be an integer of 0 or more")
     if len(label) > MAX_LABEL_DIGITS:
-        raise ValueError(f"the label is too large: {_excerpt(label)}")
+        raise ValueError(f"the label has more than {MAX_LABEL_DIGITS} digits")
     return int(label)
-
-
-def _excerpt(text: bytes) -> str:
-    return f"'{printable(text[:_EXCERPT])}{'...' if len(text) > _EXCERPT else ''}'"
 
 
 def anonymous(size: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.run.build_data import align_source, open_training_source
 from plsc.run.user_parts import TestReader
+from plsc.storage.regular import check_inside
 
 NAME = "val"  # in results and metrics
 _DEFAULT_TARGET = "lfw"
@@ -95,7 +96,9 @@ def load_targets(
         for name in filter(None, (part.strip() for part in names.split(","))):
             stored, listed = folder / f"{name}.bin", folder / name
             is_list = listed.is_file() and not stored.is_file()
-            targets.append(open_pairs(str(listed if is_list else stored), name, options))
+            place = listed if is_list else stored
+            check_inside(place, folder)
+            targets.append(open_pairs(str(place), name, options))
     for target in targets:
         same = int(target.is_same.sum())
         if len(target.is_same) < _FOLDS or same in (0, len(target.is_same)):

@@ -26,7 +26,7 @@ from plsc.data.sources.base import IndexedSource
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered, open_bytes
-from plsc.storage.urls import base_name, exists, shown
+from plsc.storage.urls import base_name, exists, parent_of, shown
 
 MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)
@@ -73,7 +73,7 @@ class RecordIOSource(IndexedSource):
     def _build(self, files: list[str]) -> dict[str, np.ndarray]:
         records = scan(self._files[0])
         if len(files) > 1:
-            keys, rows = read_idx(open_bytes(files[1]), records.offsets)
+            keys, rows = read_idx(open_bytes(files[1], parent_of(files[1])), records.offsets)
         else:
             keys = rows = np.arange(len(records.offsets))
         chosen = insightface_images(records, keys, rows, shown(self.location))

@@ -121,23 +121,30 @@ def test_a_file_of_another_format_is_an_error_whatever_is_skipped(line, way):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"QUJD 5", r"a line without a tab: 'QUJD 5'"),
-        (b"QUJD\tx", "a label must be an integer, got 'x'"),
-        (b"QUJD\tnan", "a label must be an integer, got 'nan'"),
-        (b"QUJD\t1.0", "a label must be an integer, got '1.0'"),
-        (b"QUJD\t-1", "a label must be 0 or more, got '-1'"),
-        (b"QUJD\t1234567890123456789", "the label is too large"),
+        (b"QUJD 5", "a line without a tab"),
+        (b"QUJD\tx", "a label must be an integer"),
+        (b"QUJD\tnan", "a label must be an integer"),
+        (b"QUJD\t1.0", "a label must be an integer"),
+        (b"QUJD\t-1", "a label must be an integer"),
+        (b"QUJD\t1234567890123456789", "the label has more than"),
         (b"\t5", "nothing before the tab"),
         (b"QUJD\t", "a line without a tab"),
         (b"QU\tJD\t3", "a tab or carriage return"),
         (b"QUJD\t3\rQUJD\t4", "a tab or carriage return"),
         (b"QU\rJD\t3", "a tab or carriage return"),
-        (b"\x00\x01\x02", r"a line without a tab: '\\x00\\x01\\x02'"),
+        (b"\x00\x01\x02", "a line without a tab"),
     ],
 )
 def test_a_bad_line_is_reported_with_file_and_line(line, problem):
     with pytest.raises(DataError, match=rf"a\.txt:3: .*{problem}"):
         read(b"QUJD\t1\n\n" + line + b"\nQUJD\t2\n", 1000)
+
+
+@pytest.mark.parametrize("line", [b"hunter2", b"a\thunter2", b"hunter2\tb\t1", b"a\t-7777", b"hunter!\t1"])
+def test_a_message_about_a_line_has_nothing_of_it(line):  # a list of files may name a private one
+    with pytest.raises(DataError) as caught:
+        read(line + b"\n", 1000)
+    assert not re.search("hunter|7777", str(caught.value))
 
 
 def test_a_too_long_line_is_refused_in_bounded_memory():

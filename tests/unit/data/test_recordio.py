@@ -231,6 +231,16 @@ def test_an_inconsistent_index_file_is_reported(rec, text, message):
         RecordIOSource(rec)
 
 
+def test_an_index_file_that_is_a_link_out_of_its_folder_is_not_read(rec, tmp_path):
+    idx, secret = rec.with_suffix(".idx"), tmp_path.parent / f"{tmp_path.name}.netrc"
+    secret.write_text("hunter2")
+    idx.unlink()
+    idx.symlink_to(secret)
+    with pytest.raises(DataError, match="link that leaves") as caught:
+        RecordIOSource(rec)
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("keys", [None, []])
 def test_a_file_without_records_is_refused(tmp_path, keys):
     with pytest.raises(DataError, match="contains no image records"):

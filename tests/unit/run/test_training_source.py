@@ -30,7 +30,7 @@ def cache(tmp_path, monkeypatch) -> None:
 def options_of(location: object, **more: str) -> Options:
     options = Options()
     options.set("data.dataset_dir", str(location))
-    for name in more.keys() & {"bad_images"}:
+    for name in more.keys() & {"bad_images", "val_targets"}:
         options.set(f"data.{name}", more.pop(name))
     options.set("data.format_arguments", more)
     return options
@@ -108,3 +108,13 @@ def test_pair_files_lie_beside_a_data_file(tmp_path):
     write_pair_file(folder / "lfw.bin", folder)
     convert(str(folder), str(folder / "train.rec"))
     assert [target.name for target in load_targets(options_of(folder / "train.rec"), None)] == ["lfw"]
+
+
+@pytest.mark.parametrize("name", ["pairs.txt", "lfw.bin"])
+def test_pairs_that_are_a_link_out_of_the_dataset_folder_are_not_read(tmp_path, name):
+    folder, secret = write_dataset(tmp_path / "set", classes=2, per_class=2), tmp_path / "netrc"
+    secret.write_text("hunter2")
+    (folder / name).symlink_to(secret)
+    with pytest.raises(DataError, match="link that leaves") as caught:
+        load_targets(options_of(folder, val_targets=name.removesuffix(".bin")), None)
+    assert "hunter2" not in str(caught.value)
