@@ -191,7 +191,7 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
         return None
     data, tab, label = text.rpartition(b"\t")
     if not tab:
-        raise ValueError("a line without a tab; expected '<base64>TAB<label>' in one line, as of base64 -w0")
+        raise ValueError("expected '<base64>TAB<label>' in one line, as of base64 -w0: a line without a tab")
     if not data:
         raise ValueError("expected '<base64>TAB<label>', got nothing before the tab")
     if b"\t" in data or b"\r" in data:
