@@ -337,7 +337,7 @@ def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messag
     others = {*range(256)} - {*(string.ascii_letters + string.digits + "+/-_=\n").encode()}
     bad = [b"QUJD%cQUJD\t5" % byte for byte in sorted(others)]
     folder = write_set(tmp_path, good[:50] + bad + good[50:], files=1)
-    with pytest.raises(DataError, match=r"data0\.txt:51: .* not base64.*: 'QUJD.*fix"):
+    with pytest.raises(DataError, match=r"data0\.txt:51: .* not base64; fix"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
     options = PartitionOptions(str(folder), 2, bad_lines="skip")
