@@ -41,7 +41,7 @@ class TrainingRun:
     def step(self) -> float:
         """Run a step; return its loss."""
         sizes = exchange_status(
-            self.run.world, self._batch, self.run.heads.class_num
+            self.run.world, self._batch, self.run.head.class_num
         ).sizes  # as in the training loop
         loss = float(self._step.make(self._batch, sizes, is_logged=False).output.mean_loss)
         self.run.position.advance()

@@ -195,43 +195,6 @@ class Entry(OriginalSetters):
         super().set_seed(seed)
         torch.manual_seed(seed)
 
-    def add_dataset(
-        self,
-        name: str,
-        path: str | os.PathLike[str],
-        weight: float = 1.0,
-        *,
-        class_num: int | None = None,
-        loss_type: str | None = None,
-        margin: float | None = None,
-        scale: float | str | None = None,
-        sample_ratio: float | dict[int, float] | None = None,
-    ) -> None:
-        """Add a dataset to ``data.datasets``, to train on several datasets with one head each.
-
-        Args:
-            name: name of the dataset and its head in logs and checkpoints: letters, digits, _ and -.
-            path: folder, file or URL, as for `set_dataset_dir`.
-            weight: relative number of its images per step.
-            class_num: number of classes; None: the largest label + 1.
-            loss_type: loss of its head; None: that of the run. Likewise margin, scale and sample_ratio.
-            margin: margin of its head.
-            scale: scale of its head.
-            sample_ratio: share of its classes that are sampled in a step, or shares by their first step.
-
-        Raises OptionError for a name that is used already, or an invalid value. See docs/several.md.
-        """
-        self.options.add_data_set(
-            name=name,
-            path=path,
-            weight=weight,
-            class_num=class_num,
-            loss_type=loss_type,
-            margin=margin,
-            scale=scale,
-            sample_ratio=sample_ratio,
-        )
-
     def set_mixed_precision(
         self,
         use_fp16: bool,
@@ -351,7 +314,6 @@ class Entry(OriginalSetters):
         templates: str | os.PathLike[str] | None = None,
         groups: str | os.PathLike[str] | None = None,
         output: str | os.PathLike[str] = "evaluation",
-        head: str | None = None,
     ) -> dict[str, Any]:
         """Return the results of a checkpoint: a VerificationResult per pair file, by its name.
 
@@ -368,10 +330,7 @@ class Entry(OriginalSetters):
             templates: for ``templates``: the folder of the meta files.
             groups: file with a line ``<image><tab><group>`` per image; adds results such as ``lfw groups``.
             output: folder of the report.
-            head: of several heads, the one that classifies the images of set_val_dir.
         """
-        if head is not None and (protocol is not None or self.options.data.val_dir is None):
-            raise OptionError("head is for the images of set_val_dir, without a protocol; remove head")
         data = {
             "images": images, "pairs": pairs, "gallery": gallery, "distractors": distractors,
             "templates": templates, "groups": groups,
@@ -380,7 +339,7 @@ class Entry(OriginalSetters):
         if protocol is None:
             if places:
                 raise OptionError(f"{', '.join(places)} needs a protocol, such as test('pairs', pairs=...)")
-            return self._run(partial(run_test, head_name=head))
+            return self._run(run_test)
         if is_url(os.fspath(output)):
             raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
         chosen = ProtocolData(protocol, **places)
@@ -394,7 +353,6 @@ class Entry(OriginalSetters):
         layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
-        head: str | None = None,
     ) -> Prediction: ...
 
     @overload
@@ -405,7 +363,6 @@ class Entry(OriginalSetters):
         layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
-        head: str | None = None,
         output: str | os.PathLike[str],
     ) -> Embeddings: ...
 
@@ -416,7 +373,6 @@ class Entry(OriginalSetters):
         layers: str | Sequence[str] = (),
         field: str | Sequence[str] = "value",
         flatten_result: bool = False,
-        head: str | None = None,
         output: str | os.PathLike[str] | None = None,
     ) -> Prediction | Embeddings:
         """Return the embeddings of the images of the dataset or of predict_reader.
@@ -428,14 +384,13 @@ class Entry(OriginalSetters):
             field: one or several of ``value``: embeddings and outputs of layers; ``id``: the trained class
                 with the highest logit; ``prob``: its softmax probability.
             flatten_result: join the outputs of the layers side by side, as one array [N, ...].
-            head: of several heads (`add_dataset`), the one whose classes ``id`` and ``prob`` are.
             output: a folder. All ranks write shards of rows to it, as .npy, or as Parquet if its name ends in
                 .parquet; nothing is gathered. The same call resumes an interrupted prediction. Returns the
                 opened folder, like `plsc.open_embeddings`.
         """
         fields = (field,) if isinstance(field, str) else tuple(field)
         names = (layers,) if isinstance(layers, str) else tuple(layers)
-        request = Request(names, fields, flatten_result, head)
+        request = Request(names, fields, flatten_result)
         if output is not None and is_url(os.fspath(output)):
             raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
         folder = None if output is None else Path(output)
@@ -450,7 +405,6 @@ class Entry(OriginalSetters):
         flip: bool = False,
         classes: bool = False,
         thumbnails: bool = False,
-        head: str | None = None,
         unseen: str | None = None,
         layout: str = "plain",
         reports: Sequence[str] = (),
@@ -470,14 +424,13 @@ class Entry(OriginalSetters):
             flip: add the embedding of the mirrored image, inside the graph.
             classes: also write the class weights.
             thumbnails: also write one image per class.
-            head: of several heads, the one whose class weights are written.
             unseen: labelled dataset (path or URL) of at least 20 classes that were not trained: model.json
                 gets the FPIR of galleries of any size, for ``plsc serve --fpir``.
             layout: ``plain``; ``triton``: the folder is a model of a Triton model repository;
                 ``insightface``: model.onnx takes images as insightface scales them.
             reports: folders of ``test(protocol, output=...)`` with this checkpoint, which README.md shows.
         """
-        conversion = Conversion(graph, precision, flip, classes, thumbnails, head, unseen, layout, reports)
+        conversion = Conversion(graph, precision, flip, classes, thumbnails, unseen, layout, reports)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
 

@@ -53,7 +53,7 @@ class Scripted(BaseModel):
 
 def state_of(run) -> dict[str, torch.Tensor]:
     """Return copies of everything that learning changes: weights, momentum, rows, running statistics."""
-    found = collect_tensors(run.network, run.heads, run.optimizer)
+    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     return {role.key: local_of(value).clone() for role, value in found.items()}
 
 
@@ -76,8 +76,7 @@ def train_scripted(options, world, script: str, network=Scripted):
         elif Scripted.kind != "l":  # a late bad loss: a fused optimizer skips its update
             changed = {key for key in after if key not in before or not before[key].equal(after[key])}
             assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
-            for head in run.heads.by_name.values():
-                assert len(head.weight) == 0 or any(key.startswith("head") for key in changed)
+            assert len(run.head.weight) == 0 or any(key.startswith("head") for key in changed)
         return made
 
     def finding_overflow(self, output):

@@ -726,7 +726,7 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
         batch = next(copied_in_side_stream(read, world.device))
         gpu.start(case)
         sizes = [case.batch] * case.ranks
-        if getattr(run.heads.only, "reads_labels", False):
+        if getattr(run.head, "reads_labels", False):
             batch.all_labels = everyone  # as `exchange_status` of the training loop
         made = step.make(batch, sizes, False)
         run.position.advance(made.is_skipped)

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from plsc.checkpoint import save_checkpoint
-from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.heads import ShardedHead
@@ -17,7 +16,7 @@ from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.run.build_data import NO_AUGMENTATION
-from plsc.run.build_heads import build_heads
+from plsc.run.build_heads import build_trained_head
 from plsc.run.run import Run, build_run
 from plsc.run.settle import settle
 from plsc.run.user_parts import UserParts
@@ -38,7 +37,6 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     path, manifest = open_load_dir(options.resolve(), world)
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} exists already; choose a new path")
-    refuse_several_heads(path, manifest)
     plain = settle(options, (path, manifest), world.size, user.model)
     as_predicted = plain.changed(NO_AUGMENTATION)
     plain_user = dataclasses.replace(user, train_transform=None)
@@ -52,11 +50,12 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     restore(run, path, manifest)
     counts = _count(run, head)
     plain = plain.changed({"head.sub_centers": 1})
-    rows = run.heads.rows.get("")
+    rows = run.rows
     untrained = plain.changed({"head.class_margins": None})
-    run.options, run.heads = plain, build_heads(untrained, head.class_num, (), world, {})
+    run.options = plain
+    run.head, run.rows = build_trained_head(untrained, head.class_num, world)
     if isinstance(run.head, ShardedHead):
-        copy_dominant(head, rows, counts, run.head, run.heads.rows.get(""))
+        copy_dominant(head, rows, counts, run.head, run.rows)
         run.head.computed_by = head.computed_by
     save_checkpoint(output.parent, output.name, take_snapshot(run, {}, lineage=manifest.lineage), world)
     _log_result(world, counts, output)

@@ -45,7 +45,6 @@ from plsc.export.graph import PRECISIONS, as_served, missing_package, write_grap
 from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.run.build_heads import choose_head
 from plsc.run.classes import OpenedCheckpoint, check_unseen
 from plsc.run.targets import Target, evaluate_targets, load_targets
 from plsc.run.user_parts import UserParts
@@ -68,7 +67,6 @@ class Conversion:
         flip: add the embedding of the mirrored image, inside the graph.
         classes: also write the class weights.
         thumbnails: also write one image per class.
-        head: of several heads, the one whose class weights are written.
         unseen: path or URL of a labelled dataset of classes that were not trained; also write how many
             strangers a gallery accepts.
         layout: ``plain``, ``triton`` or ``insightface``; the others only for ONNX.
@@ -80,7 +78,6 @@ class Conversion:
     flip: bool = False
     classes: bool = False
     thumbnails: bool = False
-    head: str | None = None
     unseen: str | None = None
     layout: str = "plain"
     reports: Sequence[str] = ()
@@ -267,15 +264,14 @@ class Exporter:
 
     def _write_classes(self, folder: Path) -> dict[str, Any]:
         """Write the L2-normalised class weights and the class names."""
-        head = choose_head(*self.checkpoint, self.conversion.head)
-        weight = load_weights(self.checkpoint[0], "class_weights", head)["weight"]
+        weight = load_weights(self.checkpoint[0], "class_weights")["weight"]
         if weight.ndim != 2:
             raise CheckpointError(
                 f"{self.checkpoint[0]} has {weight.shape[1]} weight vectors per class; reduce them to one "
                 "with plsc dominant, or export without classes"
             )
         tensors = {"weight": normalised(weight.float())[0].contiguous()}
-        names = read_class_names(*self.checkpoint, head)
+        names = read_class_names(*self.checkpoint)
         if names is not None:
             tensors["names.bytes"] = torch.from_numpy(names.text).contiguous()
             tensors["names.ends"] = torch.from_numpy(names.ends).contiguous()

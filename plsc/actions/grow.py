@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint.classes.change import refuse_several_heads
 from plsc.checkpoint.manifest import Checker
 from plsc.config import Config, find_option
 from plsc.data.class_names import class_names_of
@@ -60,8 +58,7 @@ def grow_from_images(
         opened = open_source(os.fspath(images), class_depth=depth or 1)
     except OptionError:  # a format without class folders
         opened = open_source(os.fspath(images))
-    refuse_several_heads(Path(source), manifest)
-    first = manifest.class_num
+    first = manifest.head.class_num
     labels = _new_labels(opened, first, count, os.fspath(images))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")
     network, config = load_with_config(source, model, world)

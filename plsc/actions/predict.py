@@ -46,7 +46,7 @@ from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
 from plsc.parallel.world import World
-from plsc.run.build_heads import choose_head, load_head
+from plsc.run.build_heads import load_head
 from plsc.run.user_parts import UserParts
 from plsc.state.network import open_trained
 from plsc.storage.publish import HIDDEN
@@ -82,12 +82,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Request:
-    """What to predict: names of layers, fields of FIELDS, whether outputs of layers are joined, the head."""
+    """What to predict: names of layers, fields of FIELDS, and whether outputs of layers are joined."""
 
     layers: tuple[str, ...] = ()
     fields: tuple[str, ...] = ("value",)
     flatten: bool = False
-    head: str | None = None
 
     def __post_init__(self) -> None:
         wrong = [one for one in self.fields if one not in FIELDS]
@@ -95,8 +94,6 @@ class Request:
             raise OptionError(f"field is {list(self.fields)}; expected one or more of {', '.join(FIELDS)}")
         if self.layers and "value" not in self.fields:
             raise OptionError(f"layers are given, but field is {list(self.fields)}; add 'value'")
-        if self.head is not None and not self.needs_head:
-            raise OptionError(f"head is {self.head}, but field is {list(self.fields)}; add 'id' or 'prob'")
         taken = {EMBEDDINGS, LABELS, IDS, PROBS, NAMES} & set(self.layers)
         if taken:
             raise OptionError(f"the layer {min(taken)!r} has the name of another output; rename the module")
@@ -118,9 +115,8 @@ def run_prediction(
     """Return the outputs for the images, the dataset or the predict reader; see `Entry.predict`."""
     request = request or Request()
     network, config, checkpoint = open_trained(options, world, user.model)
-    name = choose_head(*checkpoint, request.head) if request.needs_head else ""
-    head = load_head(*checkpoint, world, name) if request.needs_head else None
-    samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input, name)
+    head = load_head(*checkpoint, world) if request.needs_head else None
+    samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input)
     bad = BadSampleReport(world, output, "skip", _BAD_NAME)
     predictor = Predictor(network, head, request, config, world, samples, bad)
     if output is None:
@@ -362,7 +358,6 @@ def _describe(
     }
     if predictor.head is not None:
         files = sorted((name, info.crc32) for name, info in manifest.files.items())
-        about["model"] |= {"head": predictor.request.head} if predictor.request.head else {}
         about["model"]["files"] = f"{zlib.crc32(repr(files).encode()):08x}"  # with the class weights
     total = samples.count
     row = 64 + sum(math.prod(column["shape"]) * 4 + 4 for column in columns.values())

@@ -97,7 +97,6 @@ def open_samples(
     config: Config,
     checkpoint: tuple[Path, Manifest],
     example: Input | None = None,
-    head: str = "",
 ) -> Samples | StreamedSamples:
     """Return the images; classes with names are numbered as in the head, new ones after them."""
     threads = config.data.num_workers
@@ -108,7 +107,7 @@ def open_samples(
         check_no_landmarks(config, "a generator reader")
         return StreamedSamples(reader, example)
     source = open_training_source(config, reader)
-    class_names, saved = class_names_of(source), read_class_names(*checkpoint, head)
+    class_names, saved = class_names_of(source), read_class_names(*checkpoint)
     if class_names is not None and saved is not None:
         assert isinstance(source, IndexedSource)
         source.renumber(saved.numbered(class_names))

@@ -11,7 +11,7 @@ from plsc.config import Options
 from plsc.errors import DataError
 from plsc.evaluate.verification import VerificationResult
 from plsc.parallel.world import World
-from plsc.run.build_heads import choose_head, load_head
+from plsc.run.build_heads import load_head
 from plsc.run.targets import HeldOutSet, Target, evaluate_targets, load_targets, open_held_out
 from plsc.run.user_parts import UserParts
 from plsc.state.network import open_trained
@@ -19,7 +19,7 @@ from plsc.state.network import open_trained
 logger = logging.getLogger(__name__)
 
 
-def run_test(options: Options, world: World, user: UserParts, head_name: str | None = None) -> dict[str, Any]:
+def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     """Return the results of the checkpoint's network on every pair file and on `data.val_dir`, by name."""
     network, config, checkpoint = open_trained(options, world, user.model)
     limit = int(config.train.fast_dev_run) or config.train.limit_test_batches
@@ -27,9 +27,8 @@ def run_test(options: Options, world: World, user: UserParts, head_name: str | N
     targets += load_targets(config, user.test_reader, limit, world.size)
     head = None
     if config.data.val_dir is not None:
-        name = choose_head(*checkpoint, head_name)
-        head = load_head(*checkpoint, world, name)
-        names, class_names = [target.name for target in targets], read_class_names(*checkpoint, name)
+        head = load_head(*checkpoint, world)
+        names, class_names = [target.name for target in targets], read_class_names(*checkpoint)
         targets += open_held_out(config, head.class_num, class_names, names, limit, world)
     if not targets:
         raise DataError(

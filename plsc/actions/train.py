@@ -21,7 +21,7 @@ from plsc.state.saving import Saver
 from plsc.state.snapshot import seed_generators
 from plsc.state.start import Start, open_directories, open_start
 from plsc.state.warm_start import start_from_pretrained
-from plsc.state.weights_files import opened_files
+from plsc.state.weights_files import opened_file
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.watch.advice import DataWait, LearningCheck
 from plsc.train.watch.average import WeightAverage
@@ -47,7 +47,7 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
         world.log(start.note)
         lines = [f"differs from the checkpoint: {line}" for line in config.differences]
         warm_start = None
-        with opened_files(run.heads, world, start.checkpoint):
+        with opened_file(run.head, world, start.checkpoint):
             if start.checkpoint:
                 more = restore(run, *start.checkpoint)
                 lines += [f"differs from the checkpoint: {line}" for line in more]

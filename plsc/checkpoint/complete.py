@@ -48,9 +48,9 @@ def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manife
     with publishing_folder(destination) as temporary:
         for name in manifest.files:
             shutil.copyfile(source / name, temporary / name)
-        for of, rank, file in _files_of(manifest, weights_file):
-            path = temporary / shard_name(rank, f"weights{of and '-' + of}")
-            infos, files[path.name] = _write(file, manifest, of, path)
+        for rank, file in _files_of(manifest, weights_file):
+            path = temporary / shard_name(rank, "weights")
+            infos, files[path.name] = _write(file, manifest, path)
             tensors |= infos
         if tensors == manifest.tensors:
             raise CheckpointError(f"{source} has its class weights already; copy the folder")
@@ -65,25 +65,22 @@ def verify_weights(manifest: Manifest) -> None:
     Raises CheckpointError: they are missing, damaged or of another checkpoint; DataError: a run uses them.
     """
     folder = manifest.options.get("head", {}).get("weights_file")
-    for _, _, file in _files_of(manifest, Path(folder)) if folder else ():
+    for _, file in _files_of(manifest, Path(folder)) if folder else ():
         file.verify(mark_of(manifest.step, manifest.run_id))
 
 
-def _files_of(manifest: Manifest, folder: Path) -> Iterator[tuple[str, int, WeightsFile]]:
-    """Yield the head, rank and file of all class weights of a checkpoint that are not in itself."""
-    for of, head in manifest.heads.items():
-        if Role(CLASS_WEIGHTS, "weight", of).key not in manifest.tensors:
-            for rank, (start, stop) in enumerate(head.class_ranges):
-                if start < stop or not rank:
-                    path = rank_folder(folder, of, rank)
-                    yield of, rank, WeightsFile.existing(path, range(start, stop), manifest.emb_size)
+def _files_of(manifest: Manifest, folder: Path) -> Iterator[tuple[int, WeightsFile]]:
+    """Yield the rank and file of all class weights of a checkpoint that are not in itself."""
+    if Role(CLASS_WEIGHTS, "weight").key not in manifest.tensors:
+        for rank, (start, stop) in enumerate(manifest.head.class_ranges):
+            if start < stop or not rank:
+                path = rank_folder(folder, rank)
+                yield rank, WeightsFile.existing(path, range(start, stop), manifest.emb_size)
 
 
-def _write(
-    file: WeightsFile, manifest: Manifest, of: str, path: Path
-) -> tuple[dict[str, TensorInfo], FileInfo]:
+def _write(file: WeightsFile, manifest: Manifest, path: Path) -> tuple[dict[str, TensorInfo], FileInfo]:
     """Write the class weights of one rank to a data file of a checkpoint."""
-    weight, class_num = Role(CLASS_WEIGHTS, "weight", of), manifest.heads[of].class_num
+    weight, class_num = Role(CLASS_WEIGHTS, "weight"), manifest.head.class_num
     with file:
         file.open(mark_of(manifest.step, manifest.run_id))
         check_space(path.parent, file.nbytes, "free some space, or write elsewhere")

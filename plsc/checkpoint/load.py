@@ -73,7 +73,7 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
 
 
 def load_weights(
-    path: str | os.PathLike[str], kind: str = BACKBONE, head: str | None = None, averaged: bool = True
+    path: str | os.PathLike[str], kind: str = BACKBONE, averaged: bool = True
 ) -> dict[str, Tensor]:
     """Return the network's state dict from a checkpoint, or other tensors by name, on the CPU.
 
@@ -83,7 +83,6 @@ def load_weights(
         path: the checkpoint folder.
         kind: ``backbone``; ``class_weights``: ``weight`` [classes, D], or [classes, sub-centres, D], and
             ``bias`` [classes] of a softmax; ``head_statistics``: statistics of AdaFace and CurricularFace.
-        head: name of the head, for a checkpoint with several heads.
         averaged: of the network's weights, return the moving average if the checkpoint has one
             (`optim.ema_decay`).
 
@@ -91,31 +90,35 @@ def load_weights(
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
     with OpenCheckpoint(path) as opened:
-        tensors = opened.select((kind,))
-        names = {role.name for role in tensors}
-        if head is None and len(names) < len(tensors):
-            several = ", ".join(sorted({role.of for role in tensors}))
-            raise CheckpointError(
-                f"{path} has {kind} tensors of several heads ({several}); choose one with head="
-            )
-        chosen = {role: tensor for role, tensor in tensors.items() if head in (None, role.of)}
-        if not chosen:
-            of = "" if head is None else f" of the head {head!r}"
-            raise CheckpointError(f"{path} has no {kind} tensor{of}; choose another checkpoint")
+        tensors = {role: tensor for role, tensor in opened.select((kind,)).items() if not role.of}
+        if not tensors or (kind == CLASS_WEIGHTS and Role(kind, "weight") not in tensors):
+            raise missing_weights(path, opened.manifest, kind)
         return {
             role.name: decode_rows(tensor.read()) if tensor.is_coded else tensor.read()
-            for role, tensor in (opened.averaged(chosen) if averaged else chosen).items()
+            for role, tensor in (opened.averaged(tensors) if averaged else tensors).items()
         }
 
 
-def class_name_tensors(names: ClassNames, head: str = "") -> dict[Role, Tensor]:
-    """Return class names as tensors of a checkpoint; head: its name if there are several heads."""
-    text, ends = _name_roles(head)
+def missing_weights(
+    path: str | os.PathLike[str], manifest: Manifest, kind: str = CLASS_WEIGHTS
+) -> CheckpointError:
+    """Return the error about a checkpoint without tensors of a kind."""
+    if kind != CLASS_WEIGHTS:
+        return CheckpointError(f"{path} has no {kind} tensor; choose another checkpoint")
+    return CheckpointError(
+        f"{path} has no class weights of its {manifest.head.class_num:,} classes; if they are in "
+        "head.weights_file, use the result of `plsc checkpoint copy`"
+    )
+
+
+def class_name_tensors(names: ClassNames) -> dict[Role, Tensor]:
+    """Return class names as tensors of a checkpoint."""
+    text, ends = _name_roles("")
     return {text: torch.from_numpy(names.text), ends: torch.from_numpy(names.ends)}
 
 
 def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassNames | None:
-    """Return the class names of a head; None if the checkpoint has none.
+    """Return the class names of the head, or of a former head with a name; None if it has none.
 
     Raises CheckpointError if they are damaged. Checksums are not compared.
     """

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plsc.config.data import is_name
 from plsc.errors import CheckpointError
 from plsc.storage import publish
 from plsc.storage.regular import parse_json, read_regular
@@ -143,7 +142,8 @@ class Manifest:
     """Everything in a checkpoint but tensor data.
 
     Attributes:
-        heads: by name; the name of a single head is empty.
+        heads: by name; the name of a single head is empty. Only checkpoints of the former option
+            `data.datasets` have several.
         options: the options of the run, as nested dictionaries.
         scalars: JSON state of the optimizer, the schedule and others.
         tensors, files: filled in by `save_checkpoint`.
@@ -169,8 +169,18 @@ class Manifest:
 
     @property
     def class_num(self) -> int:
-        """Number of classes of all heads together."""
+        """Number of classes; of several heads together."""
         return sum(head.class_num for head in self.heads.values())
+
+    @property
+    def head(self) -> HeadInfo:
+        """The head. Raises CheckpointError unless there is a single one, without a name."""
+        if "" not in self.heads:
+            raise CheckpointError(
+                f"the checkpoint has the heads {str(list(self.heads))[:200]} of the former option "
+                "data.datasets; only its network can be used"
+            )
+        return self.heads[""]
 
     @property
     def shards(self) -> list[str]:
@@ -284,8 +294,6 @@ def _build(check: Checker, content: object) -> Manifest:
 
 def _head(check: Checker, name: str, value: object) -> HeadInfo:
     what = f"head {name!r}"
-    if name and not is_name(name):
-        raise check.wrong(f"the name of {what} is damaged")
     entry = check.mapping(value, what)
     num_samples, computed_by = (check.item(entry, key) for key in ("num_samples", "computed_by"))
     return HeadInfo(

@@ -50,12 +50,12 @@ _MOUNTS = Path("/proc/self/mounts")
 _REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gluster", "beegfs", "gpfs", "afs", "fuse.")
 
 
-def rank_folder(folder: str | Path, name: str, rank: int) -> Path:
-    """Return the folder of a rank's class weights in `head.weights_file`; name: of the head.
+def rank_folder(folder: str | Path, rank: int) -> Path:
+    """Return the folder of a rank's class weights in `head.weights_file`.
 
     Raises DataError if a link leads out of `head.weights_file`, because files would be created there.
     """
-    check_inside(path := Path(folder, name, f"rank{rank}"), folder)
+    check_inside(path := Path(folder, f"rank{rank}"), folder)
     return path
 
 

@@ -26,10 +26,9 @@ def run_list(folder: str) -> None:
         size = format_bytes(sum(file.bytes for file in manifest.files.values()))
         metrics = metrics_of(manifest).items()
         shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
-        of = "" if "" in manifest.heads else f" of {len(manifest.heads)} heads"
         print(
-            f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes"
-            f"{of}, saved by {_count(manifest.world_size, 'rank')}, {size}{shown_metrics}"
+            f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes, "
+            f"saved by {_count(manifest.world_size, 'rank')}, {size}{shown_metrics}"
         )
 
 

@@ -31,7 +31,7 @@ def run_index(
     elif images is not None:
         made = index_images(open_embedder(model, options["model.name"]), gallery, images, kind, allowed)
     else:
-        made = index_classes(open_embedder(model, options["model.name"], options["head"]), gallery, kind)
+        made = index_classes(open_embedder(model, options["model.name"]), gallery, kind)
     print(f"wrote {gallery}: {len(made):,} {'images' if images or embeddings else 'classes'}, {kind}")
 
 
@@ -81,7 +81,7 @@ def run_upgrade(
     anchors = (anchors_from, anchors_to) if anchors_from and anchors_to else None
     if (anchors_from or anchors_to) and not anchors:
         raise OptionError("one of --anchors-from and --anchors-to is missing; pass both, of the same images")
-    runs = open_run(options["from"], options["head"]), open_run(options["to"], options["head"])
+    runs = open_run(options["from"]), open_run(options["to"])
     text = upgrade_gallery(source, target, runs, anchors)
     print(f"mapped to {shown(target)}: {text}")
 
@@ -106,7 +106,6 @@ _UPGRADE = Command(
         Argument("to", str, REQUIRED, "the new run: a checkpoint, or an export with --classes"),
         Argument("anchors_from", str, None, "embeddings of images by the old run (plsc predict)"),
         Argument("anchors_to", str, None, "embeddings of the same images by the new run"),
-        Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
     ),
 )
 COMMANDS: dict[str, Command | Group] = {
@@ -121,7 +120,6 @@ COMMANDS: dict[str, Command | Group] = {
             Argument(
                 "kind", str, "float32", "float32, or int8: half the disk space, a quarter of the memory"
             ),
-            Argument("head", str, None, "of several heads in a checkpoint, the one of the classes"),
             _NETWORK,
             ALLOWED,
         ),

@@ -215,9 +215,8 @@ class CommandParser(argparse.ArgumentParser):
 
         if self._takes_options:  # a reference to a setter's description, with no value
             text = re.sub(r"; see set_\w+\(\)$", f"; see {self.prog} --help", text)
-            flags["add_dataset"] = "data.datasets"
         # With or without a call, but not in a path.
-        text = re.sub(r"(?<![\w./-])((?:set|add)_\w+)\b(?!/)(?:\(([^()]*)\))?", flag, text)
+        text = re.sub(r"(?<![\w./-])(set_\w+)\b(?!/)(?:\(([^()]*)\))?", flag, text)
         return re.sub(r"\bcall (?=--)", "pass ", text)
 
 

@@ -1,14 +1,11 @@
-"""Options of the training data and its loading, and the datasets of `data.datasets`."""
+"""Options of the training data and its loading."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from plsc.config.head import HeadOptions
 from plsc.config.option import (
     Size,
     arguments_of,
@@ -16,73 +13,12 @@ from plsc.config.option import (
     between,
     declare,
     described_fields,
-    more_than,
     need,
     not_empty,
     of_model,
     of_run,
     one_of,
-    read_fields,
 )
-from plsc.errors import OptionError, suggest
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the keys in a checkpoint, which dots divide
-HEAD_OPTIONS = ("class_num", "loss_type", "margin", "scale", "sample_ratio")
-"""Options of the group ``head`` that each dataset may set for its own head."""
-
-
-def is_name(text: str) -> bool:
-    """Return whether `text` is a valid name of a dataset."""
-    return _NAME.fullmatch(text) is not None
-
-
-def _name(text: str) -> str | None:
-    return None if is_name(text) else "1 to 64 letters, digits, _ and -"
-
-
-def _of_head(name: str) -> Any:
-    return field(default=None, metadata=HeadOptions.__dataclass_fields__[name].metadata)
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """One of several datasets; each has its own classes and its own head.
-
-    path: as `data.dataset_dir`. weight: its share of each step's images, relative to the other weights.
-    Other fields: options of its head; None: the option of the run.
-    """
-
-    name: str = declare(None, "name of the dataset", check=_name)
-    path: str = declare(None, "folder, file or URL of the dataset, as for set_dataset_dir", check=not_empty)
-    weight: float = declare(
-        1.0,
-        "relative weight: a step's images are divided over the datasets in proportion to it",
-        check=more_than(0),
-    )
-    class_num: int | None = _of_head("class_num")
-    loss_type: str | None = _of_head("loss_type")
-    margin: float | None = _of_head("margin")
-    scale: float | str | None = _of_head("scale")
-    sample_ratio: float | dict[str, Any] | None = _of_head("sample_ratio")  # noqa: RUF009
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return its entry in `data.datasets`: the fields that are set, as plain values."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-
-
-def read_data_sets(values: Sequence[Mapping[str, Any]]) -> list[DataSet]:
-    """Return the datasets listed in `data.datasets`. Raises OptionError for an invalid entry."""
-    found: dict[str, DataSet] = {}
-    for value in values:
-        name = value.get("name")
-        is_named = isinstance(name, str) and is_name(name)
-        fields, others = read_fields(DataSet, value, f"dataset {name}" if is_named else "a dataset")
-        for key in others:
-            raise OptionError(f"a dataset has no option {key!r}; {suggest(str(key), fields)}")
-        if name in found:
-            raise OptionError(f"two datasets are named {name!r}; give each dataset its own name")
-        found[fields["name"]] = DataSet(**fields)
-    return list(found.values())
 
 
 def _three_shares(values: tuple[float, ...]) -> str | None:
@@ -150,10 +86,6 @@ class FormatArguments:
     allowed: str | tuple[str, ...] = declare((), "prefixes of URLs that lists may name: s3://bucket/")
 
 
-def _data_sets(values: tuple[dict[str, Any], ...]) -> None:
-    read_data_sets(values)
-
-
 @dataclass(frozen=True)
 class DataOptions:
     """Training data and its loading."""
@@ -169,13 +101,6 @@ class DataOptions:
         f"how the dataset is read: {described_fields(FormatArguments)}",
         "set_dataset_dir(**format_arguments)",
         arguments_of(FormatArguments, "data.format_arguments"),
-    )
-    datasets: tuple[dict[str, Any], ...] = declare(
-        (),
-        "several datasets with one head each, instead of dataset_dir: a list of mappings with the "
-        "arguments of add_dataset, which adds one",
-        "set_datasets(datasets)",
-        _data_sets,
     )
     train_image_num: int | None = of_run(
         None, "images per epoch of a reader, if known", "set_train_image_num(num)", at_least(1)

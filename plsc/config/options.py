@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from plsc.config.data import DataOptions, DataSet, read_data_sets
+from plsc.config.data import DataOptions
 from plsc.config.head import HeadOptions
 from plsc.config.model import ModelOptions
 from plsc.config.optim import OptimOptions
@@ -73,10 +73,6 @@ class Config:
             group = groups.get(spec.group, getattr(self, spec.group))
             groups[spec.group] = replace(group, **{spec.name: value})
         return replace(self, **groups)
-
-    def data_sets(self) -> list[DataSet]:
-        """Return the datasets of `data.datasets`; empty if the run uses `data.dataset_dir`."""
-        return read_data_sets(self.data.datasets)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return the options as nested plain values, by group and name, for JSON or YAML."""
@@ -164,12 +160,6 @@ class Options:
         self.values |= {path: find_option(path).checked(value) for path, value in values.items()}
         self.origins |= dict.fromkeys(values, origin)
 
-    def add_data_set(self, **values: Any) -> None:
-        """Add a dataset to `data.datasets`; see `Entry.add_dataset`."""
-        given = {key: value for key, value in values.items() if value is not None}
-        one = read_data_sets([given])[0]
-        self.set("data.datasets", (*self.data.datasets, one.as_dict()))
-
 
 def all_options() -> Iterator[OptionSpec]:
     """Yield all options, group by group."""
@@ -209,6 +199,7 @@ _SYNONYMS = {
 
 
 _GONE: dict[str, Any] = {
+    "data.datasets": [],
     "head.initial_norm": None,
     "parallel.backbone": "replicated",
     "precision.evaluation": "float32",

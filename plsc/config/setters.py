@@ -185,12 +185,6 @@ class Setters:
         """
         self.options.set_together({"data.dataset_dir": directory, "data.format_arguments": arguments or None})
 
-    def set_datasets(self, datasets: Sequence[dict[str, Any]]) -> None:
-        """Set ``data.datasets``: several datasets with one head each, instead of dataset_dir: a list of
-        mappings with the arguments of add_dataset, which adds one. Default: ().
-        """
-        self.options.set("data.datasets", datasets)
-
     def set_train_image_num(self, num: int | None) -> None:
         """Set ``data.train_image_num``: images per epoch of a reader, if known. Default: None."""
         self.options.set("data.train_image_num", num)
@@ -446,12 +440,6 @@ class Setters:
     def set_train_epochs(self, num: int) -> None:
         """Set ``train.epochs``: number of epochs. Default: 120."""
         self.options.set("train.epochs", num)
-
-    def set_epoch_steps(self, num: int | None) -> None:
-        """Set ``train.epoch_steps``: steps per epoch; None: all their images / global batch size; only if
-        there are several datasets. Default: None.
-        """
-        self.options.set("train.epoch_steps", num)
 
     def set_train_steps(self, num: int | None) -> None:
         """Set ``train.steps``: number of steps, instead of epochs. Default: None."""

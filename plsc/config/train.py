@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plsc.config.option import Need, at_least, between, declare, need, not_empty, of_run, one_of
+from plsc.config.option import at_least, between, declare, need, not_empty, of_run, one_of
 from plsc.errors import OptionError, did_you_mean
 from plsc.names import CALLBACKS, LOGGERS
 
@@ -53,11 +53,6 @@ def _limit(value: int | float) -> str | None:
     return None if is_valid else "an integer of at least 1, or a fraction greater than 0.0 and at most 1.0"
 
 
-_SEVERAL = Need(
-    "data.datasets", "there are several datasets", lambda config: bool(config.data.datasets), is_strict=True
-)
-
-
 @dataclass(frozen=True)
 class TrainOptions:
     """Training loop and evaluation."""
@@ -81,13 +76,6 @@ class TrainOptions:
         at_least(1),
     )
     epochs: int = of_run(120, "number of epochs", "set_train_epochs(num)", at_least(1))
-    epoch_steps: int | None = of_run(
-        None,
-        "steps per epoch; None: all their images / global batch size",
-        "set_epoch_steps(num)",
-        at_least(1),
-        needs=_SEVERAL,
-    )
     steps: int | None = of_run(
         None, "number of steps, instead of epochs", "set_train_steps(num)", at_least(1)
     )

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from plsc.data.batch import Batch, BufferRing, SampleNames, to_input
 from plsc.data.cache import CachedSource
-from plsc.data.mixture import MixturePlan
 from plsc.data.order import BatchPlan
 from plsc.data.reader import ReaderLoader
 from plsc.data.samples import BatchReader, Recipe, Request
@@ -37,7 +36,7 @@ class SourceLoader:
     def __init__(
         self,
         source: Source,
-        plan: BatchPlan | MixturePlan,
+        plan: BatchPlan,
         rank: int,
         recipe: Recipe,
         *,
@@ -89,7 +88,7 @@ class SourceLoader:
             yield batch
 
 
-def _requests(plan: BatchPlan | MixturePlan, rank: int, epoch: int, start_step: int) -> Iterator[Request]:
+def _requests(plan: BatchPlan, rank: int, epoch: int, start_step: int) -> Iterator[Request]:
     # Runs in the consumer's process, so that the order of possibly millions of samples is stored only once.
     for step in range(start_step, plan.steps_per_epoch):
         yield plan.draw_epoch(epoch, step), plan.indices(epoch, step, rank)

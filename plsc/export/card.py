@@ -139,14 +139,13 @@ def _indexed(section: Section) -> dict[str, Any]:
 def _training_data(manifest: Manifest, given: DataOptions) -> list[str]:
     """Return a table of the datasets that the checkpoint names, with the licences of those that are given."""
     data = manifest.options.get("data") or {}
-    own = {Path(one).absolute() for one in (given.dataset_dir, *(one["path"] for one in given.datasets))}
-    places = {one["name"]: one["path"] for one in data.get("datasets") or ()}
+    place = str(data.get("dataset_dir") or "not recorded")
+    is_given = Path(place).absolute() == Path(given.dataset_dir).absolute()
     rows = ["| dataset | images | classes | licence |", "|---|---:|---:|---|"]
     for name, head in manifest.heads.items():
-        place = str(places.get(name, data.get("dataset_dir") or "not recorded"))
         images = "not recorded" if head.num_samples is None else f"{head.num_samples:,}"
-        licence = _licence(Path(place)) if Path(place).absolute() in own else "not recorded"
-        cells = base_name(shown(place)), images, f"{head.class_num:,}", licence
+        licence = _licence(Path(place)) if is_given and not name else "not recorded"
+        cells = name or base_name(shown(place)), images, f"{head.class_num:,}", licence
         line = " | ".join(_MARKS.sub(r"\\\g<0>", printable(cell)) for cell in cells)
         rows.append(f"| {line} |")
     return rows

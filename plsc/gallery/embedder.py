@@ -21,7 +21,7 @@ from plsc.data.class_names import ClassNames
 from plsc.data.decode import decode_image
 from plsc.data.sources import Source
 from plsc.data.sources.image_folders import open_images
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from plsc.evaluate.capacity import Capacity
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
@@ -29,7 +29,6 @@ from plsc.gallery.gallery import Gallery, normalised, write_gallery
 from plsc.gallery.places import AnyStore, open_store
 from plsc.gallery.store import Found, New
 from plsc.parallel.world import World
-from plsc.run.build_heads import choose_head
 from plsc.run.targets import embed
 from plsc.state.network import load_with_config
 from plsc.storage.urls import is_url
@@ -73,11 +72,10 @@ class Embedder:
             yield numbers, self.embed(images)
 
 
-def open_embedder(model: StrPath, network: str | None = None, head: str | None = None) -> Embedder:
+def open_embedder(model: StrPath, network: str | None = None) -> Embedder:
     """Open a checkpoint (folder or URL), or a folder of ``plsc export``, which onnxruntime runs.
 
-    network: name of the class of a checkpoint's custom network, ``package.module:Class``. head: of several
-    heads in a checkpoint, the one with the classes.
+    network: name of the class of a checkpoint's custom network, ``package.module:Class``.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -85,8 +83,6 @@ def open_embedder(model: StrPath, network: str | None = None, head: str | None =
     place = os.fspath(model)
     path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
     if (path / MODEL_NAME).is_file():
-        if head is not None:
-            raise OptionError(f"{place} is an export, which has the classes of one head; remove head")
         served = open_model(path)
         return Embedder(
             served.fingerprint,
@@ -107,23 +103,21 @@ def open_embedder(model: StrPath, network: str | None = None, head: str | None =
         lambda data: decode_image(data, shape),
         # without the mirrored image, as in `plsc predict` and `plsc export`
         lambda images: embed(trained, images, config, world, "the images", flip=False),
-        lambda: class_weights_of(path, head),
+        lambda: class_weights_of(path),
     )
 
 
-def class_weights_of(path: Path, head: str | None) -> tuple[np.ndarray, ClassNames | None]:
-    """Return class weights and names of a checkpoint, as `Embedder.classes`; head: as of `open_embedder`."""
-    manifest = read_manifest(path)
-    name = choose_head(path, manifest, head)
-    weight = load_weights(path, CLASS_WEIGHTS, name)["weight"]
-    return weight.float().numpy(), read_class_names(path, manifest, name)
+def class_weights_of(path: Path) -> tuple[np.ndarray, ClassNames | None]:
+    """Return class weights and names of a checkpoint, as `Embedder.classes`."""
+    weight = load_weights(path, CLASS_WEIGHTS)["weight"]
+    return weight.float().numpy(), read_class_names(path, read_manifest(path))
 
 
 def index_classes(embedder: Embedder, gallery: StrPath, kind: str = "float32") -> Gallery:
     """Write the class weights of a model as a gallery, whose entries are the classes.
 
     Args:
-        embedder: of a checkpoint with one head, or a folder of ``plsc export --classes``.
+        embedder: of a checkpoint, or a folder of ``plsc export --classes``.
         gallery: the folder to write.
         kind: ``float32`` or ``int8``, see `plsc.gallery.write_gallery`.
     """

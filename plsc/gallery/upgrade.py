@@ -206,13 +206,13 @@ class Run:
     classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
 
 
-def open_run(place: str, head: str | None = None) -> Run:
-    """Open a checkpoint (folder or URL) or an export; head: of several heads, the one with the classes."""
+def open_run(place: str) -> Run:
+    """Open a checkpoint (folder or URL) or an export."""
     path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
     if (path / MODEL_NAME).is_file():
         served = open_model(path)
         return Run(place, served.fingerprint, served.class_weights)
-    return Run(place, checksum_of(load_weights(path)), lambda: class_weights_of(path, head))
+    return Run(place, checksum_of(load_weights(path)), lambda: class_weights_of(path))
 
 
 def fit_upgrade(old: Run, new: Run, anchors: tuple[str, str] | None = None) -> EmbeddingMap:

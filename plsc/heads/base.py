@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class HeadOutput:
         effective_rank: see `effective_rank`, for the embeddings of the global batch: near 1 when the network
             collapses, 0 if all embeddings are equal; None if not requested.
         finite: bool scalar, whether all embeddings of the global batch are finite.
-        parts: output of each head by name, when several heads are trained (plsc.heads.joint).
     """
 
     loss: Tensor
@@ -61,7 +60,6 @@ class HeadOutput:
     left_out_error: Tensor | None = None
     hard_recall: Tensor | None = None
     hard_age: Tensor | None = None
-    parts: dict[str, HeadOutput] = field(default_factory=dict)
 
 
 class Head(nn.Module):
@@ -250,37 +248,16 @@ class Head(nn.Module):
 
 def join_outputs(parts: list[HeadOutput]) -> HeadOutput:
     """Combine the outputs of the micro-batches of one step; the resulting loss is detached."""
-    names = {name: None for part in parts for name in part.parts}
-    combined = mean_output(
-        parts,
-        {name: join_outputs([part.parts[name] for part in parts if name in part.parts]) for name in names},
-    )
-    last = parts[-1]
+    sizes = [part.batch for part in parts]
+    mean_loss = weighted_mean([part.mean_loss for part in parts], sizes)
     return replace(
-        combined,
-        loss=combined.mean_loss,
-        effective_rank=last.effective_rank,
-        left_out=last.left_out,
-        left_out_error=last.left_out_error,
-        hard_recall=last.hard_recall,
-        hard_age=last.hard_age,
-    )
-
-
-def mean_output(outputs: list[HeadOutput], parts: dict[str, HeadOutput]) -> HeadOutput:
-    """Return the mean of several outputs, weighted by their number of samples."""
-    sizes = [output.batch for output in outputs]
-    return HeadOutput(
-        loss=weighted_mean([output.loss for output in outputs], sizes),
-        mean_loss=weighted_mean([output.mean_loss for output in outputs], sizes),
+        parts[-1],
+        loss=mean_loss,
+        mean_loss=mean_loss,
         batch=sum(sizes),
-        accuracy=mean_of_known([output.accuracy for output in outputs], sizes),
-        effective_rank=mean_of_known([output.effective_rank for output in outputs], sizes),
-        finite=torch.stack([output.finite for output in outputs]).all(),
-        accuracy_top5=mean_of_known([output.accuracy_top5 for output in outputs], sizes),
-        left_out=mean_of_known([output.left_out for output in outputs], sizes),
-        hard_recall=mean_of_known([output.hard_recall for output in outputs], sizes),
-        parts=parts,
+        accuracy=mean_of_known([part.accuracy for part in parts], sizes),
+        accuracy_top5=mean_of_known([part.accuracy_top5 for part in parts], sizes),
+        finite=torch.stack([part.finite for part in parts]).all(),
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from plsc.config import Config
-from plsc.config.data import Augmentation, DataSet
+from plsc.config.data import Augmentation
 from plsc.config.option import read_arguments, shown_value
 from plsc.data.balance import BalancedPlan, ClassesPlan
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
 from plsc.data.files import read_file_list
 from plsc.data.loader import SourceLoader, choose_kind
-from plsc.data.mixture import JoinedSource, MixturePlan, Share, split_batch
-from plsc.data.order import BatchPlan, count_steps, limited
+from plsc.data.order import BatchPlan
 from plsc.data.reader import ReaderLoader
 from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, open_source
@@ -38,7 +35,6 @@ from plsc.errors import DataError, OptionError
 from plsc.inputs import Input
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
-from plsc.run.build_heads import TrainingSet, margin_of, options_of
 from plsc.run.classes import OpenedCheckpoint, count_classes, count_named_classes, number_classes
 from plsc.seeds import hash_key
 
@@ -61,8 +57,7 @@ class TrainingData:
         notes: log lines about the data.
         first_sample: index of this rank's first sample, if each rank reads only its own part.
         is_of_ranks: whether the samples of a step depend on the number of ranks.
-        sets: the datasets, if there are several, with one head each.
-        class_names: class names by head, '' for a single head; only heads whose classes have names.
+        class_names: names of the classes, if they have any.
     """
 
     loader: Loader
@@ -71,20 +66,16 @@ class TrainingData:
     notes: list[str]
     first_sample: int = 0
     is_of_ranks: bool = False
-    sets: list[TrainingSet] = field(default_factory=list)
-    class_names: dict[str, ClassNames] = field(default_factory=dict)
+    class_names: ClassNames | None = None
 
-    def count_images(self, world: World) -> dict[str, Tensor]:
-        """Return the images per class, int64 [C], by head; empty for a generator reader. A collective."""
+    def count_images(self, world: World) -> Tensor | None:
+        """Return the images per class, int64 [C]; None for a generator reader. A collective."""
         if isinstance(self.loader, ReaderLoader):
-            return {}
+            return None
         labels = self.loader.source.labels()
         is_good = (labels >= 0) & (labels < self.class_num)
         counts = torch.from_numpy(np.bincount(labels[is_good], minlength=self.class_num))
-        if self.is_of_ranks:
-            counts = sum_over_ranks(counts.to(world.device), world.head_group).cpu()
-        sizes = {one.name: one.class_num for one in self.sets} or {"": self.class_num}
-        return dict(zip(sizes, counts.split(list(sizes.values())), strict=True))
+        return sum_over_ranks(counts.to(world.device), world.head_group).cpu() if self.is_of_ranks else counts
 
 
 def is_generator_reader(reader: Any, name: str) -> bool:
@@ -180,9 +171,6 @@ def open_training_data(
     data = options.data
     if example is not None:
         _check_not_images(options, reader, transform)
-    if data.datasets:
-        _check_several(options, reader)
-        return _open_several(options, world, transform, global_batch, checkpoint)
     is_generator = reader is not None and is_generator_reader(reader, "train_reader")
     if is_generator or data.order == "rank_files":
         check_no_landmarks(options, "a generator reader" if is_generator else "data.order 'rank_files'")
@@ -191,8 +179,8 @@ def open_training_data(
         else:
             opened = _open_rank_files(options, world, reader, transform, global_batch)
         names, notes = number_classes(None, checkpoint)
-        named = {} if names is None else {"": names.resized(opened.class_num)}
-        return replace(opened, notes=[*notes, *opened.notes], class_names=named)
+        names = None if names is None else names.resized(opened.class_num)
+        return replace(opened, notes=[*notes, *opened.notes], class_names=names)
     source = open_training_source(options, reader)
     check_save_dir(source, options)
     class_num, names, notes = count_named_classes(source, options, checkpoint)
@@ -209,8 +197,7 @@ def open_training_data(
     recipe = replace(make_recipe(options, transform, class_num), example=example)
     loader = source_loader(source, plan, world.rank, recipe, options, world)
     notes.append(loader.describe())
-    named = {} if names is None else {"": names}
-    return TrainingData(loader, len(source), class_num, notes, class_names=named)
+    return TrainingData(loader, len(source), class_num, notes, class_names=names)
 
 
 def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, list[str]]:
@@ -230,7 +217,7 @@ def _check_not_images(options: Config, reader: Any, transform: Transform | None)
     augmentations = [
         name for name, off in NO_AUGMENTATION.items() if name in options.explicit and options.get(name) != off
     ]
-    if reader is None or options.data.datasets:
+    if reader is None:
         wrong = "the samples come from files of images; set train_reader"
     elif augmentations:
         wrong = f"{', '.join(augmentations)} is only for images; remove it"
@@ -368,111 +355,6 @@ def _own_part(data_dir: str, world: World, allowed: Sequence[str]) -> str:
     return parts[world.rank]
 
 
-def _check_several(options: Config, reader: Any) -> None:
-    """Raise OptionError for options that cannot be used with several datasets."""
-    if reader is not None:
-        raise OptionError("both train_reader and data.datasets are set; remove one of them")
-    if "head.class_num" in options.explicit and options.head.class_num is not None:
-        raise OptionError(
-            "head.class_num is set, but each of the datasets has its own classes; pass class_num to "
-            "add_dataset, or remove the option"
-        )
-    if options.data.order in ("rank_files", "classes"):
-        raise OptionError(
-            f"data.order '{options.data.order}' cannot be used with several datasets; use 'global', 'block', "
-            "'sequential' or 'balanced'"
-        )
-    if options.data.val_dir is not None:
-        raise OptionError(
-            "data.val_dir cannot be used with several datasets, as each has its own classes; use pair files "
-            "(data.val_targets)"
-        )
-    if options.data.last_batch == "keep":
-        raise OptionError(
-            "data.last_batch 'keep' cannot be used with several datasets, as every step has the same number "
-            "of images from each; use 'pad' or 'drop'"
-        )
-
-
-def _open_several(
-    options: Config,
-    world: World,
-    transform: Transform | None,
-    global_batch: int,
-    checkpoint: OpenedCheckpoint | None,
-) -> TrainingData:
-    """Open all datasets of `data.datasets`; each contributes images to every step."""
-    wanted = options.data_sets()
-    counts = split_batch(global_batch, [dataset.weight for dataset in wanted])
-    own_options = [_options_of_set(options, dataset) for dataset in wanted]
-    sources, sets, shares, notes = [], [], [], []
-    class_names: dict[str, ClassNames] = {}
-    if "data.dataset_dir" in options.explicit:
-        notes.append(
-            f"note: data.datasets is set, so only pair files are read from {options.data.dataset_dir}, no "
-            "training images"
-        )
-    for dataset, own, per_step in zip(wanted, own_options, counts, strict=True):
-        with _naming(dataset.name):
-            source = open_training_source(own, None)
-            check_save_dir(source, own)
-            class_num, names, about = count_named_classes(source, own, checkpoint, dataset.name)
-        if names is not None:
-            class_names[dataset.name] = names
-        seed = hash_key(options.train.seed, zlib.crc32(dataset.name.encode()))
-        sets.append(TrainingSet(dataset.name, own, class_num, len(source), per_step, seed))
-        sources.append(source)
-        plan, more = plan_of(source, options, global_batch=1, ranks=1, seed=seed)
-        shares.append(Share(plan, per_step))
-        notes.append(
-            f"dataset {dataset.name} ({own.data.dataset_dir}): {len(source):,} images, {class_num:,} "
-            f"classes, loss {own.head.loss_type}, {per_step} of the {global_batch} images per step"
-        )
-        notes += [f"{dataset.name}: {note}" for note in about + more]
-    class_nums = [training_set.class_num for training_set in sets]
-    joined = JoinedSource([training_set.name for training_set in sets], sources, class_nums)
-    if options.data.train_image_num not in (None, len(joined)):
-        notes.append(f"note: set_train_image_num is ignored, as the datasets have {len(joined):,} images")
-    steps = _epoch_steps(options, len(joined), global_batch)
-    mixture = MixturePlan(tuple(shares), world.size, steps)
-    recipe = make_recipe(options, transform, sum(class_nums))
-    loader = source_loader(joined, mixture, world.rank, recipe, options, world)
-    notes.append(loader.describe())
-    return TrainingData(loader, len(joined), sum(class_nums), notes, sets=sets, class_names=class_names)
-
-
-def _options_of_set(options: Config, dataset: DataSet) -> Config:
-    """Return the options of a dataset, validated before any data is read."""
-    with _naming(dataset.name):
-        own = options_of(options, dataset)
-        own.check_needs()
-        margin_of(own)
-    return own
-
-
-def _epoch_steps(options: Config, num_samples: int, global_batch: int) -> int:
-    steps = options.train.epoch_steps
-    if steps is None:
-        steps = count_steps(num_samples, global_batch, options.data.last_batch)
-    if steps == 0:
-        raise DataError(
-            f"data.last_batch 'drop' leaves no step per epoch: the datasets have {num_samples} samples, "
-            f"fewer than the global batch size {global_batch}; use a smaller batch, 'pad', or set_epoch_steps"
-        )
-    return limited(steps, options.train.limit_train_batches)
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add the name of the dataset to errors."""
-    try:
-        yield
-    except DataError as error:
-        raise error.at(f"dataset {name}") from error
-    except OptionError as error:
-        raise OptionError(f"dataset {name}: {error}") from error
-
-
 def check_save_dir(source: Source, options: Config) -> None:
     """Raise OptionError if the save folder would become a class folder of the dataset."""
     save_dir = Path(options.checkpoint.save_dir).resolve()
@@ -503,7 +385,7 @@ def make_recipe(
 
 
 def source_loader(
-    source: Source, plan: BatchPlan | MixturePlan, rank: int, recipe: Recipe, options: Config, world: World
+    source: Source, plan: BatchPlan, rank: int, recipe: Recipe, options: Config, world: World
 ) -> SourceLoader:
     """Return the loader of a source, with a cache if `data.cache` is set."""
     data = options.data

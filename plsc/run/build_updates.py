@@ -26,7 +26,7 @@ from plsc.config.optim import (
 )
 from plsc.config.option import load_function, read_arguments
 from plsc.errors import OptionError, suggest
-from plsc.heads.joint import Heads
+from plsc.heads import Head, RowOptimizer
 from plsc.optim import schedule as shapes
 from plsc.optim.optimizers import (
     FULL_RATE,
@@ -134,11 +134,12 @@ def build_updates(
     options: Config,
     named: Mapping[str, nn.Parameter],
     assignment: Assignment,
-    heads: Heads,
+    head: Head,
+    rows: RowOptimizer | None,
     device: torch.device,
     factory: Factory | None,
 ) -> tuple[torch.optim.Optimizer, float]:
-    """Return the optimizer of the network and of replicated heads, and its full learning rate.
+    """Return the optimizer of the network and of a replicated head, and its full learning rate.
 
     Also sets the full learning rate of the sharded class weights. named: the network's parameters by the
     names in `assignment`. factory: replaces `optim.optimizer`.
@@ -148,12 +149,11 @@ def build_updates(
     groups: list[dict[str, Any]] = [
         {"params": [named[name] for name in names], **own} for names, own in assignment.groups if names
     ]
-    dense = [p for name, head in heads.by_name.items() if name not in heads.rows for p in head.parameters()]
-    if dense:
-        groups.append({"params": dense, **_settings_of_dense_heads(options)})
+    if rows is None:
+        groups.append({"params": [*head.parameters()], **_settings_of_dense_head(options)})
     if not groups:  # the network is frozen, and class weights have their own optimizer
         groups.append({"params": []})
-    for group in heads.param_groups:
+    for group in rows.param_groups if rows is not None else ():
         group[FULL_RATE] = base * options.head.lr_factor
     if ":" not in optim.optimizer:
         return build_optimizer(optim, groups, base, device), base
@@ -163,7 +163,7 @@ def build_updates(
     return optimizer, float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
 
 
-def _settings_of_dense_heads(options: Config) -> dict[str, Any]:
+def _settings_of_dense_head(options: Config) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if options.head.lr_factor != 1:
         own[LR_FACTOR] = options.head.lr_factor

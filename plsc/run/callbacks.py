@@ -24,7 +24,6 @@ from plsc.config import Config
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
 from plsc.heads import Head, HeadOutput
-from plsc.heads.joint import Heads
 from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
 from plsc.parallel.world import World
@@ -101,7 +100,7 @@ class Context:
     Attributes:
         options: the options of the run.
         network: the backbone, without wrappers of DDP and torch.compile.
-        heads: the classification heads by name.
+        head: the classification head.
         world: the process groups, for collectives of your own.
         position: its step and epoch.
         total_steps: steps of the run; None for a reader of unknown length.
@@ -121,7 +120,7 @@ class Context:
 
     options: Config
     network: BaseModel
-    heads: Heads
+    head: Head
     world: World
     position: Position
     total_steps: int | None
@@ -159,11 +158,6 @@ class Context:
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.world.is_main
-
-    @property
-    def head(self) -> Head | Heads:
-        """The classification head, or all heads if there are several."""
-        return self.heads.only or self.heads
 
     @property
     def batch(self) -> Batch:

@@ -24,13 +24,13 @@ _MUCH_EMPTIER = 1000  # classes per image
 
 
 def count_named_classes(
-    source: Source, options: Config, checkpoint: OpenedCheckpoint | None, head: str = ""
+    source: Source, options: Config, checkpoint: OpenedCheckpoint | None
 ) -> tuple[int, ClassNames | None, list[str]]:
     """Return the number of classes, their names or None, and notes about the labels.
 
-    Calls `number_classes` first. head: name of the head if there are several.
+    Calls `number_classes` first.
     """
-    names, notes = number_classes(source, checkpoint, head)
+    names, notes = number_classes(source, checkpoint)
     class_num, more = count_classes(source, options, least=0 if names is None else len(names))
     notes += more
     if names is None:
@@ -115,13 +115,12 @@ def count_classes(
 
 
 def number_classes(
-    source: Source | None, checkpoint: OpenedCheckpoint | None, head: str = ""
+    source: Source | None, checkpoint: OpenedCheckpoint | None
 ) -> tuple[ClassNames | None, list[str]]:
     """Number the classes of a source as in a checkpoint, matching them by name.
 
     New names are assigned to the unnamed classes of the checkpoint, in order. If source or checkpoint has no
-    class names, labels are class numbers. head: name of the head if there are several. Returns the names of
-    all classes, or None, and notes about changes.
+    class names, labels are class numbers. Returns the names of all classes, or None, and notes about changes.
 
     Raises CheckpointError if source or checkpoint has a class that the other lacks.
     """
@@ -129,37 +128,34 @@ def number_classes(
     if checkpoint is None:
         return own, []
     path, manifest = checkpoint
-    saved = read_class_names(path, manifest, head)
+    saved = read_class_names(path, manifest)
     if own is None or saved is None:
         note = f"the classes of the checkpoint were renumbered: labels must match {path / MAP_NAME}"
         return saved if own is None else own, [note] if (path / MAP_NAME).is_file() else []
     numbers = saved.numbered(own)
-    _check_equal(path, head, own, saved, numbers)
+    _check_equal(path, own, saved, numbers)
     assert isinstance(source, IndexedSource)
     source.renumber(numbers)
     return saved.with_names(own, numbers), _describe(path, own, saved, numbers)
 
 
-def _check_equal(path: Path, head: str, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
+def _check_equal(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
     """Raise CheckpointError for classes that the checkpoint or the dataset lacks."""
-    title = f"the dataset {head}" if head else "the dataset"
-    # `plsc checkpoint classes` does not support several heads.
-    renaming = "rename the dataset, so that its head starts from scratch"
     added = np.flatnonzero(numbers >= len(saved))
     if len(added):
-        command = f"add them with: plsc checkpoint classes {path} NEW --grow {len(added)}"
         raise CheckpointError(
-            f"{path} lacks {len(added)} of the {len(own)} classes of {title}, the first one is "
-            f"'{own[added[0]]}'; remove them from the dataset, or {renaming if head else command}"
+            f"{path} lacks {len(added)} of the {len(own)} classes of the dataset, the first one is "
+            f"'{own[added[0]]}'; remove them from the dataset, or add them with: plsc checkpoint classes "
+            f"{path} NEW --grow {len(added)}"
         )
     lacking = saved.lengths() > 0
     lacking[numbers] = False
     if lacking.any():
         first = int(np.argmax(lacking))
-        command = f"drop them with: plsc checkpoint classes {path} NEW --drop FILE"
         raise CheckpointError(
-            f"{title} lacks {lacking.sum()} of the {len(saved)} classes of {path}, the first one is "
-            f"'{saved[first]}' (class {first}); restore them, or {renaming if head else command}"
+            f"the dataset lacks {lacking.sum()} of the {len(saved)} classes of {path}, the first one is "
+            f"'{saved[first]}' (class {first}); restore them, or drop them with: plsc checkpoint classes "
+            f"{path} NEW --drop FILE"
         )
 
 

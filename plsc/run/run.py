@@ -12,7 +12,7 @@ from torch import nn
 from plsc.config import Config
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.errors import OptionError
-from plsc.heads import ShardedHead
+from plsc.heads import RowOptimizer, ShardedHead
 from plsc.heads.kernels import choose_backend
 from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
@@ -21,7 +21,7 @@ from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.schedule import Schedule
 from plsc.parallel.world import World
 from plsc.run.build_data import TrainingData, open_training_data
-from plsc.run.build_heads import build_heads, head_products, margin_of
+from plsc.run.build_heads import build_trained_head, head_products, margin_of
 from plsc.run.build_network import (
     build_trained_network,
     check_network_options,
@@ -52,6 +52,7 @@ class Run(Context):
     Attributes:
         trained_network: the backbone wrapped for training: it sums gradients over the ranks.
         optimizer: optimizer of the backbone, and of class weights that are not sharded.
+        rows: optimizer of sharded class weights.
         scaler: loss scaler, None if the precision mode needs none.
         samples: the sample numbers of the current batch, for dropout layers.
         settings: initial attributes of the optimizer, and settings of its parameter groups.
@@ -65,6 +66,7 @@ class Run(Context):
 
     trained_network: nn.Module
     optimizer: torch.optim.Optimizer
+    rows: RowOptimizer | None
     scaler: LossScaler | None
     rate: Schedule
     data: TrainingData
@@ -125,19 +127,21 @@ def build_run(
     )
     if options.train.with_test:
         names = [target.name for target in targets]
-        targets += open_held_out(options, data.class_num, data.class_names.get(""), names, limit, world)
+        targets += open_held_out(options, data.class_num, data.class_names, names, limit, world)
     length = Length.of(data.loader.steps_per_epoch, checkpoint)
     total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)
-    # For example a plsc.heads.ShardedHead and its RowSGD; one head per dataset.
-    counts = {} if options.head.class_margins is None else data.count_images(world)
-    heads = build_heads(options, data.class_num, data.sets, world, counts)
+    # For example a plsc.heads.ShardedHead and its RowSGD.
+    counts = None if options.head.class_margins is None else data.count_images(world)
+    head, rows = build_trained_head(options, data.class_num, world, counts)
     _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
     # DDP with summed instead of averaged gradients; the network itself on a single rank.
     trained_network = distribute_backbone(network, options, world, global_batch)
     # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
     parameters = dict(network.named_parameters())
-    optimizer, base_rate = build_updates(options, parameters, assignment, heads, world.device, user.optimizer)
+    optimizer, base_rate = build_updates(
+        options, parameters, assignment, head, rows, world.device, user.optimizer
+    )
     warmup = length.until(options.optim.warmup_epochs)
     rate = build_schedule(options, base_rate, total_steps, warmup, user.schedule)
     run = Run(
@@ -145,8 +149,9 @@ def build_run(
         world=world,
         network=network,
         trained_network=trained_network,
-        heads=heads,
+        head=head,
         optimizer=optimizer,
+        rows=rows,
         position=Position(),
         total_steps=total_steps,
         evaluated=[f"{target.name} {metric}" for target in targets for metric in target.METRICS],
@@ -256,17 +261,15 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     mode = training_mode(run.options, run.world.device)
     if mode == "float32":
         mode = run.options.runtime.dtype
-    count = len(run.data.sets)
-    heads = f"{count} head{'s' * (count > 1)}" if count else f"loss {run.options.head.loss_type}"
     network = type(run.network).__name__ if run.is_custom else run.options.model.name
-    head, kernels = next(iter(run.heads.by_name.values())), ""
+    head, kernels = run.head, ""
     if isinstance(head, ShardedHead):
         wanted, products = run.options.head.kernels, getattr(torch, head_products(run.options))
         backend = choose_backend(wanted, run.world.device, head.weight.dtype, products, None, 1)
         kernels = f", kernels {backend.describe()}"
     text = (
-        f"training {network} ({parameters:,} parameters), {heads}, "
-        f"{run.heads.class_num:,} classes, {images}, "
+        f"training {network} ({parameters:,} parameters), loss {run.options.head.loss_type}, "
+        f"{head.class_num:,} classes, {images}, "
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
         f"{mode}{kernels}"
     )
@@ -308,8 +311,6 @@ def _rates(run: Run) -> str:
     ]
     if options.head.margin_warmup_steps:
         parts.append(f"margin warm-up {options.head.margin_warmup_steps} steps")
-    for name, head in run.heads.by_name.items():
-        if head.margin.is_auto_scale:
-            of = f" of {name}" if name else ""
-            parts.append(f"scale{of} {head.margin.scale:.4g} (auto, {head.class_num:,} classes)")
+    if run.head.margin.is_auto_scale:
+        parts.append(f"scale {run.head.margin.scale:.4g} (auto, {run.head.class_num:,} classes)")
     return ", ".join(parts)

@@ -13,9 +13,8 @@ from plsc.checkpoint import Manifest
 from plsc.checkpoint.importers.matching import shorten
 from plsc.checkpoint.load import check_files
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, Checker
-from plsc.config import Config, Options, find_option
+from plsc.config import Config, Options
 from plsc.config.options import CHECKPOINT
-from plsc.data.order import is_limited
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model
@@ -33,33 +32,18 @@ def settle(
     """Return the configuration of a run: what was set, what its checkpoint decides, and defaults.
 
     What depends on the data (classes, steps and learning rate) is filled in by `build_run`. model: the
-    network that the script set, if any. Raises OptionError, and CheckpointError for a checkpoint that is
-    damaged or belongs to other datasets.
+    network that the script set, if any. Raises OptionError, and CheckpointError for a damaged checkpoint.
     """
     if checkpoint is None:
         config = options.resolve()
     else:
         path, manifest = checkpoint
         config = adopt(options, path, manifest, model, "run")
-        _check_data_sets(config, path, manifest)
-        config = _keep_global_batch(_keep_epochs(config, manifest), path, manifest, ranks)
+        config = _keep_global_batch(config, path, manifest, ranks)
     if number := int(config.train.fast_dev_run):
         step = 0 if checkpoint is None else checkpoint[1].step
         config = config.changed({"train.steps": step + number, "train.limit_val_batches": number})
     return with_margin(config)
-
-
-def _keep_epochs(config: Config, manifest: Manifest) -> Config:
-    """Return the configuration with the checkpoint's steps per epoch, for several datasets.
-
-    Even if datasets change, the length of epochs and the schedule do not, unless options change it.
-    """
-    steps = manifest.scalars.get("steps_per_epoch")
-    is_free = "train.epoch_steps" not in config.explicit and not is_limited(config.train.limit_train_batches)
-    is_free = is_free and not any(one.startswith("train.limit_train") for one in config.differences)
-    if not config.data.datasets or not is_free or steps is None:
-        return config
-    return config.changed({"train.epoch_steps": find_option("train.epoch_steps").saved(steps)})
 
 
 def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
@@ -207,23 +191,4 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
             f"{path} is damaged: its tensors do not fit {options.name} with embedding size "
             f"{options.emb_size} and images of {list(options.image_shape)}{': ' * bool(wrong)}"
             f"{shorten(wrong)}; choose another checkpoint"
-        )
-
-
-def _check_data_sets(options: Config, path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if only one of checkpoint and run has several datasets.
-
-    options: the configuration with the options of the checkpoint.
-    """
-    is_single = "" in manifest.heads
-    if is_single and options.data.datasets:
-        raise CheckpointError(
-            f"{path} has a single head, but this run has one head per dataset (data.datasets); to start "
-            "from its network, use set_pretrained instead of set_checkpoint_dir"
-        )
-    if not is_single and not options.data.datasets:
-        raise CheckpointError(
-            f"{path} has a head for each of the datasets {', '.join(manifest.heads)}, but this run has a "
-            "single dataset (data.dataset_dir); to resume, add the datasets with add_dataset; to start from "
-            "its network, use set_pretrained instead of set_checkpoint_dir"
         )

@@ -32,9 +32,9 @@ def collect_rest(run: Run) -> tuple[dict[str, Any], dict[Role, Tensor]]:
     optimizer, tensors = run.optimizer, dict[str, Tensor]()
     what, is_own = f"the optimizer {type(optimizer).__name__}", has_own_state_dict(optimizer)
     known: dict[int, Any] = {
-        id(one): ["", key] for key, one in named_parameters(run.network, run.heads).items()
+        id(one): ["", key] for key, one in named_parameters(run.network, run.head).items()
     }
-    for key, (_, states) in states_of(run.network, run.heads, optimizer).items():
+    for key, (_, states) in states_of(run.network, run.head, optimizer).items():
         known |= {id(one): [name, key] for name, one in states.items()}
     places = vars(optimizer), *optimizer.param_groups
     found, *groups = [_changed(*pair) for pair in zip(places, run.settings, strict=True)]
@@ -106,7 +106,7 @@ class _Content(pickle.Pickler):
 def restore_rest(run: Run, scalars: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Restore the result of `collect_rest`, after the state of the parameters. Raises CheckpointError."""
     optimizer, what = run.optimizer, f"the state of the optimizer {type(run.optimizer).__name__}"
-    states, named = states_of(run.network, run.heads, optimizer), named_parameters(run.network, run.heads)
+    states, named = states_of(run.network, run.head, optimizer), named_parameters(run.network, run.head)
     groups, attributes, own = decode(
         [scalars.get(GROUPS, []), scalars.get(ATTRIBUTES, {}), scalars.get(OWN, {})],
         dict(tensors),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,7 @@ from plsc.checkpoint.load import OpenCheckpoint
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CALLBACK,
-    CLASS_NAMES,
-    CLASS_OPTIMIZER,
-    CLASS_WEIGHTS,
     OPTIMIZER,
-    STATISTICS,
     Checker,
     Role,
 )
@@ -31,7 +27,7 @@ from plsc.optim.loss_scaling import COUNTS, LossScaler
 from plsc.optim.optimizers import describe_implementation
 from plsc.run.run import Run, global_batch_size
 from plsc.state.optimizer import restore_rest
-from plsc.state.snapshot import describe_heads, own_tensors, seed_generators, take_own
+from plsc.state.snapshot import describe_head, own_tensors, seed_generators, take_own
 from plsc.state.tensors import NEIGHBOURS, REST, check_counts, collect_tensors, make_state
 
 _HOW_TO_CHANGE = {
@@ -45,34 +41,20 @@ _HOW_TO_CHANGE = {
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     """Load the state of the checkpoint `path` into the run; a collective.
 
-    Of several heads, those in both the run and the checkpoint are loaded. Returns log lines about the others
-    and about the optimizer.
+    Returns log lines about the optimizer.
     """
-    match = _match_heads(run, path, manifest)
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
     numbers = Checker(str(path)).mapping(scalars.get("optimizer_numbers", {}), "the optimizer's numbers")
-    saved = {key: info.role for key, info in manifest.tensors.items()}
-    make_state(
-        run.network,
-        run.heads,
-        run.optimizer,
-        {key: info for key, info in manifest.tensors.items() if match.is_kept(key, saved)},
-        {of: state for of, state in numbers.items() if match.is_kept(of, saved)},
-    )
-    tensors = collect_tensors(run.network, run.heads, run.optimizer)
+    make_state(run.network, run.head, run.optimizer, manifest.tensors, numbers)
+    tensors = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     fresh = {
         role
         for role, value in tensors.items()
         if ((role.kind == OPTIMIZER and isinstance(value, Tensor)) or role.name == NEIGHBOURS)
         and role.key not in manifest.tensors
     }
-    here = {role.key: role for role in tensors}
-    wanted = {
-        role: value
-        for role, value in tensors.items()
-        if role not in fresh and match.is_kept(role.key, here) and not _is_extra(role)
-    }
+    wanted = {role: value for role, value in tensors.items() if role not in fresh and not _is_extra(role)}
     own = own_tensors(run, manifest)
     of_callbacks = {}
     for role, value in run.callbacks.state()[1].items():  # filled in place, if shape and type are those saved
@@ -85,7 +67,9 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         lines = [line for line in run.options.differences if line.startswith("head.")]
         raise CheckpointError("; ".join([str(error), *lines])) from error
     check_counts(path, wanted)
-    _restore_heads(run, path, manifest, match)
+    if isinstance(run.head, ShardedHead):
+        run.head.step = manifest.step  # seeds sampling and rounding
+        run.head.computed_by = run.head.resumed_from = manifest.head.computed_by
     _restore_position(run, path, manifest)
     if run.scaler is not None and scalars.get("loss_scaling") is not None:
         restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
@@ -102,10 +86,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.network.load_state_dict(extra, strict=False)
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
-    return [
-        *match.lines(),
-        *_lines_about_optimizer(run, scalars, {role.of for role in fresh if role.kind == OPTIMIZER}),
-    ]
+    return _lines_about_optimizer(run, scalars, {role.of for role in fresh if role.kind == OPTIMIZER})
 
 
 def _is_extra(role: Role) -> bool:
@@ -147,20 +128,12 @@ def _restore_position(run: Run, path: Path, manifest: Manifest) -> None:
     position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
 
 
-def _restore_heads(run: Run, path: Path, manifest: Manifest, match: HeadMatch) -> None:
-    """Restore the step count of the heads, which seeds sampling and rounding, and their backend."""
-    for name, head in run.heads.by_name.items():
-        if not isinstance(head, ShardedHead):
-            continue
-        head.step = manifest.step
-        if not (match.dropped or match.added):  # other datasets change the batch sizes of all heads
-            head.computed_by = head.resumed_from = manifest.heads[name].computed_by
-
-
 def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
     options, scalars = run.options, manifest.scalars
-    optimizer = type(run.optimizer).__name__
+    optimizer, before, now = type(run.optimizer).__name__, manifest.head, describe_head(run)
     expected: dict[str, Any] = {
+        "number of classes": (before.class_num, now.class_num),
+        "loss type": (before.loss_type, now.loss_type),
         "embedding size": (manifest.emb_size, options.model.emb_size),
         "optimizer": (scalars.get("optimizer", optimizer), optimizer),
         "global batch": (scalars.get("global_batch"), global_batch_size(options, run.world.size)),
@@ -174,6 +147,11 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
     _check_network(run, path, manifest)
     if not manifest.step_in_epoch:
         return
+    if before.num_samples != now.num_samples:
+        raise CheckpointError(
+            f"{path} was saved in the middle of an epoch of {before.num_samples} images, but the dataset now "
+            f"has {now.num_samples}; resume from the end of an epoch, or restore the dataset"
+        )
     if run.data.is_of_ranks and manifest.world_size != run.world.size:
         raise CheckpointError(
             f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks, each with its own "
@@ -202,68 +180,6 @@ def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
             f"{path} was saved with {theirs}, but this run has {mine}; use the saved network to resume, or "
             "load only the weights that fit with set_pretrained()"
         )
-
-
-@dataclass(frozen=True)
-class HeadMatch:
-    """Heads that only the checkpoint has (dropped) and that only the run has (added)."""
-
-    dropped: list[str] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """Return log lines about these heads."""
-        lines = []
-        if self.dropped:
-            lines.append(
-                f"datasets removed: {', '.join(self.dropped)}; checkpoints of this run will not contain "
-                "their heads"
-            )
-        if self.added:
-            lines.append(f"datasets added: {', '.join(self.added)}; their heads start from scratch")
-        return lines
-
-    def is_kept(self, key: str, roles: Mapping[str, Role]) -> bool:
-        """Return whether a tensor belongs to no head, or to a head that run and checkpoint both have.
-
-        roles: roles of all tensors of the run or of the checkpoint, by key.
-        """
-        role = roles.get(key)
-        if role is not None and role.kind in (OPTIMIZER, CLASS_OPTIMIZER):
-            role = roles.get(role.of)
-        is_of_head = role is not None and role.kind in (CLASS_WEIGHTS, STATISTICS, CLASS_NAMES)
-        return not is_of_head or role is None or role.of not in (*self.dropped, *self.added)
-
-
-def _match_heads(run: Run, path: Path, manifest: Manifest) -> HeadMatch:
-    """Return the heads that are not in both. Raises CheckpointError if a common head or its data changed."""
-    saved, here = manifest.heads, describe_heads(run)
-    match = HeadMatch([n for n in saved if n not in here], [n for n in here if n not in saved])
-    if len(match.added) == len(here):
-        raise CheckpointError(
-            f"{path} has heads of the datasets {', '.join(saved)}, but this run only has others: "
-            f"{', '.join(match.added)}; keep at least one of them under its name, or use set_pretrained()"
-        )
-    for name, before in saved.items():
-        if name not in here:
-            continue
-        now, of = here[name], f" for the dataset {name}" if name else ""
-        compared: dict[str, tuple[Any, Any]] = {
-            "number of classes": (before.class_num, now.class_num),
-            "loss type": (before.loss_type, now.loss_type),
-        }
-        for what, (theirs, mine) in compared.items():
-            if theirs != mine:
-                raise CheckpointError(
-                    f"{path} was saved with {what} {theirs}{of}, but this run has {mine}; use the saved "
-                    f"value to resume{_HOW_TO_CHANGE[what]}"
-                )
-        if manifest.step_in_epoch and before.num_samples != now.num_samples:
-            raise CheckpointError(
-                f"{path} was saved in the middle of an epoch of {before.num_samples} images{of}, but the "
-                f"dataset now has {now.num_samples}; resume from the end of an epoch, or restore the dataset"
-            )
-    return match
 
 
 def restore_scaler(scaler: LossScaler, saved: object, check: Checker) -> None:

@@ -22,7 +22,7 @@ from plsc.run.run import Run
 from plsc.state.snapshot import check_snapshot, take_snapshot
 from plsc.state.start import Directories
 from plsc.state.upload import Uploader, problem_of
-from plsc.state.weights_files import files_of
+from plsc.state.weights_files import file_of
 from plsc.storage.store import Store, format_bytes
 
 _SHARE_OF_MEMORY = 0.8  # maximum share of the available memory for a copy of the state
@@ -67,7 +67,7 @@ class Saver:
         self.retention = retention_of(run)
         self._lineage = [] if resumed is None else resumed[1].lineage
         self._run = run
-        self._files = list(files_of(run.heads).values())
+        self._file = file_of(run.head)
         self._options = run.options.checkpoint
         # Its own group: the thread's collectives would meet those of the training steps in the other one.
         self._world = run.world.in_background(run.world.save_group)
@@ -89,8 +89,8 @@ class Saver:
         """
         began = time.monotonic()
         self.finish_save()  # at most one copy is in memory
-        for file in self._files:
-            file.begin(mark_of(self._run.position.step, self.directories.start.run_id))
+        if self._file is not None:
+            self._file.begin(mark_of(self._run.position.step, self.directories.start.run_id))
         state = take_snapshot(self._run, metrics, self.directories.start.run_id, self._lineage)
         wait = wait or not self._can_copy(state)
         if not wait:
@@ -184,8 +184,8 @@ class Saver:
         began = time.monotonic()
         is_shared = self.directories.is_shared or self.directories.store is None
         save_checkpoint(path.parent, path.name, state, self._world, is_shared=is_shared)
-        for file in self._files:
-            file.forget(mark_of(state.manifest.step, state.manifest.run_id))
+        if self._file is not None:
+            self._file.forget(mark_of(state.manifest.step, state.manifest.run_id))
         seconds = time.monotonic() - began
         pruned = on_every_rank(self._world, f"prune {path.parent}", lambda: self._prune_and_find_best(path))
         best, size, _ = pruned[0]

@@ -64,7 +64,7 @@ def take_snapshot(
         step_in_epoch=run.position.step_in_epoch,
         world_size=run.world.size,
         emb_size=run.options.model.emb_size,
-        heads=describe_heads(run),
+        heads={"": describe_head(run)},
         options=without_secrets(run.options.as_dict()),
         scalars={
             METRICS_KEY: metrics,
@@ -76,7 +76,7 @@ def take_snapshot(
         lineage=lineage or [],
         run_id=run_id,
     )
-    own = collect_tensors(run.network, run.heads, run.optimizer) if is_check else _tensors(run)
+    own = collect_tensors(run.network, run.head, run.optimizer, run.rows) if is_check else _tensors(run)
     return Snapshot({**own, **more}, manifest)
 
 
@@ -98,20 +98,16 @@ def check_snapshot(run: Run) -> None:
         )
 
 
-def describe_heads(run: Run) -> dict[str, HeadInfo]:
-    """Return what a checkpoint says about the heads, by name."""
-    described = {}
-    sets = {one.name: one for one in run.data.sets}
-    for name, head in run.heads.by_name.items():
-        own = sets.get(name)
-        described[name] = HeadInfo(
-            head.class_num,
-            [list(pair) for pair in class_ranges(head.class_num, run.world.size if head.is_sharded else 1)],
-            (own or run).options.head.loss_type,
-            (own or run.data).num_samples,
-            getattr(head, "computed_by", None),
-        )
-    return described
+def describe_head(run: Run) -> HeadInfo:
+    """Return what a checkpoint says about the head."""
+    head = run.head
+    return HeadInfo(
+        head.class_num,
+        [list(pair) for pair in class_ranges(head.class_num, run.world.size if head.is_sharded else 1)],
+        run.options.head.loss_type,
+        run.data.num_samples,
+        getattr(head, "computed_by", None),
+    )
 
 
 def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
@@ -122,7 +118,7 @@ def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
     order of `_buffers`, in ``rank<r>.buffers.<type>``, for a resume on the same number of ranks.
     ``rank<r>.random`` is the state of its random generators; `class_name_tensors` holds the class names.
     """
-    tensors = collect_tensors(run.network, run.heads, run.optimizer)
+    tensors = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     mine = pack_buffers(run)
     with equal_buffers(run.network, run.world.backbone_group):
         for name, buffer in _buffers(run).items():
@@ -132,9 +128,8 @@ def _tensors(run: Run) -> dict[Role, Tensor | ShardedTensor]:
     for kind, packed in mine.items():
         if not torch.equal(packed.view(torch.uint8), equal[kind].view(torch.uint8)):
             tensors[_own(run, f"buffers.{kind}")] = packed
-    if run.world.is_main:
-        for head, names in run.data.class_names.items():
-            tensors |= class_name_tensors(names, head)
+    if run.world.is_main and run.data.class_names is not None:
+        tensors |= class_name_tensors(run.data.class_names)
     return tensors
 
 
@@ -153,7 +148,7 @@ def _scalars(run: Run) -> dict[str, Any]:
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
         "optimizer_computed_by": describe_implementation(run.optimizer),
-        "optimizer_numbers": collect_numbers(run.network, run.heads, run.optimizer),
+        "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }
 
 

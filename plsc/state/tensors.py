@@ -25,7 +25,7 @@ from plsc.checkpoint.save import Tensors, local_of
 from plsc.checkpoint.shard_file import DTYPES
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
-from plsc.heads.joint import Heads
+from plsc.heads import Head, RowOptimizer
 from plsc.optim.optimizers import ExpectedStates, StateInfo
 from plsc.values import decode, encode
 
@@ -40,53 +40,53 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 def collect_tensors(
     network: nn.Module,
-    heads: Heads,
+    head: Head,
     optimizer: torch.optim.Optimizer,
+    rows: RowOptimizer | None,
 ) -> dict[Role, Tensor | ShardedTensor]:
     """Return the replicated and sharded tensors of a run, by their roles in a checkpoint.
 
-    Tensors are not copied. Class weights in a file are left out, with their states.
+    rows: the optimizer of sharded class weights. Tensors are not copied. Class weights in a file are left
+    out, with their states.
     """
     tensors: dict[Role, Tensor | ShardedTensor] = {}
     rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
-    for of, head in heads.by_name.items():
-        row_optimizer = heads.rows.get(of)
-        tensors |= {Role(STATISTICS, name, of): buffer for name, buffer in head.statistics().items()}
-        for name, parameter in head.named_parameters():
-            if head.file is not None and name == "weight":
-                continue
-            role = Role(CLASS_WEIGHTS, name, of)
-            own: dict[Role, Tensor] = {role: parameter.detach()}
-            states = {} if row_optimizer is None else row_optimizer.state[parameter]
-            own |= {Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()}
-            neighbours = getattr(head, "neighbours", None)
-            if name == "weight" and neighbours is not None:
-                own[Role(CLASS_OPTIMIZER, NEIGHBOURS, role.key)] = neighbours.lists
-            for role, tensor in own.items():
-                rows_of_rank = ShardedTensor(tensor, head.class_num, head.class_range[0])
-                tensors[role] = rows_of_rank if head.is_sharded else tensor
+    tensors |= {Role(STATISTICS, name): buffer for name, buffer in head.statistics().items()}
+    for name, parameter in head.named_parameters():
+        if head.file is not None and name == "weight":
+            continue
+        role = Role(CLASS_WEIGHTS, name)
+        own: dict[Role, Tensor] = {role: parameter.detach()}
+        states = {} if rows is None else rows.state[parameter]
+        own |= {Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()}
+        neighbours = getattr(head, "neighbours", None)
+        if name == "weight" and neighbours is not None:
+            own[Role(CLASS_OPTIMIZER, NEIGHBOURS, role.key)] = neighbours.lists
+        for role, tensor in own.items():
+            rows_of_rank = ShardedTensor(tensor, head.class_num, head.class_range[0])
+            tensors[role] = rows_of_rank if head.is_sharded else tensor
     for role, value in rest.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"the network's {role.name} is a {type(value).__name__}; expected a tensor")
-    for key, (_, states) in states_of(network, heads, optimizer).items():
+    for key, (_, states) in states_of(network, head, optimizer).items():
         rest |= {Role(OPTIMIZER, state, key): value for state, value in states.items()}
     return tensors | {role: value.detach() for role, value in rest.items()}
 
 
-def collect_numbers(network: nn.Module, heads: Heads, optimizer: torch.optim.Optimizer) -> Numbers:
+def collect_numbers(network: nn.Module, head: Head, optimizer: torch.optim.Optimizer) -> Numbers:
     """Return the optimizer state that is not a tensor, such as counts and lists, as JSON."""
-    return {key: values for key, (values, _) in states_of(network, heads, optimizer).items() if values}
+    return {key: values for key, (values, _) in states_of(network, head, optimizer).items() if values}
 
 
 def states_of(
-    network: nn.Module, heads: Heads, optimizer: torch.optim.Optimizer
+    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer
 ) -> dict[str, tuple[Any, dict[str, Tensor]]]:
     """Return the optimizer state as JSON, and its tensors, by the key of the parameter.
 
     Of torch's optimizers, JSON only if they keep more than tensors.
     """
     is_torchs, states = type(optimizer).__module__.startswith("torch.optim"), {}
-    for key, parameter in named_parameters(network, heads).items():
+    for key, parameter in named_parameters(network, head).items():
         own, tensors = optimizer.state.get(parameter, {}), dict[str, Tensor]()
         values = encode(own, f"the optimizer state of {key}", tensors)
         is_listed = own and not (is_torchs and len(tensors) == len(own))
@@ -96,7 +96,7 @@ def states_of(
 
 def make_state(
     network: nn.Module,
-    heads: Heads,
+    head: Head,
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, TensorInfo],
     numbers: Numbers,
@@ -106,7 +106,7 @@ def make_state(
     tensors: all tensors of the checkpoint; only those of the optimizer are used. Raises CheckpointError for
     state of an unknown parameter, state that is too large, or state that the torch optimizer does not keep.
     """
-    named, check = named_parameters(network, heads), Checker("the checkpoint")
+    named, check = named_parameters(network, head), Checker("the checkpoint")
     expected = ExpectedStates(optimizer)
     saved: dict[str, dict[str, TensorInfo]] = {name: {} for name in numbers}
     for info in tensors.values():
@@ -209,9 +209,7 @@ def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Opti
     return is_captured or isinstance(optimizer, torch.optim.ASGD)
 
 
-def named_parameters(network: nn.Module, heads: Heads) -> dict[str, nn.Parameter]:
-    """Return the parameters of the network and the heads by the keys of their tensors."""
+def named_parameters(network: nn.Module, head: Head) -> dict[str, nn.Parameter]:
+    """Return the parameters of the network and the head by the keys of their tensors."""
     named = {Role(BACKBONE, name).key: parameter for name, parameter in network.named_parameters()}
-    for of, head in heads.by_name.items():
-        named |= {Role(CLASS_WEIGHTS, name, of).key: p for name, p in head.named_parameters()}
-    return named
+    return named | {Role(CLASS_WEIGHTS, name).key: p for name, p in head.named_parameters()}

@@ -25,16 +25,14 @@ from plsc.checkpoint.importers.matching import (
 from plsc.checkpoint.importers.source import RowParts, join_rows
 from plsc.checkpoint.importers.tensor_files import read_state_dict
 from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
-from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, STATISTICS, head_prefix
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, STATISTICS
 from plsc.checkpoint.remote import fetch
 from plsc.heads import Head
-from plsc.heads.joint import Heads
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from plsc.run.run import Run
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown
 
-_NONE = np.empty(0, np.int64)
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -92,72 +90,63 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
             stored = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
             weights = {role.name: tensor for role, tensor in stored.items() if role.kind == BACKBONE}
             rows = {role.key: tensor for role, tensor in stored.items() if role.kind != BACKBONE}
-            return _take(run, weights, rows, _orders(run, path), source)
+            return _take(run, weights, rows, _order(run, path), source)
     backbone, tensors = read_state_dict(path, follow_links=True)
     head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
-    return _take(run, backbone, head, {}, source)
+    return _take(run, backbone, head, None, source)
 
 
 def _take(
     run: Run,
     backbone: Mapping[str, Tensor | StoredTensor],
     head: Mapping[str, RowParts | StoredTensor],
-    orders: dict[str, np.ndarray],
+    order: np.ndarray | None,
     source: str,
 ) -> WarmStart:
     started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
-    _take_head(run.heads, head, orders, started)
+    _take_head(run.head, head, order, started)
     if not started.head:
         advice = "use the network and embedding size that were saved (set_model_name(), set_emb_size())"
         refuse_no_match(started.backbone, source, advice)
     return started
 
 
-def _orders(run: Run, path: Path) -> dict[str, np.ndarray]:
-    """Return the index of each class in the checkpoint, per head, if both have class names."""
-    manifest = read_manifest(path)
-    orders = {}
-    for head, names in run.data.class_names.items():
-        saved = read_class_names(path, manifest, head)
-        if saved is not None:
-            orders[head] = saved.numbered(names)
-    return orders
+def _order(run: Run, path: Path) -> np.ndarray | None:
+    """Return the index of each class in the checkpoint; None unless both have class names."""
+    names = run.data.class_names
+    saved = None if names is None else read_class_names(path, read_manifest(path))
+    return None if names is None or saved is None else saved.numbered(names)
 
 
 def _take_head(
-    heads: Heads,
+    head: Head,
     tensors: Mapping[str, RowParts | StoredTensor],
-    orders: dict[str, np.ndarray],
+    order: np.ndarray | None,
     started: WarmStart,
 ) -> None:
     """Load class weights and margin statistics if the classes are the same.
 
-    orders: result of `_orders`. Classes without names are the same if their number is equal.
+    order: result of `_order`. Classes without names are the same if their number is equal.
     """
-    rows: dict[str, tuple[Tensor, Head, np.ndarray]] = {}
-    whole: dict[str, Tensor] = {}
-    for of, head in heads.by_name.items():
-        prefix = head_prefix(of)
-        order = orders.get(of, np.arange(head.class_num))
-        for name, parameter in head.named_parameters():
-            rows[f"{prefix}.{name}"] = (parameter.detach(), head, order)
-        whole.update({f"{prefix}.{name}": tensor for name, tensor in head.statistics().items()})
+    order = np.arange(head.class_num) if order is None else order
+    rows = {f"head.{name}": parameter.detach() for name, parameter in head.named_parameters()}
+    ours = rows | {f"head.{name}": tensor for name, tensor in head.statistics().items()}
     for name, parts in tensors.items():
-        here, owner, order = rows.get(name, (whole.get(name), None, _NONE))
+        here, is_row = ours.get(name), name in rows
         if here is None:
             started.head_left[name] = "does not exist in this head"
             continue
-        shape, added = parts.shape, scale_bytes(here.dtype) if owner is not None else 0
+        shape, added = parts.shape, scale_bytes(here.dtype) if is_row else 0
         if getattr(parts, "is_coded", False):
             shape = (*shape[:-1], shape[-1] - SCALE_BYTES)
         wanted = (*here.shape[:-1], here.shape[-1] - added) if here.ndim else ()
-        wanted = (owner.class_num, *wanted[1:]) if owner is not None else wanted
+        wanted = (head.class_num, *wanted[1:]) if is_row else wanted
         if shape != wanted:
             started.head_left[name] = f"has shape {str(list(shape))[:80]}, expected {list(wanted)}"
-        elif owner is not None and (order >= owner.class_num).any():
+        elif is_row and (order >= head.class_num).any():
             started.head_left[name] = "has classes with other names"
-        elif owner is not None:
-            _copy_rows(parts, order[slice(*owner.class_range)], here, started.source, name)
+        elif is_row:
+            _copy_rows(parts, order[slice(*head.class_range)], here, started.source, name)
             started.head.append(name)
         else:
             value = check_finite(parts.read(), f"{started.source}: {name}")

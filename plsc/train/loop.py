@@ -192,9 +192,9 @@ class Trainer:
             is_saving = self._saver is not None and not self._saver.is_done()
             # One collective tells every rank of signals, ends of data, finished saves and stops: all act in
             # the same step.
-            is_stopping, reads_labels = bool(run.stop_reason), getattr(run.heads.only, "reads_labels", False)
+            is_stopping, reads_labels = bool(run.stop_reason), getattr(run.head, "reads_labels", False)
             status = exchange_status(
-                run.world, batch, run.heads.class_num, stop.number, is_saving, is_stopping, reads_labels
+                run.world, batch, run.head.class_num, stop.number, is_saving, is_stopping, reads_labels
             )
         if self._saver is not None and not status.is_saving:
             self._saver.finish_save()
@@ -256,7 +256,6 @@ class Trainer:
     def _log(self, made: StepResult) -> None:
         """Collect the metrics of the last step, and call the callbacks that write them."""
         run, output, report = self._run, made.output, self._window.report()
-        parts = output.parts.items()
         metrics: dict[str, Any] = {
             "step": self._position.step,
             "epoch": self._position.epoch,
@@ -264,8 +263,6 @@ class Trainer:
             "mean_loss": self._losses.since_log.take(),
             "lr": made.rate,
             **{name: _finite(getattr(output, name)) for name in _GAUGES},
-            **{f"loss/{head}": _finite(part.mean_loss) for head, part in parts},
-            **{f"{name}/{head}": _finite(getattr(part, name)) for head, part in parts for name in _GAUGES},
             **report,
             "skipped_images": sum(run.world.all_gather_object(report["skipped_images"])),
             "bad_samples": self._bad_samples.gather(),
@@ -286,7 +283,7 @@ class Trainer:
         try:
             self._run.call("evaluation_start")
             with equal_buffers(run.network, run.world.backbone_group):
-                results = evaluate_targets(run.network, run.targets, run.options, run.world, run.heads.only)
+                results = evaluate_targets(run.network, run.targets, run.options, run.world, run.head)
         except Exception:
             for average in (one for one in run.callbacks.all if isinstance(one, WeightAverage)):
                 average.evaluated(run)  # the weights of the network again

@@ -61,7 +61,7 @@ class Step:
         # torch's fused optimizers can skip an update without a synchronisation.
         is_fused = all(group.get("fused") for group in run.optimizer.param_groups)
         self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
-        self._before = BufferCopy([run.network, run.heads]) if run.scaler else None
+        self._before = BufferCopy([run.network, run.head]) if run.scaler else None
         self._sparse = sparse_parameters(run.network)
         self._trained: list[nn.Parameter] | None = None
 
@@ -86,7 +86,7 @@ class Step:
         if is_new:
             run.world.log(idle_parameters(run.network), logging.WARNING)
         # DDP sums the backbone's gradients only; a replicated head is outside of it.
-        run.heads.sync_gradients()
+        run.head.sync_gradients()
         with span("clip gradients"):
             is_skipped, is_excused = self._find_overflow(output)
         run.current.output = output
@@ -120,7 +120,7 @@ class Step:
             return False
         self._trained = trained  # not only their ids, which new objects may get
         named = dict(run.network.named_parameters())
-        alive = {*map(id, named.values()), *map(id, run.heads.parameters())}
+        alive = {*map(id, named.values()), *map(id, run.head.parameters())}
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in alive]
         known = {id(p) for group in groups for p in group["params"]}
@@ -148,14 +148,13 @@ class Step:
         return True
 
     def _set_rates(self, factor: float) -> None:
-        groups = self._run.optimizer.param_groups
-        set_rates([*groups, *self._run.heads.param_groups], factor)
+        for optimizer in filter(None, (self._run.optimizer, self._run.rows)):
+            set_rates(optimizer.param_groups, factor)
 
     def _set_margins(self, updates: int) -> None:
-        """Set the margin warm-up of every head for the step after `updates` updates."""
+        """Set the margin warm-up for the step after `updates` updates."""
         steps = self._run.options.head.margin_warmup_steps
-        for head in self._run.heads.by_name.values():
-            head.margin.share = min(1.0, (updates + 1) / max(1, steps))
+        self._run.head.margin.share = min(1.0, (updates + 1) / max(1, steps))
 
     def _forward_backward(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> HeadOutput:
         """Compute the gradients of the mean loss of the global batch, one micro-batch after another.
@@ -178,7 +177,7 @@ class Step:
                 with span("forward"), autocast(self._mode, device):
                     embeddings = run.trained_network(input, labels, True)
                 with span("head"):
-                    output = run.heads(
+                    output = run.head(
                         scale_gradient(embeddings, scale),
                         labels,
                         with_accuracy=is_logged and self._options.calc_acc,
@@ -273,13 +272,14 @@ class Step:
             clip_gradients(run)
         with span("optimizer"):
             run.optimizer.step()
-        if run.heads.rows:
+        if run.rows is not None:
             with span("update class weights"):
-                run.heads.update()
+                run.rows.step()
 
     def _skip(self) -> None:
-        """Restore the state before the step: class weights of the heads and all running statistics."""
-        self._run.heads.skip()
+        """Restore the state before the step: class weights and all running statistics."""
+        if self._run.rows is not None:
+            self._run.rows.skip()
         if self._before is not None:
             self._before.put_back()
 

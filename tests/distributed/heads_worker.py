@@ -26,7 +26,6 @@ from plsc.heads import (
     build_margin,
 )
 from plsc.heads.base import HeadOutput
-from plsc.heads.joint import Heads
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 from tests import reference
@@ -284,27 +283,6 @@ def check_topk(
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-def check_joint_topk(world: World) -> None:
-    """Each sample is searched among the classes of its own head."""
-    kinds = {"faces": ("dist_arcface", 7), "glyphs": ("cosface", 5), "cars": ("dist_softmax", 2)}
-    whole = [build_head(*kind, DIMENSION, seed=seed) for seed, kind in enumerate(kinds.values())]
-    heads = {
-        name: build_head(*kind, DIMENSION, seed=seed, group=world.head_group)
-        for seed, (name, kind) in enumerate(kinds.items())
-    }
-    x = global_batch(7, 5)[0].float() + world.rank
-    owners = torch.tensor([0, 2, 2, 0, 0])  # no sample of glyphs
-    scores, classes = Heads(heads, group=world.head_group).topk(x, 3, owners)
-    for sample, owner in enumerate(owners.tolist()):
-        one, start = whole[owner], (0, 7, 12)[owner]
-        logits = plain_logits(one, x[sample : sample + 1]) * one.margin.scale
-        expected, numbers = reference.top_classes(logits.detach(), 3)
-        found = classes[sample, : one.class_num]
-        assert found.tolist() == (numbers[0] + start).tolist()
-        torch.testing.assert_close(scores[sample, : one.class_num], expected[0])
-        assert (classes[sample, one.class_num :] == -1).all()
-
-
 def check_extreme_norms(world: World, loss_type: str) -> None:
     """Compare loss and gradients in float32 for norms whose squares overflow or underflow."""
     whole = filled_whole("dist_arcface", 23, 1)
@@ -395,7 +373,6 @@ def main() -> None:
             check_topk(world, "cosface", classes, centers, sizes, "float32", False)
         check_topk(world, "dist_softmax", 23, 1, sizes, "float32", False)
         check_topk(world, "softmax", 23, 1, sizes, "float64", False)
-    check_joint_topk(world)
     check_bad_input(world)
     check_forgotten_group(world)
     world.close()

@@ -55,7 +55,7 @@ def train(world: World, dataset: str, case: str, names: str) -> tuple[list[float
             sizes = exchange_status(world, batch, run.head.class_num).sizes
             losses.append(float(step.make(batch, sizes, is_logged=True).output.mean_loss))
             run.position.advance()
-    found = collect_tensors(run.network, run.heads, run.optimizer)
+    found = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     return losses, {role.key: local_of(value) for role, value in found.items()}
 
 

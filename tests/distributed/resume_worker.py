@@ -18,7 +18,6 @@ from plsc.checkpoint.manifest import EXTRA, HeadInfo, Role
 from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
-from plsc.heads.joint import Heads
 from plsc.parallel.world import World
 from plsc.run.user_parts import UserParts
 from plsc.state.tensors import collect_tensors
@@ -50,7 +49,7 @@ def state_of_rows(world: World, is_filled: bool):
         )  # fmt: skip
         rows = ROW_OPTIMIZERS[optimizer](head, state_dtype=state_dtype)
         none = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-        parts = collect_tensors(nn.Module(), Heads({"": head}, {"": rows}), none)
+        parts = collect_tensors(nn.Module(), head, none, rows)
         found |= {Role(EXTRA, f"{name}/{role.key}"): value for role, value in parts.items()}
     generator = torch.Generator().manual_seed(3)
     for part in found.values():

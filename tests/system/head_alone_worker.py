@@ -22,6 +22,7 @@ from plsc.heads import ShardedHead
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "head.md"
 PLAIN, SEVERAL = "Use the head in your own training loop", "DDP and FSDP2"
+HEADS_EACH = "Several datasets with a head each"
 CLASSES, BATCH, STEPS = 40, 32, 12
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -52,6 +53,7 @@ BLOCKS = read_blocks()
 TORCH, HEADS, _, CONSTRUCTION, LOOP = BLOCKS[PLAIN][0].split("\n\n")
 SETUP = f"{TORCH}\n{HEADS}\n{CONSTRUCTION}"
 PROCESSES, FSDP = BLOCKS[SEVERAL]
+TWO_HEADS = BLOCKS[HEADS_EACH][0].partition("\n\n")[2]  # without the page's own data
 # What the page says in words: the head under autocast, a scheduler for each optimizer.
 FORWARD = "    out = head(backbone(images), labels)"
 AUTOCAST = LOOP.replace(
@@ -71,9 +73,9 @@ def make_backbone() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 512))
 
 
-def make_batches(steps: int = STEPS) -> Batches:
+def make_batches(steps: int = STEPS, seed: int = 4) -> Batches:
     """Clusters: each sample is the centre of its class and some noise. inputs [BATCH, 16]."""
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLASSES, 16, generator=generator)
     batches = []
     for _ in range(steps):
@@ -115,6 +117,12 @@ def shares(batches: Batches, rank: int, ranks: int) -> Batches:
     cuts = [0, *(BATCH * (r + 1) // ranks + (3 if r + 1 < ranks else 0) for r in range(ranks))]
     mine = slice(cuts[rank], cuts[rank + 1])
     return [(images[mine], labels[mine]) for images, labels in batches]
+
+
+def train_two_heads(*code: str, rank: int = 0, ranks: int = 1, **names: Any) -> Run:
+    """Train on the usual data and on others, half as many: of two ranks, only the first has any of these."""
+    others = [(images[: BATCH // 2], labels[: BATCH // 2]) for images, labels in make_batches(seed=5)]
+    return train(*code, other_classes=CLASSES, other_batches=shares(others, rank, ranks), **names)
 
 
 LIGHTNING = """
@@ -160,6 +168,10 @@ def train_ranks(mode: str, rank: int, ranks: int, batches: Batches) -> Run:
         wrapped = PROCESSES.replace("backbone = DistributedDataParallel(backbone)\n", FSDP)
         wrapped = wrapped.replace("backbone.register_comm_hook(None, sum_gradients)\n", "")
         return train(wrapped, LOOP, batches=batches)
+    if mode == "two_heads":
+        two = TWO_HEADS.replace('build_margin("arcface"))', 'build_margin("arcface"), group=head.group)')
+        assert two != TWO_HEADS
+        return train_two_heads(PROCESSES, two, rank=rank, ranks=ranks, batches=batches)
     if mode == "accelerate":
         return train(*BLOCKS["Accelerate"], batches=batches, **hooked)
     assert mode == "lightning"
@@ -173,14 +185,15 @@ def parameters(backbone: nn.Module) -> Iterator[Tensor]:
 
 
 def main(mode: str, rank: int, ranks: int) -> None:
-    whole = train(SETUP, LOOP)
+    whole = train_two_heads(SETUP, TWO_HEADS) if mode == "two_heads" else train(SETUP, LOOP)
     mine = train_ranks(mode, rank, ranks, shares(make_batches(), rank, ranks))
     close = {"rtol": 1e-4, "atol": 1e-5}
     assert mine.losses[-1] < 0.7 * mine.losses[0], mine.losses
     torch.testing.assert_close(mine.losses, whole.losses, rtol=1e-4, atol=0)
-    start, stop = mine.head.class_range
-    assert stop - start == len(mine.head.weight) < (CLASSES if ranks > 1 else CLASSES + 1)
-    torch.testing.assert_close(mine.head.weight, whole.head.weight[start:stop], **close)
+    for ours, theirs in zip(*(run.names.get("heads", [run.head]) for run in (mine, whole)), strict=True):
+        start, stop = ours.class_range
+        assert stop - start == len(ours.weight) < (CLASSES if ranks > 1 else CLASSES + 1)
+        torch.testing.assert_close(ours.weight, theirs.weight[start:stop], **close)
     for one, other in zip(parameters(mine.backbone), parameters(whole.backbone), strict=True):
         torch.testing.assert_close(one, other, **close)
     if dist.is_initialized():

@@ -111,6 +111,25 @@ def test_accumulation_over_micro_batches_equals_whole_batches(plain):
     assert_same(run, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_two_heads_on_one_backbone_equal_replicated_heads_and_a_torch_optimizer():
+    run = alone.train_two_heads(SETUP, alone.TWO_HEADS)
+    backbone = alone.make_backbone()
+    heads = [plsc.heads.build_head("arcface", alone.CLASSES, 512) for _ in run.names["heads"]]
+    everything = [*backbone.parameters(), *(head.weight for head in heads)]
+    optimizer = torch.optim.SGD(everything, lr=0.1, momentum=0.9, weight_decay=5e-4)
+    for (images, labels), (others, numbers) in zip(
+        alone.make_batches(), run.names["other_batches"], strict=True
+    ):
+        first, second = heads[0](backbone(images), labels), heads[1](backbone(others), numbers)
+        optimizer.zero_grad()
+        ((2 * first.loss + second.loss) / 3).backward()  # twice as many images
+        optimizer.step()
+    for ours, theirs in zip(run.names["heads"], heads, strict=True):
+        torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(run.backbone.parameters(), backbone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_clipping_over_all_parameters_equals_that_of_torch():
     clipped = train(SETUP, *BLOCKS["Gradient clipping"], max_norm=20.0)
     truth = with_torch(alone.make_batches(), max_norm=20.0)
@@ -169,6 +188,7 @@ def test_accelerate_trains_the_same_rows(plain):
         ("fsdp", 2),
         ("lightning", 2),
         ("accelerate", 2),
+        ("two_heads", 2),
     ],
 )
 def test_on_several_processes_rows_and_backbone_equal_those_of_one(mode, ranks):
@@ -237,6 +257,7 @@ def test_the_page_has_no_code_that_is_not_run_here():
         alone.SEVERAL: 2,
         "GradScaler": 1,
         "Gradient accumulation": 1,
+        alone.HEADS_EACH: 1,
         "Gradient clipping": 1,
         "Checkpoints": 1,
         "Lightning": 1,

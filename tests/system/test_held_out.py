@@ -136,10 +136,6 @@ def test_classes_that_training_lacks_are_refused_before_it(folders, tmp_path):
     refused(train, tmp_path / "nowhere", "does not exist")
     write_pair_file(train.parent / "flat" / "val.bin", flat)
     refused(flat, flat, "pair file named 'val'", OptionError, set_val_targets="val")
-    several = entry(flat, tmp_path / "run", set_val_dir=flat, set_with_test=True)
-    several.add_dataset("faces", str(flat))
-    with pytest.raises(OptionError, match=r"data\.val_dir cannot be used with several datasets"):
-        several.train()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -340,7 +340,7 @@ NEVER = {
     "checkpoint", "memory", "runtime.device", "runtime.backend", "runtime.timeout", "runtime.init_method",
     "runtime.rank", "runtime.world_size",
     "runtime.cpu_threads", "model.pretrained", "model.initialization",
-    "data.dataset_dir", "data.datasets", "data.val_targets", "data.val_dir", "data.num_workers",
+    "data.dataset_dir", "data.val_targets", "data.val_dir", "data.num_workers",
     "data.loader", "data.cache", "data.cache_bytes", "data.cache_dir",
     "data.format_arguments", "data.landmarks", "head.weights_file",
     "train.test_batch_size",

@@ -44,7 +44,7 @@ def test_the_lines_of_the_docs_restore_the_training_of_plsc_0_1(tmp_path):
     for step in (0, 1, 99_999, 100_000, 159_999, 160_000, 219_999, 220_000, 1_000_000):
         expected = 0.4 * 64 / 1024 * 0.1 ** sum(step >= end for end in (100_000, 160_000, 220_000))
         assert run.rate(step) == pytest.approx(expected), step
-    groups = [*run.optimizer.param_groups, *run.heads.param_groups]
+    groups = [*run.optimizer.param_groups, *run.rows.param_groups]
     for group in groups:
         assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 5e-4, False)
     decayed = sum(len(group["params"]) for group in run.optimizer.param_groups)

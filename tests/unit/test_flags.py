@@ -175,7 +175,7 @@ def test_setters_become_the_flags_of_the_command_with_their_values():
     assert in_flags_of("train", "call set_class_num, or use set_lr.") == (
         "pass --head.class_num, or use --optim.lr."
     )
-    assert in_flags_of("train", "data/set_lr: use add_dataset") == "data/set_lr: use --data.datasets"
+    assert in_flags_of("train", "data/set_lr: use set_lr") == "data/set_lr: use --optim.lr"
     assert in_flags_of("train", "set_loss_type('arcface')") == "--head.loss_type arcface"
     assert in_flags_of("inspect", "see set_lr()") == "see set_lr()"
     assert in_flags_of("plan", "see set_class_num(5)") == "see --head.class_num 5"

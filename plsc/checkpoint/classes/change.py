@@ -120,9 +120,9 @@ def change_classes(
     check_destination(old, new)
     with OpenCheckpoint(old) as opened:
         manifest = opened.manifest
-        refuse_several_heads(old, manifest)
+        classes = manifest.head.class_num
         moved = _with_class_rows(old, manifest)
-        plan, class_list = _plan(manifest.class_num, given[0], wanted[given[0]])
+        plan, class_list = _plan(classes, given[0], wanted[given[0]])
         changes = _changes(opened, plan, rows, directions)
         check_checksums(old, manifest, sorted(manifest.files))
         named = _new_names(old, manifest, plan, names)
@@ -139,15 +139,6 @@ def change_classes(
             result = _new_manifest(manifest, plan, tensors, files, entry)
             (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
     return result
-
-
-def refuse_several_heads(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if a checkpoint has several heads."""
-    if "" not in manifest.heads:
-        raise CheckpointError(
-            f"{folder} has several heads; the classes of a checkpoint can be changed only if it has a single "
-            "head"
-        )
 
 
 def _plan(before: int, what: str, value: Any) -> tuple[Plan, ClassList | None]:
@@ -169,8 +160,8 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
         shape = manifest.tensors[key].shape
         if shape[:1] != (manifest.class_num,):
             raise CheckpointError(
-                f"{folder}: {key!r} has the shape {list(shape)}, but there are {manifest.class_num} classes; "
-                "choose another checkpoint"
+                f"{folder}: {key!r} has the shape {list(shape)}, but there are {manifest.class_num} "
+                "classes; choose another checkpoint"
             )
     return keys
 
@@ -317,7 +308,7 @@ def _new_manifest(
         run_id="",  # so that no run deletes it
         heads={
             "": dataclasses.replace(
-                manifest.heads[""],
+                manifest.head,
                 class_num=plan.after,
                 class_ranges=[list(pair) for pair in class_ranges(plan.after, ranks)],
             )

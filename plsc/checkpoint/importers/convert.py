@@ -297,7 +297,7 @@ def _write(
 ) -> None:
     """Write the data files and then the manifest to a hidden folder, and publish it as the target."""
     shards = []
-    for rank, (start, stop) in enumerate(manifest.heads[""].class_ranges):
+    for rank, (start, stop) in enumerate(manifest.head.class_ranges):
         entries = [_part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()]
         if rank == 0:
             entries += [entry_of(key, tensor) for key, tensor in tensors.items()]

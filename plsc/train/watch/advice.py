@@ -53,10 +53,9 @@ class LearningCheck(Callback):
     @staticmethod
     def of(run: Run, is_resumed: bool) -> LearningCheck:
         """Return the check of a run."""
-        classes = [head.class_num for head in run.heads.by_name.values()]
         starts_afresh = not is_resumed and run.options.model.pretrained is None
         return LearningCheck(
-            min(run.options.model.emb_size, *classes),
+            min(run.options.model.emb_size, run.head.class_num),
             run.rate.warmup_steps,
             run.total_steps,
             watches_loss=starts_afresh and not run.options.head.margin_warmup_steps,
@@ -70,8 +69,7 @@ class LearningCheck(Callback):
 
     def logged(self, context: Context) -> None:
         """Log the warnings."""
-        sizes = [part.batch for part in context.output.parts.values()] or [context.output.batch]
-        batch = min(sizes) // context.options.train.micro_batches
+        batch = context.output.batch // context.options.train.micro_batches
         rank = context.metrics["effective_rank"]
         for line in (self.spread(context.step, rank, batch), self.rising(context.epoch)):
             context.world.log(line, logging.WARNING)

@@ -59,7 +59,7 @@ class Progress(Callback):
             if loss is None:
                 loss = context.metrics.get("mean_loss")
             self._bar.set_description_str(_epoch_of(context, context.current_epoch), refresh=False)
-            self._bar.set_postfix_str(self._numbers(context, {"loss": loss}), refresh=False)
+            self._bar.set_postfix_str(self._numbers(context, loss), refresh=False)
             self._bar.update()
         if context.step == self._first_step:
             period = context.options.train.log_period
@@ -68,11 +68,11 @@ class Progress(Callback):
     def logged(self, context: Context) -> None:
         """Log the progress, the mean loss since the last line, and the time left."""
         metrics, total = context.metrics, context.total_steps
-        losses = {"loss": metrics["mean_loss"]}
-        losses |= {key: value for key, value in metrics.items() if key.startswith("loss/")}
         steps = f"/{total}" if total else ""
         epoch = _epoch_of(context, metrics["epoch"])
-        context.world.log(f"{epoch} step {context.step}{steps} {self._numbers(context, losses)}")
+        context.world.log(
+            f"{epoch} step {context.step}{steps} {self._numbers(context, metrics['mean_loss'])}"
+        )
 
     def evaluated(self, context: Context) -> None:
         """Log the results."""
@@ -94,10 +94,10 @@ class Progress(Callback):
         other_ranks.error("%s: %s", type(context.error).__name__, context.error)
         self.run_end(context)
 
-    def _numbers(self, context: Context, losses: dict[str, float | None]) -> str:
+    def _numbers(self, context: Context, loss: float | None) -> str:
         """Return ``loss 5.876 accuracy 0.912 lr 0.1 429 images/s 23s left``, as far as known."""
         metrics = context.metrics
-        parts = [f"{key} {'overflow' if loss is None else f'{loss:#.4g}'}" for key, loss in losses.items()]
+        parts = [f"loss {'overflow' if loss is None else f'{loss:#.4g}'}"]
         for key, text in _NUMBERS.items():
             if metrics.get(key) is not None:
                 parts.append(text.format(metrics[key]))

@@ -69,16 +69,6 @@ def test_weights_are_loaded_alone(saved):
     assert torch.equal(weights["weight"], make_state()[1]["head.weight"].local)
 
 
-def test_class_weights_of_several_heads_are_loaded_by_the_name_of_the_head(tmp_path):
-    tensors = {f"heads.{name}.weight": torch.full((2, 3), value) for name, value in (("a", 1.0), ("b", 2.0))}
-    path = save(tmp_path, "1", tensors, {})
-    assert load_weights(path, "class_weights", head="b")["weight"].tolist() == [[2.0] * 3] * 2
-    with pytest.raises(CheckpointError, match=r"several heads \(a, b\); choose one"):
-        load_weights(path, "class_weights")
-    with pytest.raises(CheckpointError, match="has no class_weights tensor of the head 'c'"):
-        load_weights(path, "class_weights", head="c")
-
-
 def test_sharded_tensors_load_as_whole_ones_and_vice_versa(saved):
     tensors, sharded = make_state()
     whole, rows = torch.zeros(5, 3), ShardedTensor(torch.zeros(4, 3), 4, 0)

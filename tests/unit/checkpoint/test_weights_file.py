@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import zlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from plsc.checkpoint.weights_file import WeightsFile
 from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
 from plsc.parallel.world import World
-from plsc.state.weights_files import opened_files
+from plsc.state.weights_files import opened_file
 from plsc.storage import publish
 from tests.devices import GPU
 
@@ -411,10 +410,10 @@ def test_a_link_instead_of_a_new_file_overwrites_nothing_outside(opened, tmp_pat
 
 def test_a_second_failure_in_close_does_not_hide_the_first_error(opened):
     head, rows = opened()
-    heads, limits = SimpleNamespace(by_name={"": head}), resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fail():
-        with opened_files(heads, World.single("cpu"), None):
+        with opened_file(head, World.single("cpu"), None):
             train(head, rows, range(2))
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as a full disk: no write succeeds
             raise ZeroDivisionError

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.data.balance import BalancedPlan, ClassesPlan, shuffled
-from plsc.data.mixture import MixturePlan, Share
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError, OptionError
 
@@ -175,16 +174,6 @@ def test_an_image_that_occurs_twice_in_an_epoch_is_augmented_anew():
     for plan in (balanced([9, 5]), classes([9, 5], 2, 4)):
         draws = [plan.draw_epoch(epoch, step) for epoch in range(2) for step in range(plan.steps_per_epoch)]
         assert len(set(draws)) == len(draws)
-
-
-def test_a_balanced_order_works_for_each_of_several_data_sets():
-    shares = tuple(
-        Share(balanced(counts, 0.0, batch=1, seed=k), 3) for k, counts in enumerate(([20, 2, 2], [6, 6]))
-    )
-    plan = MixturePlan(shares, 2, 8)
-    batches = [plan.indices(0, step, rank) for step in range(8) for rank in range(2)]
-    first = np.concatenate([batch[batch < 24] for batch in batches])
-    assert np.bincount(shares[0].plan.labels[first] - 3).tolist() == [8, 8, 8]
 
 
 def test_batches_that_are_not_whole_classes_are_refused():

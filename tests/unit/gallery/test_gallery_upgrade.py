@@ -177,10 +177,6 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
     write_dataset(unlike, CLASSES, per_class=1, seed=5)
     entry(unlike, tmp_path / "unlike_run", set_seed=8).train()
     entry(folder / "faces", tmp_path / "centers_run", set_sub_centers=2).train()
-    several = entry(few, tmp_path / "heads_run")
-    several.add_dataset("a", few)
-    several.add_dataset("b", unlike)
-    several.train()
     both = ("--anchors-from", folder / "by_new", "--anchors-to", folder / "by_old")
     other = ["--checkpoint.load_dir", str(folder / "new"), "--images", str(few / "images"), "--quiet"]
     assert main(["predict", *other, "--output", str(tmp_path / "by_few")]) == 0
@@ -208,7 +204,6 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
         ),
         (gallery, [*ours, tmp_path / "no_values"], {}, "no_values has no embeddings"),
         (gallery, [], {"new": tmp_path / "centers_run/0"}, "a class has several sub-centres"),
-        (gallery, [], {"new": tmp_path / "heads_run/0"}, "has several heads; set head to one of: a, b"),
         (gallery, both[:2], {}, "one of --anchors-from and --anchors-to is missing"),
         (tmp_path / "classes", [], {}, "has the classes of a model"),
         (gallery, [], {"new": tmp_path / "flipped"}, "only one of .* adds the mirrored image"),

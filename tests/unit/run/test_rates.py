@@ -165,18 +165,6 @@ def test_margins_per_class_are_a_formula_or_a_file(values, dataset, tmp_path):
         options(dataset, tmp_path, head__class_margins=values)
 
 
-def test_each_head_has_the_margins_of_its_own_classes_unless_its_dataset_sets_one(tmp_path):
-    for name, images in {"one": 1, "many": 16, "other": 2}.items():
-        write_dataset(tmp_path / name, classes=3, per_class=images)
-    sets = [{"name": name, "path": str(tmp_path / name)} for name in ("one", "many", "other")]
-    sets[2]["margin"] = 0.3
-    made = options("unused", tmp_path, data__datasets=sets, head__class_margins={"a": 0.4})
-    heads = build_run(made.resolve(), WORLD, UserParts(Drawing())).heads.by_name
-    margins = [head.margin.class_margins for head in heads.values()]
-    assert torch.cat(margins[:2]).tolist() == pytest.approx([0.4] * 3 + [0.2] * 3)
-    assert (margins[2], heads["other"].margin.margin) == (None, 0.3)
-
-
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_log_and_checkpoint_name_the_kernels_of_the_head(kernels, dataset, tmp_path, capsys):
     if kernels == "native" and native.unavailable():

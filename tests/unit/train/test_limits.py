@@ -163,19 +163,6 @@ def test_a_limited_generator_resumes_where_its_limit_is_used_up(dataset, tmp_pat
     assert (result.steps, result.epochs) == (18, 4)
 
 
-def test_several_data_sets_resume_with_a_larger_limit(dataset, tmp_path):
-    def run(**more):
-        ins = entry(dataset, tmp_path / "run", set_train_batch_size=8, **more)
-        ins.add_dataset("a", dataset)
-        ins.add_dataset("b", dataset)
-        return ins.train().steps
-
-    assert run(set_limit_train_batches=2) == 2
-    last = {"set_checkpoint_dir": "last"}
-    assert run(set_limit_train_batches=1.0, set_train_epochs=2, **last) == 2 + 6
-    assert run(set_train_epochs=3, **last) == 2 + 6 + 6
-
-
 @pytest.mark.parametrize(
     "more", [{}, {"optim__schedule": f"{__name__}:frozen", "optim__schedule_arguments": None}]
 )
@@ -198,19 +185,6 @@ def test_a_run_whose_remaining_steps_have_rate_zero_says_so_and_makes_none(datas
 
 def frozen(step):
     return 0.0
-
-
-def test_several_data_sets_resume_with_the_same_length_of_an_epoch(dataset, tmp_path):
-    def run(epochs, resume):
-        ins = entry(dataset, tmp_path / "run", set_train_batch_size=8, set_train_epochs=epochs)
-        ins.set_limit_train_batches(0.5)
-        ins.add_dataset("a", dataset)
-        ins.add_dataset("b", dataset)
-        if resume:
-            ins.set_checkpoint_dir("last")
-        return ins.train().steps
-
-    assert [run(1, False), run(2, True), run(3, True)] == [3, 6, 9]
 
 
 class Seen(Callback):

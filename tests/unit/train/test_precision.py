@@ -44,7 +44,6 @@ HEADS = {
         "head__loss_type": "dist_adaface", "head__sample_ratio": 0.5, "train__micro_batches": 2,
         "optim__clip_norm": 0.5, "head__row_dtype": "bfloat16",
     },
-    "several": {"head__loss_type": "dist_magface"},
 }  # fmt: skip
 
 
@@ -52,7 +51,6 @@ HEADS = {
 def dataset(tmp_path_factory):
     """60 images: 10 steps of 6."""
     folder = write_dataset(tmp_path_factory.mktemp("data") / "set", classes=6, per_class=10)
-    write_dataset(folder.parent / "glyphs", classes=4, per_class=4, seed=2)
     write_pair_file(folder / "lfw.bin", folder, pairs=20)
     return folder
 
@@ -63,12 +61,7 @@ def options(dataset, save_dir, **changes):
 
 
 def options_for(head, dataset, save_dir, **changes):
-    made = options(dataset, save_dir, **HEADS[head], **changes)
-    if head == "several":
-        made.add_data_set(name="faces", path=str(dataset), weight=2.0)
-        made.add_data_set(name="glyphs", path=str(dataset.parent / "glyphs"), loss_type="softmax")
-        made.set("train.epoch_steps", STEPS)
-    return made
+    return options(dataset, save_dir, **HEADS[head], **changes)
 
 
 @pytest.mark.parametrize("head", HEADS)
