@@ -61,6 +61,29 @@ class Augmentation:
 
 
 @dataclass(frozen=True)
+class OrderArguments:
+    """Arguments of the orders of samples."""
+
+    balance: float = declare(
+        0.5,
+        "balanced: share of a class of n images in an epoch, in proportion to n^balance; 0: equal; 1: as in "
+        "the data",
+        check=between(0, 1),
+    )
+    images_per_class: int = declare(4, "classes: images of each class in a global batch", check=at_least(1))
+    block_samples: int = declare(1024, "block: neighbouring samples per block", check=at_least(1))
+    pool_samples: int = declare(65536, "block: samples that are shuffled together", check=at_least(1))
+
+
+ORDER_ARGUMENTS = {
+    "balanced": ("balance",),
+    "classes": ("images_per_class",),
+    "block": ("block_samples", "pool_samples"),
+}
+"""The arguments of each order of samples."""
+
+
+@dataclass(frozen=True)
 class FormatArguments:
     """How a dataset is read, where its format leaves it open; None: detected."""
 
@@ -134,36 +157,14 @@ class DataOptions:
         "order of the samples: global (all shuffled), block (blocks of neighbours shuffled), "
         "sequential, rank_files (rank r reads file r of file_list.txt, shuffled), balanced (small classes "
         "more often), or classes (images_per_class images of each class in a batch)",
-        "set_order(order)",
+        "set_order(order, **order_arguments)",
         one_of("global", "block", "sequential", "rank_files", "balanced", "classes"),
     )
-    balance: float = of_run(
-        0.5,
-        "share of a class of n images in an epoch: in proportion to n^balance; 0: equal; 1: as in the data",
-        "set_balance(balance)",
-        between(0, 1),
-        needs=need("data.order", "balanced"),
-    )
-    images_per_class: int = of_run(
-        4,
-        "images of each class in a global batch",
-        "set_images_per_class(num)",
-        at_least(1),
-        needs=need("data.order", "classes"),
-    )
-    block_samples: int = of_run(
-        1024,
-        "neighbouring samples per block",
-        "set_block_samples(num)",
-        at_least(1),
-        needs=need("data.order", "block"),
-    )
-    pool_samples: int = of_run(
-        65536,
-        "samples that are shuffled together",
-        "set_pool_samples(num)",
-        at_least(1),
-        needs=need("data.order", "block"),
+    order_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
+        None,
+        f"arguments of the orders balanced, classes and block: {described_fields(OrderArguments)}",
+        "set_order(**order_arguments)",
+        arguments_of(OrderArguments, "data.order_arguments"),
     )
     cache: str = declare(
         "none",

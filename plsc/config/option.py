@@ -11,7 +11,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -310,14 +310,20 @@ def read_fields(factory: type, value: Mapping[str, Any], what: str) -> tuple[dic
 T = TypeVar("T")
 
 
-def read_arguments(factory: type[T], value: Mapping[str, Any] | None, what: str) -> T:
+def read_arguments(
+    factory: type[T], value: Mapping[str, Any] | None, what: str, accepted: Sequence[str] | None = None
+) -> T:
     """Return a dataclass of declared fields made from a mapping; OptionError for an unknown or invalid item.
 
-    what: names the mapping in errors, such as 'data.augmentation'.
+    what: names the mapping in errors, such as 'data.augmentation'. accepted: the fields that may be set, by
+    default all.
     """
-    fields, others = read_fields(factory, value or {}, what)
-    for name in others:
-        raise OptionError(f"{what} has no argument {name!r}; {suggest(str(name), fields)}")
+    fields, _ = read_fields(factory, value or {}, what)
+    known = list(fields) if accepted is None else accepted
+    for name in value or ():
+        if name not in known:
+            hint = suggest(str(name), known) if known else "it has none"
+            raise OptionError(f"{what} has no argument {name!r}; {hint}")
     return factory(**fields)
 
 

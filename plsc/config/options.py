@@ -199,7 +199,11 @@ _SYNONYMS = {
 
 
 _GONE: dict[str, Any] = {
+    "data.balance": 0.5,
+    "data.block_samples": 1024,
     "data.datasets": [],
+    "data.images_per_class": 4,
+    "data.pool_samples": 65536,
     "head.initial_norm": None,
     "parallel.backbone": "replicated",
     "precision.evaluation": "float32",

@@ -213,37 +213,13 @@ class Setters:
         """
         self.options.set("data.loader", kind)
 
-    def set_order(self, order: str) -> None:
+    def set_order(self, order: str, **arguments: Any) -> None:
         """Set ``data.order``: order of the samples: global (all shuffled), block (blocks of neighbours
         shuffled), sequential, rank_files (rank r reads file r of file_list.txt, shuffled), balanced
         (small classes more often), or classes (images_per_class images of each class in a batch).
         Default: 'global'.
         """
-        self.options.set("data.order", order)
-
-    def set_balance(self, balance: float) -> None:
-        """Set ``data.balance``: share of a class of n images in an epoch: in proportion to n^balance; 0:
-        equal; 1: as in the data; only if data.order is balanced. Default: 0.5.
-        """
-        self.options.set("data.balance", balance)
-
-    def set_images_per_class(self, num: int) -> None:
-        """Set ``data.images_per_class``: images of each class in a global batch; only if data.order is
-        classes. Default: 4.
-        """
-        self.options.set("data.images_per_class", num)
-
-    def set_block_samples(self, num: int) -> None:
-        """Set ``data.block_samples``: neighbouring samples per block; only if data.order is block.
-        Default: 1024.
-        """
-        self.options.set("data.block_samples", num)
-
-    def set_pool_samples(self, num: int) -> None:
-        """Set ``data.pool_samples``: samples that are shuffled together; only if data.order is block.
-        Default: 65536.
-        """
-        self.options.set("data.pool_samples", num)
+        self.options.set_together({"data.order": order, "data.order_arguments": arguments or None})
 
     def set_cache(self, where: str) -> None:
         """Set ``data.cache``: where samples are kept after the first epoch: none, memory or disk. Default:

@@ -115,14 +115,14 @@ class ClassesPlan(_PlanByClass):
         batch, size, class_num = self.global_batch, self.images_per_class, len(self._counts)
         if batch % size:
             raise OptionError(
-                f"the global batch size {batch} is not a multiple of data.images_per_class, {size}, as "
+                f"the global batch size {batch} is not a multiple of images_per_class, {size}, as "
                 "data.order 'classes' needs; change one of them"
             )
         if self._per_batch > class_num:
             raise DataError(
                 f"data.order 'classes' needs {self._per_batch} classes with images for a global batch of "
                 f"{batch} with {size} images per class, but there are {class_num}; use a smaller batch, or "
-                "increase data.images_per_class"
+                "increase images_per_class"
             )
 
     @property

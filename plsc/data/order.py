@@ -140,7 +140,7 @@ def check_blocks(block_samples: int, pool_samples: int) -> None:
     """Raise OptionError if a pool is smaller than a block."""
     if not 1 <= block_samples <= pool_samples:
         raise OptionError(
-            f"data.block_samples is {block_samples} and data.pool_samples {pool_samples}; expected blocks of "
+            f"block_samples is {block_samples} and pool_samples {pool_samples}; expected blocks of "
             "at least 1 sample, and a pool of at least one block (better tens of blocks)"
         )
 

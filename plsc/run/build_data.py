@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from plsc.config import Config
-from plsc.config.data import Augmentation
+from plsc.config.data import ORDER_ARGUMENTS, Augmentation, OrderArguments
 from plsc.config.option import read_arguments, shown_value
 from plsc.data.balance import BalancedPlan, ClassesPlan
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
@@ -202,14 +202,23 @@ def open_training_data(
 
 def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, list[str]]:
     """Return the plan of `data.order`, and log messages about it; plan: the other arguments of BatchPlan."""
-    data, plan = options.data, {**plan, "num_samples": len(source), "order": options.data.order}
-    if data.order == "balanced":
-        balanced = BalancedPlan(**plan, labels=source.labels(), balance=data.balance)
+    order = options.data.order
+    plan |= {"num_samples": len(source), "order": order}
+    own = order_arguments(options)
+    if order == "balanced":
+        balanced = BalancedPlan(**plan, labels=source.labels(), balance=own.balance)
         return balanced, [balanced.describe()]
-    if data.order == "classes":
-        classes = ClassesPlan(**plan, labels=source.labels(), images_per_class=data.images_per_class)
+    if order == "classes":
+        classes = ClassesPlan(**plan, labels=source.labels(), images_per_class=own.images_per_class)
         return classes, [classes.describe()]
-    return BatchPlan(**plan, block_samples=data.block_samples, pool_samples=data.pool_samples), []
+    return BatchPlan(**plan, block_samples=own.block_samples, pool_samples=own.pool_samples), []
+
+
+def order_arguments(options: Config) -> OrderArguments:
+    """Return the arguments of the order of samples. Raises OptionError for one that it does not have."""
+    data = options.data
+    what, accepted = f"the order {data.order}", ORDER_ARGUMENTS.get(data.order, ())
+    return read_arguments(OrderArguments, data.order_arguments, what, accepted)
 
 
 def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:

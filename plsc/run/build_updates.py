@@ -25,7 +25,7 @@ from plsc.config.optim import (
     read_parameter_groups,
 )
 from plsc.config.option import load_function, read_arguments
-from plsc.errors import OptionError, suggest
+from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.optim import schedule as shapes
 from plsc.optim.optimizers import (
@@ -65,13 +65,8 @@ def check_optim(options: Config) -> None:
 
 def schedule_arguments(optim: OptimOptions) -> ScheduleArguments:
     """Return the arguments of the schedule. Raises OptionError for one that it does not have."""
-    given, what = optim.schedule_arguments or {}, f"the schedule {optim.schedule}"
-    accepted = ACCEPTED.get(optim.schedule, ())
-    for name in given:
-        if name not in accepted:
-            known = suggest(name, accepted) if accepted else "it has none"
-            raise OptionError(f"{what} has no argument {name!r}; {known}")
-    return read_arguments(ScheduleArguments, given, what)
+    what, accepted = f"the schedule {optim.schedule}", ACCEPTED.get(optim.schedule, ())
+    return read_arguments(ScheduleArguments, optim.schedule_arguments, what, accepted)
 
 
 def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:

@@ -69,7 +69,7 @@ def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tm
     for number, settings in enumerate(same):
         assert losses(dataset, tmp_path / f"same{number}", **settings) == plain, settings
     other = [
-        {"set_order": "block", "set_block_samples": 4, "set_pool_samples": 12},
+        {"set_order": {"order": "block", "block_samples": 4, "pool_samples": 12}},
         {"set_augmentation": {"random_erasing": 1.0}},
         {"set_flip": False},
     ]

@@ -169,5 +169,5 @@ def test_the_block_order_holds_one_pool_and_not_the_epoch():
 
 @pytest.mark.parametrize(("block", "pool"), [(0, 5), (8, 7)])
 def test_a_pool_smaller_than_a_block_is_refused(block, pool):
-    with pytest.raises(OptionError, match=r"data\.pool_samples"):
+    with pytest.raises(OptionError, match="pool_samples"):
         BatchPlan(9, 3, 1, 0, "pad", "block", block, pool)

@@ -82,8 +82,7 @@ def test_each_order_reads_everything(dataset, order):
         dataset,
         data__order=order,
         data__last_batch="keep",
-        data__block_samples=3,
-        data__pool_samples=7,
+        data__order_arguments={"block_samples": 3, "pool_samples": 7} if order == "block" else None,
     )
     source = open_source(dataset)
     expected = [source.name(index) for index in range(20)]
@@ -95,14 +94,21 @@ def test_a_balanced_order_and_batches_of_classes_come_from_the_options_and_the_l
     dataset = write_dataset(tmp_path / "set", classes=4, per_class=5)
     label = dataset / "label.txt"
     label.write_text("".join(label.read_text().splitlines(keepends=True)[:-3]))  # the last class has 2
-    made = feed(dataset, data__order="balanced", data__balance=0.0, data__last_batch="keep")
+    made = feed(
+        dataset, data__order="balanced", data__order_arguments={"balance": 0.0}, data__last_batch="keep"
+    )
     counts = np.bincount(np.concatenate([batch.labels for batch in made.loader.epoch(0)]))
     assert counts.tolist() == [5, 4, 4, 4]
     assert made.notes[1] == (
         "order 'balanced': 4 to 5 images per class and epoch; all images are used within the first 2 whole "
         "epochs"
     )
-    made = feed(dataset, data__order="classes", data__images_per_class=3, train__limit_train_batches=2)
+    made = feed(
+        dataset,
+        data__order="classes",
+        data__order_arguments={"images_per_class": 3},
+        train__limit_train_batches=2,
+    )
     for batch in made.loader.epoch(1):
         assert sorted(np.bincount(batch.labels, minlength=4)) == [0, 0, 3, 3]
     assert made.notes[1] == (
@@ -320,3 +326,8 @@ def test_augmentation_switched_off_leaves_images_alone():
     assert all(vars(switched).values())  # every kind is on, a new one must be added above
     options.set_together(NO_AUGMENTATION)
     assert make_recipe(options, None, 10).augmentation == Augmentation(flip=False)
+
+
+def test_an_argument_that_the_order_does_not_have_is_refused(dataset):
+    with pytest.raises(OptionError, match="balance"):
+        feed(dataset, data__order="block", data__order_arguments={"balance": 0.1})
