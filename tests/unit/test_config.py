@@ -60,6 +60,7 @@ MAPPINGS = {
     "head.loss_arguments": (("adaface",), {"h": 0.4}),
     "head.class_margins": ((), {"a": 0.5, "b": 0.05}),
     "data.format_arguments": (("folder",), {"class_depth": 2}),
+    "data.order_arguments": (("balanced",), {"balance": 0.2}),
     "data.augmentation": ((), {"crop_padding": 2, "colour_jitter": [0.1, 0.2, 0.3]}),
     "optim.schedule_arguments": (("cosine",), {"cycles": 2}),
     "precision.scaling_arguments": (("always",), {"incr_ratio": 3.0}),
