@@ -51,7 +51,7 @@ class Served(nn.Module):
         """Return the embeddings."""
         if self.scale != 1:
             images = images * self.scale
-        # OpenCV or the preprocessing of onnxruntime.s quantisation fail on Slice with a negative step; OpenCV
+        # OpenCV or the preprocessing of onnxruntime's quantisation fail on Slice with a negative step; OpenCV
         # 4.8 sums over the first axis wrongly.
         if self.flip:
             mirrored = images.flip(3) if self.mirror is None else images.index_select(3, self.mirror)
