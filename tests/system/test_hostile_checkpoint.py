@@ -326,8 +326,8 @@ def hostile(spec):
                   "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
-                  {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7}, {"incr_ratio": 7.0}, {"a": 7.0},
-                  "tensorboard", "file:///tmp/a"):  # fmt: skip
+                  {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7},
+                  {"incr_ratio": 7.0}, {"a": 7.0}, "tensorboard", "file:///tmp/a"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value
