@@ -1,17 +1,19 @@
 """Measurements that need a GPU, in slices of at most nine minutes; benchmarks/gpu.sh runs them.
 
-    python benchmarks/gpu.py 2 build/gpu                  # slice 2
-    python benchmarks/gpu.py 2 build/gpu --device cpu     # the same code with small sizes, without a GPU
+    python benchmarks/gpu.py 1 build/gpu                  # slice 1
+    python benchmarks/gpu.py 1 build/gpu --device cpu     # the same code with small sizes, without a GPU
 
-1  the tests marked gpu
-2  a step of the head, compared with other implementations and with the limit of products and memory bandwidth
-3  a training step of ResNet50 in each precision, compiled or not
-4  as many classes as the GPU holds
-5  a training step that reads JPEG files, compared with one on data in memory
+1  a step of the head, compared with other implementations and with the limit of products and memory bandwidth
+2  a training step of ResNet50 in each precision, compiled or not
+3  the tests marked gpu
+4  1 to N GPUs: weak scaling of the head and of a training step; a run that is killed and resumed
+5  as many classes as the GPU holds
+6  a training step that reads JPEG files, compared with one on data in memory
 
-Each way of slices 2 to 4 runs in a separate process. A way that fails, needs too much memory, or finds no
-time left has a row in the table. Appends to slice-N.jsonl (every measurement) and slice-N.md (the printed
-text) in the output folder. Exit code 1: a way of plsc failed.
+float32 is what users have by default: TF32 in convolutions only. Each way of slices 1, 2 and 5 runs in a
+separate process. A way that fails, needs too much memory, or finds no time left has a row in the table.
+Appends to slice-N.jsonl (every measurement) and slice-N.md (the printed text) in the output folder. Exit code
+1: a way of plsc failed.
 """
 
 from __future__ import annotations
@@ -46,20 +48,23 @@ from head import (  # noqa: E402
 from measuring import free_memory  # noqa: E402
 from ways import BASELINE, BY_NAME  # noqa: E402
 
-RIVALS = (
-    "liger-kernel, bf16",
-    "cut-cross-entropy, bf16",
-    "cut-cross-entropy, bf16, all gradients",
-)
+PUBLISHED = ("insightface PartialFC_V2, fp16", "insightface PartialFC_V2, fp16, 0.1")
+REWRITTEN = "PartialFC rewritten, fp16"  # where that file is missing
+CUT = ("cut-cross-entropy, bf16", "cut-cross-entropy, bf16, all gradients")
+CHUNKED = "torch linear_cross_entropy, chunked, bf16"
+LIGER = "liger-kernel, bf16"
+LOSSES = ("plsc, bf16, softmax", "plsc, bf16, CurricularFace")
 OURS = ("plsc, bf16", "plsc, bf16, kept", "plsc, bf16, long tiles")
+PRECISE = ("plsc, fp32", "plsc, tf32")
 LIGHT = tuple(f"plsc, bf16 rows, Adagrad{ratio}" for ratio in ("", ", 0.1", ", 0.01"))
 LEAST_SECONDS = 20.0  # seconds that a measurement needs at least
 LONG = 150.0  # seconds for a way of the head; to make and copy 6e7 rows takes a minute
-FILL = 0.92  # share of the GPU memory that the plan of slice 4 may use
+FILL = 0.92  # share of the GPU memory that the plan of slice 5 may use
 GOALS = {
     "limit": 1.5,  # time of a head step / time of its products and rows
     "classes": 6e7,  # on a GPU with 80 GB
     "cut": 1.0,  # time of a head step / that of cut cross-entropy
+    "partial": 1.0,  # time of a head step / that of PartialFC
     "half": 2.2,  # speed in 16 bits / speed in float32
     "head": 1.35,  # time of a step with a million classes / that of the backbone alone
     "wait": 0.03,  # share of a step that reads files
@@ -79,13 +84,16 @@ class Slice:
         """Return the seconds that are left."""
         return self.deadline - time.monotonic()
 
-    def child(self, *arguments: object) -> tuple[list[Sample], str | None]:
-        """Run a script of this folder in a separate process, if there is time left."""
+    def child(self, *arguments: object, ranks: int = 0) -> tuple[list[Sample], str | None]:
+        """Run a script of this folder in a separate process, or on ranks, if there is time left."""
         if self.left() < LEAST_SECONDS:
             return [], "no time left"
         name, *rest = map(str, arguments)
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+        )
         device = ["--device", self.device]
-        found, trouble = run_child([str(HERE / name), *rest, *device], self.left())
+        found, trouble = run_child([*launcher * bool(ranks), str(HERE / name), *rest, *device], self.left())
         for sample in found:
             self.report.keep(**sample)
         return found, trouble
@@ -141,44 +149,70 @@ def run_tests(here: Slice) -> list[str]:
 
 
 def measure_head(here: Slice) -> list[str]:
-    """Compare the head with other implementations at two sizes."""
-    precise = ("plsc, fp32", "plsc, tf32")
-    plain = (BASELINE, "plain PyTorch, tf32", "plain PyTorch, bf16 autocast", "plain PyTorch, PartialFC 0.1")
-    names: tuple[str, ...] = (*OURS, *precise, "plsc, bf16, 0.1", *plain, "liger-kernel", *RIVALS)
-    others: tuple[str, ...] = (*OURS, *RIVALS)
-    sizes = [(1024, 10**6, 512), (16_384, 248_320, 2048)]
+    """Compare the head with other implementations at three sizes; what decides comes first."""
+    is_published = BY_NAME[PUBLISHED[0]].missing(here.device) != "not installed"
+    partial = PUBLISHED if is_published else (*PUBLISHED, REWRITTEN)
+    first = (OURS[0], CUT[0], *partial, CHUNKED, PRECISE[0], BASELINE, *LOSSES, CUT[1], "plsc, bf16, 0.1")
+    second = (OURS[0], LOSSES[0], CUT[0], *partial)
+    third = (OURS[0], LOSSES[0], *CUT, CHUNKED, *OURS[1:], LIGER)
+    rest = (*OURS[1:], PRECISE[1], "plain PyTorch, tf32", "plain PyTorch, bf16 autocast")
+    sizes = [(1024, 10**6, 512), (768, 10**6, 512), (16_384, 248_320, 2048)]
     if here.toy:
-        names, others = (OURS[1], "plsc, tf32", BASELINE, *RIVALS), RIVALS
-        sizes = [(16, 500, 32), (32, 300, 64)]
-    (batch, classes, dimension), large = sizes
-    failed = measure_ways(here, names, batch, classes, dimension)
-    for name in (*OURS, *precise):
+        first, rest = (LOSSES[1], BASELINE, "torch linear_cross_entropy, chunked", *partial), OURS[1:2]
+        second, third = (LOSSES[0], PRECISE[1]), (*CUT, LIGER)
+        sizes = [(16, 500, 32), (24, 500, 32), (32, 300, 64)]
+    failed = []
+    for names, size in zip((first, second, rest, third), (*sizes[:2], sizes[0], sizes[2]), strict=True):
+        failed += measure_ways(here, names, *size)
+    compare_ways(here, *sizes[0])
+    for size in sizes:
+        best = fastest(here, (*OURS, *LOSSES[:1]), *size)
+        for goal, rivals in (("cut", CUT), ("partial", (PUBLISHED[0], REWRITTEN))):
+            for rival in rivals:
+                theirs = fastest(here, (rival,), *size)
+                if best and theirs:
+                    what = f"B = {size[0]:,}: {best['way']}: ratio to {rival}"
+                    here.goal(goal, what, best["median"] / theirs["median"])
+    return failed
+
+
+def compare_ways(here: Slice, batch: int, classes: int, dimension: int) -> None:
+    """Compare the ways of plsc with their plans, and with the time of their products and rows."""
+    if not any(one["kind"] == "memory" for one in here.report.samples):
+        return
+    compare_with_plan(parse(options_of(here, dimension)), classes, batch, here.report)
+    for name in (*OURS, *PRECISE, *LOSSES):
         for one in of_kind(here, "limit", name, batch, classes):
             ratio = one["seconds"] / sum(one["parts"])
             here.goal("limit", f"{name}: ratio to its products and rows", ratio)
-    batch, classes, dimension = large
-    failed += measure_ways(here, others, batch, classes, dimension)
-    for rival in RIVALS[1:]:
-        theirs = of_kind(here, "memory", rival, batch, classes)
-        ours = [one for name in OURS for one in of_kind(here, "memory", name, batch, classes)]
-        if theirs and ours:
-            best = min(ours, key=lambda one: one["median"])
-            what = f"{best['way']}: ratio to {rival}"
-            here.goal("cut", what, best["median"] / theirs[0]["median"])
-    return failed
+
+
+def fastest(here: Slice, names: Sequence[str], batch: int, classes: int, dimension: int) -> Sample | None:
+    """Return the measurement of the fastest of these ways at a size, or None."""
+    found = [one for name in names for one in of_kind(here, "memory", name, batch, classes)]
+    return min(found, key=lambda one: one["median"], default=None)
+
+
+def options_of(here: Slice, dimension: int, steps: int = 20) -> list[str]:
+    """Return the options of head.py for this slice."""
+    options = ["--dimension", str(dimension), "--device", here.device]
+    return [*options, "--steps", str(2 if here.toy else steps)]
 
 
 def measure_classes(here: Slice) -> list[str]:
     """Fill the GPU with classes: bfloat16 rows with one number of optimizer state each."""
     batch, dimension = 1024, 512
     if here.toy:
-        return measure_ways(here, LIGHT[1:2], 32, 2000, 64)
+        failed = measure_ways(here, LIGHT[1:2], 32, 2000, 64)
+        compare_with_plan(parse(options_of(here, 64)), 2000, 32, here.report)
+        return failed
     classes = most_classes(batch, dimension)
     failed = measure_ways(here, LIGHT, batch, classes, dimension)
     while is_too_much(here, LIGHT[0], batch, classes) and here.left() > LONG:
         classes = classes * 9 // 10
         failed = measure_ways(here, LIGHT, batch, classes, dimension)
     if of_kind(here, "memory", LIGHT[0], batch, classes):
+        compare_with_plan(parse(options_of(here, dimension)), classes, batch, here.report)
         here.goal("classes", "classes on the card", classes, at_least=True)
     return failed
 
@@ -217,8 +251,7 @@ def measure_ways(here: Slice, names: Sequence[str], batch: int, classes: int, di
     print_row("| way | loss | ms per step: median (least to most) | peak GiB | over, GiB | |")
     print_row("|---|---|---|---|---|---|")
     failed = []
-    arguments = ["--dimension", str(dimension), "--device", here.device]
-    arguments += ["--steps", "2" if here.toy else "4" if classes > 10**7 else "20"]
+    arguments = options_of(here, dimension, 4 if classes > 10**7 else 20)
     for name in names:
         way, seconds = BY_NAME[name], min(here.left(), LONG)
         found: Sample | str = "no time left"
@@ -236,29 +269,27 @@ def measure_ways(here: Slice, names: Sequence[str], batch: int, classes: int, di
             f"| {name} | {way.loss} | {1000 * found['median']:.4g} ({min(ms):.4g} to {max(ms):.4g}) | "
             f"{found['peak'] / GIB:.2f} | {found['over'] / GIB:.2f} | {found['note']} |"
         )
-    if any(of_kind(here, "memory", name, batch, classes) for name in names):
-        compare_with_plan(parse(arguments), classes, batch, here.report)
     return failed
 
 
 def measure_steps(here: Slice) -> list[str]:
     """Time a training step in each precision, and with a million classes and the backbone alone."""
     network, few, many = "ResNet50", 10**5, 10**6
-    sizes, large = [128, 256, 512], 512
+    sizes, large = [128, 512, 768], 512
     timing = ["--rounds", 5, "--steps", 10, "--warm-up", 5]
     alone, with_head = "plsc's backbone alone, bf16", ["plsc, bf16", "plsc, bf16, kept"]
-    precisions = ["plsc, fp32", "plsc, bf16", "plsc, fp16", "plsc, tf32"]
-    baselines = [BASELINE, "plain PyTorch, tf32", "plain PyTorch, bf16 autocast"]
-    compiled = ["plsc, bf16, kept, compiled", "plsc, fp16, compiled", "plsc, fp32, compiled"]
+    precisions = ["plsc, fp32", "plsc, bf16", "plsc, fp16"]
+    baselines = [BASELINE, "plain PyTorch, bf16 autocast"]
+    rest = ["plsc, bf16, kept, compiled", "plsc, tf32", "plain PyTorch, tf32"]
+    rest += ["plsc, fp16, compiled", "plsc, fp32, compiled"]
     if here.toy:
-        network, few, many, sizes, large = "SmallResNet", 200, 200, [8, 16], 16
+        network, few, many, sizes, large = "SmallResNet", 200, 200, [8, 12], 12
         timing = ["--rounds", 2, "--steps", 1, "--warm-up", 1, "--threads", 1]
-        precisions, with_head, baselines, compiled = precisions[:2], [], [], []
+        precisions, with_head, baselines, rest = precisions[:2], [], [], []
     plan = [(name, few, sizes) for name in precisions]
     plan += [(name, many, [large]) for name in (*with_head, alone)]
-    plan += [(name, few, [large]) for name in compiled[:1]]
     plan += [(name, few, sizes) for name in baselines]
-    plan += [(name, few, [large]) for name in compiled[1:]]
+    plan += [(name, few, [large]) for name in rest]
     here.report.print(f"\n### A training step of {network}\n")
     here.report.print(
         "| way | C | B | images per second | ms per step | / plsc, fp32 | of the peak | GPU busy | peak GiB |"
@@ -298,6 +329,63 @@ def measure_steps(here: Slice) -> list[str]:
         if base and name in ("plsc, bf16", "plsc, bf16, kept"):
             what = f"{name}, C = {classes:,}: time / time of the backbone alone"
             here.goal("head", what, times[name, classes, batch] / base)
+    return failed
+
+
+def measure_ranks(here: Slice) -> list[str]:
+    """Time the head and a training step on 1 to N ranks, and kill and resume a run on N."""
+    from tests.images import write_dataset
+
+    most = 2 if here.toy else torch.cuda.device_count()
+    if most == 1:
+        here.report.print("\nThere is one GPU, so nothing to compare.")
+        return []
+    counts = sorted({2**power for power in range(most.bit_length())} | {most})[1 if here.toy else 0 :]
+    network, classes, batch, dimension = "ResNet50", 10**6, 128, 512
+    timing = ["--rounds", 5, "--steps", 10, "--warm-up", 5]
+    if here.toy:
+        network, classes, batch, dimension = "SmallResNet", 400, 8, 32
+        timing = ["--rounds", 2, "--steps", 1, "--warm-up", 1, "--threads", 1]
+    works: list[tuple[str, list[object]]] = [
+        ("head", ["ranks.py", "head", classes, batch, dimension, "--steps", 2 if here.toy else 20]),
+        ("training step", ["train.py", "--measure", "plsc, bf16", network, classes, batch, *timing]),
+    ]
+    here.report.print(f"\n### 1 to {most} ranks: C = {classes:,}, B = {batch} per rank\n")
+    here.report.print("Weak scaling: the work per rank is the same, the communication grows.\n")
+    here.report.print("| what | ranks | ms per step: median | time / that of one rank |\n|---|---|---|---|")
+    failed = []
+    for what, arguments in works:
+        alone = None
+        for ranks in counts:
+            found, trouble = here.child(*arguments, ranks=ranks)
+            if trouble is None and "seconds" not in found[0]:
+                trouble = found[0]["outcome"]
+            if trouble is not None:
+                here.report.print(f"| {what} | {ranks} | {trouble} | |")
+                failed += [f"{what} on {ranks} ranks: {trouble}"] * (trouble != "no time left")
+                continue
+            seconds = statistics.median(found[0]["seconds"])
+            alone = alone or (seconds if ranks == 1 else None)
+            ratio = f"{seconds / alone:.3f}" if alone else ""
+            here.report.print(f"| {what} | {ranks} | {1000 * seconds:.4g} | {ratio} |")
+    with tempfile.TemporaryDirectory(prefix="plsc-gpu-") as name:
+        write_dataset(Path(name) / "images", classes=40, per_class=8 * most)
+        whole, trouble = here.child("ranks.py", "train", f"{name}/whole", ranks=most)
+        _, death = here.child("ranks.py", "train", f"{name}/killed", "--kill-at", 12, ranks=most)
+        resumed, again = here.child("ranks.py", "train", f"{name}/killed", ranks=most)
+    if "no time left" in (trouble, death, again):
+        here.report.print("\nKill and resume: no time left")
+    elif not (whole and death and resumed):
+        failed.append(f"kill and resume: {trouble}; {death}; {again}")
+    else:
+        is_equal = whole[0]["files"] == resumed[0]["files"]
+        first, last = resumed[0]["first"], resumed[0]["last"]
+        here.report.print(
+            f"\nA run on {most} ranks, one killed after step 12, resumed with step {first} and ended after "
+            f"step {last}. Files as without the kill: {'yes' if is_equal else 'NO'}"
+        )
+        if not 1 < first <= 13:
+            failed.append(f"the killed run started again at step {first}")
     return failed
 
 
@@ -355,11 +443,12 @@ def of_kind(here: Slice, kind: str, way: str, batch: int, classes: int) -> list[
 
 
 SLICES: dict[int, Callable[[Slice], list[str]]] = {
-    1: run_tests,
-    2: measure_head,
-    3: measure_steps,
-    4: measure_classes,
-    5: measure_loader,
+    1: measure_head,
+    2: measure_steps,
+    3: run_tests,
+    4: measure_ranks,
+    5: measure_classes,
+    6: measure_loader,
 }
 
 

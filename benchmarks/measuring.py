@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from ways import BY_NAME, Built, Store, use_tf32
 
+ENOUGH = 20.0  # seconds of steps, after which no further one is needed
 _BATCHES = 8  # several, so that no batch is memorised within a run
 
 
@@ -79,6 +80,8 @@ def measure(name: str, classes: int, batch: int, dimension: int, steps: int, dev
         losses.append(loss)
         if index:  # the first step is a warm-up
             seconds.append(taken)
+        if len(seconds) > 1 and sum(seconds) > ENOUGH:
+            break
     needed = sum(tensor.nbytes for tensor in built.tensors)
     peak = torch.cuda.max_memory_allocated() if on_gpu else status("VmHWM")
     print_json(

@@ -232,14 +232,16 @@ def memory(case: Case, options: argparse.Namespace, world: World, report: Report
 
 
 def measure(name: str, cases: list[Case], options: argparse.Namespace, world: World) -> None:
-    """Run steps of one way in each case; print times and peak memory as a line of JSON per case."""
+    """Run steps of one way in each case; rank 0 prints times and peak memory as a line of JSON per case."""
     way = next(one for one in ways(world.device.type) if one.name == name)
     use_tf32(way.tf32)
     for case in cases:
         try:
-            print_json("step", way=name, **facts(case, world), **measured_steps(way, case, options, world))
+            kind, found = "step", measured_steps(way, case, options, world)
         except Exception as error:
-            print_json("failed", way=name, **facts(case, world), outcome=outcome_of(error))
+            kind, found = "failed", {"outcome": outcome_of(error)}
+        if world.is_main:
+            print_json(kind, way=name, **facts(case, world), **found)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -7,10 +7,13 @@ with momentum 0.9 and weight decay 5e-4 (or the optimizer in the name). Class we
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -85,6 +88,8 @@ class Way:
 
     def missing(self, device: str) -> str | None:
         """Return why the way cannot run here, or None."""
+        if self.package == "torch":
+            return None if hasattr(nn, "LinearCrossEntropyOptions") else f"not in torch {torch.__version__}"
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return "not installed"
         if self.needs_gpu and device != "cuda":
@@ -101,26 +106,27 @@ def _ours(
     light: str = "",
     kernels: str = "auto",
     tile: int | None = None,
+    loss: str = "arcface",
 ) -> Built:
     """Build plsc. light: bfloat16 or int8 class weights with row-wise Adagrad, 1,028 or 520 bytes each."""
     from plsc.heads import Execution, RowAdagrad, RowSGD, Sampling, ShardedHead, build_margin
 
+    settings = {} if loss == "softmax" else {"scale": SCALE, "margin": MARGIN}
+
     def make_light() -> tuple[ShardedHead, RowAdagrad]:
-        margin = build_margin("arcface", scale=SCALE, margin=MARGIN)
-        head = ShardedHead(store.classes, store.dimension, margin, row_dtype=light)
+        head = ShardedHead(store.classes, store.dimension, build_margin(loss, **settings), row_dtype=light)
         head.to(store.device)
         return head, RowAdagrad(head, lr=LR, weight_decay=WEIGHT_DECAY)
 
     def make_full() -> tuple[ShardedHead, RowSGD]:
-        margin = build_margin("arcface", scale=SCALE, margin=MARGIN)
-        head = ShardedHead(store.classes, store.dimension, margin).to(store.device)
+        head = ShardedHead(store.classes, store.dimension, build_margin(loss, **settings)).to(store.device)
         head.weight.data = store.get("weight", lambda: head.weight.data)
         rows = RowSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
         states = rows.state[head.weight]
         states["momentum_buffer"] = store.get("momentum", lambda: states["momentum_buffer"])
         return head, rows
 
-    head, rows = store.get(light, make_light) if light else store.get("full", make_full)
+    head, rows = store.get(light + loss, make_light if light else make_full)
     sampling = Sampling(ratio=ratio, hard=hard)
     keep_bytes = EVERYTHING if keep else 0
     execution = Execution(products, keep_bytes=keep_bytes, kernels=kernels, tile=tile)
@@ -183,6 +189,47 @@ def _baseline_autocast(store: Store) -> Built:
     return _plain(store, arcface, autocast=True)
 
 
+def _scaled(store: Store, weight: nn.Parameter, loss: Callable[[Tensor, Tensor], Tensor]) -> Built:
+    """Build the step of insightface's train_v2.py in float16: a scaled loss of (x, labels), then SGD."""
+    optimizer = _sgd(weight, store.momentum())
+    scaler = torch.amp.GradScaler(store.device.type, growth_interval=100)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        value = loss(x, labels)
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return Built(step, [weight.data, store.momentum()])
+
+
+def _published(store: Store, ratio: float) -> Built:
+    """Build PartialFC (An et al. 2022) as insightface publishes it: its own class and margin, in float16."""
+    spec = importlib.util.find_spec("partial_fc_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    margin = runpy.run_path(str(Path(spec.origin).with_name("losses.py")))["CombinedMarginLoss"]
+    module = importlib.import_module("partial_fc_v2").PartialFC_V2
+    _process_group(store)
+    partial = module(margin(SCALE, 1.0, MARGIN, 0.0), store.dimension, store.classes, ratio, fp16=True)
+    partial.weight = nn.Parameter(store.weight())  # those of the other ways
+    return _scaled(store, partial.weight, partial)
+
+
+def _rewritten(store: Store) -> Built:
+    """Build the same step without that file: cosines in float16, then ArcFace with full logits in float32."""
+    weight = nn.Parameter(store.weight())
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.float16):
+            return arcface(x, weight, labels)
+
+    return _scaled(store, weight, loss)
+
+
 def _partial_fc(store: Store) -> Built:
     """Build PartialFC (An et al. 2022): sample a tenth of the classes by random scores."""
     weight, momentum = store.weight(), store.momentum()
@@ -228,20 +275,26 @@ def _metric_learning(store: Store) -> Built:
     return Built(step, [loss.W.data, store.momentum()])
 
 
-def _chunked(store: Store) -> Built:
+def _chunked(store: Store, dtype: torch.dtype = torch.float32) -> Built:
     options = torch.nn.LinearCrossEntropyOptions()
-    return _plain(store, lambda x, w, y: F.linear_cross_entropy(x, w, y, options=options))
+    return _plain(store, lambda x, w, y: F.linear_cross_entropy(x.to(dtype), w.to(dtype), y, options=options))
 
 
-def _loss_parallel(store: Store) -> Built:
+def _process_group(store: Store) -> None:
+    """Make a process group of this process alone."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import loss_parallel
 
     if not dist.is_initialized():
         backend = "nccl" if store.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _loss_parallel(store: Store) -> Built:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    _process_group(store)
     mesh = store.get("mesh", lambda: init_device_mesh(store.device.type, (1,)))
     weight = nn.Parameter(DTensor.from_local(store.weight(), mesh, [Shard(0)]))
     optimizer = _sgd(weight, DTensor.from_local(store.momentum(), mesh, [Shard(0)]))
@@ -292,11 +345,13 @@ def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = Fal
     planned: dict[str, Any] = {"head.sample_ratio": how.get("ratio", 1.0)}
     if how.get("keep"):
         planned["head.keep_mb"] = EVERYTHING / 2**20
+    if how.get("loss"):
+        planned["head.loss_type"] = f"dist_{how['loss']}"
     if how.get("light"):
         planned |= {"head.row_dtype": how["light"], "head.optimizer": "adagrad"}
     return Way(
         name,
-        "arcface",
+        how.get("loss", "arcface"),
         lambda store: _ours(store, products, **how),
         needs_gpu=needs_gpu,
         for_millions="light" in how and "ratio" in how,
@@ -311,7 +366,29 @@ WAYS = (
     Way("plain PyTorch, bf16 autocast", "arcface", _baseline_autocast),
     Way("plain PyTorch, PartialFC 0.1", "arcface", _partial_fc, for_millions=True),
     Way("pytorch-metric-learning", "arcface", _metric_learning, "pytorch_metric_learning"),
-    Way("torch linear_cross_entropy, chunked", "softmax", _chunked),
+    Way(
+        "insightface PartialFC_V2, fp16",
+        "arcface",
+        lambda store: _published(store, 1.0),
+        "partial_fc_v2",
+        needs_gpu=True,
+    ),
+    Way(
+        "insightface PartialFC_V2, fp16, 0.1",
+        "arcface",
+        lambda store: _published(store, 0.1),
+        "partial_fc_v2",
+        needs_gpu=True,
+    ),
+    Way("PartialFC rewritten, fp16", "arcface", _rewritten, needs_gpu=True),
+    Way("torch linear_cross_entropy, chunked", "softmax", _chunked, "torch"),
+    Way(
+        "torch linear_cross_entropy, chunked, bf16",
+        "softmax",
+        lambda store: _chunked(store, torch.bfloat16),
+        "torch",
+        needs_gpu=True,
+    ),
     Way("torch loss_parallel, one rank", "softmax", _loss_parallel),
     Way("liger-kernel", "softmax", _liger, "liger_kernel", needs_gpu=True),
     Way("liger-kernel, bf16", "softmax", _liger_autocast, "liger_kernel", needs_gpu=True),
@@ -328,6 +405,8 @@ WAYS = (
     _our_way("plsc, fp32, kept", "float32", keep=True),
     _our_way("plsc, bf16", "bfloat16"),
     _our_way("plsc, bf16, kept", "bfloat16", keep=True),
+    _our_way("plsc, bf16, softmax", "bfloat16", loss="softmax"),
+    _our_way("plsc, bf16, CurricularFace", "bfloat16", loss="curricularface"),
     _our_way("plsc, bf16, long tiles", "bfloat16", needs_gpu=True, tile=65_536),
     _our_way("plsc, bf16, no kernels", "bfloat16", kernels="torch"),
     _our_way("plsc, bf16, 0.1", "bfloat16", ratio=0.1),

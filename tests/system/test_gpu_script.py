@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ REPO = Path(__file__).parents[2]
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import gpu  # noqa: E402
+import rivals  # noqa: E402
 from train_ways import ways  # noqa: E402
 from ways import BY_NAME  # noqa: E402
 
@@ -25,7 +28,8 @@ def run(out: Path, *arguments: str, python: str | Path = sys.executable):
     return subprocess.run(
         ["bash", "benchmarks/gpu.sh", *arguments],
         cwd=REPO,
-        env={**os.environ, "PYTHON": str(python), "OUT": str(out), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHON": str(python), "OUT": str(out), "OMP_NUM_THREADS": "1"}
+        | {"RIVALS": str(out / "rivals"), "PIP_NO_INDEX": "1"},
         text=True,
         capture_output=True,
     )
@@ -36,19 +40,21 @@ def samples_of(out: Path, number: int) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # slice 4 starts ten processes that import torch
 @pytest.mark.parametrize(
     ("number", "kinds"),
     [
-        (1, {"test"}),
-        (2, {"memory", "failed", "rates", "limit", "goal"}),
-        (3, {"step", "goal"}),
-        (4, {"memory", "rates", "limit"}),
-        (5, {"loader", "files", "goal"}),
+        (1, {"memory", "failed", "rates", "limit", "goal"}),
+        (2, {"step", "goal"}),
+        (3, {"test"}),
+        (4, {"ranks", "step", "train"}),
+        (5, {"memory", "rates", "limit"}),
+        (6, {"loader", "files", "goal"}),
     ],
 )
 def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path):
     arguments = str(number), str(tmp_path), "--device", "cpu"
-    run_ranks(REPO / "benchmarks/gpu.py", 0, *arguments, cwd=REPO)
+    run_ranks(REPO / "benchmarks/gpu.py", 0, *arguments, cwd=REPO, timeout=800)
     samples = samples_of(tmp_path, number)
     assert {sample["kind"] for sample in samples} == {"machine", "end"} | kinds
     assert samples[0]["torch"] in (tmp_path / f"slice-{number}.md").read_text()
@@ -58,8 +64,36 @@ def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path):
 
 
 def test_what_there_is_no_time_left_for_is_a_row(tmp_path):
-    assert run(tmp_path, "2", "--device", "cpu", "--seconds", "0").returncode == 0
-    assert "| plain PyTorch, fp32 | arcface | no time left |" in (tmp_path / "slice-2.md").read_text()
+    assert run(tmp_path, "1", "--device", "cpu", "--seconds", "0").returncode == 0
+    assert "| plain PyTorch, fp32 | arcface | no time left |" in (tmp_path / "slice-1.md").read_text()
+
+
+def test_without_a_network_what_is_missing_comes_from_a_folder_or_is_named(tmp_path):
+    with zipfile.ZipFile(tmp_path / "cut_cross_entropy-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("cut_cross_entropy/__init__.py", "")
+        for name, text in {
+            "METADATA": "Metadata-Version: 2.1\nName: cut-cross-entropy\nVersion: 1\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            wheel.writestr(f"cut_cross_entropy-1.dist-info/{name}", text)
+    for name in rivals.FILES:
+        (tmp_path / name).write_text("")
+    done = subprocess.run(
+        [sys.executable, REPO / "benchmarks/rivals.py", "install", tmp_path],
+        env={**os.environ, "PIP_NO_INDEX": "1"},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0
+    names = {"cut_cross_entropy", "partial_fc_v2.py", "losses.py"}
+    assert {path.name for path in (tmp_path / "site").iterdir()} >= names - installed()
+    for name in set(rivals.PACKAGES) - names - installed():
+        assert f"{rivals.PACKAGES[name]} is missing" in done.stdout
+
+
+def installed() -> set[str]:
+    return {name for name in rivals.PACKAGES if importlib.util.find_spec(name) is not None}
 
 
 def test_a_slice_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):
@@ -68,7 +102,7 @@ def test_a_slice_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):
     python.chmod(0o755)
     done = run(tmp_path / "out", python=python)
     begun = [line for line in done.stdout.splitlines() if line.startswith("benchmarks/gpu.py")]
-    assert begun == [f"benchmarks/gpu.py {number} {tmp_path / 'out'}" for number in range(1, 6)]
+    assert begun == [f"benchmarks/gpu.py {number} {tmp_path / 'out'}" for number in range(1, 7)]
     assert done.returncode == 1
     assert "failed slices: 2\n" in done.stderr
 
@@ -102,12 +136,12 @@ def test_at_full_size_a_slice_asks_for_ways_that_exist_and_for_fewer_classes_whe
     monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
     monkeypatch.setattr(gpu, "free_memory", lambda: 10**11)
     known = BY_NAME.keys() | {way.name for way in ways("cuda")}
-    for number in (2, 3, 4):
+    for number in (1, 2, 5):
         report = gpu.Report(tmp_path, f"slice-{number}")
         here = gpu.Slice(report, "cuda", time.monotonic() + 500, toy=False)
         assert gpu.SLICES[number](here) == []
         assert {name for name, _ in asked} <= known
         goals = {sample["name"] for sample in report.samples if sample["kind"] == "goal"}
-        assert goals == {2: {"cut"}, 3: {"half", "head"}, 4: {"classes"}}[number]
+        assert goals == {1: {"cut", "partial"}, 2: {"half", "head"}, 5: {"classes"}}[number]
     light = [classes for name, classes in asked if name == gpu.LIGHT[0]]
     assert light == [71_000_000, 63_900_000, 57_510_000]
