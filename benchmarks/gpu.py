@@ -152,10 +152,11 @@ def measure_head(here: Slice) -> list[str]:
     """Compare the head with other implementations at three sizes; what decides comes first."""
     is_published = BY_NAME[PUBLISHED[0]].missing(here.device) != "not installed"
     partial = PUBLISHED if is_published else (*PUBLISHED, REWRITTEN)
-    first = (OURS[0], CUT[0], *partial, CHUNKED, PRECISE[0], BASELINE, *LOSSES, CUT[1], "plsc, bf16, 0.1")
-    second = (OURS[0], LOSSES[0], CUT[0], *partial)
-    third = (OURS[0], LOSSES[0], *CUT, CHUNKED, *OURS[1:], LIGER)
-    rest = (*OURS[1:], PRECISE[1], "plain PyTorch, tf32", "plain PyTorch, bf16 autocast")
+    first: tuple[str, ...] = (OURS[0], CUT[0], *partial, CHUNKED, PRECISE[0], BASELINE)
+    first += (*LOSSES, CUT[1], "plsc, bf16, 0.1")
+    second: tuple[str, ...] = (OURS[0], LOSSES[0], CUT[0], *partial)
+    third: tuple[str, ...] = (OURS[0], LOSSES[0], *CUT, CHUNKED, *OURS[1:], LIGER)
+    rest: tuple[str, ...] = (*OURS[1:], PRECISE[1], "plain PyTorch, tf32", "plain PyTorch, bf16 autocast")
     sizes = [(1024, 10**6, 512), (768, 10**6, 512), (16_384, 248_320, 2048)]
     if here.toy:
         first, rest = (LOSSES[1], BASELINE, "torch linear_cross_entropy, chunked", *partial), OURS[1:2]

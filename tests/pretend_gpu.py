@@ -37,7 +37,8 @@ class Case:
     """What to run: one step of the head alone (network ""), or of a run with this network, or `copies`.
 
     ranks: of the process group, of which this process is rank 0. batch: per rank. options: of the run, or of
-    the head alone (see `run_head`). plant: a fault that the checks must find.
+    the head alone (see `run_head`). way: of benchmarks/ways.py, or with a network of train_ways.py.
+    plant: a fault that the checks must find.
     """
 
     name: str
@@ -46,6 +47,8 @@ class Case:
     batch: int = 128
     classes: int = 100_000
     options: dict[str, Any] = field(default_factory=dict)
+    way: str = ""
+    dimension: int = DIMENSION
     architecture: int = 90
     compiles: bool = False
     plant: str = ""
@@ -59,7 +62,8 @@ class Report:
     pageable: asynchronous copies of more than 64 KiB from memory that is not page-locked, which CUDA copies
     before it returns. collectives: name, device and shape of tensors. mixed: kernels with tensors not
     on the device. huge: places that make a tensor of [B, C]. gigabytes: read and written by all
-    operations, as if nothing stayed in a cache. kernels: compiled ones. error: the traceback of a failure.
+    operations, as if nothing stayed in a cache. flops: of products and convolutions of torch, by the dtype of
+    their inputs. kernels: compiled ones. error: the traceback of a failure.
     """
 
     name: str = ""
@@ -71,6 +75,7 @@ class Report:
     huge: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
     kernels: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
 
@@ -131,11 +136,12 @@ def run_cases(cases: list[Case], folder: Path) -> dict[str, Report]:
         "LD_PRELOAD": str(driver),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.pretend_gpu"],
         input=json.dumps([asdict(case) for case in cases]),
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -193,7 +199,11 @@ _FREE = {
 
 _ONLY_WRITE = {"fill_", "zero_", "new_zeros", "zeros_like", "zeros", "full", "new_full", "arange"}
 
-_UPDATED = {"update": ("weight", "state", "second_state", "steps")}
+_UPDATED = {
+    "update": ("weight", "state", "second_state", "steps"),
+    "_cce_backward_kernel": ("dE", "dC"),
+    "liger_cross_entropy_kernel": ("X_ptr",),
+}
 """Arguments that a Triton kernel both reads and writes."""
 
 _STAGED = 2**16  # bytes; smaller copies from pageable memory return at once
@@ -237,9 +247,11 @@ class PretendGPU:
 
     def modes(self) -> contextlib.ExitStack:
         import torch
+        from torch._library.custom_ops import OPDEFS
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
         from torch.utils._pytree import tree_leaves
+        from torch.utils.flop_counter import flop_registry
 
         gpu = self
 
@@ -260,7 +272,13 @@ class PretendGPU:
                 if name.startswith(("_fused_", "_amp_")):
                     gpu.report.mixed += [f"{name} on {x.device}" for x in inputs if x.device.type != "cuda"]
                     gpu.report.launches[name] += 1
+                    read_only = args[1] if name.startswith("_fused_") else ()  # the gradients
+                    gpu.report.bytes[name] += 2 * sum(map(_bytes, inputs)) - sum(map(_bytes, read_only))
                     return None
+                written_in_python = OPDEFS.get(func._schema.name)
+                if written_in_python is not None:  # its body may be many operations
+                    with self:
+                        return written_in_python._init_fn(*args, **kwargs)
                 guess = gpu.guess(name, args, kwargs, inputs)
                 if guess is not None:
                     return guess[0]
@@ -272,6 +290,10 @@ class PretendGPU:
                     out = torch.empty_strided(like.size(), like.stride(), dtype=dtype, device="cuda:0")
                 else:
                     out = func(*args, **kwargs)
+                    count = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
+                    if count and inputs[1].device.type == "cuda":
+                        dtype = str(inputs[1].dtype).removeprefix("torch.")
+                        gpu.report.flops[dtype] += count(*args, **kwargs, out_val=out)
                 gpu.saw(
                     name, args, kwargs, inputs, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
                 )
@@ -372,16 +394,20 @@ class PretendGPU:
                 return self.address
 
         name = kernel.fn.__name__
-        tensors = {n: a for n, a in zip(kernel.arg_names, args, strict=False) if isinstance(a, torch.Tensor)}
+        named = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+        tensors = {n: a for n, a in named.items() if isinstance(a, torch.Tensor)}
+        is_ours = kernel.fn.__module__.startswith("plsc.")
         self.report.launches[name] += 1
         self.report.mixed += [f"{name} on {x.device}" for x in tensors.values() if x.device.type != "cuda"]
         if any(map(self._is_huge, tensors.values())):
             self.report.huge[f"{name} at {self.place()}"] += 1
         for n, x in tensors.items():
-            rows = min(len(x), grid[0]) if x.ndim else 1
+            rows = min(len(x), grid[0]) if x.ndim and is_ours else len(x) if x.ndim else 1
+            if name == "_indexed_neg_dot_forward_kernel":  # of cut cross-entropy: the rows of the labels
+                rows = min(rows, len(tensors["E"]))
             size = rows * _bytes(x) // max(1, len(x)) if x.ndim else x.element_size()
             self.report.bytes[name] += size * (2 if n in _UPDATED.get(name, ()) else 1)
-        if not self.compiles:
+        if not self.compiles or not is_ours:
             return
         values = [Argument(a) if isinstance(a, torch.Tensor) else a for a in args]
         key = (
@@ -732,6 +758,52 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
         run.position.advance(made.is_skipped)
 
 
+def run_way(case: Case, gpu: PretendGPU) -> None:
+    """Run a step of a way of the benchmarks: of the head, or with a network of a whole training step."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from plsc.heads import base
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import train_ways
+    import ways
+
+    def rows(seed: int, start: int, stop: int, width: int, *others: Any) -> Any:
+        return torch.empty(stop - start, width, device="cuda:0")
+
+    def take(scaler: Any, optimizer: Any, state: Any, *args: Any, **named: Any) -> Any:
+        for value in state["found_inf_per_device"].values():
+            value.item()
+        return optimizer.step(*args, **named)
+
+    base.initial_rows = train_ways.initial_rows = rows
+    tensor = torch.tensor
+    torch.tensor = lambda x, **how: torch.full((), x, **how) if "device" in how else tensor(x, **how)
+    torch.normal = lambda mean, std, size: torch.empty(size, device="cuda:0")  # type: ignore
+    torch.amp.GradScaler._maybe_opt_step = take  # type: ignore[method-assign]
+    world = _world(1)
+    device = torch.device("cuda", 0)
+    if case.network:
+        problem = train_ways.Case(case.network, (3, 112, 112), case.dimension, case.classes, case.batch)
+        way = next(way for way in train_ways.ways("cuda") if way.name == case.way)
+        built = train_ways.build(way, problem, world)
+        for _ in range(2):
+            gpu.start(case)
+            built.step()
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    store = ways.Store(case.classes, case.dimension, device)
+    store.get("weight", lambda: rows(0, 0, case.classes, case.dimension))
+    head = ways.BY_NAME[case.way].build(store)
+    labels = torch.randint(case.classes, (case.batch,)).to(device)
+    for _ in range(2):
+        x = torch.empty(case.batch, case.dimension, device=device).requires_grad_()
+        gpu.start(case)
+        head.step(x, labels)
+
+
 def run_copies(case: Case, gpu: PretendGPU) -> None:
     """Embed three batches of images, and copy a state to host memory as for a checkpoint."""
     import io
@@ -763,11 +835,13 @@ def main() -> None:
     install(gpu)
     for values in json.load(sys.stdin):
         case = Case(**values)
+        gpu.start(case)
         with gpu.modes(), _plant(case):
             try:
-                (run_copies if case.copies else run_step if case.network else run_head)(case, gpu)
+                run = run_copies if case.copies else run_step if case.network else run_head
+                (run_way if case.way else run)(case, gpu)
             except Exception:
-                gpu.report.name, gpu.report.error = case.name, traceback.format_exc()
+                gpu.report.error = traceback.format_exc()
         print(json.dumps(vars(gpu.report)), flush=True)
 
 

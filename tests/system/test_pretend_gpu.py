@@ -71,6 +71,7 @@ KERNELS = {
     for case in [Case(f"sm_{architecture} {batch}", batch=batch, architecture=architecture, compiles=True)]
 }
 COPIES = Case("copies", "SmallResNet", batch=16, copies=True)
+OF_BENCHMARK = Case("of a benchmark", way="PartialFC rewritten, fp16", classes=5000)  # last: it patches torch
 PLANTED = {
     "item": (Case("item", plant="item"), "host waits"),
     "cpu tensor": (Case("cpu tensor", ranks=8, plant="cpu tensor"), "collective on the CPU"),
@@ -85,6 +86,7 @@ PLANTED = {
 def reports(tmp_path_factory) -> dict[str, Report]:
     planted = [case for case, _ in PLANTED.values()]
     cases = [COPIES, *HEADS.values(), *LARGE_HEADS.values(), *STEPS.values(), *KERNELS.values(), *planted]
+    cases.append(OF_BENCHMARK)
     return run_cases(cases, tmp_path_factory.mktemp("driver"))
 
 
@@ -139,6 +141,13 @@ def test_every_kernel_compiles_without_spills_and_with_vector_loads(reports, cas
         "update",
     }
     assert faults(report) == []
+
+
+def test_a_way_of_the_benchmarks_is_counted(reports):
+    report, case = reports[OF_BENCHMARK.name], OF_BENCHMARK
+    assert report.error == ""
+    assert report.flops == {"float16": 3 * 2 * case.batch * case.classes * case.dimension}
+    assert report.waits.total() == 1  # the gradient scaler
 
 
 @pytest.mark.parametrize(("case", "noun"), PLANTED.values(), ids=PLANTED)
