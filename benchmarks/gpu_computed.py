@@ -32,14 +32,15 @@ CHIPS = {
 }
 # Products of [B, C] in Triton kernels: the logits; the logits again and two gradients.
 PRODUCTS = {"_cce_lse_forward_kernel": 1, "_cce_backward_kernel": 3}
-HEADS = ("plsc, bf16", "plsc, fp32", "plsc, bf16, 0.1", *LOSSES, BASELINE, "plain PyTorch, bf16 autocast")
-HEADS = (*HEADS, *PUBLISHED, REWRITTEN, CUT[1], CHUNKED, LIGER)
-STEPS = ("plsc, fp32", "plsc, bf16", "plsc, fp16", BASELINE, "plain PyTorch, bf16 autocast")
+OURS = ("plsc, bf16", "plsc, fp32", "plsc, bf16, 0.1", *LOSSES)
+HEADS: tuple[str, ...] = (*OURS, BASELINE, "plain PyTorch, bf16 autocast")
+HEADS += (*PUBLISHED, REWRITTEN, CUT[1], CHUNKED, LIGER)
+STEPS: tuple[str, ...] = ("plsc, fp32", "plsc, bf16", "plsc, fp16", BASELINE, "plain PyTorch, bf16 autocast")
 
 
 def flops(case: Case, report: Report) -> dict[str, float]:
     """Return the operations of a step by the dtype of their inputs."""
-    found = dict(report.flops)
+    found: dict[str, float] = dict(report.flops)
     product = 2 * case.batch * case.classes * case.dimension
     for kernel, count in PRODUCTS.items():
         found["bfloat16"] = found.get("bfloat16", 0) + count * report.launches[kernel] * product
