@@ -141,7 +141,7 @@ class Store:
                 if not self._is_on_disk:  # a local rename replaces the file
                     with contextlib.suppress(FileNotFoundError):
                         self._filesystem.rm_file(self._at(name))
-                self._filesystem.mv(self._at(temporary), self._at(name))
+                self._move(temporary, name)
                 self._sync(folder)
 
         self._call(call, f"{name} cannot be written")
@@ -189,7 +189,7 @@ class Store:
         def call() -> None:
             if not self.exists(name) and self.exists(new_name):
                 return  # an earlier try succeeded, though it reported an error
-            self._filesystem.mv(self._at(name), self._at(new_name), recursive=True)
+            self._move(name, new_name)
             self._sync(os.path.dirname(new_name))  # noqa: PTH120 - a name, no path
 
         self._call(call, f"{name} cannot be renamed to {new_name}")
@@ -229,6 +229,12 @@ class Store:
         """Flush a file or a folder's entries to the disk; nothing for a remote store."""
         if self._is_on_disk:
             sync(self._at(name))
+
+    def _move(self, name: str, new_name: str) -> None:
+        if self._is_on_disk:  # fsspec's move would put it into a folder to which a link of that name leads
+            os.replace(self._at(name), self._at(new_name))  # noqa: PTH105 - strings
+        else:
+            self._filesystem.mv(self._at(name), self._at(new_name), recursive=True)
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path

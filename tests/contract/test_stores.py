@@ -279,9 +279,19 @@ def test_a_server_that_never_answers_is_abandoned(monkeypatch, tmp_path):
 def test_a_silently_failed_rename_is_detected(tmp_path, monkeypatch):
     store = Store(f"file://{tmp_path}/x")
     store.make_folder("a")
-    monkeypatch.setattr(store._filesystem, "mv", lambda *args, **kwargs: None)
+    monkeypatch.setattr(store, "_move", lambda *args: None)
     with pytest.raises(DataError, match="was not renamed"):
         store.rename("a", "b")
+
+
+def test_a_file_is_not_moved_into_a_folder_to_which_a_link_of_its_name_leads(tmp_path):
+    outside, store = tmp_path / "outside", Store(tmp_path / "run")
+    outside.mkdir()
+    store.make_folder()
+    (tmp_path / "run/best.json").symlink_to(outside)
+    store.write("best.json", b"{}")
+    assert (tmp_path / "run/best.json").read_bytes() == b"{}"
+    assert not list(outside.iterdir())
 
 
 def _check_keys_from_now_on(address: str) -> None:
