@@ -184,7 +184,9 @@ class Store:
         )
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a folder to a name that does not exist. Only where `can_rename`."""
+        """Rename a folder to a name that does not exist; DataError if it does. Only where `can_rename`."""
+        if self.exists(new_name):  # HDFS would move the folder into it
+            raise DataError(f"{self.shown}: {new_name} was created by another process in the meantime")
 
         def call() -> None:
             if not self.exists(name) and self.exists(new_name):
@@ -425,5 +427,6 @@ def staged(url: str, open_store: Callable[[str], Store]) -> Iterator[str]:
             store.rename(temporary, name)
     except BaseException:
         with contextlib.suppress(Exception):
-            store.delete(temporary)
+            if temporary or not store.exists(MANIFEST_NAME):  # of another process, which has published it
+                store.delete(temporary)
         raise

@@ -30,7 +30,7 @@ from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage.cache import folder_for
-from plsc.storage.store import Store
+from plsc.storage.store import Store, staged
 from plsc.storage.urls import set_hdfs_user
 from tests.s3_server import s3_server, use_s3
 
@@ -292,6 +292,35 @@ def test_a_file_is_not_moved_into_a_folder_to_which_a_link_of_its_name_leads(tmp
     store.write("best.json", b"{}")
     assert (tmp_path / "run/best.json").read_bytes() == b"{}"
     assert not list(outside.iterdir())
+
+
+def test_a_folder_is_not_moved_into_one_that_another_process_has_published(tmp_path):
+    place = str(tmp_path / "out")
+
+    def publish_late() -> None:
+        with staged(place, Store) as late:
+            Path(late, "late").touch()
+            with staged(place, Store) as early:
+                Path(early, "early").touch()
+
+    with pytest.raises(DataError, match="out"):
+        publish_late()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["early"]
+
+
+def test_a_failed_command_keeps_what_another_process_has_published_in_an_object_store():
+    place = "memory://bucket/published-by-another"
+
+    def fail_late() -> None:
+        with staged(place, Store):
+            with staged(place, Store):
+                Store(place).write("part_0.txt", b"line")
+                Store(place).write("manifest.json", b"{}")
+            raise ValueError("late")
+
+    with pytest.raises(ValueError, match="late"):
+        fail_late()
+    assert set(Store(place).names()) == {"part_0.txt", "manifest.json"}
 
 
 def _check_keys_from_now_on(address: str) -> None:
