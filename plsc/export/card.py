@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def write_card(
     reports: folders of ``plsc test``. data: options of the user; licences are read only in their datasets.
     Raises DataError if a folder has no report, or that of other weights.
     """
+    measured = [replace(one, title=base_name(shown(one.title))) for one in measured]  # without folders
     network, known = about["options"]["model"]["name"], facts(about, of_graph="graph" in about)
     config = {"model_type": "plsc", "architectures": [network], **known}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

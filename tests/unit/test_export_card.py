@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,16 @@ def test_the_card_shows_data_results_capacity_and_groups_as_recorded(trained, ex
     assert f"| even | {tar['value']:.6f} ({tar['interval'][0]:.6f} to {tar['interval'][1]:.6f})" in text
     assert "Nothing was measured" not in text
     assert str(trained[0].parent) not in text
+
+
+def test_the_card_names_pair_files_without_their_folders(trained, tmp_path):
+    (tmp_path / "my faces").mkdir()
+    pairs = shutil.copy(trained[0] / "lfw.bin", tmp_path / "my faces")
+    how = {"set_image_shape": (3, 112, 112), "set_checkpoint_dir": trained[1] / "0", "set_val_targets": pairs}
+    text = (entry(*trained, **how).convert_for_prediction(tmp_path / "model") / "README.md").read_text()
+    result, *_ = hub.ModelCard(text).data.eval_results
+    assert (result.dataset_type, result.dataset_name) == ("lfw.bin", "lfw.bin")
+    assert "my faces" not in text
 
 
 def test_the_card_says_that_nothing_was_measured(trained, tmp_path):
