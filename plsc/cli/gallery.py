@@ -52,8 +52,10 @@ def run_search(
         raise DataError(f"{shown(gallery)} has no entries of this network")
     if k < 1:
         raise OptionError(f"k is {k}; expected the number of entries to find, 1 or more")
+    expected = ""
     if capacity is not None and fpir is not None:
         threshold = capacity.strictest(fpir, size)
+        expected = f"; {capacity.expected(fpir, size)[1]}, {threshold:.4f}"
     if capacity is not None and (warning := capacity.warning(size, fpir)):
         logging.getLogger(__name__).warning(warning)
     for name, nearest in search_images(embedder, opened, images, k, options["allowed"] or ()):
@@ -61,7 +63,7 @@ def run_search(
         if threshold is not None and nearest[0].similarity < threshold:
             lines.insert(0, f"  unknown: no entry reaches the threshold, {threshold:.4f}")
         if capacity is not None:
-            lines.append(f"  {capacity.fpir(nearest[0].similarity, size).sentence(size)}")
+            lines.append(f"  {capacity.fpir(nearest[0].similarity, size).sentence(size)}{expected}")
         print(in_terminal("\n".join([name, *lines])))
 
 

@@ -41,6 +41,7 @@ from plsc.evaluate.identification import norms_of
 FEWEST_CLASSES = 20
 FEWEST_PAIRS = 5.0  # exceeding class pairs, and independent events among them, for a point prediction
 HIGHEST_FAR = 0.05  # of the table
+_MOST_CLAIMED, _HALF = 0.1, 0.5  # FPIR up to which intervals hold; upper limits above say little
 _ROWS = 6  # per factor of ten of the FAR
 _GROWTH, _WEDGES = 0.5, 20.0  # s ~ FAR^-0.5 counts like 20 probes with two look-alikes,
 _EVENTS = 4.0  # and the w of the next lower threshold like 4 class pairs
@@ -51,19 +52,24 @@ _FORMAT = 1
 
 
 class Prediction(NamedTuple):
-    """An FPIR, 0..1, with its 90 % interval; estimate None: these data give only the interval."""
+    """An FPIR, 0..1, with its 90 % interval; estimate None: these data give only the interval.
+
+    The interval is claimed for an FPIR of at most 0.1: above, a few probes of low quality make it too narrow.
+    """
 
     estimate: float | None
     low: float
     high: float
 
-    def sentence(self, identities: int) -> str:
+    def sentence(self, identities: int, reached: str = "score as high") -> str:
         """Return what it says of a score that is the threshold, for people: ``about 1 in 200 strangers``."""
         if self.estimate is not None:
             share = f"about {_one_in(self.estimate)}"
-        else:
-            share = f"at least {_one_in(self.low)}" if self.high == 1 else f"at most {_one_in(self.high)}"
-        return f"{share} strangers would score as high among the {identities:,} enrolled"
+        elif self.high <= _HALF:
+            share = f"at most {_one_in(self.high)}"
+        else:  # a small lower limit would read as a small share
+            share = f"at least {_one_in(self.low)}" if self.low >= _MOST_CLAIMED else "an unknown share of"
+        return f"{share} strangers would {reached} among the {identities:,} enrolled"
 
 
 class Holding(NamedTuple):
@@ -157,19 +163,28 @@ class Capacity:
         return Holding(low, fpir, threshold)
 
     def strictest(self, fpir: float, identities: int) -> float:
-        """Return `threshold`; where these data cannot say, that above all scores of different classes."""
+        """Return `threshold`; where these data cannot say, that above all scores of different classes.
+
+        `expected` has the FPIR there, which may be higher.
+        """
         found = self.threshold(fpir, identities)
         return self.rows[-1].threshold if found is None else found
 
+    def expected(self, fpir: float, identities: int) -> tuple[Prediction, str]:
+        """Return the FPIR at `strictest`, and what it says, for people."""
+        found = self.fpir(self.strictest(fpir, identities), identities)
+        return found, found.sentence(identities, "reach the threshold")
+
     def warning(self, identities: int, fpir: float | None = None) -> str | None:
         """Return what to expect of a gallery of more identities than `holds` says; None if it holds them."""
-        found = self.holds(fpir)
+        found, wanted = self.holds(fpir), self._fpir(fpir)
         held = 0 if found is None else found.identities
         if identities <= held:
             return None
+        most = f"({held:,})" if held else f"(its {self.classes:,} unseen classes cannot show it for any)"
         return (
             f"a gallery of {identities:,} images is more than the model was shown to hold at FPIR "
-            f"{self._fpir(fpir):g} ({held:,}): expect more accepted strangers, or more missed ones"
+            f"{wanted:g} {most}: {self.expected(wanted, identities)[1]}, or more enrolled people are missed"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class CapacityResult:
             rows.append([
                 f"{size:,}",
                 "cannot say" if estimate is None else f"{estimate:.4f}",
-                f"{low:.4f} to {high:.4f}",
+                f"{low:.4f} to {high:.4f}" if (estimate or low) <= 0.1 else "above 0.1: not claimed",
                 f"{self.measured[size]:.4f}" if size in self.measured else "",
                 "cannot say" if chosen is None else f"{chosen:.4f}",
             ])  # fmt: skip

@@ -236,9 +236,11 @@ class _Verdict:
     """The threshold of a FAR; of a search, by default, that of the FPIR of the server, if it has one."""
 
     def __init__(self, service: Service, far: float | None, of_search: bool = False) -> None:
-        self._threshold = service.threshold_of_search() if of_search and far is None else None
-        if self._threshold is not None:
-            self.about = {"far": None, "fpir": service.options.fpir, "threshold": self._threshold}
+        chosen = service.threshold_of_search() if of_search and far is None else None
+        if chosen is not None:
+            self._threshold, expected = chosen
+            wanted = {"far": None, "fpir": service.options.fpir}
+            self.about = {**wanted, "expected_fpir": expected, "threshold": self._threshold}
             return
         known = service.far if far is None else service.known_far(far)
         self._threshold = None if known is None else service.model.thresholds[known]

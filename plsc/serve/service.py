@@ -63,7 +63,7 @@ class Service:
         PngImagePlugin.MAX_TEXT_MEMORY = options.max_bytes  # of the texts of an image, decompressed
         self._decoder, self._places = ThreadPoolExecutor(_THREADS), asyncio.Semaphore(_DECODED)
         self._decoding = 0
-        self._threshold: tuple[int, float] | None = None  # of so many entries
+        self._threshold: tuple[int, tuple[float, dict[str, Any]]] | None = None  # of so many entries
         self._was_warned = False
         self._warn()
 
@@ -71,13 +71,18 @@ class Service:
         """Return the number of entries that are searched: of the gallery and of the store."""
         return len(self.store) + (0 if self.gallery is None else len(self.gallery))
 
-    def threshold_of_search(self) -> float | None:
-        """Return the threshold of `options.fpir` for the entries that are enrolled now; None without it."""
+    def threshold_of_search(self) -> tuple[float, dict[str, Any]] | None:
+        """Return the threshold of `options.fpir` for the entries that are enrolled now, and its FPIR.
+
+        The FPIR may be higher than the wanted one, and has a sentence. None without `options.fpir`.
+        """
         if self.capacity is None or self.options.fpir is None:
             return None
         count = max(1, len(self))
         if self._threshold is None or self._threshold[0] != count:  # half the time of a request to compute
-            self._threshold = count, self.capacity.strictest(self.options.fpir, count)
+            threshold = self.capacity.strictest(self.options.fpir, count)
+            expected, text = self.capacity.expected(self.options.fpir, count)
+            self._threshold = count, (threshold, {**expected._asdict(), "text": text})
         return self._threshold[1]
 
     def strangers(self, similarity: float) -> dict[str, Any] | None:

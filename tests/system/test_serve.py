@@ -708,6 +708,8 @@ def test_the_threshold_of_an_fpir_follows_the_number_of_enrolled_images(for_stra
             found = client.search(images[0])
             assert (found["far"], found["fpir"]) == (None, 0.3)
             assert found["threshold"] == capacity.strictest(0.3, count)
+            expected, text = capacity.expected(0.3, count)
+            assert found["expected_fpir"] == {**json.loads(json.dumps(expected._asdict())), "text": text}
             similarity = found["results"][0]["similarity"]
             expected = capacity.fpir(similarity, count)
             assert found["strangers"] == {

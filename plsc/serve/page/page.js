@@ -120,6 +120,7 @@ async function answer() {
 }
 
 const shown = (value) => value.toFixed(3);
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const oneIn = (far) => `1 in ${Math.round(1 / far).toLocaleString("en")}`;
 
 function draw(verdict, kind, meaning, results, isSearch) {
@@ -131,7 +132,7 @@ function draw(verdict, kind, meaning, results, isSearch) {
   byId("answer").hidden = false;
 }
 
-function drawSearch({ name, known, far, fpir, threshold, strangers, results }) {
+function drawSearch({ name, known, far, fpir, expected_fpir: expected, threshold, strangers, results }) {
   let verdict = results.length ? `Nearest: ${results[0].name}` : "There are no entries yet";
   let meaning = results.length ? "The model has no thresholds, so nothing is called unknown." : "Enrol an image to find it again.";
   if (results.length && known !== null) {
@@ -140,9 +141,10 @@ function drawSearch({ name, known, far, fpir, threshold, strangers, results }) {
     const ofPairs = fpir === null && !strangers ? ` Of pairs of different classes, about ${oneIn(far)} does (FAR ${far}).` : "";
     meaning = known
       ? `The similarity ${similarity} reaches the threshold ${shown(threshold)}.${ofPairs}`
-      : `The nearest entry has similarity ${similarity}, below the threshold ${shown(threshold)} for ${fpir === null ? `FAR ${far}` : `FPIR ${fpir}`}.`;
+      : `The nearest entry has similarity ${similarity}, below the threshold ${shown(threshold)}${fpir === null ? ` for FAR ${far}` : ""}.`;
+    if (expected) meaning += ` ${sentence(expected.text)}`;
   }
-  if (results.length && strangers) meaning += ` ${strangers.text[0].toUpperCase()}${strangers.text.slice(1)}.`;
+  if (results.length && strangers) meaning += ` ${sentence(strangers.text)}`;
   const cards = results.map((one) => card({ ...one, lines: [shown(one.similarity), one.mapped ? `${one.source}, mapped` : one.source] }));
   draw(verdict, known === null ? "" : known ? "yes" : "no", meaning, cards, true);
 }
@@ -172,7 +174,7 @@ async function listEntries(after = 0) {
 
 async function warn() {
   const { warning } = await get("about");
-  byId("warning").textContent = warning ? `${warning[0].toUpperCase()}${warning.slice(1)}.` : "";
+  byId("warning").textContent = warning ? sentence(warning) : "";
 }
 
 async function start() {
@@ -188,7 +190,7 @@ async function start() {
     option.selected = Number(far) === model.far && model.fpir === null;
     return option;
   });
-  if (model.fpir !== null) options.unshift(new Option(`FPIR ${model.fpir} of the entries enrolled now`, "", true, true));
+  if (model.fpir !== null) options.unshift(new Option(`Search: FPIR ${model.fpir} of the entries enrolled now; comparison: ${model.far === null ? "no threshold" : `FAR ${model.far}`}`, "", true, true));
   byId("far").replaceChildren(...options);
   byId("choice").hidden = !fars.length;
   byId("evaluation").hidden = !model.roc;

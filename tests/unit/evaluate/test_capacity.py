@@ -256,6 +256,7 @@ def test_gamma_quantiles_are_those_of_tables():
     ((0.000_123_4, 0, 0.1), "about 1 in 8,100 strangers would score as high among the 5,120 enrolled"),
     ((None, 0, 0.02), "at most 1 in 50 strangers would score as high among the 5,120 enrolled"),
     ((None, 0.6, 1), "at least 60 in 100 strangers would score as high among the 5,120 enrolled"),
+    ((None, 0.002, 1), "an unknown share of strangers would score as high among the 5,120 enrolled"),
 ])  # fmt: skip
 def test_a_prediction_is_said_in_words(prediction, text):
     assert Prediction(*prediction).sentence(5120) == text
@@ -264,6 +265,10 @@ def test_a_prediction_is_said_in_words(prediction, text):
 def test_where_data_cannot_say_the_threshold_is_above_all_scores_of_different_classes(table):
     assert table.strictest(0.4, 50) == table.threshold(0.4, 50)
     assert table.strictest(1e-6, 10_000) == table.rows[-1].threshold
+    expected, text = table.expected(1e-6, 10_000)
+    assert expected == table.fpir(table.rows[-1].threshold, 10_000)
+    assert expected.high > 1e-6
+    assert text == expected.sentence(10_000, "reach the threshold")
 
 
 def test_a_warning_starts_above_the_identities_that_are_held(table):
@@ -273,7 +278,10 @@ def test_a_warning_starts_above_the_identities_that_are_held(table):
         f"a gallery of {held + 1} images is more than the model was shown to hold at FPIR 0.2 ({held})"
         in (table.warning(held + 1, 0.2))
     )
-    assert "FPIR 0.1 (0)" in measure_capacity(*images_of(60, 1)).warning(1)
+    few = measure_capacity(*images_of(60, 1))
+    text = few.warning(10, 0.001)
+    assert "(0)" not in text
+    assert few.fpir(few.rows[-1].threshold, 10).sentence(10, "reach the threshold") in text
 
 
 def test_an_fpir_needs_a_capacity_and_images(table):
@@ -311,6 +319,9 @@ def test_a_report_has_the_figure_measured_values_and_a_picture(tmp_path):
         _, low, high = result.capacity.fpir(result.threshold, size)
         assert low * 0.8 <= fpir <= high * 1.2
     section = result.section("Capacity")
+    intervals = {row[0]: row[2] for row in section.tables[0].rows}
+    assert "not claimed" in intervals["300"]
+    assert " to " in intervals["10"]
     held = result.capacity.holds()
     assert section.tables[0].title.startswith(f"Holds at least {held.identities:,} identities at FPIR 0.05")
     assert json.loads(json.dumps(section.values))["holds"] == held._asdict()

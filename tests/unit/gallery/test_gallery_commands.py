@@ -128,6 +128,7 @@ def test_a_search_says_how_many_strangers_would_score_as_high(trained, tmp_path,
     assert last == f"  {capacity.fpir(1.0, 24).sentence(24)}"
     other = unseen / "images/3_0.png"
     found = plsc(capsys, "search", model, gallery, other, "--fpir", "0.3", "-k", 1)
+    assert found[-1].endswith(f"{capacity.expected(0.3, 24)[1]}, {capacity.strictest(0.3, 24):.4f}")
     is_known = float(found[-2].split()[0]) >= capacity.strictest(0.3, 24)
     assert found[1].startswith("  unknown: no entry reaches the threshold") != is_known
     plsc(capsys, "index", model, tmp_path / "classes")
