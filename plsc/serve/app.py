@@ -236,6 +236,7 @@ class _Verdict:
     """The threshold of a FAR; of a search, by default, that of the FPIR of the server, if it has one."""
 
     def __init__(self, service: Service, far: float | None, of_search: bool = False) -> None:
+        self._threshold: float | None
         chosen = service.threshold_of_search() if of_search and far is None else None
         if chosen is not None:
             self._threshold, expected = chosen
