@@ -303,10 +303,10 @@ class Stored:
     """Embeddings of the pool as if they were those of a planting."""
 
     def __init__(self, place: Path, images: Path, embeddings: Any) -> None:
-        source, _ = read_listing(place, image_folder=str(images))
+        source, listing = read_listing(place, image_folder=str(images))
         rows = {Path(path).name: row for row, path in enumerate(embeddings[NAMES][:].tolist())}
         names = Samples(source, str(place), 0).names(range(len(source)))
-        chosen = np.array([rows[Path(path).name] for path in names])
+        chosen = np.array([rows[Path(path).name] for path in listing.paths])
         self._arrays = {NAMES: np.array(names), EMBEDDINGS: embeddings[EMBEDDINGS][:][chosen]}
         self.index, self.folder = embeddings.index, embeddings.folder
 
