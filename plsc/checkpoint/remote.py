@@ -11,7 +11,7 @@ from pathlib import Path
 
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.checkpoint.load import check_checksums, check_files
-from plsc.checkpoint.manifest import FileInfo, Manifest, parse_manifest, read_manifest
+from plsc.checkpoint.manifest import LARGEST_MANIFEST, FileInfo, Manifest, parse_manifest, read_manifest
 from plsc.checkpoint.retention import checkpoints_in, list_checkpoints, manifest_in
 from plsc.checkpoint.save import check_replaceable, check_space, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
@@ -19,6 +19,7 @@ from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage.cache import folder_for
 from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
+from plsc.storage.regular import read_regular
 from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, is_url, shown
@@ -46,7 +47,7 @@ def upload(
     def begin() -> tuple[str, bytes]:
         if not world.is_main:
             return "", b""
-        data = (folder / MANIFEST_NAME).read_bytes()
+        data = read_regular(folder / MANIFEST_NAME, LARGEST_MANIFEST, folder)
         manifest = parse_manifest(data, str(folder))
         check_replaceable(store, name, manifest.run_id)
         target = hidden_name(name) if store.can_rename else name
@@ -156,7 +157,7 @@ def _is_fetched(target: Path, text: bytes, manifest: Manifest) -> bool:
     """Return whether the checkpoint is already there; checksums are compared when it is loaded."""
     check_replaceable(Store(target.parent), target.name)
     try:
-        if (target / MANIFEST_NAME).read_bytes() != text:
+        if read_regular(target / MANIFEST_NAME, LARGEST_MANIFEST, target) != text:
             return False
         return all((target / name).stat().st_size == info.bytes for name, info in manifest.files.items())
     except FileNotFoundError:

@@ -33,6 +33,7 @@ from plsc.heads.margins import Margin, margins_of_counts
 from plsc.heads.weights import scale_bytes
 from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
+from plsc.storage.regular import open_regular
 
 
 def margin_arguments(name: str) -> Mapping[str, inspect.Parameter]:
@@ -87,7 +88,7 @@ def _class_margins(wanted: Mapping[str, Any], counts: Tensor | None) -> Tensor:
     if "file" in wanted:
         with (
             refusing(f"cannot read {wanted['file']}", "expected a .npy file with one margin per class"),
-            Path(wanted["file"]).open("rb") as file,
+            open_regular(wanted["file"]) as file,
         ):
             return torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False))
     if counts is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from plsc.errors import CheckpointError, PlscError
 from plsc.parallel.machine import BackgroundThread
 from plsc.run.run import Run
 from plsc.state.start import SMALL_FILES, Directories
+from plsc.storage.regular import read_regular
 from plsc.storage.store import Store, Transfer
 
 
@@ -133,7 +135,8 @@ class Uploader:
             self._world.log(problem, logging.WARNING)
 
     def _send_file(self, path: Path) -> None:
-        self._store.write(path.name, path.read_bytes())
+        # They were no links at the start, but others may write into the folder.
+        self._store.write(path.name, read_regular(path, sys.maxsize, path.parent))
 
 
 def _has_succeeded(future: Future[str | None], give_up: float | None) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -173,3 +174,10 @@ def test_log_and_checkpoint_name_the_kernels_of_the_head(kernels, dataset, tmp_p
     name = "torch" if kernels == "torch" else native.fastest_engine(torch.float32)
     assert f", 1 rank on cpu, float32, kernels {name}" in capsys.readouterr().out.splitlines()[0]
     assert name in read_manifest(tmp_path / "a/0").heads[""].computed_by
+
+
+def test_a_pipe_as_the_file_of_margins_is_refused(dataset, tmp_path):
+    os.mkfifo(tmp_path / "m.npy")
+    pipe = {"head__class_margins": {"file": str(tmp_path / "m.npy")}}
+    with pytest.raises(OptionError, match="regular file"):
+        train(options(dataset, tmp_path / "run", **pipe), WORLD)
