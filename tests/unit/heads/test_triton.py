@@ -41,7 +41,8 @@ def cases(*chosen: str, **environment: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", ["equal_the_formula", "not equal_the_formula"])  # each within the timeout
+@pytest.mark.timeout(900)  # minutes where the cores have other work
+@pytest.mark.parametrize("chosen", ["equal_the_formula", "not equal_the_formula"])
 def test_interpreted_kernels_equal_the_formulas(chosen: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     cases("-k", chosen, TRITON_INTERPRET="1")
