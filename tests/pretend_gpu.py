@@ -712,7 +712,7 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
     base.initial_rows = lambda seed, start, stop, width, *others: torch.empty(
         stop - start, width, device="cuda:0"
     )
-    plsc.run.build_network.sum_gradients = lambda network, *others: network  # C++, which needs real tensors
+    plsc.run.build_network.sum_gradients = lambda network, *_, **named: network  # C++: needs real tensors
 
     class Images(torch.utils.data.Dataset[tuple[Any, int]]):
         targets = tuple(index % case.classes for index in range(case.batch * case.ranks))
