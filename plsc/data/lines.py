@@ -4,8 +4,8 @@ Blank lines, CRLF, a UTF-8 byte order mark and a missing last newline are accept
 not text, a tab and an integer is a bad line, reported by file and line. On request, so is a line whose text
 has characters that are not of base64. A file without a good line among the first ones is of another format:
 an error, also if bad lines are skipped. Messages have nothing of a line: a list of files may name a private
-one. `plsc/data/native/lines.c` parses regular lines; `parse_line` parses
-the others, and all lines if the library is missing.
+one. `plsc/data/native/lines.c` parses regular lines; `parse_line` parses the others, and all lines if the
+library is missing.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from plsc.evaluate.identification import norms_of
 FEWEST_CLASSES = 20
 FEWEST_PAIRS = 5.0  # exceeding class pairs, and independent events among them, for a point prediction
 HIGHEST_FAR = 0.05  # of the table
-_MOST_CLAIMED, _HALF = 0.1, 0.5  # FPIR up to which intervals hold; upper limits above say little
+MOST_CLAIMED, _HALF = 0.1, 0.5  # FPIR up to which intervals hold; upper limits above say little
 _ROWS = 6  # per factor of ten of the FAR
 _GROWTH, _WEDGES = 0.5, 20.0  # s ~ FAR^-0.5 counts like 20 probes with two look-alikes,
 _EVENTS = 4.0  # and the w of the next lower threshold like 4 class pairs
@@ -68,7 +68,7 @@ class Prediction(NamedTuple):
         elif self.high <= _HALF:
             share = f"at most {_one_in(self.high)}"
         else:  # a small lower limit would read as a small share
-            share = f"at least {_one_in(self.low)}" if self.low >= _MOST_CLAIMED else "an unknown share of"
+            share = f"at least {_one_in(self.low)}" if self.low >= MOST_CLAIMED else "an unknown share of"
         return f"{share} strangers would {reached} among the {identities:,} enrolled"
 
 

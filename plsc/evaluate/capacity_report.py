@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from plsc.evaluate.capacity import Capacity, Holding, measure_capacity
+from plsc.evaluate.capacity import MOST_CLAIMED, Capacity, Holding, measure_capacity
 from plsc.evaluate.report import Section, Table
 
 _MOST_IMAGES = 10_000  # 6 seconds
@@ -47,14 +47,14 @@ class CapacityResult:
         """Return the section of the report."""
         from plsc.evaluate.plots import plot_capacity  # imports matplotlib
 
-        rows = []
+        rows, unclaimed = [], f"above {MOST_CLAIMED:g}: not claimed"
         for size in _sizes(self._largest()):
             estimate, low, high = self.capacity.fpir(self.threshold, size)
             chosen = self.capacity.threshold(0.01, size)
             rows.append([
                 f"{size:,}",
                 "cannot say" if estimate is None else f"{estimate:.4f}",
-                f"{low:.4f} to {high:.4f}" if (estimate or low) <= 0.1 else "above 0.1: not claimed",
+                f"{low:.4f} to {high:.4f}" if (estimate or low) <= MOST_CLAIMED else unclaimed,
                 f"{self.measured[size]:.4f}" if size in self.measured else "",
                 "cannot say" if chosen is None else f"{chosen:.4f}",
             ])  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plsc.config.option import read_arguments
 from plsc.config.runtime import HIGHEST_SCALE, PrecisionOptions, ScalingArguments
+from plsc.parallel.backbone import gradient_values
 
 LOWEST_SCALE = 1.0
 MOST_SKIPS = 20
@@ -129,7 +130,7 @@ def unscale(gradients: Iterable[Tensor], scale: float) -> Tensor:
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        numbers = gradient._values() if gradient.is_sparse else gradient
+        numbers = gradient_values(gradient)
         kinds.setdefault((numbers.device, numbers.dtype), []).append(numbers)
     found = None
     for (device, _), values in kinds.items():
