@@ -116,6 +116,7 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     """Embed datasets, write the proposed changes, and print the summary. used: model and dataset of each."""
     from plsc.data.lists import read_listing
     from plsc.gallery.vectors import import_faiss
+    from plsc.storage.regular import check_inside
     from plsc.storage.urls import is_url, shown
 
     network = reading.pop("model.name")
@@ -131,6 +132,8 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
         read_listing(location, **reading)
     folder.mkdir(parents=True, exist_ok=True)
     names = ("embeddings", "embeddings2")
+    for name in names:
+        check_inside(folder / name, folder)
     found = [
         _embeddings(*one, folder / name, network, reading) for one, name in zip(used, names, strict=False)
     ]

@@ -18,7 +18,7 @@ from PIL import Image
 
 from plsc.errors import OptionError
 from plsc.storage.publish import replacing
-from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.regular import check_inside, open_regular, read_regular
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
@@ -184,6 +184,7 @@ class WandB:
     exit_code = 0
 
     def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+        check_inside(folder / "wandb", folder)
         import wandb
 
         self._wandb = wandb

@@ -155,6 +155,13 @@ def test_an_interrupted_command_resumes_and_a_finished_one_is_not_overwritten(
     assert (world / "again/changes.tsv").read_bytes() == changes
 
 
+def test_embeddings_are_not_written_through_a_link(world, run, checkpoint, tmp_path):
+    (world / "linked").mkdir()
+    (world / "linked/embeddings").symlink_to(tmp_path)
+    assert "link" in run(f"clean {checkpoint} faces linked", code=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_network_of_the_same_images_is_reported(world, run, checkpoint):
     shown = run(f"clean {checkpoint} {world}/train learned")
     assert "it has learned some of their wrong labels, which are not found: train a network on each" in shown

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.errors import OptionError, TrainingError, TrainingInterrupted
-from plsc.run.loggers import scalars
+from plsc.errors import DataError, OptionError, TrainingError, TrainingInterrupted
+from plsc.run.loggers import LOGGERS, scalars
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
@@ -257,6 +257,16 @@ def test_weights_and_biases_gets_the_exit_code_and_the_run_of_a_script_is_joined
     assert (exit_code_of(own), exit_code_of(joined)) == (code, 0)
     assert b"loss_step" in joined.read_bytes()
     assert not list(tmp_path.glob("joined/wandb"))
+
+
+def test_weights_and_biases_does_not_write_through_a_link(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.mkdir()
+    (run / "wandb").symlink_to(outside)
+    with pytest.raises(DataError, match="link"):
+        LOGGERS["wandb"](run, 0, {}, "")
+    assert not list(outside.iterdir())
 
 
 def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
