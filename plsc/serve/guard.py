@@ -95,6 +95,7 @@ class Guard:
         body = _Body()
         try:
             headers = dict(scope["headers"])
+            scope["headers"] = list(headers.items())  # of a repeated one, only the checked value is used
             self._check(scope, headers)
             if scope["method"] == "POST":
                 await self._read(receive, body, headers)

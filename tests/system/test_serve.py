@@ -569,6 +569,17 @@ def test_a_long_content_type_is_not_parsed(server, images):
     assert (status, "Content-Type" in answer["detail"]) == (400, True)
 
 
+def test_a_repeated_header_has_one_value_for_all_who_read_it(server, images):
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.putrequest("POST", "/embed")
+    for kind in ("multipart/form-data; boundary=x", "image/png"):  # the first would be parsed unchecked
+        connection.putheader("Content-Type", kind)
+    connection.putheader("Content-Length", str(len(images[0])))
+    connection.endheaders(images[0])
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
 def test_the_pages_load_nothing_from_other_hosts(server):
     status, page = ask(server, "GET", "/docs")
     assert status == 200
