@@ -1,6 +1,6 @@
-"""Write what derives from the code: the setters of Entry, the docs page of the options, the lists of the API.
+"""Write what derives from the code: types of the setters, the docs page of the options, the lists of the API.
 
-python tools/generate.py            writes plsc/config/setters.py, docs/options.md, and lists to docs/api.md
+python tools/generate.py            writes plsc/config/setters.pyi, docs/options.md, and lists to docs/api.md
 python tools/generate.py --check    exits with 1 if one of them is out of date
 """
 
@@ -22,18 +22,12 @@ from plsc.config import all_options  # noqa: E402
 from plsc.config.option import OptionSpec  # noqa: E402
 from plsc.heads import MARGINS  # noqa: E402
 
-SETTERS_HEAD = '''"""The setters of Entry, one per option.
-
-Written by tools/generate.py from the table in plsc/config; edit that instead.
-"""
-
-from __future__ import annotations
+SETTERS_HEAD = '''"""The types of setters.py, written by tools/generate.py from the table in plsc/config."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from plsc.config import Options
-
 
 class Setters:
     """Setters that check a value and put it into `options`; OptionError says what was expected."""
@@ -72,7 +66,7 @@ def annotation(kind: Any) -> str:
 
 
 def setter(spec: OptionSpec) -> str:
-    """Return the source of one setter."""
+    """Return the declaration of one setter."""
     meaning = f"Set ``{spec.path}``: {spec.meaning}. Default: {spec.default!r}."
     indent = " " * 8
     doc = f'{indent}"""{meaning}"""'
@@ -80,23 +74,13 @@ def setter(spec: OptionSpec) -> str:
         body = textwrap.fill(meaning, 104, initial_indent=indent, subsequent_indent=indent)
         doc = f'{indent}"""{body.strip()}\n{indent}"""'
     first, _, mapping = spec.argument.partition("**")  # of this option, and of the mapping beside it
-    value, first = first.rstrip(", "), first and f"{first.rstrip(', ')}: {annotation(spec.kind)}, "
-    if not mapping:
-        take, call = first.rstrip(", "), f'set("{spec.path}", {value})'
-    elif value:
-        take = f"{first}**arguments: Any"
-        beside = f'"{spec.group}.{mapping}": arguments or None'
-        items = f'{{"{spec.path}": {value}, {beside}}}'
-        call = f"set_together({items})"
-        if len(call) > 89:
-            call = f"set_together(\n            {items}\n        )"
-    else:
-        take, call = "**arguments: Any", f'set("{spec.path}", arguments or None)'
-    return f"\n    def {spec.setter}(self, {take}) -> None:\n{doc}\n        self.options.{call}\n"
+    first = first and f"{first.rstrip(', ')}: {annotation(spec.kind)}, "
+    take = f"{first}**arguments: Any" if mapping else first.rstrip(", ")
+    return f"\n    def {spec.setter}(self, {take}) -> None:\n{doc}\n"
 
 
 def setters() -> str:
-    """Return the source of plsc/config/setters.py."""
+    """Return plsc/config/setters.pyi."""
     by_name = {spec.setter: spec for spec in reversed(list(all_options())) if spec.setter}
     return SETTERS_HEAD + "".join(setter(spec) for spec in reversed(by_name.values()))
 
@@ -186,7 +170,7 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     for path, text in (
-        (ROOT / "plsc/config/setters.py", setters()),
+        (ROOT / "plsc/config/setters.pyi", setters()),
         (ROOT / "docs/options.md", page()),
         (ROOT / "docs/api.md", api()),
     ):
