@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pkgutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -85,6 +86,14 @@ def test_rows_of_any_memory_layout_equal_the_tensor(tmp_path_factory, rows, widt
 class Malicious:
     def __reduce__(self):
         return os.system, ("echo run > /tmp/plsc-must-not-exist",)
+
+
+class Call:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
 
 
 class MaliciousByBuild:
@@ -181,6 +190,23 @@ def test_values_that_are_shared_or_nested_too_often_are_refused(tmp_path, operat
         torch.save({}, path, _use_new_zipfile_serialization=False)
         path.write_bytes(path.read_bytes().replace(pickle.dumps({}, 2), operations))
     assert "is damaged" in refusal(read_tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("builtins.bytearray", 10**9),  # 1 GB of zeros
+        ("torch.ByteTensor", 64),  # memory as it is
+        ("torch.Tensor", 16),
+        ("torch.storage.UntypedStorage", 64),
+        ("_codecs.encode", "text"),  # quadratic, with "punycode"
+    ],
+)
+def test_what_tensors_never_need_is_not_called(tmp_path, name, argument):
+    function = pkgutil.resolve_name(name)
+    value = {"weight": Call(function, (argument,))}
+    torch.save({"a": torch.ones(4096), "b": value}, tmp_path / "a.pt")
+    assert name.rpartition(".")[2] in refusal(read_tensors, tmp_path / "a.pt")
 
 
 def test_a_long_pickle_is_refused_and_shared_values_are_read(tmp_path):
