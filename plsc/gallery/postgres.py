@@ -34,13 +34,16 @@ _SAFE = "SET search_path = pg_catalog, pg_temp"  # no function or operator of ot
 _UNSAFE = (
     "is no ordinary, logged table of plsc without triggers, or its owner is not trusted (docs/gallery.md)"
 )
-_TABLES = """
+_TRUSTED = """
     WITH RECURSIVE ours AS (
         SELECT oid AS role FROM pg_roles WHERE rolname = current_user
         UNION SELECT roleid FROM pg_auth_members JOIN ours ON member = role),
     trusted AS (SELECT role FROM ours UNION SELECT oid FROM pg_roles WHERE rolsuper
         OR rolname = 'pg_database_owner' OR oid = (SELECT datdba FROM pg_database
-            WHERE datname = current_database()))
+            WHERE datname = current_database()))"""
+_TABLES = (
+    _TRUSTED
+    + """
     SELECT substr(about, length(%(about)s) + 1), atttypmod, nspname::text FROM pg_class AS relation
     JOIN pg_namespace AS schema ON schema.oid = relnamespace JOIN pg_attribute ON attrelid = relation.oid,
         obj_description(relation.oid, 'pg_class') AS about
@@ -51,6 +54,7 @@ _TABLES = """
         AND NOT EXISTS (SELECT FROM pg_rewrite WHERE ev_class = relation.oid)
         AND relowner IN (TABLE trusted) AND nspowner IN (TABLE trusted)  -- who could replace the table
     ORDER BY array_position(%(schemas)s::text[], nspname::text) DESC"""
+)
 _COLUMNS = {"name": "text", "vector": "vector", "thumbnail": "bytea", "id": "int8"}
 _COLUMNS |= {"enrolled": "timestamptz", "mapped": "text"}
 _OLDEST = (0, 8)  # of pgvector: has iterative scans, so that deleted entries do not hide others
@@ -328,13 +332,16 @@ def _configure(connection: Any) -> None:
 
 def _find_extension(connection: Any, path: str = "the database") -> tuple[str, int, int]:
     """Return the schema of pgvector, quoted, and the ids of its type and of the arrays of it."""
-    query = """
-        SELECT extversion, quote_ident(nspname), pg_type.oid, typarray FROM pg_extension
+    query = f"""{_TRUSTED}
+        SELECT extowner IN (TABLE trusted) AND nspowner IN (TABLE trusted), extversion, quote_ident(nspname),
+            pg_type.oid, typarray FROM pg_extension
         JOIN pg_namespace ON pg_namespace.oid = extnamespace JOIN pg_type ON typnamespace = extnamespace
         WHERE extname = 'vector' AND typname = 'vector'"""
     found = connection.execute(query).fetchone()
-    if found is None or tuple(map(int, found[0].split(".")[:2])) < _OLDEST:
-        has = f"has pgvector {found[0]}" if found else "does not have the extension pgvector"
+    if found is None or tuple(map(int, found[1].split(".")[:2])) < _OLDEST:
+        has = f"has pgvector {found[1]}" if found else "does not have the extension pgvector"
         advice = "ALTER EXTENSION vector UPDATE" if found else "CREATE EXTENSION vector"
         raise StoreError(f"{path} {has}; install pgvector 0.8 or newer, and run {advice} in the database")
-    return found[1:]
+    if not found[0]:
+        raise StoreError(f"{path}: pgvector or its schema {found[2]} is another role's, which could drop it")
+    return found[2:]

@@ -297,6 +297,14 @@ def test_no_table_is_created_or_opened_in_a_schema_of_another_role(roles):
         open_store(roles["app"], "m1", 0)
 
 
+def test_pgvector_in_a_schema_of_another_role_is_refused(roles):
+    with connected(roles["superuser"]) as connection:
+        connection.execute("CREATE SCHEMA theirs AUTHORIZATION other; GRANT USAGE ON SCHEMA theirs TO app")
+        connection.execute("ALTER EXTENSION vector SET SCHEMA theirs")
+    with pytest.raises(StoreError, match="theirs"):  # DROP SCHEMA would drop the vectors
+        open_store(roles["app"], "m1", 0)
+
+
 @pytest.mark.parametrize("owner", ["app", "team", "boss", "superuser"])
 def test_tables_of_our_roles_the_owner_of_the_database_and_superusers_are_opened(roles, owner):
     with connected(roles["superuser"]) as connection:
