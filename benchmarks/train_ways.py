@@ -69,7 +69,6 @@ class TrainWay:
 
 _BF16 = {"precision.mode": "bfloat16"}
 _FP16 = {"precision.mode": "float16"}
-_PLAIN = {"speed.channels_last": "off"}
 _COMPILED = {"speed.compile": True}
 
 
@@ -78,10 +77,8 @@ def ways(device: str) -> list[TrainWay]:
     found = [
         TrainWay(BASELINE),
         TrainWay("plain PyTorch, bf16 autocast", autocast=torch.bfloat16),
-        TrainWay("plsc, fp32, all off", options=_PLAIN),
         TrainWay("plsc, fp32", options={}),
         TrainWay("plsc, fp32, compiled", options=_COMPILED),
-        TrainWay("plsc, bf16, channels first", options={**_BF16, **_PLAIN}),
         TrainWay("plsc, bf16", options=_BF16),
         TrainWay("plsc's backbone alone, bf16", options=_BF16, has_head=False),
         TrainWay("plsc, bf16, kept", options={**_BF16, "head.keep_mb": 4096.0}),

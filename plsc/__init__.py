@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plsc.entry import Entry
     from plsc.run.callbacks import Callback, EarlyStopping
     from plsc.state.network import load_network
+    from plsc.train.watch.limits import MaxTime
 
 from plsc.version import __version__
 
@@ -23,6 +24,7 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "Entry",
+    "MaxTime",
     "__version__",
     "load_network",
     "open_embeddings",
@@ -34,6 +36,7 @@ _MODULES = {
     "Callback": "plsc.run.callbacks",
     "EarlyStopping": "plsc.run.callbacks",
     "Entry": "plsc.entry",
+    "MaxTime": "plsc.train.watch.limits",
     "load_network": "plsc.state.network",
     "open_embeddings": "plsc.actions.embeddings",
 }

@@ -21,7 +21,6 @@ SHAPE = (3, 16, 16)
 CLASSES, BATCH = 12, 8
 
 CHANGES: dict[str, tuple[dict[str, Any], float]] = {
-    "channels_last": ({"speed.channels_last": "on"}, 1e-5),
     "bfloat16": ({"precision.mode": "bfloat16"}, 2e-2),
     "micro_batches": ({"train.micro_batches": 2}, 0.0),
     "clip": ({"optim.clip_norm": 20.0}, 0.0),
@@ -92,7 +91,6 @@ def options_with(values: dict[str, Any]) -> Options:
         "optim.warmup_steps": 0,
         "optim.clip_norm": 0.0,
         "optim.schedule": "constant",
-        "speed.channels_last": "off",
     }
     options.set_together({**common, **values})
     return options

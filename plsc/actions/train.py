@@ -7,7 +7,7 @@ from functools import partial
 
 from plsc.config import Options
 from plsc.config.option import load_function
-from plsc.config.train import listed_names, seconds_of
+from plsc.config.train import listed_names
 from plsc.errors import OptionError, refusing
 from plsc.parallel.world import World
 from plsc.run.callbacks import Callback, Callbacks
@@ -26,7 +26,7 @@ from plsc.train.loop import Trainer, TrainResult
 from plsc.train.watch.advice import DataWait, LearningCheck
 from plsc.train.watch.average import WeightAverage
 from plsc.train.watch.layers import LayerTable
-from plsc.train.watch.limits import MaxTime, in_temporary_folder, remove_temporary
+from plsc.train.watch.limits import in_temporary_folder, remove_temporary
 from plsc.train.watch.logging import GradientNorm, Logging, Pictures
 from plsc.train.watch.profiling import Profile
 from plsc.train.watch.progress import Progress
@@ -81,8 +81,6 @@ def add_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> None:
     ]
     if not train.fast_dev_run:
         callbacks.append(Logging(loggers, is_same_run=bool(start.resumed)))
-    if (seconds := seconds_of(train.max_time)) is not None:
-        callbacks.append(MaxTime(seconds))
     run.callbacks = Callbacks(callbacks, run.network)
 
 

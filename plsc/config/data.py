@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.config.option import (
+    WRONG,
     Size,
     arguments_of,
     at_least,
     between,
+    convert,
     declare,
     described_fields,
-    need,
     not_empty,
     of_model,
     of_run,
@@ -109,6 +110,13 @@ class FormatArguments:
     allowed: str | tuple[str, ...] = declare((), "prefixes of URLs that lists may name: s3://bucket/")
 
 
+def cache_place(text: str) -> tuple[str, int] | None:
+    """Return ``memory`` or a folder, and bytes, of a `data.cache` such as ``memory:4G``; else None."""
+    place, _, size = text.rpartition(":")
+    count = convert(size, Size)
+    return (place, count) if place.strip() and count is not WRONG and count > 0 else None
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """Training data and its loading."""
@@ -168,23 +176,10 @@ class DataOptions:
     )
     cache: str = declare(
         "none",
-        "where samples are kept after the first epoch: none, memory or disk",
+        "where samples are kept after the first epoch, and how many bytes per rank: none, memory:4G, or a "
+        "folder, such as /scratch:40G",
         "set_cache(where)",
-        one_of("none", "memory", "disk"),
-    )
-    cache_bytes: Size = declare(
-        2 * 2**30,
-        "maximum size of the cache per rank",
-        "set_cache_bytes(num)",
-        at_least(1),
-        needs=need("data.cache", unless="none"),
-    )
-    cache_dir: str | None = declare(
-        None,
-        "folder of the disk cache; None: the system's temporary folder",
-        "set_cache_dir(directory)",
-        not_empty,
-        needs=need("data.cache", "disk"),
+        lambda text: None if text == "none" or cache_place(text) else "none, memory:SIZE or FOLDER:SIZE",
     )
     last_batch: str = of_run(
         "pad",

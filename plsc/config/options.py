@@ -208,6 +208,7 @@ _GONE: dict[str, Any] = {
     "parallel.backbone": "replicated",
     "precision.evaluation": "float32",
     "speed.bucket_mb": 25.0,
+    "speed.channels_last": "auto",
     "speed.late_losses": True,
     "train.overfit_batches": 0,
 }

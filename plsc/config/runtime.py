@@ -212,10 +212,4 @@ class MemoryOptions:
 class SpeedOptions:
     """Speed of a step; these options change results only by rounding."""
 
-    channels_last: str = of_run(
-        "auto",
-        "channels-last memory format: on, off, or auto (on in 16 bits and on CPUs)",
-        "set_channels_last(mode)",
-        one_of("auto", "on", "off"),
-    )
     compile: bool = of_run(False, "compile the backbone with torch.compile", "set_compile(flag)")

@@ -182,18 +182,8 @@ class Setters:
         """
 
     def set_cache(self, where: str) -> None:
-        """Set ``data.cache``: where samples are kept after the first epoch: none, memory or disk. Default:
-        'none'.
-        """
-
-    def set_cache_bytes(self, num: int | str) -> None:
-        """Set ``data.cache_bytes``: maximum size of the cache per rank; only if data.cache is not none.
-        Default: 2147483648.
-        """
-
-    def set_cache_dir(self, directory: str | None) -> None:
-        """Set ``data.cache_dir``: folder of the disk cache; None: the system's temporary folder; only if
-        data.cache is disk. Default: None.
+        """Set ``data.cache``: where samples are kept after the first epoch, and how many bytes per rank:
+        none, memory:4G, or a folder, such as /scratch:40G. Default: 'none'.
         """
 
     def set_last_batch(self, policy: str) -> None:
@@ -396,11 +386,6 @@ class Setters:
         of test, and save nothing. Default: False.
         """
 
-    def set_max_time(self, duration: float | str | None) -> None:
-        """Set ``train.max_time``: maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h'.
-        Default: None.
-        """
-
     def set_recompute(self, names: str) -> None:
         """Set ``memory.recompute``: recomputation (activation checkpointing): none, all (every block), or
         patterns of module names such as 'stages.0,stages.1.*'. Default: 'none'.
@@ -491,11 +476,6 @@ class Setters:
     def set_cpu_threads(self, num: int) -> None:
         """Set ``runtime.cpu_threads``: CPU threads per rank; 0: PyTorch's default (torchrun: 1, plsc
         launch: cores / ranks). Default: 0.
-        """
-
-    def set_channels_last(self, mode: str) -> None:
-        """Set ``speed.channels_last``: channels-last memory format: on, off, or auto (on in 16 bits and on
-        CPUs). Default: 'auto'.
         """
 
     def set_compile(self, flag: bool) -> None:

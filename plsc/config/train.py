@@ -28,26 +28,6 @@ def _callbacks(value: str | tuple[str, ...]) -> str | None:
     return f"any of {', '.join(CALLBACKS)}, 'package.module:Class'{near}" if wrong else None
 
 
-_CLOCK = re.compile(r"(\d+):(\d+):(\d+):(\d+)")  # as in Slurm and Lightning
-_UNITS = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
-
-
-def seconds_of(duration: float | str | None) -> float | None:
-    """Return a duration in seconds: a number, ``DD:HH:MM:SS``, or units as in ``1d12h``; else None."""
-    if not isinstance(duration, str):
-        return duration
-    found = _CLOCK.fullmatch(duration) or _UNITS.fullmatch(duration)
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def _duration(value: float | str) -> str | None:
-    is_valid = (seconds_of(value) or 0) > 0
-    return None if is_valid else "seconds (more than 0), 'DD:HH:MM:SS', or units such as '12h' or '1h30m'"
-
-
 def _limit(value: int | float) -> str | None:
     is_valid = value >= 1 if isinstance(value, int) else 0 < value <= 1
     return None if is_valid else "an integer of at least 1, or a fraction greater than 0.0 and at most 1.0"
@@ -131,12 +111,6 @@ class TrainOptions:
         "run one batch (True) or this many of training, of each evaluation or of test, and save nothing",
         "set_fast_dev_run(flag)",
         at_least(0),
-    )
-    max_time: float | str | None = declare(
-        None,
-        "maximum training time: seconds, 'DD:HH:MM:SS', or units such as '12h'",
-        "set_max_time(duration)",
-        _duration,
     )
 
 

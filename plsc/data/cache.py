@@ -60,13 +60,12 @@ class DiskCache:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
         except OSError as error:
             raise OptionError(
-                f"data.cache_dir {folder} is not writable ({error.strerror}); choose another folder"
+                f"data.cache: {folder} is not writable ({error.strerror}); choose another folder"
             ) from error
         free = status.f_bavail * status.f_frsize
         if free < limit:
             raise OptionError(
-                f"data.cache_dir {folder} has {free} bytes free, less than data.cache_bytes {limit}; "
-                "lower data.cache_bytes, or choose another folder"
+                f"data.cache: {folder} has {free} bytes free, less than {limit}; choose a smaller size"
             )
         self.limit = limit
         self.used = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from plsc.config import Config
-from plsc.config.data import ORDER_ARGUMENTS, Augmentation, OrderArguments
+from plsc.config.data import ORDER_ARGUMENTS, Augmentation, OrderArguments, cache_place
 from plsc.config.option import read_arguments, shown_value
 from plsc.data.balance import BalancedPlan, ClassesPlan
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
@@ -399,17 +398,17 @@ def source_loader(
     """Return the loader of a source, with a cache if `data.cache` is set."""
     data = options.data
     kind, reason = choose_kind(data.loader, source, recipe, data.num_workers)
-    if data.cache != "none":
+    if (wanted := cache_place(data.cache)) is not None:
         if kind == "processes" and data.num_workers:
             way_out = "set_num_workers(0)" if data.loader == "auto" else "set_loader('auto')"
             raise OptionError(
                 f"data.cache '{data.cache}' works only with threads, but this run loads images with "
                 f"processes, {reason}; {way_out}, or remove the cache"
             )
-        cache: MemoryCache | DiskCache = MemoryCache(data.cache_bytes)
-        if data.cache == "disk":
-            folder = Path(data.cache_dir or tempfile.gettempdir())
-            cache = DiskCache(folder, data.cache_bytes, len(source))
+        place, limit = wanted
+        cache: MemoryCache | DiskCache = MemoryCache(limit)
+        if place != "memory":
+            cache = DiskCache(Path(place), limit, len(source))
         is_decoded = data.landmarks is not None  # small, and aligned only once
         source = CachedSource(source, cache, recipe.image_shape, is_decoded)
     return SourceLoader(

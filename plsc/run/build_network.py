@@ -139,25 +139,18 @@ def mode_note(options: Config, device: torch.device) -> str:
 
 
 def set_memory_format(network: BaseModel, options: Config, device: torch.device) -> None:
-    """Switch a network to channels last in place, depending on `speed.channels_last`.
+    """Switch a network to channels last in place if it is faster, and if the network supports it.
 
-    With ``auto``, a network that does not support it (because it calls `view` on feature maps) is unchanged.
-    Raises OptionError if the option is ``on`` and the network does not support it.
+    A network that calls `view` on feature maps does not.
     """
-    mode = options.speed.channels_last
-    if mode == "off" or (mode == "auto" and not _pays(network, options, device)):
+    if not _pays(network, options, device):
         return
     use_channels_last(network)
     try:
         dry_run(network, options.model.image_shape)
-    except OptionError as error:
+    except OptionError:
         network.input_layout = torch.preserve_format
         network.to(memory_format=torch.contiguous_format)
-        if mode == "on":
-            raise OptionError(
-                f"speed.channels_last is on, but {error}; use reshape or flatten instead of view in the "
-                "network, or set_channels_last('off')"
-            ) from error
 
 
 def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:

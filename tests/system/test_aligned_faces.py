@@ -46,7 +46,7 @@ def trained(folders, tmp_path_factory):
         {},
         {"set_num_workers": 0},
         {"set_loader": "processes"},
-        {"set_cache": "memory"},
+        {"set_cache": "memory:1G"},
         {"set_val_dir": "photos", "set_with_test": True},
     ],
 )

@@ -63,8 +63,8 @@ def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tm
     same = [
         {"set_num_workers": 0},
         {"set_loader": "processes"},
-        {"set_cache": "memory"},
-        {"set_cache": "disk", "set_cache_dir": tmp_path, "set_cache_bytes": 10**6},
+        {"set_cache": "memory:1G"},
+        {"set_cache": f"{tmp_path}:1M"},
     ]
     for number, settings in enumerate(same):
         assert losses(dataset, tmp_path / f"same{number}", **settings) == plain, settings

@@ -327,7 +327,7 @@ def hostile(spec):
                   "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7},
-                  {"incr_ratio": 7.0}, {"a": 7.0}, "tensorboard", "file:///tmp/a"):  # fmt: skip
+                  {"incr_ratio": 7.0}, {"a": 7.0}, "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value
@@ -341,11 +341,11 @@ NEVER = {
     "runtime.rank", "runtime.world_size",
     "runtime.cpu_threads", "model.pretrained", "model.initialization",
     "data.dataset_dir", "data.val_targets", "data.val_dir", "data.num_workers",
-    "data.loader", "data.cache", "data.cache_bytes", "data.cache_dir",
+    "data.loader", "data.cache",
     "data.format_arguments", "data.landmarks", "head.weights_file",
     "train.test_batch_size",
     "train.loggers", "train.callbacks", "train.limit_test_batches",
-    "train.fast_dev_run", "train.max_time", "runtime.quiet",
+    "train.fast_dev_run", "runtime.quiet",
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",
@@ -379,7 +379,7 @@ def test_a_run_neither_uploads_nor_writes_where_a_checkpoint_says(work):
     change(
         work / "foreign",
         model={"pretrained": "theirs.pt"},
-        data={"cache": "disk", "cache_dir": "theirs"},
+        data={"cache": "theirs:1M"},
     )
     assert run("train", "--checkpoint.save_dir", "mine", "--train.with_test", "false") == 0
     assert not (work / "theirs").exists()

@@ -127,9 +127,7 @@ def test_orders_by_class_need_labels_in_advance(dataset, order):
 def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
     made = feed(
         dataset,
-        data__cache=where,
-        data__cache_bytes=10**6,
-        data__cache_dir=str(tmp_path),
+        data__cache=f"{tmp_path if where == 'disk' else where}:1M",
     )
     list(made.loader.epoch(0))
     assert made.notes[-1].endswith(
@@ -145,10 +143,10 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
 
 def test_a_cache_for_processes_is_refused(dataset):
     with pytest.raises(OptionError, match=r"works only with threads.*set_num_workers\(0\)"):
-        feed(dataset, transform=blur, data__cache="memory")
+        feed(dataset, transform=blur, data__cache="memory:1M")
     with pytest.raises(OptionError, match=r"set_loader\('auto'\), or remove"):
-        feed(dataset, data__cache="memory", data__loader="processes")
-    feed(dataset, transform=blur, data__cache="memory", data__num_workers=0)
+        feed(dataset, data__cache="memory:1M", data__loader="processes")
+    feed(dataset, transform=blur, data__cache="memory:1M", data__num_workers=0)
 
 
 def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):

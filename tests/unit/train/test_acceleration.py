@@ -38,7 +38,7 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=5)  # steps of 12, 12 and 6
     common = {
-        "speed__channels_last": "on", "precision__mode": "bfloat16", "train__batch_size": 12,
+        "precision__mode": "bfloat16", "train__batch_size": 12,
         "checkpoint__every_n_steps": 2, "checkpoint__keep_last": -1, "train__with_test": False,
         "optim__lr": 0.1 * 12 / 1024,
     }  # fmt: skip
@@ -59,8 +59,7 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
 
 def test_every_feature_map_and_gradient_stays_channels_last():
     network = build_model("SmallResNet", 16, SHAPE, dropout=0.0)
-    options = options_with({"speed.channels_last": "on"})
-    set_memory_format(network, options, torch.device("cpu"))
+    set_memory_format(network, options_with({}), torch.device("cpu"))
     maps: list[torch.Tensor] = []
     for module in network.modules():
         if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, nn.PReLU)):
@@ -78,7 +77,7 @@ def test_every_feature_map_and_gradient_stays_channels_last():
 def test_the_order_of_features_does_not_depend_on_the_layout():
     first, last = (build_model("SmallResNet", 16, SHAPE, dropout=0.0).eval() for _ in range(2))
     last.load_state_dict(first.state_dict())
-    set_memory_format(last, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
+    set_memory_format(last, options_with({}), torch.device("cpu"))
     images = torch.randn(4, *SHAPE)
     with torch.no_grad():
         torch.testing.assert_close(last(images), first(images), rtol=1e-4, atol=1e-5)
@@ -106,13 +105,11 @@ class Viewing(BaseModel):
         return self.fc(maps.view(len(maps), -1))
 
 
-def test_a_network_that_does_not_stand_the_layout_is_left_alone_or_refused():
+def test_a_network_that_does_not_stand_the_layout_is_left_alone():
     network = Viewing()
-    set_memory_format(network, options_with({"speed.channels_last": "auto"}), torch.device("cpu"))
+    set_memory_format(network, options_with({}), torch.device("cpu"))
     assert network.conv.weight.is_contiguous()
     network(torch.randn(2, *SHAPE))
-    with pytest.raises(OptionError, match=r"channels_last is on, but .* set_channels_last\('off'\)"):
-        set_memory_format(network, options_with({"speed.channels_last": "on"}), torch.device("cpu"))
 
 
 def test_what_excludes_each_other_says_so():

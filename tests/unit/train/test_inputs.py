@@ -154,7 +154,7 @@ def test_a_wrong_example_is_refused(example):
     ("changes", "message"),
     [
         ({"data__augmentation": {"crop_padding": 2}}, "data.augmentation is only for images"),
-        ({"data__cache": "memory"}, "data.cache is only for images"),
+        ({"data__cache": "memory:1M"}, "data.cache is only for images"),
     ],
 )
 def test_options_of_images_are_refused(changes, message, tmp_path):

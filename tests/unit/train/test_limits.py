@@ -12,7 +12,6 @@ import torch
 from plsc import Callback
 from plsc.checkpoint import read_manifest
 from plsc.config import Options
-from plsc.config.train import seconds_of
 from plsc.data.order import BatchPlan, spread
 from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError
@@ -261,22 +260,6 @@ def test_a_fast_run_of_several_steps_makes_these_and_as_many_batches_per_evaluat
     assert options_from("--train.fast_dev_run", "true").train.fast_dev_run is True
 
 
-@pytest.mark.parametrize(
-    ("duration", "seconds"),
-    [(90, 90), ("12h", 43200), ("1d1h", 90000), ("2m30s", 150), ("01:02:03:04", 93784)],
-)
-def test_a_maximum_time_is_in_seconds_or_in_units(duration, seconds):
-    options = Options()
-    options.set("train.max_time", duration)
-    assert seconds_of(options.train.max_time) == seconds
-
-
-@pytest.mark.parametrize("duration", ["", "12", "h", "1:30", "30 min", 0, -1, "0s"])
-def test_other_times_are_refused(duration):
-    with pytest.raises(OptionError, match=r"train\.max_time is .*'12h'"):
-        Options().set("train.max_time", duration)
-
-
 class Clock(Callback):
     """A clock that a step advances by ten seconds."""
 
@@ -306,7 +289,3 @@ def test_the_time_before_a_resume_counts(dataset, tmp_path, messages):
     assert result.checkpoint.name == "2-step5"
     assert "stopped after step 5: the maximum time of 45s is over" in messages
     assert run(9).steps == 5
-
-
-def test_the_option_limits_the_time(dataset, tmp_path):
-    assert entry(dataset, tmp_path / "run", set_train_epochs=9, set_max_time=1e-9).train().steps <= 1
