@@ -87,9 +87,10 @@ def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> Non
 def run_push(source: str, url: str) -> None:
     """Upload checkpoints to a store."""
     from plsc.checkpoint.remote import push
+    from plsc.data.sources.base import printable
 
     sent = push(source, url)
-    print(f"uploaded {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{', '.join(sent)}")
+    print(f"uploaded {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{printable(', '.join(sent))}")
 
 
 def run_pull(checkpoint: str, folder: str) -> None:

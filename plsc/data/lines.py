@@ -33,6 +33,7 @@ _FIRST = 16  # lines by which the format of a file is recognised
 _ALPHABET = f"{string.ascii_letters}{string.digits}+/=\t\r\n".encode()
 _DATA_URI = re.compile(rb"\s*(data:[^,\t]*;base64,)?\s*", re.IGNORECASE)  # always matches
 _LONGEST_URI = 256  # bytes before the base64
+_WITHIN_LINE = re.compile(rb"\S[ \t]+\S")
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 OnBytes = Callable[[np.ndarray, int], bool]
 
@@ -88,9 +89,9 @@ def decode_base64(text: bytes, pads: bool = False) -> bytes:
     try:  # the usual case; the validating decoder is the faster one
         return pybase64.b64decode(text, validate=True)
     except ValueError:
-        # Only at the start: a search takes quadratic time. Blanks within a line may have been "+".
-        lines = _DATA_URI.sub(b"", text, count=1).splitlines()
-        text = b"".join(map(bytes.strip, lines)).translate(_STANDARD)
+        text = _DATA_URI.sub(b"", text, count=1)  # only at the start: a search takes quadratic time
+        is_torn = _WITHIN_LINE.search(text)  # these blanks may have been "+"
+        text = text.translate(_STANDARD, b"\r\n" if is_torn else b" \t\r\n")
     try:
         return pybase64.b64decode(text + b"=" * (-len(text) % 4 * pads), validate=True)
     except ValueError as error:

@@ -156,7 +156,7 @@ def _licence(place: Path) -> str:
     """Return what README.md in the folder of a dataset names, or the first line of its LICENSE."""
     for name, pattern in _LICENCES.items():
         with suppress(OSError, ValueError):
-            text = read_regular(place / name, _MOST_BYTES).decode()
+            text = read_regular(place / name, _MOST_BYTES, place).decode()
             if found := re.search(pattern, text):
                 return found[1]
     return "not recorded"

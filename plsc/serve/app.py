@@ -8,6 +8,7 @@ import html
 import io
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,6 @@ import numpy as np
 import orjson
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
-from python_multipart.multipart import parse_options_header
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 
 from plsc.data.lines import decode_base64
 from plsc.errors import DataError, kind_and_line
@@ -47,7 +45,7 @@ _FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
 _PUBLIC = frozenset({*_FILES, "/health", "/docs", "/openapi.json"})
 _LISTED = 1000  # entries per request
 _MOST_COMMAS = 1000  # in a JSON body: base64 has none
-_MOST_BOUNDARIES = 32  # in a form, also those that are none: to parse millions, nothing else runs for seconds
+_MOST_PARTS, _LONGEST_HEAD = 32, 2**12  # of a form
 _LARGEST_ID = 2**63 - 1
 
 Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
@@ -254,13 +252,14 @@ class _Verdict:
 
 async def _read(request: Request, count: int) -> tuple[Sequence[bytes], str | None]:
     """Return the images of a request, and the name, if any. Raises DataError unless there are `count`."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    declared, body = request.headers.get("content-type", ""), await request.body()
+    kind = declared.partition(";")[0].strip().lower()
     if kind == "application/json":
-        images, name = _from_json(await request.body(), count)
+        images, name = _from_json(body, count)
     elif kind == "multipart/form-data":
-        images, name = await _from_form(request, count)
+        images, name = _from_form(body, declared)
     else:
-        images, name = [await request.body()], None
+        images, name = [body], None
     if len(images) != count:
         raise DataError(f"the request has {len(images)} images; expected {count}")
     if not all(images):
@@ -285,27 +284,24 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
         raise DataError(f"the JSON body is not {expected} ({kind_and_line(error):.200})") from error
 
 
-class _Form(MultiPartParser):
-    """A parser of UTF-8. Its base decodes as the client declares, for minutes if that is punycode."""
-
-    _charset = property(lambda self: "utf-8", lambda self, declared: None)
-
-
-async def _from_form(request: Request, count: int) -> tuple[list[bytes], str | None]:
-    _, given = parse_options_header(request.headers["content-type"])
-    if (await request.body()).count(b"\r\n--" + given.get(b"boundary", b"")) > _MOST_BOUNDARIES:
-        raise DataError(f"the form has more than {_MOST_BOUNDARIES} boundaries; send the image alone")
-    parser = _Form(request.headers, request.stream(), max_files=count, max_fields=4)
-    parser.spool_max_size = 2**40  # in memory: the body is bounded already
-    try:
-        form = await parser.parse()
-    except (MultiPartException, ValueError, KeyError) as error:
-        message = getattr(error, "message", type(error).__name__)
-        raise DataError(f"the form cannot be parsed ({message})") from error
-    values = [value for _, value in form.multi_items()]
-    images = [await value.read() for value in values if isinstance(value, UploadFile)]
-    name = form.get("name")
-    return images, name if isinstance(name, str) else None
+def _from_form(body: bytes, declared: str) -> tuple[list[bytes], str | None]:
+    """Return the files and the field ``name`` of multipart/form-data (RFC 7578)."""
+    boundary = re.search(r"""\bboundary=(?:"([^"]+)"|([^\s;"]+))""", declared)
+    if boundary is None:
+        raise DataError("the form has no boundary in its Content-Type")
+    # Between CRLF and another one, or hyphens at the end; other text that begins with it is content.
+    delimiter = rb"\r\n--" + re.escape(boundary[1] or boundary[2]).encode("latin-1") + rb"(?:[ \t]*\r\n|--)"
+    _, *parts = re.split(delimiter, b"\r\n" + body, maxsplit=_MOST_PARTS)
+    if not 1 < len(parts) < _MOST_PARTS:
+        raise DataError(f"the form has no end, or more than {_MOST_PARTS - 2} parts; send the image alone")
+    images, name = [], None
+    for part in parts[:-1]:
+        head, _, content = part.partition(b"\r\n\r\n")
+        if re.search(rb"filename\*?=", head[:_LONGEST_HEAD], re.IGNORECASE):
+            images.append(content)
+        elif re.search(rb"\bname=\"?name\b", head[:_LONGEST_HEAD], re.IGNORECASE):
+            name = content.decode("utf-8", "surrogateescape")  # refused later
+    return images, name
 
 
 def _answer_with(status: int) -> Any:

@@ -38,7 +38,6 @@ def serve(model: str, options: ServeOptions) -> None:
     try:
         import fastapi  # noqa: F401
         import orjson  # noqa: F401
-        import python_multipart  # noqa: F401
         import uvicorn
     except ImportError as error:
         raise OptionError(

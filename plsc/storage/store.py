@@ -206,10 +206,11 @@ class Store:
             self._filesystem.invalidate_cache()
             path = self._at(name)
             with contextlib.suppress(FileNotFoundError):
-                if self._is_on_disk or not _PATTERN.search(path):
-                    self._filesystem.rm(path, recursive=True)
-                elif self._filesystem.isfile(path):  # rm would delete all that match
+                # rm would delete all that match a pattern, and in an object store what is below a file.
+                if not self._is_on_disk and self._filesystem.isfile(path):
                     self._filesystem.rm_file(path)
+                elif self._is_on_disk or not _PATTERN.search(path):
+                    self._filesystem.rm(path, recursive=True)
                 else:
                     raise DataError(f"{self.shown}: {name} is a folder whose name is a pattern; delete it")
 

@@ -347,6 +347,17 @@ def test_user_errors_are_one_line(arguments, message):
     assert len(text.splitlines()) == 1
 
 
+def test_objects_below_the_name_of_an_input_are_not_deleted_with_it(tmp_path, s3):
+    store = s3fs_client()
+    store.pipe({f"{s3}/set/file_list.txt": b"a\n", f"{s3}/set/a": b"QUJD\t1\n", f"{s3}/set/a/b": b"other"})
+    run(
+        ["--data_dir", f"{s3}/set", "--nranks", "1", "--output_dir", str(tmp_path / "out"), "--delete_inputs"]
+    )
+    store.invalidate_cache()
+    assert store.find(f"{s3}/set/a/") == [f"{s3}/set/a/b".removeprefix("s3://")]
+    assert not store.isfile(f"{s3}/set/a")
+
+
 def test_a_file_on_s3_that_changes_while_the_output_is_published_is_not_deleted(tmp_path, s3, monkeypatch):
     from plsc.data.partition import PartitionOptions, partition, run
     from plsc.errors import DataError

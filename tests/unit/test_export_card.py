@@ -113,6 +113,18 @@ def test_the_licence_of_a_folder_that_only_the_checkpoint_names_is_not_read(trai
     assert "| faces | 24 | 3 | not recorded |" in (tmp_path / "model/README.md").read_text()
 
 
+def test_a_licence_that_is_a_link_out_of_the_dataset_is_not_read(trained, tmp_path):
+    readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
+    (tmp_path / "secret").write_text("password\n")
+    (trained[0] / "LICENSE").symlink_to(tmp_path / "secret")
+    try:
+        folder = converted(trained, tmp_path / "model", graph="none")
+    finally:
+        (trained[0] / "LICENSE").unlink()
+        readme.rename(trained[0] / "README.md")
+    assert "| faces | 24 | 3 | not recorded |" in (folder / "README.md").read_text()
+
+
 def test_a_licence_is_one_cell_of_the_table(trained, tmp_path):
     readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
     (trained[0] / "LICENSE").write_text("a | <b> | [c](d)\x1b\n")

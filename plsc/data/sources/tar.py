@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.regular import parse_json, without_mark
 from plsc.storage.urls import base_name, shown
 
+_DIGITS = re.compile(rb"\d{200}")  # quadratic in tarfile before Python 3.12.6 (CVE-2024-6232)
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
 _MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
 _MOST_LISTED = 5
@@ -248,6 +250,8 @@ class _Bounded:
         if not 0 <= length <= _MOST_REMARKS:
             raise tarfile.ReadError(f"a header announces {length} bytes of names or pax headers")
         data: bytes = self._file.read(length)
+        if length > tarfile.BLOCKSIZE and _DIGITS.search(data):
+            raise tarfile.ReadError("a header has a number of over 200 digits")
         return data
 
 
