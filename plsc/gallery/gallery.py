@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -275,7 +276,8 @@ def _read_about(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} cannot be read ({error}); choose the folder of a gallery") from error
     known = isinstance(about, dict) and (about.get("format"), about.get("version")) == (_FORMAT, _VERSION)
     is_described = known and isinstance(about.get("file"), dict) and type(about["file"].get("bytes")) is int
-    if not is_described or str(about.get("kind")) not in KINDS or not isinstance(about.get("model"), str):
+    model = about.get("model") if is_described and str(about.get("kind")) in KINDS else None
+    if not isinstance(model, str) or not re.fullmatch(r"\S*", model):
         raise _wrong(file, f"it is not the description of a {_FORMAT}, version {_VERSION}")
     numbers = [about.get(name) for name in ("count", "size", "centers")]
     if not all(type(one) is int and 0 < one < 2**40 for one in numbers) or numbers[0] % numbers[2]:

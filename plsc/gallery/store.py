@@ -91,12 +91,12 @@ def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str, s
 
 
 def check_entries(place: object, entries: Iterable[Sequence[Any]], vectors: np.ndarray | None = None) -> None:
-    """Raise DataError for what no store writes: an id below 1, an unsafe name, a vector without norm 1 or 0.
+    """Raise DataError for what no store writes: an odd id, an unsafe name, a vector without norm 1 or 0.
 
     entries: id, name and more of each. vectors: float32 [n, D].
     """
     entries = list(entries)
-    wrong = [f"the id {number} is below 1" for number, *_ in entries if number < 1]
+    wrong = [f"an id is {number}; expected 1 to 2^62" for number, *_ in entries if not 0 < number <= 2**62]
     if vectors is not None:
         rows = np.flatnonzero(~are_normalised(vectors))
         wrong += [f"the vector of entry {entries[row][0]} does not have norm 1" for row in rows]
@@ -196,7 +196,7 @@ class Store:
 
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id is larger than `after`."""
-        time = "datetime(enrolled) || '+00:00'"  # NULL for an invalid one
+        time = "CASE WHEN datetime(enrolled) >= '0001' THEN datetime(enrolled) || '+00:00' END"  # else NULL
         columns = "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, CAST(model AS TEXT)"
         rows = self._read(f"{columns}, {time}", "WHERE id > ? ORDER BY id LIMIT ?", after, count)
         if undated := [number for *_, number, _, when in rows if when is None]:

@@ -161,14 +161,16 @@ def test_ids_that_do_not_rise_are_refused(store, tmp_path):
         Store(path, "m1", SIZE)
 
 
-def test_an_entry_with_an_id_below_1_or_without_a_time_is_refused(store, tmp_path):
+@pytest.mark.parametrize("number", [0, 2**63 - 1])  # after the largest id, no other can be enrolled
+def test_an_entry_with_an_odd_id_or_without_a_time_is_refused(store, tmp_path, number):
     store.write(news(3))
-    store._database.execute("UPDATE entries SET enrolled = 'yesterday' WHERE id = 2")
-    with pytest.raises(DataError, match="entry 2"):
-        store.read(0, 9)
-    store._database.execute("UPDATE entries SET id = 0 WHERE id = 2")
+    for time in ("yesterday", "-4000-01-01"):
+        store._database.execute("UPDATE entries SET enrolled = ? WHERE id = 2", (time,))
+        with pytest.raises(DataError, match="entry 2"):
+            store.read(0, 9)
+    store._database.execute("UPDATE entries SET id = ? WHERE id = 2", (number,))
     store.close()
-    with pytest.raises(DataError, match="id 0"):
+    with pytest.raises(DataError, match=f"id is {number}"):
         Store(tmp_path / "s.sqlite", "m1", SIZE)
 
 
