@@ -31,7 +31,7 @@ def cosines(vectors, queries):
 def made(folder, kind, vectors, names=None, **how):
     if kind == "memory":
         return build_gallery(vectors, names)
-    return write_gallery(folder / "gallery", vectors, names, model="a network", kind=kind, **how)
+    return write_gallery(folder / "gallery", vectors, names, model="network", kind=kind, **how)
 
 
 @pytest.mark.parametrize("kind", ["memory", "float32", "int8"])
