@@ -1,9 +1,8 @@
 """Store indexes of data files next to the data. They are built once, memory-mapped, and validated on use.
 
-An index is a set of named arrays, such as the offset and label of every record. Its file has the magic, the
-length and CRC-32 of a JSON header, the header, then the raw arrays, each aligned to 64 bytes. The header
-has the names and fingerprints of the data files, and the dtype, shape, offset and CRC-32 of each array.
-Nothing in it can run code.
+An index is a safetensors file of named arrays, such as the offset and label of every record. Its metadata are
+the kind of the index, the names and fingerprints of the data files, and a CRC-32 of the arrays. Nothing in it
+can run code.
 """
 
 from __future__ import annotations
@@ -13,38 +12,33 @@ import hashlib
 import json
 import mmap
 import os
-import struct
-import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
+from plsc.data.native import crc32
 from plsc.errors import DataError
-from plsc.storage.cache import Fingerprint, cache_folder, fingerprint_of
+from plsc.storage.cache import cache_folder, fingerprint_of
 from plsc.storage.publish import replacing
 from plsc.storage.regular import open_regular
 from plsc.storage.urls import base_name, is_url, shown
 
 Arrays = Mapping[str, np.ndarray]
 
-_MAGIC = b"PLSCIDX1"
-_FRAME = struct.Struct("<8sII")  # magic, length and CRC-32 of the header
-_MAX_HEADER = 64 * 2**20
-_ALIGNMENT = 64
-_CRC_CHUNK = 16 * 2**20
-_DTYPES = ("|u1", "<i4", "<u4", "<i8", "<u8", "<f4", "<f8")
+_DTYPES = {"U8": "|u1", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8", "F32": "<f4", "F64": "<f8"}
 
 
 class MappedArray(np.ndarray):
     """A read-only array in an index file; its pages are shared by all processes that use it.
 
-    It is pickled as file name and offset; a worker process maps the file again. Slices and copies are pickled
-    with their values.
+    It is pickled as the names of file and array; a worker process maps the file again. Slices and copies are
+    pickled with their values.
     """
 
-    where: tuple[Any, ...] | None = None
+    where: tuple[str, str, str] | None = None  # path, name, CRC-32 of the index
 
     def __reduce__(self) -> Any:
         return (_map_again, self.where) if self.where is not None else super().__reduce__()
@@ -71,21 +65,23 @@ def load_or_build(
     """
     names = _names(files)
     fingerprints = [fingerprint_of(file) for file in files]
-    identity = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
+    versions = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
+    identity = {"kind": kind, "files": json.dumps(versions)}
     is_versioned = all(fingerprint.version for fingerprint in fingerprints)
     places = _places(files, kind) if is_versioned else []
     owners = {0, os.geteuid(), *(Path(file).stat().st_uid for file in files[:1] if not is_url(file))}
     for place in places:
-        found = _load(place, kind, identity, owners)
+        found = _load(place, identity, owners)
         if found is not None:
             return found
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
-    _check_unchanged(files, fingerprints)
+    if [fingerprint_of(file) for file in files] != fingerprints:
+        raise DataError(f"{names[0]} or others changed while being indexed; start again when all are complete")
     for place in places:
         with contextlib.suppress(DataError, OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            _save(place, kind, identity, arrays)
-            found = _load(place, kind, identity, owners)
+            _save(place, identity, arrays)
+            found = _load(place, identity, owners)
             if found is not None:
                 return found
     return arrays
@@ -119,113 +115,49 @@ def _digest(names: Iterable[str], length: int) -> str:
     return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:length]
 
 
-def _check_unchanged(files: Sequence[str | Path], before: list[Fingerprint]) -> None:
-    for file, fingerprint in zip(files, before, strict=True):
-        if fingerprint_of(file) != fingerprint:
-            raise DataError(f"{file} changed while being indexed; start again when it is complete")
+def _save(path: Path, identity: dict[str, str], arrays: Arrays) -> None:
+    with replacing(path) as temporary:
+        save_file(dict(arrays), temporary, {**identity, "crc32": _crc(arrays)})
+        temporary.chmod(0o666 & ~_umask())
 
 
-def _save(path: Path, kind: str, identity: list[list[Any]], arrays: Arrays) -> None:
-    parts, offset = [], 0
-    for name, array in arrays.items():
-        entry = {"name": name, "dtype": array.dtype.str, "shape": array.shape, "offset": offset}
-        parts.append({**entry, "crc32": _crc(_bytes_of(array))})
-        offset = _aligned(offset + array.nbytes)
-    header = json.dumps({"kind": kind, "files": identity, "arrays": parts}).encode("utf-8")
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(_FRAME.pack(_MAGIC, len(header), zlib.crc32(header)))
-        file.write(header)
-        start = _aligned(_FRAME.size + len(header))
-        for array, part in zip(arrays.values(), parts, strict=True):
-            file.write(b"\0" * (start + part["offset"] - file.tell()))
-            file.write(_bytes_of(array))
-
-
-def _load(
-    path: Path, kind: str, identity: list[list[Any]], owners: Container[int]
-) -> dict[str, np.ndarray] | None:
+def _load(path: Path, identity: dict[str, str], owners: Container[int]) -> dict[str, np.ndarray] | None:
     """Return the arrays of an index file, or None if it is missing, outdated, damaged or of another user."""
     try:
-        with open_regular(path, path.parent) as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid not in owners:
-                return None
-            length = status.st_size
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):  # ValueError: an empty file
+        about, arrays, owner = _map(path)
+        is_current = owner in owners and about == {**identity, "crc32": _crc(arrays)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    try:
-        header, start, header_crc = _read_header(mapped)
-        if header["kind"] != kind or header["files"] != identity:
-            return None
-        found: dict[str, np.ndarray] = {}
-        for part in header["arrays"]:
-            name, dtype, shape = str(part["name"]), part["dtype"], tuple(part["shape"])
-            where = (str(path), start + part["offset"], dtype, shape, header_crc)
-            array = _view(mapped, length, *where[1:4])
-            if _crc(_bytes_of(array)) != part["crc32"]:
-                return None
-            array.where = where
-            found[name] = array
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return None
-    return found
+    return arrays if is_current else None
 
 
-def _read_header(mapped: mmap.mmap) -> tuple[dict[str, Any], int, int]:
-    """Return (header, offset of the arrays, CRC-32 of the header); ValueError if it is damaged."""
-    if len(mapped) < _FRAME.size:
-        raise ValueError("too short")
-    magic, length, crc = _FRAME.unpack_from(mapped)
-    if magic != _MAGIC or length > min(_MAX_HEADER, len(mapped) - _FRAME.size):
-        raise ValueError("not an index")
-    text = mapped[_FRAME.size : _FRAME.size + length]
-    if zlib.crc32(text) != crc:
-        raise ValueError("damaged header")
-    header = json.loads(text)
-    if not isinstance(header, dict):
-        raise ValueError("no header")
-    return header, _aligned(_FRAME.size + length), crc
+def _map(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray], int]:
+    """Return metadata and arrays of an index file, and its owner."""
+    with open_regular(path, path.parent) as file:
+        owner = os.fstat(file.fileno()).st_uid
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(mapped[8:start])
+    about, arrays = header.pop("__metadata__"), {}
+    for name, part in header.items():
+        dtype, (begin, end) = np.dtype(_DTYPES[part["dtype"]]), part["data_offsets"]
+        flat = np.frombuffer(mapped, dtype, (end - begin) // dtype.itemsize, start + begin)
+        arrays[name] = array = flat.reshape(part["shape"]).view(MappedArray)
+        array.where = (str(path), name, about["crc32"])
+    return about, arrays, owner
 
 
-def _view(mapped: mmap.mmap, length: int, offset: int, dtype: str, shape: Any) -> MappedArray:
-    sizes = [offset, *shape]
-    if dtype not in _DTYPES or not all(type(n) is int and 0 <= n <= length for n in sizes):
-        raise ValueError("bad array")
-    count = 1
-    for n in shape:
-        count *= n
-    if offset + count * np.dtype(dtype).itemsize > length:
-        raise ValueError("an array ends outside the file")
-    if count == 0:
-        return np.zeros(shape, dtype).view(MappedArray)
-    return MappedArray(shape, dtype, buffer=mapped, offset=offset)
+def _map_again(path: str, name: str, crc: str) -> np.ndarray:
+    about, arrays, _ = _map(Path(path))
+    if about["crc32"] != crc:
+        raise DataError(f"the index {path} changed while in use; start again")
+    return arrays[name]
 
 
-def _map_again(path: str, offset: int, dtype: str, shape: tuple[int, ...], crc: int) -> MappedArray:
-    try:
-        with open_regular(path) as file:
-            length = os.fstat(file.fileno()).st_size
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if _read_header(mapped)[2] != crc:
-            raise ValueError("another index replaced it")
-        array = _view(mapped, length, offset, dtype, shape)
-    except (OSError, ValueError) as error:
-        raise DataError(f"the index {path} changed while in use ({error})") from error
-    array.where = (path, offset, dtype, shape, crc)
-    return array
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _crc(data: memoryview) -> int:
+def _crc(arrays: Arrays) -> str:
+    """Return the CRC-32 of all names, types, shapes and values."""
     crc = 0
-    for start in range(0, len(data), _CRC_CHUNK):
-        crc = zlib.crc32(data[start : start + _CRC_CHUNK], crc)
-    return crc
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+    for name, array in sorted(arrays.items()):
+        crc = crc32(f"{name} {array.dtype.str} {array.shape}".encode(), crc)
+        crc = crc32(array.reshape(-1).view(np.uint8).data, crc)
+    return str(crc)
