@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from plsc.data.native import crc32
 from plsc.errors import DataError
@@ -76,7 +76,7 @@ def load_or_build(
             return found
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
     if [fingerprint_of(file) for file in files] != fingerprints:
-        raise DataError(f"{names[0]} or others changed while being indexed; start again when all are complete")
+        raise DataError(f"{names[0]} or others changed while being indexed; start again when complete")
     for place in places:
         with contextlib.suppress(DataError, OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -117,8 +117,7 @@ def _digest(names: Iterable[str], length: int) -> str:
 
 def _save(path: Path, identity: dict[str, str], arrays: Arrays) -> None:
     with replacing(path) as temporary:
-        save_file(dict(arrays), temporary, {**identity, "crc32": _crc(arrays)})
-        temporary.chmod(0o666 & ~_umask())
+        temporary.write_bytes(save(dict(arrays), {**identity, "crc32": _crc(arrays)}))
 
 
 def _load(path: Path, identity: dict[str, str], owners: Container[int]) -> dict[str, np.ndarray] | None:

@@ -77,9 +77,10 @@ def test_a_pickle_of_an_array_is_small_and_maps_the_same_file_again(data):
 
 
 def test_a_pickle_whose_index_was_replaced_is_refused(data):
-    text = pickle.dumps(load_or_build([data], "test-1", Builder())["starts"])
+    build = Builder()
+    text = pickle.dumps(load_or_build([data], "test-1", build)["starts"])
     data.write_bytes(b"other content")
-    load_or_build([data], "test-1", Builder())
+    load_or_build([data], "test-1", build)
     with pytest.raises(DataError, match="changed while in use"):
         pickle.loads(text)
 
@@ -161,8 +162,15 @@ def test_an_index_of_random_bytes_or_invalid_headers_is_rebuilt(data):
     load_or_build([data], "test-1", Builder())
     path = index_file(data)
     rng = np.random.default_rng(1)
-    header = b"PLSCIDX1" + b"\xff" * 8
-    for content in (b"", b"PLSCIDX1", header, header + rng.bytes(500), rng.bytes(3000)):
+    header = b"\x02" + b"\0" * 7
+    for content in (
+        b"",
+        b"PLSCIDX1" + rng.bytes(500),
+        header,
+        header + b"[]",
+        header + b"{}",
+        rng.bytes(3000),
+    ):
         path.write_bytes(content)
         assert load_or_build([data], "test-1", Builder())["starts"][1] == 1
 
