@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,7 +63,7 @@ class Input:
     def open(self) -> Iterator[_NamedStream]:
         """Open the file for reading, decompressed. Errors, here or later, are DataError with its name."""
         with ExitStack() as stack:
-            with self._errors_named():
+            with self.errors_named():
                 stream = self._open(stack)
             yield _NamedStream(stream, self)
 
@@ -73,11 +72,7 @@ class Input:
         if is_url(self.location):
             open_filesystem(self.location)[0].invalidate_cache()
         if fingerprint_of(self.location) != self.fingerprint:
-            raise self.changed()
-
-    def changed(self) -> DataError:
-        """Return the error for a file that changed since it was listed."""
-        return DataError(f"{self.name} changed after it was listed, so the output lacks lines; start again")
+            raise DataError(f"{self.name} changed after it was listed, so lines are missing; start again")
 
     def _open(self, stack: ExitStack) -> Any:
         if is_url(self.location):
@@ -94,7 +89,8 @@ class Input:
         return raw
 
     @contextmanager
-    def _errors_named(self) -> Iterator[None]:
+    def errors_named(self) -> Iterator[None]:
+        """Convert errors of reading to DataError with the name of the file."""
         try:
             yield
         except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError is from pyarrow
@@ -110,34 +106,19 @@ class _NamedStream:
     source: Input
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        with self.source._errors_named():
+        with self.source.errors_named():
             return self.stream.readinto(buffer)
 
     def seek(self, position: int) -> None:
         """Go to an offset in the content; for a compressed file this reads everything before it."""
-        with self.source._errors_named():
+        with self.source.errors_named():
             self.stream.seek(position)
 
 
 def list_inputs(data_dir: str, file_list: str, allowed: Sequence[str] = ()) -> list[Input]:
-    """Return the files that `file_list` names, in its order. Arguments and errors as of read_file_list.
-
-    A file that is listed under two names is also an error.
-    """
+    """Return the files that `file_list` names, in its order. Arguments and errors as of read_file_list."""
     locations = read_file_list(data_dir, file_list, allowed=allowed)
-    inputs = [Input(one, fingerprint_of(one), folder_of(one, data_dir)) for one in locations]
-    seen: dict[tuple[int, int], Input] = {}
-    for one in inputs:
-        if is_url(one.location):
-            continue
-        status = Path(one.location).stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in seen:
-            raise DataError(
-                f"{one.name} is the same file as {seen[identity].name}; remove one from {file_list}"
-            )
-        seen[identity] = one
-    return inputs
+    return [Input(one, fingerprint_of(one), folder_of(one, data_dir)) for one in locations]
 
 
 @dataclass

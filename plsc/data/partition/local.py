@@ -21,7 +21,6 @@ from plsc.data.partition.inputs import MOST_MESSAGES, Input, InputCount, map_lin
 from plsc.data.partition.options import BYTES_PER_LINE, Budget, PartitionOptions
 from plsc.data.partition.order import line_keys
 from plsc.data.partition.parts import LinePlaces, Parts, Run, map_file, read_exactly, spread_lines
-from plsc.errors import DataError
 from plsc.storage.regular import without_mark
 
 OnBytes = Callable[[int], object]
@@ -104,7 +103,10 @@ def map_inputs(
     inputs: list[Input], options: PartitionOptions, on_bytes: OnBytes, pool: Executor
 ) -> tuple[Loaded, list[InputCount]]:
     """Map plain files and find their lines. Raises DataError for a bad line, and TooManyLines."""
-    files = [_map(one) for one in inputs]
+    files = []
+    for one in inputs:
+        with one.errors_named():
+            files.append(map_file(one.location, one.size))
     room = (options.budget.total - _SPARE - sum(map(len, files))) // BYTES_PER_LINE
     pieces = [
         (index, begin) for index, file in enumerate(files) for begin in range(0, len(file), _PIECE_BYTES)
@@ -151,15 +153,6 @@ def _cut(
     return lines.starts + data.ctypes.data, lines.ends - lines.starts
 
 
-def _map(one: Input) -> np.ndarray:
-    try:
-        return map_file(one.location, one.size)
-    except ValueError:
-        raise one.changed() from None
-    except OSError as error:
-        raise DataError(f"{one.name} cannot be read: {error.strerror}; check the file") from error
-
-
 # With buckets.
 
 
@@ -191,8 +184,6 @@ class Bucket:
         records = np.fromfile(self.path("records"), _RECORD)
         numbers, sizes = (records[name].astype(np.int64) for name in ("number", "size"))
         data = map_file(self.path("lines"), self.size, populates=True)
-        if len(records) != self.lines or sizes.sum() != self.size:
-            raise DataError(f"{self.path('lines')} changed while in use; start again")
         return Loaded(LinePlaces.within(data, np.cumsum(sizes) - sizes, sizes - 1), numbers)
 
     def remove(self) -> None:

@@ -106,18 +106,16 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.no_sync and self.engine == "spark":
-            raise OptionError("--no_sync requires --engine local; with spark, the executors sync their parts")
-        if self.master and self.engine != "spark":
-            raise OptionError("--master requires --engine spark; pass both")
-        for first, second in (
-            ("verify", "delete_inputs"),
-            ("verify", "dry_run"),
-            ("dry_run", "delete_inputs"),
-            ("no_sync", "delete_inputs"),
+        is_spark = self.engine == "spark"
+        if (
+            self.verify + self.dry_run + self.delete_inputs > 1
+            or (self.no_sync and (self.delete_inputs or is_spark))
+            or (self.master and not is_spark)
         ):
-            if getattr(self, first) and getattr(self, second):
-                raise OptionError(f"--{first} and --{second} cannot be combined; pass one of them")
+            raise OptionError(
+                "of --verify, --dry_run and --delete_inputs only one can be set; --no_sync excludes "
+                "--delete_inputs and --engine spark; --master needs --engine spark"
+            )
 
     @property
     def output(self) -> str:

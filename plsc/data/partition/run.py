@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -55,7 +53,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     _refuse_existing(options)
     if options.dry_run:
         return _dry_run(options, inputs)
-    with _full_disk_reported(options.output), ExitStack() as stack:
+    with _output_named(options.output), ExitStack() as stack:
         workspace, temporary = _claim(options, stack)
         if workspace.cleaned:
             logger.warning(f"removed the files of an earlier, interrupted run in {workspace.path}")
@@ -113,11 +111,9 @@ def _write(options: PartitionOptions, inputs: list[Input], folder: Path, tempora
         buckets: list[local.Bucket] = []
         with progress_bar("reading", expected) as progress:
             if local.fits(inputs, budget):
-                _check_space(folder, None, expected, 0)
                 with contextlib.suppress(local.TooManyLines):
                     loaded, counts = local.map_inputs(inputs, options, progress.update, pool)
             if loaded is None:
-                _check_space(folder, temporary, expected, budget.workers * budget.bucket)
                 buckets, counts = local.distribute_inputs(
                     inputs, options, expected, temporary, progress.update
                 )
@@ -233,9 +229,8 @@ def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
     repeats = each * nranks - total.lines
     if repeats > total.lines:
         logger.warning(
-            f"{nranks} parts have {each} line{'s' if each > 1 else ''} each, of which "
-            f"{repeats / (each * nranks):.0%} are repeats of the {total.lines} input lines; use a smaller "
-            "--nranks to repeat fewer"
+            f"{repeats} of the {each * nranks} lines of the parts are repeats of the {total.lines} input "
+            "lines; use a smaller --nranks to repeat fewer"
         )
     if total.blanks:
         logger.warning(f"skipped: {total.blanks} blank lines")
@@ -244,26 +239,6 @@ def _report(counts: list[InputCount], options: PartitionOptions) -> InputCount:
     if total.skipped > len(total.messages):
         logger.warning(f"skipped: {total.skipped - len(total.messages)} more lines")
     return total
-
-
-def _check_space(output: Path, temporary: Path | None, size: int, spare: int) -> None:
-    """Raise DataError if the disks lack space for `size` bytes of output and as much for buckets.
-
-    Buckets are removed while the output grows. On one disk, both together need `size` + `spare`.
-    """
-    if temporary is not None and output.stat().st_dev != temporary.stat().st_dev:
-        _require_space(temporary, size)
-        spare = 0
-    _require_space(output, size + spare)
-
-
-def _require_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise DataError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free, but {size / 1e9:.2f} GB are needed; "
-            "free some space, or choose another disk with --output_dir or --tmp_dir"
-        )
 
 
 def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path]:
@@ -311,13 +286,11 @@ def _upload(folder: Path, target: str, names: list[str]) -> None:
 
 
 @contextmanager
-def _full_disk_reported(output: str) -> Iterator[None]:
+def _output_named(output: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DataError(
-                f"the disk is full ({error.strerror}) while writing {shown(output)}; nothing was published. "
-                "Free some space, or choose another disk with --output_dir or --tmp_dir"
-            ) from error
-        raise DataError(f"{shown(output)} cannot be written: {error.strerror or error}") from error
+        raise DataError(
+            f"{shown(output)} cannot be written ({error.strerror or error}); nothing was published. "
+            "--output_dir and --tmp_dir choose another disk"
+        ) from error

@@ -3,67 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from plsc.data.lines import Lines, Stream
+from plsc.data.lines import Lines
 from plsc.data.partition.inputs import InputCount, list_inputs, map_lines, pool_of, progress_bar, read_counted
-from plsc.data.partition.options import Budget, PartitionOptions
+from plsc.data.partition.options import PartitionOptions
 from plsc.data.partition.order import ALGORITHM, lines_per_rank, padding_lines
 from plsc.data.partition.run import FORMAT, MANIFEST
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.regular import parse_json
-from plsc.storage.urls import exists, join, shown
+from plsc.storage.urls import join, located, shown
 
 _MODULUS = 2**128
 _MOST_MANIFEST = 256 * 2**20  # bytes
 
-
-class Digest:
-    """Sum a 128-bit hash (BLAKE2b) of each line: a digest that does not depend on their order.
-
-    extra: additional count of each line number, counted over all files read.
-    """
-
-    def __init__(
-        self, budget: Budget, extra: dict[int, int], skip_bad: bool, on_bytes: Callable[[int], object]
-    ) -> None:
-        self.total = 0
-        self._lines = 0
-        self._workers = budget.workers
-        self._buffers = budget.buffers(budget.workers + 1)
-        self._extra = extra
-        self._wanted = np.array(sorted(extra), dtype=np.int64)
-        self._skip_bad = skip_bad
-        self._on_bytes = on_bytes
-
-    def add(self, stream: Stream, name: str) -> InputCount:
-        """Read a file; return its counts."""
-        count = InputCount()
-        samples = read_counted(stream, name, count, self._buffers, self._skip_bad, self._on_bytes)
-        with pool_of(self._workers) as pool:
-            hashes = map_lines(samples, self._lines, pool, self._buffers, self._hash)
-            self.total = (self.total + sum(hashes)) % _MODULUS
-        self._lines += count.lines
-        return count
-
-    def _hash(self, lines: Lines, first: int) -> int:
-        total = 0
-        view = lines.data.data
-        for start, end in zip(lines.starts.tolist(), lines.ends.tolist(), strict=True):
-            total += _hash_line(view[start:end])
-        low, high = np.searchsorted(self._wanted, [first, first + len(lines)])
-        for number in self._wanted[low:high].tolist():
-            start, end = int(lines.starts[number - first]), int(lines.ends[number - first])
-            total += self._extra[number] * _hash_line(view[start:end])
-        return total
-
-
-def _hash_line(data: memoryview) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "big")
+File = tuple[str, Callable[[], AbstractContextManager[Any]]]
+"""Name and how to open it."""
 
 
 def verify(options: PartitionOptions) -> dict[str, Any]:
@@ -73,108 +34,81 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
     """
     output = options.output
     location = join(output, MANIFEST)
-    if not exists(location):
-        raise DataError(
-            f"{shown(location)} does not exist; run the partition without --verify first, or pass another "
-            "--output_dir"
-        )
     with streamed(location, output) as file:
-        manifest = _parsed(file.read(_MOST_MANIFEST), shown(location))
-    if manifest["nranks"] != options.nranks:
+        data = file.read(_MOST_MANIFEST)
+    try:
+        manifest = parse_json(data)
+        seed, lines, each = (manifest[key] for key in ("seed", "lines", "lines_per_rank"))
+        wanted = (FORMAT, ALGORITHM, options.nranks, options.nranks, lines_per_rank(lines, options.nranks))
+        there = (manifest["format"], manifest["algorithm"], manifest["nranks"], len(manifest["parts"]), each)
+        places = [located(part["name"], output) for part in manifest["parts"]]
+        parts = [(each, int(part["size"]), part["checksum"]) for part in manifest["parts"]]
+        known = [(one["lines"], int(one["content_bytes"]), one["checksum"]) for one in manifest["inputs"]]
+    except (DataError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{shown(location)} is not the manifest of a partition: {error!r}") from error
+    if there != wanted:
         raise DataError(
-            f"{shown(output)} has {manifest['nranks']} parts, expected {options.nranks}; "
-            f"pass --nranks {manifest['nranks']}"
+            f"{shown(location)}: format, algorithm, --nranks, parts and lines per part are {there}; "
+            f"expected {wanted}"
         )
-    written = _digest_parts(options, manifest)
-    expected = _digest_inputs(options, manifest)
-    if written != expected:
+    files: list[File] = [
+        (f"{shown(output)}/{place}", partial(streamed, join(output, place), output)) for place in places
+    ]
+    written = _digest(options, "reading parts", files, parts, {}, False)
+    inputs = list_inputs(options.data_dir, options.file_list, options.allowed)
+    numbers, times = np.unique(padding_lines(seed, lines, options.nranks), return_counts=True)
+    extra = dict(zip(numbers.tolist(), times.tolist(), strict=True))
+    files = [(one.name, one.open) for one in inputs]
+    skip_bad = bool(manifest.get("skipped_lines"))
+    if written != _digest(options, "reading inputs", files, known, extra, skip_bad):
         raise DataError(
             f"the lines of {shown(output)} differ from its inputs and padding; run the partition again"
         )
     return manifest
 
 
-def _digest_parts(options: PartitionOptions, manifest: dict[str, Any]) -> int:
-    total = sum(part["size"] for part in manifest["parts"])
-    with progress_bar("reading parts", total) as progress:
-        digest = Digest(options.budget, {}, False, progress.update)
-        for part in manifest["parts"]:
-            name = f"{shown(options.output)}/{part['name']}"
-            with streamed(join(options.output, part["name"]), options.output) as file:
-                found = digest.add(file, name)
-            if found.lines != manifest["lines_per_rank"]:
-                raise DataError(f"{name} has {found.lines} lines, expected {manifest['lines_per_rank']}")
-            if (found.content_bytes, found.checksum) != (part["size"], int(part["checksum"], 16)):
-                raise DataError(f"{name} is damaged: its size or checksum differs from the manifest")
-    return digest.total
+def _digest(
+    options: PartitionOptions,
+    what: str,
+    files: Iterable[File],
+    known: list[tuple[int, int, str]],
+    extra: dict[int, int],
+    skip_bad: bool,
+) -> int:
+    """Return the sum of a 128-bit hash (BLAKE2b) of each line, which does not depend on their order.
 
+    known: lines, bytes and checksum that each file must have. extra: additional count of each line number,
+    counted over all files.
+    """
+    budget, total, first = options.budget, 0, 0
+    buffers = budget.buffers(budget.workers + 1)
+    wanted = np.array(sorted(extra), dtype=np.int64)
 
-def _digest_inputs(options: PartitionOptions, manifest: dict[str, Any]) -> int:
-    inputs = list_inputs(options.data_dir, options.file_list, options.allowed)
-    if len(inputs) != len(manifest["inputs"]):
-        raise DataError(
-            f"{options.file_list} names {len(inputs)} files, but {len(manifest['inputs'])} were partitioned"
-        )
-    padding = padding_lines(manifest["seed"], manifest["lines"], manifest["nranks"])
-    numbers, times = np.unique(padding, return_counts=True)
-    extra = dict(zip(numbers.tolist(), times.tolist(), strict=True))
-    skip_bad = bool(manifest.get("skipped_lines"))
-    total = sum(one["content_bytes"] for one in manifest["inputs"])
-    with progress_bar("reading inputs", total) as progress:
-        digest = Digest(options.budget, extra, skip_bad, progress.update)
-        for one, known in zip(inputs, manifest["inputs"], strict=True):
-            with one.open() as stream:
-                found = digest.add(stream, one.name)
-            if (found.lines, found.content_bytes, found.checksum) != (
-                known["lines"],
-                known["content_bytes"],
-                int(known["checksum"], 16),
-            ):
+    def hash_lines(lines: Lines, first: int) -> int:
+        hashes, view = 0, lines.data.data
+        for start, end in zip(lines.starts.tolist(), lines.ends.tolist(), strict=True):
+            hashes += _hash_line(view[start:end])
+        low, high = np.searchsorted(wanted, [first, first + len(lines)])
+        for number in wanted[low:high].tolist():
+            start, end = int(lines.starts[number - first]), int(lines.ends[number - first])
+            hashes += extra[number] * _hash_line(view[start:end])
+        return hashes
+
+    with progress_bar(what, sum(size for _, size, _ in known)) as progress, pool_of(budget.workers) as pool:
+        for number, (name, open_file) in enumerate(files):
+            count = InputCount()
+            with open_file() as stream:
+                samples = read_counted(stream, name, count, buffers, skip_bad, progress.update)
+                total += sum(map_lines(samples, first, pool, buffers, hash_lines))
+            first += count.lines
+            found = count.lines, count.content_bytes, f"{count.checksum:016x}"
+            if [found] != known[number : number + 1]:
                 raise DataError(
-                    f"{one.name} differs from the partitioned file {known['name']} ({known['lines']} lines); "
-                    "either it or the file list has changed"
+                    f"{name} is damaged, or was changed or listed since the partition: lines, bytes and "
+                    f"checksum are {found}; expected {known[number : number + 1]}"
                 )
-    return digest.total
+    return total % _MODULUS
 
 
-def _parsed(data: bytes, name: str) -> dict[str, Any]:
-    """Parse a manifest and check the type of every entry. Raises DataError."""
-    try:
-        manifest = parse_json(data)
-        _check(manifest)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{name} is not the manifest of a partition ({error})") from error
-    if manifest["algorithm"] != ALGORITHM:
-        raise DataError(
-            f"{name} was made with {manifest['algorithm']!r}, but this version of plsc uses {ALGORITHM!r}"
-        )
-    return manifest
-
-
-def _check(manifest: Any) -> None:
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"expected format {FORMAT!r}")
-    for key in ("seed", "nranks", "lines", "lines_per_rank", "padding_lines"):
-        _require(manifest[key], int, key)
-    if not 1 <= manifest["nranks"] == len(manifest["parts"]) or manifest["lines"] < 1:
-        raise ValueError("the counts contradict each other")
-    if manifest["lines_per_rank"] != lines_per_rank(manifest["lines"], manifest["nranks"]):
-        raise ValueError("the counts contradict each other")
-    _require(manifest["algorithm"], str, "algorithm")
-    for kind, numbers in (("inputs", ("size", "lines", "content_bytes")), ("parts", ("size",))):
-        _require(manifest[kind], list, kind)
-        for entry in manifest[kind]:
-            _require(entry, dict, kind)
-            for key in ("name", "checksum"):
-                _require(entry[key], str, key)
-            for key in numbers:
-                _require(entry[key], int, key)
-            int(entry["checksum"], 16)
-    for entry in manifest["parts"]:
-        if "/" in entry["name"] or "::" in entry["name"] or entry["name"] in ("", ".", ".."):
-            raise ValueError(f"part {entry['name']!r} is not a plain file name")
-
-
-def _require(value: Any, kind: type, key: str) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{key} should be {kind.__name__}, is {value!r:.40}")
+def _hash_line(data: memoryview) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "big")
