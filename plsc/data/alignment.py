@@ -54,15 +54,12 @@ def similarity(points: np.ndarray, target: np.ndarray) -> np.ndarray:
     """
     centre, middle = points.mean(axis=0), target.mean(axis=0)
     p, q = (points - centre) @ [1, 1j], (target - middle) @ [1, 1j]
-    if not (np.abs(p) ** 2).mean() >= _LEAST_SPREAD**2:  # also NaN
+    size = max(np.vdot(p, p).real, 1e-9)
+    factor = np.vdot(p, q) / size  # a complex number: scale and rotation
+    is_face = size >= len(p) * _LEAST_SPREAD**2 and abs(factor) ** 2 * size >= 1e-3 * np.vdot(q, q).real
+    if not is_face:  # also NaN
         raise DataError(
-            f"the landmarks {points.round(3).tolist()} are equal; expected different points, in pixels",
-            kind="landmarks",
-        )
-    factor = np.vdot(p, q) / np.vdot(p, p).real  # a complex number: scale and rotation
-    if abs(factor) ** 2 * np.vdot(p, p).real < 1e-3 * np.vdot(q, q).real:
-        raise DataError(
-            f"the landmarks {points.round(3).tolist()} do not look like a face; fix their order",
+            f"the landmarks {points.round(3).tolist()} are equal, not in pixels, or not a face in order",
             kind="landmarks",
         )
     linear = np.array([[factor.real, -factor.imag], [factor.imag, factor.real]])

@@ -16,7 +16,7 @@ import io
 import re
 import struct
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ MAX_SCANS = 200
 _USUAL_SCANS = 16  # of the largest photo
 _USUAL_HEADERS = 4096  # bytes in which the frame header is searched
 _MOST_NORMALISED = 64.0
-_SMALL = 2**14  # a smaller file cannot have enough scans to matter
+_SMALL = 2**14  # a smaller file cannot have enough scans or segments to matter
 # libjpeg's warnings for complete images; all other warnings mean that data is missing or wrong.
 _FOR_PILLOW = ("Unknown Adobe color transform", "Invalid SOS parameters")
 _SURPLUS = re.compile(r"(\d+) extraneous bytes before marker 0x(?!d[0-7])(\w\w)")  # and not within a scan
@@ -139,29 +139,24 @@ def _decode(data: Image, channels: int) -> torch.Tensor:
                 image = _decode_pillow(data, channels)
             else:
                 image = _decode_bytes(bytes(data), channels)
-    elif isinstance(data, np.ndarray):
-        image = _from_array(data)
-    elif isinstance(data, torch.Tensor):
-        image = _from_tensor(data)
     else:
-        raise DataError(
-            "expected encoded bytes, a Pillow image, an array or a tensor, got "
-            f"{type(data).__name__}{NO_IMAGE}"
-        )
+        image = _from_pixels(data)
     if image.shape[0] != channels:
         raise DataError(
             f"the image has {image.shape[0]} channels (shape {tuple(image.shape)}); expected {channels}; "
             "convert it or change set_image_shape()"
         )
-    if image.is_floating_point() and not bool(torch.isfinite(image).all()):
-        raise DataError("the image contains nan or inf; fix it", kind="not finite")
     check_normalised(image)
     return image
 
 
 def check_normalised(image: torch.Tensor) -> None:
-    """Raise DataError for a float image in 0..255, because float images are used unchanged."""
-    if image.is_floating_point() and image.numel() and image.min() >= 0 and image.max() > _MOST_NORMALISED:
+    """Raise DataError for a float image with NaN, or in 0..255, because float images are used unchanged."""
+    if not image.is_floating_point() or not image.numel():
+        return
+    if not bool(torch.isfinite(image).all()):
+        raise DataError("the image contains nan or inf; fix it", kind="not finite")
+    if image.min() >= 0 and image.max() > _MOST_NORMALISED:
         raise DataError(
             f"the image has float values up to {float(image.max()):g}, but floats must be normalised; add "
             "'image = (image - 127.5) / 128', or return uint8"
@@ -179,14 +174,16 @@ def count_pixels(data: bytes, most: int, allows_slow: bool = True) -> int:
     allows_slow: accept what takes long to decode: a JPEG of many scans, each of which has all pixels, and
     what Pillow decodes in Python, such as a PPM of maximum 254.
     """
+    _check_file(data)
     with _decoding(data), _open(data) as picture:
         (width, height), decoders = picture.size, {tile[0] for tile in picture.tile}
     scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 1
     is_slow = decoders & PillowImage.DECODERS.keys() or scans * width * height > _USUAL_SCANS * most
-    if width * height > most:
-        raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}; shrink it")
-    if is_slow and not allows_slow:
-        raise DataError(f"the image is a {picture.format} that takes long to decode; save it again")
+    if width * height > most or (is_slow and not allows_slow):
+        raise DataError(
+            f"the image has {width}x{height} pixels, over the limit of {most}, or takes long to decode, as a "
+            f"{picture.format} of many scans or of an old kind; shrink it or save it again"
+        )
     return width * height
 
 
@@ -197,8 +194,8 @@ def _decoding(data: Image) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except PillowImage.DecompressionBombError:
-        raise _too_many_pixels("over 178 million") from None
+    except PillowImage.DecompressionBombError as error:
+        raise DataError(str(error), kind="too large") from None
     except Exception as error:
         reason = " ".join(str(error).split()).removeprefix("tjDecompressHeader3(): ")
         text = f"the image seems damaged or truncated ({reason}); view it, then save it again or remove it"
@@ -211,8 +208,6 @@ def _decoding(data: Image) -> Iterator[None]:
 
 
 def _open(data: bytes) -> PillowImage.Image:
-    if data.startswith(b"\xff\xd8") and data.count(_EXIF) > _MOST_EXIF:
-        raise DataError(f"the image has over {_MOST_EXIF} EXIF segments; save it again", kind="undecodable")
     return PillowImage.open(io.BytesIO(data), formats=PILLOW_FORMATS)
 
 
@@ -225,18 +220,18 @@ def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
 
 def check_image_bytes(length: int) -> None:
     """Raise DataError, without the image's name, for an encoded image of 0 bytes or over 64 MiB."""
-    if length <= 0:
-        raise DataError("the image is empty (0 bytes); replace or remove the file", kind="empty")
-    if length > MAX_FILE_BYTES:
-        raise DataError(
-            f"the image has {length} bytes, over the limit of {MAX_FILE_BYTES}; shrink it", kind="too large"
-        )
+    if not 0 < length <= MAX_FILE_BYTES:
+        kind = "empty" if length <= 0 else "too large"
+        raise DataError(f"the image is {kind}: {length} bytes; expected 1 to {MAX_FILE_BYTES}", kind=kind)
 
 
 def _check_file(data: bytes) -> None:
     check_image_bytes(len(data))
-    if len(data) > _SMALL and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > MAX_SCANS:
-        raise DataError(f"the image is a JPEG of over {MAX_SCANS} scans; save it again", kind="undecodable")
+    if len(data) < _SMALL or not data.startswith(b"\xff\xd8"):
+        return
+    if data.count(b"\xff\xda") > MAX_SCANS or data.count(_EXIF) > _MOST_EXIF:
+        text = f"the image is a JPEG of over {MAX_SCANS} scans or {_MOST_EXIF} EXIF segments; save it again"
+        raise DataError(text, kind="undecodable")
 
 
 def decode_jpeg_of_size(data: bytes, out: np.ndarray) -> bool:
@@ -306,19 +301,25 @@ def _is_harmless(warning: str, data: bytes) -> bool:
 
 def _without_metadata(data: bytes) -> bytes:
     """Return a JPEG without all that its pixels do not depend on before the first scan."""
-    parts, at = [b"\xff\xd8"], 2
+    parts = [b"\xff\xd8"]
+    for marker, at, end in _segments(data):
+        if marker in _NEEDED:
+            parts.append(data[at : len(data) if marker == _SCAN else end])
+        elif marker == 0xFFE0 and data.startswith(b"JFIF\0", at + 4):
+            parts.append(_JFIF)
+    return b"".join(parts)
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield marker, start and end of the segments of a JPEG up to its first scan."""
+    at = 2
     with contextlib.suppress(struct.error):  # the end
         for _ in range(_MOST_SEGMENTS):
             marker, length = _unpack_segment(data, at)
+            yield marker, at, at + 2 + length
             if marker == _SCAN:
-                parts.append(data[at:])
-                break
-            if marker in _NEEDED:
-                parts.append(data[at : at + 2 + length])
-            elif marker == 0xFFE0 and data.startswith(b"JFIF\0", at + 4):
-                parts.append(_JFIF)
+                return
             at = at + length + 2 if marker in _WITH_CONTENT else data.find(b"\xff", at + 1)
-    return b"".join(parts)
 
 
 def _is_upright(data: bytes, frame: int) -> bool:
@@ -330,21 +331,10 @@ def _is_upright(data: bytes, frame: int) -> bool:
 
 
 def _orientation_of(data: bytes) -> int:
-    """Return the EXIF orientation of a JPEG, 1 to 8. Runs for each image: in under two microseconds."""
-    at = 2
-    try:
-        for _ in range(_MOST_SEGMENTS):
-            marker, length = _unpack_segment(data, at)
-            if marker == 0xFFE1 and data.startswith(_EXIF, at + 4):
-                return _orientation(data[at + 4 : at + 2 + length])
-            if marker in _WITH_CONTENT:
-                at += length + 2
-            elif marker == _SCAN:
-                break
-            else:
-                at = data.find(b"\xff", at + 1)
-    except struct.error:  # the end
-        pass
+    """Return the EXIF orientation of a JPEG, 1 to 8. Runs for most images: in microseconds."""
+    for marker, at, end in _segments(data):
+        if marker == 0xFFE1 and data.startswith(_EXIF, at + 4):
+            return _orientation(data[at + 4 : end])
     return 1
 
 
@@ -400,16 +390,24 @@ def _to_8_bit(picture: PillowImage.Image) -> PillowImage.Image:
     return PillowImage.alpha_composite(white, layer)
 
 
-def _from_array(array: np.ndarray) -> torch.Tensor:
-    if np.issubdtype(array.dtype, np.floating):
-        return _from_tensor(torch.from_numpy(array.astype(np.float32)))
-    if array.dtype != np.uint8 or array.ndim not in (2, 3):
+def _from_pixels(data: Any) -> torch.Tensor:
+    """Return the image in an array (uint8 [H, W, C] or [H, W], or floats [C, H, W]) or a tensor."""
+    dtype, shape = str(getattr(data, "dtype", "")).removeprefix("torch."), list(getattr(data, "shape", ()))
+    is_known = isinstance(data, (np.ndarray, torch.Tensor)) and (dtype == "uint8" or "float" in dtype)
+    if not is_known or len(shape) not in (2, 3):
         raise DataError(
-            "expected an array of uint8 [H, W, C] or [H, W], or of floats [C, H, W], "
-            f"got {array.dtype} {list(array.shape)}{NO_IMAGE}"
+            "expected encoded bytes, a Pillow image, an array of uint8 [H, W, C] or [H, W] or of floats "
+            "[C, H, W], or a tensor of uint8 or floats [C, H, W] or [H, W]; got "
+            f"{type(data).__name__} {dtype} {shape}{NO_IMAGE}"
         )
-    _check_size(array.shape[1], array.shape[0])
-    return _channels_first(array)
+    if isinstance(data, np.ndarray) and dtype == "uint8":
+        _check_size(shape[1], shape[0])
+        return _channels_first(data)
+    tensor = torch.from_numpy(data.astype(np.float32)) if isinstance(data, np.ndarray) else data
+    image = tensor[None] if tensor.ndim == 2 else tensor
+    _check_size(image.shape[2], image.shape[1])
+    kind = torch.uint8 if image.dtype == torch.uint8 else torch.float32
+    return image.detach().cpu().to(kind, copy=True, memory_format=torch.contiguous_format)
 
 
 def _channels_first(pixels: np.ndarray) -> torch.Tensor:
@@ -418,28 +416,9 @@ def _channels_first(pixels: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C", copy=True))
 
 
-def _from_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    image = tensor[None] if tensor.ndim == 2 else tensor
-    if image.ndim != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
-        raise DataError(
-            "expected a tensor of uint8 or floats, [C, H, W] or [H, W], "
-            f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{NO_IMAGE}"
-        )
-    _check_size(image.shape[2], image.shape[1])
-    image = image.detach().cpu()
-    dtype = torch.uint8 if image.dtype == torch.uint8 else torch.float32
-    return image.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
 def _check_size(width: int, height: int) -> None:
-    if width < 1 or height < 1:
-        raise DataError(f"the image has no pixels ({width}x{height}); replace it", kind="undecodable")
-    if width * height > MAX_PIXELS:
-        raise _too_many_pixels(f"{width}x{height}")
-
-
-def _too_many_pixels(size: str) -> DataError:
-    return DataError(
-        f"declares {size} pixels, over the limit of {MAX_PIXELS // 10**6} megapixels; shrink it",
-        kind="too large",
-    )
+    if not (width > 0 and 0 < width * height <= MAX_PIXELS):
+        raise DataError(
+            f"the image has {width}x{height} pixels; expected up to {MAX_PIXELS // 10**6} megapixels",
+            kind="too large" if width * height > 0 else "undecodable",
+        )

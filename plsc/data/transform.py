@@ -82,17 +82,18 @@ def _call(transform: Transform, pixels: np.ndarray, key: int) -> Any:
 
 
 def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    if not isinstance(result, torch.Tensor):
-        raise DataError(f"the transform must return a tensor, but returned {type(result).__name__}")
-    if tuple(result.shape) != shape:
-        raise DataError(f"the transform must keep the shape {shape}, but returned {tuple(result.shape)}")
+    found = tuple(getattr(result, "shape", ())), getattr(result, "dtype", None)
+    is_tensor = isinstance(result, torch.Tensor) and (
+        result.dtype == torch.uint8 or result.is_floating_point()
+    )
+    if not is_tensor or found[0] != shape:
+        raise DataError(
+            f"the transform must return a tensor {shape} of uint8 or floats, not {type(result).__name__} "
+            f"{found}"
+        )
     result = result.as_subclass(torch.Tensor)  # torchvision returns a subclass
     if result.dtype == torch.uint8:
         return result
-    if not result.is_floating_point():
-        raise DataError(f"the transform must return uint8 or floats, but returned {result.dtype}")
-    if not bool(torch.isfinite(result).all()):
-        raise DataError("the transform returned NaN or infinite values")
     try:
         check_normalised(result)
     except DataError as error:
