@@ -50,23 +50,17 @@ class DiskCache:
     It takes at most `limit` bytes of disk, and 16 bytes of memory per sample. When the disk is full, no more
     samples are added.
 
-    Raises OptionError if the folder is not writable, or has less free space than `limit`.
+    Raises OptionError if the folder is not writable.
     """
 
     def __init__(self, folder: Path, limit: int, num_samples: int) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            status = os.statvfs(folder)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
         except OSError as error:
             raise OptionError(
                 f"data.cache: {folder} is not writable ({error.strerror}); choose another folder"
             ) from error
-        free = status.f_bavail * status.f_frsize
-        if free < limit:
-            raise OptionError(
-                f"data.cache: {folder} has {free} bytes free, less than {limit}; choose a smaller size"
-            )
         self.limit = limit
         self.used = 0
         # Zero pages take no memory until they are written to.
@@ -125,8 +119,6 @@ class CachedSource:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Image, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
         kept = self.cache.get(index)
         if kept is not None:
             label = int(self._labels[index])

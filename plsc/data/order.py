@@ -44,8 +44,11 @@ class BatchPlan:
     limit: int | float = 1.0
 
     def __post_init__(self) -> None:
-        if self.order == "block":
-            check_blocks(self.block_samples, self.pool_samples)
+        if self.order == "block" and not 1 <= self.block_samples <= self.pool_samples:
+            raise OptionError(
+                f"block_samples is {self.block_samples} and pool_samples {self.pool_samples}; expected "
+                "blocks of at least 1 sample, and a pool of at least one block (better tens of blocks)"
+            )
         if self.num_samples < 1:
             raise DataError("the dataset has no samples; check the dataset folder")
         if self.steps_per_epoch == 0:
@@ -136,15 +139,6 @@ def spread(labels: np.ndarray, batch: float, limit: int | float, at_least: int =
     return np.sort(by_label[np.linspace(0, count - 1, wanted).round().astype(np.int64)])
 
 
-def check_blocks(block_samples: int, pool_samples: int) -> None:
-    """Raise OptionError if a pool is smaller than a block."""
-    if not 1 <= block_samples <= pool_samples:
-        raise OptionError(
-            f"block_samples is {block_samples} and pool_samples {pool_samples}; expected blocks of "
-            "at least 1 sample, and a pool of at least one block (better tens of blocks)"
-        )
-
-
 class BlockOrder:
     """Shuffle blocks of consecutive samples, and then pools of the resulting order.
 
@@ -153,11 +147,10 @@ class BlockOrder:
     reads at most pool_samples / block_samples + 1 blocks. The sample at a position depends only on
     (seed, epoch, position), so a run can resume at any step.
 
-    The memory is one pool and sixteen bytes per block. Raises OptionError if a pool is smaller than a block.
+    The memory is one pool and sixteen bytes per block.
     """
 
     def __init__(self, num_samples: int, seed: int, block_samples: int, pool_samples: int) -> None:
-        check_blocks(block_samples, pool_samples)
         self.num_samples = num_samples
         self.seed = seed
         self.block_samples = block_samples

@@ -17,7 +17,7 @@ from PIL import ImageDraw
 from plsc.data.class_names import class_names_of, first_and_last_class
 from plsc.data.decode import decode_whole
 from plsc.data.sources import Source
-from plsc.errors import DataError, OptionError, in_terminal
+from plsc.errors import DataError, in_terminal
 from plsc.seeds import hash_key
 from plsc.storage.publish import replacing
 
@@ -164,8 +164,6 @@ def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, s
     Each is resized to fit a square of 112 pixels, with its label below. A red cross marks a broken sample.
     Raises DataError if the file cannot be written.
     """
-    if images < 1:
-        raise OptionError(f"images is {images}; expected at least 1")
     labels = source.labels()
     chosen = draw_indices(len(labels), min(images, len(labels)), seed)
     chosen = chosen[np.argsort(labels[chosen], kind="stable")]

@@ -2,16 +2,14 @@
 
 The archive is a pax tar in a zstd stream, which `tar --zstd -xf` also reads. Its last member,
 ``.plsc-sha256sums``, has a line ``<SHA-256>  <name>`` per file, in order, in the format of `sha256sum -c`.
-Comments in headers have the bytes of all files, and the SHA-256 of the last member: one flipped bit in the
-stream can change a name there and in its own header.
+Its comment has its own SHA-256: one flipped bit in the stream can change a name there and in its own header.
+A comment before the first member has the bytes of all files, which `unpack` of earlier versions reads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
-import shutil
 import stat
 import tarfile
 import tempfile
@@ -54,8 +52,6 @@ def pack(folder: str | Path, destination: str) -> Packed:
     """
     root = Path(folder)
     _check_suffix(destination)
-    if not root.is_dir():
-        raise DataError(f"{root} is not a folder; expected the folder to pack")
     done = Packed(0, 0)
     total = sum(path.stat().st_size for path in _files_below(root) if path.is_file())
     header, whole = {"comment": _COMMENT.format(total)}, hashlib.sha256()
@@ -91,13 +87,13 @@ def pack(folder: str | Path, destination: str) -> Packed:
 def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> Packed:
     """Extract an archive of `pack`, local or remote, into a new local folder.
 
-    The folder appears after all checksums were compared. Links, devices, names that lead out of the folder,
-    and archives larger than the free disk space are refused. Raises DataError.
+    The folder appears after all checksums were compared. Links, devices and names that lead out of the folder
+    are refused. Raises DataError.
 
     max_bytes: most bytes of all files; by default 100 times those of the archive.
     """
     _check_suffix(location)
-    done, allowed = Packed(0, 0), -1
+    done = Packed(0, 0)
     size, whole = fingerprint_of(location).size, hashlib.sha256()
     with (
         streamed(location) as file,
@@ -109,28 +105,27 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
         most = _MOST_RATIO * size if max_bytes is None else max_bytes
         stream = _ForwardReader(decompressed, title, most + _MOST_RATIO * size)
         for member in read_members(stream, title, has_end=False):
-            allowed = _allowed(member, title, most, target) if allowed < 0 else allowed
             if compared:
-                raise DataError(f"{title} continues after its checksums; it is not from plsc data pack")
+                compared = False
+                break
             content = _content(stream, member, title)
             if member.name == SUMS:
-                _compare(content, sums, title)
-                if member.pax_headers.get("comment", whole.hexdigest()) != whole.hexdigest():
-                    raise DataError(f"{title} is damaged: its checksums have another one; download it again")
+                is_whole = member.pax_headers.get("comment", whole.hexdigest()) == whole.hexdigest()
+                if not _are_equal(content, sums) or not is_whole:
+                    raise DataError(f"{title} is damaged: files do not match checksums; download it again")
                 compared = True
             elif member.isdir():
                 (target / member.name).mkdir(parents=True, exist_ok=True)
                 whole.update(_line_of("folder", member.name))
             else:
-                if done.content_bytes + member.size > allowed:
-                    advice = "do not unpack it" if allowed < most else "if you trust it, pass --max_bytes"
-                    raise DataError(f"{title}: '{printable(member.name)}' exceeds {allowed} bytes; {advice}")
-                digest = _extract(content, member, target, title)
+                if done.content_bytes + member.size > most:
+                    raise DataError(f"{title} has over {most} bytes; if you trust it, pass --max_bytes")
+                digest = _extract(content, target / member.name)
                 sums.write(line := _line_of(digest, member.name))
                 whole.update(line)
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
-            raise DataError(f"{title} has no checksums; it is incomplete, or not from plsc data pack")
+            raise DataError(f"{title} has no checksums at its end; it is not from plsc data pack")
     return done
 
 
@@ -173,11 +168,7 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
             status = os.fstat(file.fileno())
             reader: Any = _HashingReader(file)
             archive.addfile(_entry(name, status), reader)
-            if file.read(1):
-                raise DataError(f"{printable(str(path))} grew while being packed; start again")
     except OSError as error:
-        if isinstance(error, DataError):
-            raise
         reason = error.strerror or "it became shorter"
         raise DataError(f"{printable(str(path))} cannot be packed: {reason}") from error
     return reader.sha.hexdigest(), status.st_size
@@ -241,39 +232,19 @@ def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[by
         yield data
 
 
-def _allowed(first: TarInfo, title: str, most: int, target: Path) -> int:
-    """Return the bytes that an archive may write, at most `most`: those stated before its first member."""
-    stated = re.fullmatch(_COMMENT.format(r"(\d{1,18})"), first.pax_headers.get("comment", ""))
-    if stated is None:  # of an earlier version
-        return most
-    total, free = int(stated[1]), shutil.disk_usage(target).free
-    if total > free:
-        raise DataError(f"{title} has {total} bytes, but the disk has {free} free")
-    if total > most:
-        raise DataError(
-            f"{title} has {total} bytes, expected up to {most}; if you trust it, pass --max_bytes {total}"
-        )
-    return total
-
-
-def _extract(content: Iterator[bytes], member: TarInfo, target: Path, title: str) -> str:
-    """Write one file below `target`; return its SHA-256 in hexadecimal."""
-    path = target / member.name
+def _extract(content: Iterator[bytes], path: Path) -> str:
+    """Write one new file; return its SHA-256 in hexadecimal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sha = hashlib.sha256()
-    try:
-        with path.open("xb") as file:
-            for data in content:
-                sha.update(data)
-                file.write(data)
-    except FileExistsError:
-        raise DataError(f"{title} contains '{printable(member.name)}' twice") from None
+    with path.open("xb") as file:
+        for data in content:
+            sha.update(data)
+            file.write(data)
     return sha.hexdigest()
 
 
-def _compare(content: Iterator[bytes], sums: IO[bytes], title: str) -> None:
-    """Compare the archive's checksums with those of the extracted files."""
+def _are_equal(content: Iterator[bytes], sums: IO[bytes]) -> bool:
+    """Return whether the archive's checksums are those of the extracted files."""
     expected = sums.tell()
     sums.seek(0)
-    if any(data != sums.read(len(data)) for data in content) or sums.tell() != expected:
-        raise DataError(f"{title} is damaged: its files do not match their checksums; download it again")
+    return all(data == sums.read(len(data)) for data in content) and sums.tell() == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -36,20 +35,9 @@ def open_reader(
 ) -> Iterator[Any]:
     """Return the samples of ``reader(*arguments)``, which may yield batches.
 
-    example: of samples that are not images. Raises DataError if it returns no generator.
+    example: of samples that are not images.
     """
-    try:
-        inspect.signature(reader).bind(*arguments.values())
-    except ValueError:  # some functions written in C have no signature
-        pass
-    except TypeError as error:
-        call = f"reader({', '.join(arguments)})"
-        raise DataError(f"the {title} cannot be called as {call} ({error}); change its parameters") from error
     samples = reader(*arguments.values())
-    if not hasattr(samples, "__iter__"):
-        raise DataError(
-            f"the {title} must return a generator of (image, label), but returned {type(samples).__name__}"
-        )
     return _unbatched(iter(samples), 4 if example is None else first_tensor(example).ndim)
 
 
@@ -208,11 +196,6 @@ class ReaderLoader:
                         break
                     if keep_all or size in slots:
                         kept[size] = self._check(item, step * whole + size, epoch)
-            if step == 0 and size == 0:
-                raise DataError(
-                    f"the {self.title} yielded no sample in epoch {epoch}; it must return a new generator on "
-                    "each call"
-                )
             if keep_all:
                 first = kept
             if size == 0 or (size < whole and self.last_batch == "drop"):
@@ -229,8 +212,8 @@ class ReaderLoader:
     def _finish(self, epoch: int, steps: int, start_step: int) -> None:
         if steps == 0:
             raise DataError(
-                f"last_batch 'drop' leaves no step: epoch {epoch} of the {self.title} is shorter than the "
-                f"global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
+                f"epoch {epoch} of the {self.title} has no step: expected a new generator on each call, and "
+                f"at least {self.global_batch} samples if last_batch is 'drop'"
             )
         if steps < start_step and steps != self._limit:
             raise DataError(
@@ -261,8 +244,7 @@ class ReaderLoader:
     def _check(self, item: Any, ordinal: int, epoch: int) -> Sample:
         name = f"sample {ordinal} of epoch {epoch} of the {self.title}"
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            items = f" of {len(item)} items" if isinstance(item, (tuple, list)) else ""
-            raise DataError(f"{name}: expected (image, label), got {type(item).__name__}{items}")
+            raise DataError(f"{name}: expected (image, label), got {type(item).__name__}")
         return self._input(item[0], name), self._label(item[1], name), name
 
     def _input(self, data: Any, name: str) -> Any:
@@ -274,12 +256,10 @@ class ReaderLoader:
             raise error.at(name) from error
 
     def _image(self, image: Any, name: str) -> torch.Tensor:
-        if not isinstance(image, (np.ndarray, torch.Tensor)):
-            raise DataError(f"{name}: expected an array [C, H, W], got {type(image).__name__}{NO_IMAGE}")
-        if tuple(image.shape) != self.image_shape:
-            raise DataError(
-                f"{name}: expected an image of shape {self.image_shape}, got {tuple(image.shape)}"
-            )
+        shape = tuple(getattr(image, "shape", ()))
+        if shape != self.image_shape:
+            what = f"{type(image).__name__} {shape}"
+            raise DataError(f"{name}: expected an array [C, H, W] {self.image_shape}, got {what}{NO_IMAGE}")
         try:  # copy, because readers reuse their buffers
             return decode_image(torch.as_tensor(np.require(image, requirements="W")), self.image_shape)
         except DataError as error:

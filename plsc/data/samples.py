@@ -95,9 +95,8 @@ class BatchReader:
             if image is not None:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
-                mine, theirs = ("uint8", "float32") if image is None else ("float32", "uint8")
                 raise DataError(
-                    f"{self.source.name(chosen)}: is {mine}, but other images of the batch are {theirs}; "
+                    f"{self.source.name(chosen)}: it and other images of the batch are uint8 and float32; "
                     "convert them to one type"
                 )
             used.append(chosen)
@@ -221,7 +220,7 @@ class BadSampleList:
             self.counts[printable(line.split("\t", 1)[0])[:40]] += 1
 
     def add(self, problems: list[BadSample]) -> None:
-        """Append new entries. Raises DataError if the file cannot be written."""
+        """Append new entries."""
         lines = []
         for problem in problems:
             line = f"{problem.kind}\t{problem.text}"
@@ -233,11 +232,8 @@ class BadSampleList:
                 lines.append(line + "\n")
         if not lines:
             return
-        try:
-            with open_regular(self.path, mode="ab") as file:
-                file.write("".join(lines).encode())
-        except OSError as error:
-            raise DataError(f"cannot write {self.path}: {error.strerror}") from error
+        with open_regular(self.path, mode="ab") as file:
+            file.write("".join(lines).encode())
 
     def summary(self) -> str:
         """Return a summary such as ``3 undecodable, 1 missing``; empty if there are none."""

@@ -105,23 +105,20 @@ def halves_of(listing: Listing) -> np.ndarray:
 
 def held_out_of(listing: Listing, share: float, by: str, seed: int) -> np.ndarray:
     """Return which images are held out, bool [N]; see `split`. Raises DataError if none can be."""
-    classes = len(listing.classes)
     if by == "class":
-        if classes < 2:
-            raise DataError(
-                "the dataset has one class; expected at least two, or hold out images: --by image"
-            )
+        classes = len(listing.classes)
         count = min(max(round(share * classes), 1), classes - 1)
-        return np.isin(listing.labels, np.argsort(_hashes(listing.classes, seed))[:count])
-    # The share of all images, in the order of their classes, so that small classes take turns.
-    is_held = np.diff(np.floor(np.arange(len(listing.labels) + 1) * share + 0.5)) > 0
-    held = np.bincount(np.sort(listing.labels), weights=is_held)
-    wanted = np.minimum(held, np.bincount(listing.labels) - 1)
-    found = place_in_class(listing.labels, _hashes(listing.paths, seed)) < wanted[listing.labels]
+        found = np.isin(listing.labels, np.argsort(_hashes(listing.classes, seed))[:count])
+    else:
+        # The share of all images, in the order of their classes, so that small classes take turns.
+        is_held = np.diff(np.floor(np.arange(len(listing.labels) + 1) * share + 0.5)) > 0
+        held = np.bincount(np.sort(listing.labels), weights=is_held)
+        wanted = np.minimum(held, np.bincount(listing.labels) - 1)
+        found = place_in_class(listing.labels, _hashes(listing.paths, seed)) < wanted[listing.labels]
     if not found.any():
         raise DataError(
-            f"a share of {share:g} of the images of each class is none, with one image left in each; "
-            "choose a larger share, or hold out classes: --by class"
+            f"a share of {share:g} by {by} is none: one class, and one image of each class, must be left; "
+            "choose a larger share, or the other --by"
         )
     return found
 

@@ -126,9 +126,7 @@ def test_the_disk_cache_leaves_no_file_behind(tmp_path):
     assert cache.get(0) == b"data"
 
 
-def test_a_folder_without_space_or_permission_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="bytes free"):
-        DiskCache(tmp_path, 2**60, 2)
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="is not writable"):
         DiskCache(tmp_path / "file", BIG, 2)

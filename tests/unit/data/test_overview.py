@@ -8,7 +8,7 @@ from PIL import Image
 
 from plsc.data.overview import draw_indices, inspect_dataset, write_contact_sheet
 from plsc.data.sources import TorchDatasetSource, open_source
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from tests.images import write_dataset
 
 
@@ -97,5 +97,3 @@ def test_the_sheet_shows_each_image_in_the_order_of_labels(tmp_path):
 def test_a_contact_sheet_that_cannot_be_written_is_reported(folder, tmp_path):
     with pytest.raises(DataError, match="cannot write"):
         write_contact_sheet(open_source(folder), tmp_path / "gone/sheet.png")
-    with pytest.raises(OptionError, match="images is 0"):
-        write_contact_sheet(open_source(folder), tmp_path / "sheet.png", images=0)
