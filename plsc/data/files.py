@@ -58,11 +58,10 @@ def shard_files(location: str | Path, suffix: str) -> list[str]:
     nothing is found or the range is invalid.
     """
     location = str(location)
-    found = _RANGE.search(location)
-    if found:
-        return _numbered(location, found)
     fixed = -1  # number of folders that the user wrote, which may be hidden; -1: all
-    if any(sign in base_name(location) for sign in "*?["):
+    if found := _RANGE.search(location):
+        files = _numbered(location, found)
+    elif any(sign in base_name(location) for sign in "*?["):
         files = _matching(location)
         fixed = re.split(r"[*?[]", location)[0].count("/")
     elif location.lower().endswith(suffix) and not _is_folder(location):
@@ -72,16 +71,13 @@ def shard_files(location: str | Path, suffix: str) -> list[str]:
         files = [file for file in files if file.lower().endswith(suffix)]
     files = sorted(file for file in files if not hidden_part("/".join(file.split("/")[fixed:])))
     if not files:
-        raise DataError(f"{shown(location)}: no file ends in {suffix}")
+        raise DataError(f"{shown(location)}: no file ends in {suffix}, or a range is not ascending")
     return files
 
 
 def _numbered(location: str, found: re.Match[str]) -> list[str]:
     first, last = int(found[1]), int(found[2])
-    if not 0 <= last - first < _MAX_SHARDS:
-        raise DataError(
-            f"{shown(location)}: {found[0]} must be an ascending range of fewer than {_MAX_SHARDS} files"
-        )
+    last = min(last, first + _MAX_SHARDS)
     width = len(found[1])
     before, after = location[: found.start()], location[found.end() :]
     return [f"{before}{number:0{width}d}{after}" for number in range(first, last + 1)]
@@ -133,29 +129,22 @@ def read_file_list(
                 "the dataset with plsc data convert"
             )
         listing, folder = file_list, None
-    seen: dict[str, int] = {}
+    paths: dict[str, None] = {}
     with streamed(listing, folder) as file:
         for number, _, line in text_lines(file, shown(listing), _MAX_LINE_BYTES):
+            if not (name := line.decode("utf-8", "surrogateescape").strip()):
+                continue
             try:
-                if not (name := line.decode().strip()):
-                    continue
-                place = located(name, data_dir, allowed, listing)
-                path = _below(data_dir, place)
+                path = _below(data_dir, located(name, data_dir, allowed, listing))
                 check_inside(path, data_dir)
+                if path in paths or (must_exist and not exists(path)):
+                    raise DataError(f"it names {name}, which is not in {shown(data_dir)}, or named before")
             except DataError as error:
                 raise error.at(f"{shown(listing)}:{number}") from error
-            except UnicodeDecodeError as error:
-                raise DataError(f"{shown(listing)}:{number} is not UTF-8 text") from error
-            if path in seen:
-                raise DataError(
-                    f"{shown(listing)}:{number} names {name} again (first in line {seen[path]}); remove one"
-                )
-            if must_exist and not exists(path):
-                raise DataError(f"{shown(listing)}:{number} names {name}, which is not in {shown(data_dir)}")
-            seen[path] = number
-    if not seen:
+            paths[path] = None
+    if not paths:
         raise DataError(f"{shown(listing)} names no files; expected one name per line")
-    return list(seen)
+    return list(paths)
 
 
 def name_key(name: str) -> str:

@@ -190,22 +190,16 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
     text = line.rstrip(b" \t\r")
     if not text:
         return None
-    data, tab, label = text.rpartition(b"\t")
-    if not tab:
-        raise ValueError("expected '<base64>TAB<label>' in one line, as of base64 -w0: a line without a tab")
-    if not data:
-        raise ValueError("expected '<base64>TAB<label>', got nothing before the tab")
-    if b"\t" in data or b"\r" in data:
-        raise ValueError("a tab or carriage return is not base64, and does not end a line")
+    data, _, label = text.rpartition(b"\t")
+    if not data or b"\t" in data or b"\r" in data:
+        raise ValueError("expected '<base64>TAB<label>' in one line, as of base64 -w0")
     return len(data), parse_label(label)
 
 
 def parse_label(label: bytes) -> int:
     """Return an integer of 0 or more from its digits; ValueError describes a bad label."""
-    if not label.isdigit():
-        raise ValueError("a label must be an integer of 0 or more")
-    if len(label) > MAX_LABEL_DIGITS:
-        raise ValueError(f"the label has more than {MAX_LABEL_DIGITS} digits")
+    if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
+        raise ValueError(f"a label must be an integer of 0 or more, of at most {MAX_LABEL_DIGITS} digits")
     return int(label)
 
 

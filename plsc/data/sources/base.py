@@ -251,12 +251,9 @@ def check_labels(source: Source, class_num: int) -> None:
     if len(bad) == 0:
         return
     first = int(bad[0])
-    advice = "fix the label"
-    if labels.min() >= 0:
-        advice = f"pass set_class_num({int(labels.max()) + 1}) or fix the line"
     raise DataError(
-        f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} "
-        f"({len(bad)} of {len(labels)} samples are); {advice}"
+        f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} ({len(bad)} of "
+        f"{len(labels)} samples are); fix it, or pass set_class_num({int(labels.max()) + 1})"
     )
 
 

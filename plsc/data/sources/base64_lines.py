@@ -17,7 +17,6 @@ from plsc.storage.urls import base_name, shown
 
 KIND = "base64-3"
 _BLOCK = 4 * 2**20
-_COMPRESSED = (".gz", ".zst")
 
 
 class Base64Source(IndexedSource):
@@ -46,12 +45,6 @@ class Base64Source(IndexedSource):
         allowed: Sequence[str] = (),
     ) -> None:
         self.locations = list(files) if files else read_file_list(data_dir, file_list, allowed=allowed)
-        for location in self.locations:
-            if location.lower().endswith(_COMPRESSED):
-                raise DataError(
-                    f"{shown(location)} is compressed and has no random access; decompress it, or run "
-                    "plsc data partition, which reads it and writes plain parts"
-                )
         self._files = Shards(self.locations, str(data_dir))
         index = load_or_build(self.locations, KIND, self._build)
         self._offsets, self._lengths = index["offsets"], index["lengths"]

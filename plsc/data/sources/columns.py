@@ -35,16 +35,14 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
     what: ``image`` or ``label``, for the message. Raises OptionError that lists the existing columns.
     """
     shown = ", ".join(printable(str(column)[:100]) for column in list(columns)[:50]) or "none"
+    names = {column.lower(): column for column in reversed(list(columns))}
     if given is not None:
-        if given in columns:
-            return given
-        raise OptionError(f"there is no {what} column {given!r}; the columns are: {shown}")
-    lower = {column.lower(): column for column in reversed(list(columns))}
+        known, names = (given,), {column: column for column in columns}
     for name in known:
-        if name in lower:
-            return lower[name]
+        if name in names:
+            return names[name]
     raise OptionError(
-        f"no column has one of the usual names of {what}s; the columns are: {shown}; "
+        f"no {what} column {given!r}; the columns are: {shown}; "
         f"name the right one with the format argument {what}_column"
     )
 
@@ -82,24 +80,21 @@ class LabelReader:
                 continue
             try:
                 wrong = self._add(value.decode() if isinstance(value, bytes) else value)
-                if wrong and not self._wrong_number:
-                    self._wrong_number = f"{place(position)}: {wrong}"
             except (DataError, UnicodeDecodeError) as error:
-                fault = error if isinstance(error, DataError) else "the label is not UTF-8 text"
-                raise DataError(f"{place(position)}: {fault}; fix it") from error
+                raise DataError(f"{place(position)}: the label: {error}") from error
+            if wrong and not self._wrong_number:
+                self._wrong_number = f"{place(position)}: {wrong}"
 
     def _add(self, value: str | int) -> str:
         """Add a label; return a fault if it is a number that counts only as a name."""
         text = str(value).strip()
-        if not text:
-            raise DataError("the label is missing")
         if self._codes is None and is_class_id(text):
             self._numbers.append(int(text))
             return ""
-        wrong = f"a label must be an integer of 0 or more, got '{printable(text[:100])}'"
+        wrong = f"expected an integer of 0 or more, or a name, got '{printable(text[:100])}'"
+        if not text or (self._codes is None and isinstance(value, int)):
+            raise DataError(wrong)
         if self._codes is None:
-            if isinstance(value, int):
-                raise DataError(wrong)
             codes = self._codes = {}
             written = map(str, self._numbers)  # their only form
             self._numbers = array("q", [codes.setdefault(name, len(codes)) for name in written])
@@ -118,7 +113,7 @@ class LabelReader:
         DataError if all are numbers, but one is not an integer of 0 or more.
         """
         if self._wrong_number and not self._is_name_seen:
-            raise DataError(f"{self._wrong_number}; fix it, or call the column {NAMES_COLUMN}")
+            raise DataError(f"{self._wrong_number}; if all are names, call the column {NAMES_COLUMN}")
         labels = np.array(self._numbers, np.int64)
         if self._codes is None:
             return {"labels": labels}
@@ -154,41 +149,28 @@ def read_label_map(path: Path) -> dict[str, int]:
     Several names may share an id. Raises DataError if the file cannot be read or an id is not an integer of 0
     or more.
     """
+    ids: dict[str, int] = {}
     try:
         is_json = path.suffix.lower() == ".json"
         data = read_regular(path, _MOST_JSON if is_json else 2**34)
         text = without_mark(data, f"the label map {path}").decode()
-        found = parse_json(text) if is_json else _parse_lines(path, text)
-    except OSError as error:
-        raise DataError(f"the label map {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"the label map {path} is not valid: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"the label map {path} must be an object {{name: id}}")
-    ids: dict[str, int] = {}
-    for name, class_id in found.items():
-        if isinstance(class_id, bool) or not isinstance(class_id, int) or not 0 <= class_id < 2**62:
-            raise DataError(
-                f"the label map {path} gives '{printable(name)}' the id {class_id!r}; "
-                "expected an integer of 0 or more"
-            )
-        if ids.setdefault(name_key(name), class_id) != class_id:
-            raise DataError(f"the label map {path} has two ids for '{printable(name)}'; remove one")
+        for name, class_id in (parse_json(text) if is_json else _parse_lines(text)).items():
+            is_new = ids.setdefault(name_key(name), class_id) == class_id
+            if type(class_id) is not int or not 0 <= class_id < 2**62 or not is_new:
+                raise ValueError(f"'{name}' has the id {class_id!r}; expected one integer of 0 or more")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"the label map {path} is not of names and ids, or unreadable: {error}") from error
     return ids
 
 
-def _parse_lines(path: Path, text: str) -> dict[str, int]:
+def _parse_lines(text: str) -> dict[str, int]:
     ids: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
-        line = line.rstrip("\r")
-        if not line.strip():
-            continue
-        name, _, label = line.rpartition("\t")
-        if not name or "\r" in name or not (label.isascii() and label.isdigit() and len(label) <= 18):
-            raise DataError(f"{path}:{number}: expected 'name<TAB>id', got '{printable(line[:200])}'")
-        if name in ids:
-            raise DataError(f"{path}:{number}: the name '{printable(name)}' is repeated; remove one")
-        ids[name] = int(label)
+        name, _, label = line.rstrip("\r").rpartition("\t")
+        if line.strip():
+            if not name or "\r" in name or not (label.isascii() and label.isdigit()) or name in ids:
+                raise ValueError(f"line {number}: expected '<name><TAB><id>', each name once")
+            ids[name] = int(label)
     return ids
 
 

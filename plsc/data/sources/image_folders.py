@@ -7,7 +7,7 @@ import posixpath
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ from plsc.storage.urls import exists, is_url, join, local_path, located, open_fi
 
 _MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
 _NO_LIST = re.compile(rb"\s*<|%PDF|.*[\0-\x08\x0e-\x1f]", re.DOTALL)
-_UNUSUAL = b":%\\\0\r\t"  # in paths that `located` examines; the others are many
+_UNUSUAL = b":%\\\0"  # in paths that `located` examines; the others are many
 
 
 class LabelFileSource(FileSource):
@@ -82,10 +82,8 @@ class LabelFileSource(FileSource):
 
     def _parse(self, line: bytes, number: int) -> tuple[bytes, int]:
         try:
-            path, *label = line.rsplit(None, 1)
-            if not label:
-                raise ValueError(f"the label is missing in '{printable(line[:200])}'")
-            return listed_path(path, *self._place), parse_label(*label)
+            path, label = [*line.rsplit(None, 1), b""][:2]
+            return listed_path(path, *self._place), parse_label(label)
         except (ValueError, DataError) as problem:
             raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
 
@@ -94,8 +92,6 @@ def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: 
     """Return a path of a list of lines, as `located`; DataError if it may not be opened."""
     if path[:1] != b"/" and b".." not in path and path.translate(None, _UNUSUAL) == path:
         return path
-    if b"\r" in path:
-        raise DataError(f"a carriage return does not end a line: '{printable(path[:200])}'")
     return os.fsencode(located(os.fsdecode(path), folder, allowed, listing))
 
 
@@ -138,7 +134,7 @@ class ImageFolderSource(FileSource):
             raise _no_images(str(root), ignored, "<class>/<image> files")
         ignored.report(str(root))
         depth = _checked_depth(root, counts, class_depth)
-        names, ranks = ranked(_folders_at(counts, depth))
+        names, ranks = ranked([folder for folder in counts if folder and _depth(folder) == depth])
         self.class_names = names if label_map is None else None
         filled = {folder: count for folder, count in counts.items() if count}
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
@@ -224,31 +220,17 @@ def _depth(folder: str) -> int:
     return folder.count("/") + 1
 
 
-def _folders_at(folders: Iterable[str], depth: int) -> list[str]:
-    return [folder for folder in folders if folder and _depth(folder) == depth]
-
-
 def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int | None) -> int:
     """Return the depth of the class folders; DataError if it is ambiguous, or for images above it."""
     filled = [folder for folder, count in counts.items() if count]
-    shallowest = min(filled, key=_depth)
-    if class_depth is not None:
-        if _depth(shallowest) < class_depth:
-            raise DataError(
-                f"{root}/{printable(shallowest)} contains images, but the class folders are at depth "
-                f"{class_depth} (class_depth); move the images, or choose another folder or depth"
-            )
-        return class_depth
-    nested = {folder.partition("/")[0] for folder in filled if "/" in folder}
-    if nested:
-        choices = range(1, min(5, _depth(shallowest)) + 1)
-        classes = {n: len(_folders_at(counts, n)) for n in choices}
-        there = [f"class_depth {n} gives {count} classes" for n, count in classes.items()]
+    odd = min(filled, key=_depth) if class_depth else max(filled, key=_depth)
+    depth = class_depth or 1
+    if _depth(odd) < depth or (_depth(odd) > depth and not class_depth):
         raise DataError(
-            f"{len(nested)} of the {classes[1]} class folders of {root} contain further folders with images; "
-            f"set the format argument class_depth: {', '.join(there)}"
+            f"{root}/{printable(odd)} contains images, at depth {_depth(odd)}; expected class folders at "
+            f"depth {depth}: move the images, or set the format argument class_depth"
         )
-    return 1
+    return depth
 
 
 def _images_below(root: Path | str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:

@@ -104,9 +104,8 @@ def open_source(
     # A folder with only `images/` is likely the first format without its label.txt, not one class.
     if folders in ([], ["images"]):
         several = ", ".join(sorted(name for name in names if _suffix(name) in FORMATS)[:5])
-        if several:
-            raise DataError(f"{shown(str(location))} has several datasets: {several}; give the path of one")
-        raise DataError(f"{shown(str(location))} has no label.txt and no class folders; {_LAYOUTS}")
+        what = f"several datasets: {several}" if several else "no label.txt and no class folders"
+        raise DataError(f"{shown(str(location))} has {what}; {_LAYOUTS}")
     return _make(ImageFolderSource, location, options)
 
 
@@ -146,8 +145,8 @@ def _make(source: Callable[..., Source], location: str | Path, options: dict[str
     accepted = inspect.getfullargspec(source).kwonlyargs
     for name in options:
         if name not in accepted:
-            known = f"it accepts {', '.join(accepted)}" if accepted else "remove it"
-            raise OptionError(f"{name} is set, but this data format does not use it; {known}")
+            known = ", ".join(accepted) or "no others"
+            raise OptionError(f"{name} is set, but this data format does not use it; it accepts {known}")
     return source(location, **options)
 
 

@@ -62,8 +62,6 @@ class ParquetSource(ColumnSource):
                 self._place_of_group.append((shard, number))
                 self._ends.append(rows)
             self._read_labels(shard, labels)
-            if len(labels) != rows:
-                raise DataError(f"{self._groups.title(shard)} has inconsistent row groups; write it again")
         if not rows:
             raise DataError(f"{self._groups.title(0)} contains no rows")
         found = labels.arrays()
@@ -83,9 +81,7 @@ class ParquetSource(ColumnSource):
         group = bisect_right(self._ends, index)
         row = index - (self._ends[group - 1] if group else 0)
         image: bytes | None = self._groups.group(*self._place_of_group[group], self._leaf)[row].as_py()
-        if image is None:
-            raise DataError("the image is missing; add it, or remove the row", kind="missing")
-        return image
+        return image or b""
 
     def _choose(self, image_column: str | None, label_column: str | None, labels: LabelReader) -> None:
         schema = self._groups.schema(0)
@@ -95,9 +91,7 @@ class ParquetSource(ColumnSource):
             self._leaf = _image_leaf(image, schema.field(image).type)
             kind = schema.field(self._label).type
             if not (kinds.is_integer(kind) or _is_text(kind)):
-                raise OptionError(
-                    f"the label column {self._label!r} is {kind}; expected integers or class names"
-                )
+                raise OptionError(f"the label {self._label!r} is {kind}; expected integers or class names")
             self._names = _class_label_names(schema, self._label)
         except (DataError, OptionError) as error:
             raise type(error)(f"{self._groups.title(0)}: {error}") from error
@@ -108,11 +102,6 @@ class ParquetSource(ColumnSource):
 
         start = 0
         column = self._groups.column(shard, self._label)
-        if column.null_count:
-            first = column.is_null().to_numpy().argmax()
-            raise DataError(
-                f"{place(int(first))}: the label {self._label!r} is missing (in {column.null_count} rows)"
-            )
         names = _class_label_names(self._groups.schema(shard), self._label)
         if not (kinds.is_integer(column.type) or _is_text(column.type)) or names != self._names:
             raise DataError(
@@ -121,7 +110,8 @@ class ParquetSource(ColumnSource):
             )
         mapped = dict(enumerate(names)) if labels.names_wanted else {}  # by a label map
         for chunk in column.chunks:
-            labels.extend((mapped.get(label, label) for label in chunk.to_pylist()), place)
+            values = ("" if label is None else mapped.get(label, label) for label in chunk.to_pylist())
+            labels.extend(values, place)
             start += len(chunk)
 
 
@@ -164,6 +154,12 @@ def _image_leaf(name: str, kind: pa.DataType) -> str:
     )
 
 
+def _checked_rows(column: pa.ChunkedArray, expected: int) -> pa.ChunkedArray:
+    if len(column) != expected:
+        raise ValueError(f"only {len(column)} of {expected} rows could be read")
+    return column
+
+
 class RowGroups:
     """The row groups of some files. Thread-safe, but one thread decodes at a time; picklable.
 
@@ -193,8 +189,7 @@ class RowGroups:
             if rows < 0 or not 0 <= size <= GROUP_BYTES:
                 raise DataError(
                     f"{self.title(shard)}: row group {number} of {rows} rows takes {size} bytes; "
-                    f"expected at most {GROUP_BYTES}: write the file again with smaller groups, as "
-                    "`plsc data convert` does"
+                    f"expected at most {GROUP_BYTES}, as `plsc data convert` writes"
                 )
         return [rows for rows, _ in found]
 
@@ -203,9 +198,7 @@ class RowGroups:
         with self._lock, self._faults(shard):
             file = self._open(shard)
             found = file.read(columns=[name], use_threads=False).column(0)
-            if len(found) != file.metadata.num_rows:
-                raise ValueError(f"only {len(found)} of {file.metadata.num_rows} rows could be read")
-            return found
+            return _checked_rows(found, file.metadata.num_rows)
 
     def group(self, shard: int, number: int, leaf: str) -> pa.ChunkedArray:
         """Return one column of a group; leaf: its name, or ``struct.field``."""
@@ -232,10 +225,7 @@ class RowGroups:
         column = file.read_row_group(number, columns=[leaf], use_threads=False).column(0)
         for name in leaf.split(".")[1:]:
             column = pc.struct_field(column, name)
-        expected = file.metadata.row_group(number).num_rows
-        if len(column) != expected:
-            raise ValueError(f"only {len(column)} of {expected} rows of row group {number} could be read")
-        return column
+        return _checked_rows(column, file.metadata.row_group(number).num_rows)
 
     def _open(self, shard: int) -> pq.ParquetFile:
         found = self._files.get(shard)

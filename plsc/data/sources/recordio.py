@@ -11,7 +11,6 @@ follow and replace the one in the header. The rest is the encoded image.
 
 from __future__ import annotations
 
-import itertools
 import re
 import struct
 from array import array
@@ -120,59 +119,40 @@ def scan(data: Bytes) -> Records:
     read, seek, size = file.read, file.seek, data.size
     unpack = _HEAD.unpack_from
     position = 0
-    while position < size:
-        head = read(_HEAD.size)
-        magic, word, flag, label, _, _, first_label = unpack(head.ljust(_HEAD.size, b"\0"))
-        content_bytes = word & LENGTH_MASK
-        end = position + 8 + (content_bytes + 3 & ~3)
-        if magic != MAGIC or word >> 29 != WHOLE:
-            end, content = _join(data, position, len(found))
-            content_bytes = len(content)
-            flag, label, _, _ = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
-            first_label = _FLOAT.unpack_from(content.ljust(HEADER.size + 4, b"\0"), HEADER.size)[0]
-        image = content_bytes - HEADER.size - 4 * flag
-        if end > size or image < 0:
-            raise _damaged(data, position, len(found), end, content_bytes, flag)
-        found.append((position, end - position, first_label if flag else label, flag, image))
-        position = end
-        seek(position)
+    try:
+        while position < size:
+            head = read(_HEAD.size)
+            magic, word, flag, label, _, _, first_label = unpack(head.ljust(_HEAD.size, b"\0"))
+            content_bytes = word & LENGTH_MASK
+            end = position + 8 + (content_bytes + 3 & ~3)
+            if magic != MAGIC or word >> 29 != WHOLE:
+                end = _end_of(data, position)
+                content = unframe(data.read_at(position, end - position))
+                content_bytes = len(content)
+                flag, label, _, _ = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
+                first_label = _FLOAT.unpack_from(content.ljust(HEADER.size + 4, b"\0"), HEADER.size)[0]
+            image = content_bytes - HEADER.size - 4 * flag
+            if end > size or image < 0:
+                raise DataError("ends after the file, or within its header: it is damaged or truncated")
+            found.append((position, end - position, first_label if flag else label, flag, image))
+            position = end
+            seek(position)
+    except DataError as error:
+        place = f"{shown(data.location)}: record {len(found)} at byte {position}"
+        raise DataError(f"{place} {error}; download the file again, or write it again") from error
     columns = list(zip(*found, strict=True)) or [()] * 5
     kinds = (np.int64, np.int64, np.float32, np.int64, np.int64)
     arrays = (np.array(column, kind) for column, kind in zip(columns, kinds, strict=True))
     return Records(*arrays)
 
 
-def _join(data: Bytes, position: int, number: int) -> tuple[int, bytes]:
-    """Return the end of a record of several parts, and its content."""
-    start, flag, parts = position, -1, 0
-    while flag not in (WHOLE, LAST):
-        head = data.read_at(position, 8) if position + 8 <= data.size else bytes(8)
-        magic, word = PART.unpack(head)
-        flag, end = word >> 29, position + 8 + ((word & LENGTH_MASK) + 3 & ~3)
-        if magic != MAGIC or end > data.size or not fits(flag, parts > 0):
-            fault = f"has an invalid part at byte {position}, starting with {head.hex(' ')}"
-            raise _broken(data, number, start, fault)
-        if end - start > _MAX_JOINED:
-            raise _broken(data, number, start, f"is longer than {_MAX_JOINED} bytes")
-        position, parts = end, parts + 1
-    return position, unframe(data.read_at(start, position - start))
-
-
-def _damaged(data: Bytes, position: int, number: int, end: int, content_bytes: int, flag: int) -> DataError:
-    if end > data.size:
-        fault = f"ends at byte {end} of {data.size}: the file is truncated, or its length is wrong"
-    elif content_bytes < HEADER.size:
-        fault = f"has {content_bytes} bytes, fewer than the {HEADER.size} of an image header"
-    else:
-        fault = f"has {content_bytes} bytes, too few for the {flag} labels in its header"
-    return _broken(data, number, position, fault)
-
-
-def _broken(data: Bytes, number: int, position: int, fault: str) -> DataError:
-    return DataError(
-        f"{shown(data.location)}: record {number} at byte {position} {fault}; "
-        "download the file again, or write it again"
-    )
+def _end_of(data: Bytes, position: int) -> int:
+    """Return the end of a record of several parts; `unframe` checks them."""
+    most, flag = position + _MAX_JOINED, FIRST
+    while flag not in (WHOLE, LAST) and position < most:
+        _, word = PART.unpack(data.read_at(position, 8))
+        flag, position = word >> 29, position + 8 + ((word & LENGTH_MASK) + 3 & ~3)
+    return min(position, most)
 
 
 def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -190,29 +170,23 @@ def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     name = shown(data.location)
     numbers = array("q")
     file = buffered(data)
-    for line in itertools.count(1):
-        text = file.readline(_MAX_IDX_LINE)
-        if not text:
-            break
+    for line, text in enumerate(iter(lambda: file.readline(_MAX_IDX_LINE), b""), start=1):
         found = _IDX_LINE.fullmatch(text)
         if found:
             numbers.extend((int(found[1]), int(found[2])))
         elif text.strip() or len(text) == _MAX_IDX_LINE:
             raise DataError(f"{name}:{line}: expected 'key<TAB>offset', got {text[:100]!r}")
-    all_keys, all_found = np.array(numbers, np.int64).reshape(-1, 2).T
-    rows = np.minimum(np.searchsorted(offsets, all_found), max(0, len(offsets) - 1))
-    bad = np.flatnonzero(offsets[rows] != all_found) if len(offsets) else np.arange(len(rows))
+    keys, starts = np.array(numbers, np.int64).reshape(-1, 2).T
+    rows = np.searchsorted(offsets, starts)
+    is_bad = np.append(offsets, -1)[rows] != starts
+    _, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    bad = np.flatnonzero(is_bad | (counts[place] > 1))
     if len(bad):
         raise DataError(
-            f"{name}: key {all_keys[bad[0]]} is at byte {all_found[bad[0]]}, where no record begins "
-            f"({len(bad)} such keys); remove the .idx, which is optional"
+            f"{name}: key {keys[bad[0]]} at byte {starts[bad[0]]} is repeated, or no record begins there; "
+            "remove the .idx, which is optional"
         )
-    unique, counts = np.unique(all_keys, return_counts=True)
-    if len(unique) < len(all_keys):
-        raise DataError(
-            f"{name}: key {unique[counts > 1][0]} is repeated; remove the .idx, which is optional"
-        )
-    return all_keys, rows
+    return keys, rows
 
 
 def insightface_images(records: Records, keys: np.ndarray, rows: np.ndarray, name: str) -> np.ndarray | None:
@@ -229,18 +203,16 @@ def insightface_images(records: Records, keys: np.ndarray, rows: np.ndarray, nam
     if records.flags[row] != 2 or records.image_bytes[row] != 0:
         return None
     end = float(records.labels[row])
-    if not (end >= 1 and end == np.floor(end)):
-        raise DataError(f"{name}: record 0 gives {end:g} as the end of the images")
     unsure = 0 if end < 2**24 else float(np.spacing(np.float32(end)))
     order = np.argsort(keys, kind="stable")
     chosen = order[(keys[order] >= 1) & (keys[order] < end + unsure)]
     if unsure:
         with_image = np.flatnonzero(records.image_bytes[rows[chosen]] > 0)
         chosen = chosen[: with_image[-1] + 1 if len(with_image) else 0]
-    elif len(chosen) != end - 1:
+    elif not (end >= 1 and len(chosen) == end - 1):
         raise DataError(
-            f"{name}: record 0 says that records 1 to {end - 1:g} are images, but only {len(chosen)} of them "
-            "exist; download the file again"
+            f"{name}: record 0 says that records 1 to {end - 1:g} are images, but there are {len(chosen)}; "
+            "download the file again"
         )
     return chosen
 
@@ -270,39 +242,21 @@ def frame(content: bytes) -> bytes:
 def unframe(record: bytes) -> bytes:
     """Return the content of one whole record, as made by `frame`; DataError if it is invalid."""
     parts: list[bytes] = []
-    position = 0
-    while True:
-        if position + 8 > len(record):
-            raise DataError("is a damaged record: its last part is missing")
-        magic, word = PART.unpack_from(record, position)
+    position, flag = 0, FIRST
+    while flag not in (WHOLE, LAST):
+        magic, word = PART.unpack_from(record, position) if position + 8 <= len(record) else (0, 0)
         flag, end = word >> 29, position + 8 + (word & LENGTH_MASK)
-        if magic != MAGIC or end > len(record) or not fits(flag, bool(parts)):
-            raise DataError("is a damaged record: a part of it begins or ends in the wrong place")
+        fits = flag in ((MIDDLE, LAST) if parts else (WHOLE, FIRST)) and end <= len(record)
         parts.append(record[position + 8 : end])
         position = end + -end % 4
-        if flag in (WHOLE, LAST):
-            break
-    if position != len(record):
-        raise DataError("is a damaged record: it ends too early")
+        if magic != MAGIC or not fits or (flag in (WHOLE, LAST) and position != len(record)):
+            raise DataError(f"is damaged: its part {len(parts)} begins or ends in the wrong place")
     return MAGIC_BYTES.join(parts)
 
 
-def fits(flag: int, inside: bool) -> bool:
-    """Return whether a part with this flag is valid at the start of a record, or inside one."""
-    return flag in ((MIDDLE, LAST) if inside else (WHOLE, FIRST))
-
-
 def image_of(content: bytes) -> bytes:
-    """Return the image in a record's content; DataError if the header is invalid or no image follows."""
-    if len(content) < HEADER.size:
-        raise DataError(f"has {len(content)} bytes; an image header has {HEADER.size}")
-    flag = HEADER.unpack_from(content)[0]
-    start = HEADER.size + 4 * flag
-    if start > len(content):
-        raise DataError(f"has {len(content)} bytes, too few for the {flag} labels in its header")
-    if start == len(content):
-        raise DataError("the record contains no image (0 bytes after its header); remove it", kind="empty")
-    return content[start:]
+    """Return the image in a record's content, empty if there is none."""
+    return content[HEADER.size + 4 * HEADER.unpack_from(content)[0] :]
 
 
 def pack_image(image: bytes, label: int, number: int) -> bytes:

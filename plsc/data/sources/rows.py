@@ -81,10 +81,8 @@ class RowSource(ColumnSource):
             self._columns = self._columns_in(first.removesuffix(b"\n"))
             self._image = choose_column(image, self._columns, IMAGE_COLUMNS, "image")
             self._label = labels.choose_column(label, self._columns)
-        except OptionError as error:
-            raise OptionError(f"{shown(location)}: {error}") from error
-        except DataError as error:
-            raise DataError(f"{shown(location)}: the first line {error}; fix the line") from error
+        except (DataError, OptionError) as error:
+            raise type(error)(f"{shown(location)}: the first line: {error}") from error
         kind = f"{self._kind} {json.dumps([self._label, labels.names_wanted])}"
         index = load_or_build([location], kind, lambda: self._build(labels, expected))
         self._offsets, self._lengths, self._lines = (index[name] for name in ("offsets", "lengths", "lines"))
@@ -147,7 +145,7 @@ class RowSource(ColumnSource):
                 try:
                     yield self._label_in(row)
                 except DataError as error:
-                    raise DataError(f"{name}:{line}: {error}; fix the line") from error
+                    raise error.at(f"{name}:{line}") from error
 
         labels.extend(found(), lambda _: f"{name}:{places[-1]}")
         if not places:
@@ -192,31 +190,28 @@ class CsvSource(RowSource):
         """Return the fields of a row; DataError if it is not UTF-8, or its quotes do not close."""
         try:
             text = row.decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"is not UTF-8 text ({error.reason})") from error
-        if _QUOTE not in row:
-            return text.removesuffix("\r").split(self._delimiter)
-        # The csv module's limit is global: only raise it, never lower it.
-        csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-        try:
+            if _QUOTE not in row:
+                return text.removesuffix("\r").split(self._delimiter)
+            # The csv module's limit is global: only raise it, never lower it.
+            csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
             rows = list(csv.reader([text], delimiter=self._delimiter, strict=True))
-        except csv.Error as error:
-            raise DataError(f"is not CSV ({error})") from error
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"not CSV in UTF-8: {error}") from error
         return rows[0] if rows else []
 
-    def _label_in(self, row: bytes) -> Label:
+    def _field(self, row: bytes, column: str) -> str:
         fields = self._split(row)
         if len(fields) != len(self._columns):
             raise DataError(
-                f"has {len(fields)} fields, but the header has {len(self._columns)}: '{printable(row[:100])}'"
+                f"{len(fields)} fields, but the header has {len(self._columns)}: '{printable(row[:100])}'"
             )
-        return fields[self._columns.index(self._label)]
+        return fields[self._columns.index(column)]
+
+    def _label_in(self, row: bytes) -> Label:
+        return self._field(row, self._label)
 
     def _image_text(self, row: bytes) -> str:
-        fields = self._split(row)
-        if len(fields) != len(self._columns):
-            raise DataError("the image column is missing; the file changed while in use")
-        return fields[self._columns.index(self._image)].strip()
+        return self._field(row, self._image).strip()
 
 
 def _whole_rows(data: Bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -260,30 +255,25 @@ class JsonLinesSource(RowSource):
         return list(_object(first))
 
     def _label_in(self, row: bytes) -> Label:
-        label = _object(row).get(self._label)
-        if type(label) is not int and not isinstance(label, str):
-            raise DataError(f"the label {self._label!r} is {_kind(label)}; expected a number or a name")
+        label: Label = _value(row, self._label, (int, str))
         return label
 
     def _image_text(self, row: bytes) -> str:
-        image = _object(row).get(self._image)
-        if not isinstance(image, str):
-            raise DataError(f"{self._image!r} is {_kind(image)}; expected a path or base64")
+        image: str = _value(row, self._image, (str,))
         return image.strip()
 
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        found = parse_json(line.decode())
-    except (ValueError, RecursionError) as error:
-        reason = str(error).split(": ", 1)[0]
-        raise DataError(
-            f"is not JSON ({reason}): '{printable(line[:60])}'; expected one object per line"
-        ) from error
-    if not isinstance(found, dict):
-        raise DataError(f"is {_kind(found)}; expected an object")
-    return found
+        return dict(parse_json(line.decode()).items())
+    except (ValueError, AttributeError, RecursionError) as error:
+        reason = str(error)[:100]
+        raise DataError(f"expected one JSON object, got '{printable(line[:60])}' ({reason})") from error
 
 
-def _kind(value: Any) -> str:
-    return "missing" if value is None else f"of type {type(value).__name__}"
+def _value(line: bytes, name: str, kinds: tuple[type, ...]) -> Any:
+    value = _object(line).get(name)
+    if type(value) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise DataError(f"{name!r} is missing, or not {expected}")
+    return value

@@ -25,7 +25,7 @@ from plsc.data.sources.columns import (
     text_at,
 )
 from plsc.data.sources.index_store import load_or_build
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.regular import parse_json, without_mark
 from plsc.storage.urls import base_name, shown
@@ -35,8 +35,7 @@ _LABEL_BYTES = 2**20  # largest size of a .cls or .json
 _MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
 _MOST_LISTED = 5
 _MOST_NAMES = 2**24  # of classes, also those without samples here
-_ADJACENT = "add it; or if it is elsewhere in the archive, sort the members: tar --sort=name"
-_REFUSED = {b"12": "a link", b"34": "a device", b"6": "a pipe", b"0S": "a sparse file"}
+_ADJACENT = "members of a sample must be adjacent: tar --sort=name"
 
 
 class TarSource(ColumnSource):
@@ -122,13 +121,10 @@ class TarSource(ColumnSource):
         if len(found) == 1:
             return sample.members[found[0]]
         there = ", ".join(f".{printable(suffix[:100])}" for suffix in sorted(sample.members)[:_MOST_LISTED])
-        if found:
-            raise OptionError(
-                f"{sample.place} has several images ({there}, ...), as the name of a sample ends at its "
-                "first dot; choose one with image_column, or rename the members"
-            )
-        wanted = self._image or "of a type that is read"
-        raise DataError(f"{sample.place} has no image {wanted}; it has {there}; {_ADJACENT}")
+        raise DataError(
+            f"{sample.place} has {len(found)} images {self._image or 'of a known type'}, among {there}; "
+            f"expected one; image_column chooses it; {_ADJACENT}"
+        )
 
     def _label_of(self, sample: Sample) -> tuple[Label, str]:
         """Return the label, and its class name or ''."""
@@ -143,7 +139,7 @@ class TarSource(ColumnSource):
             return label, name if isinstance(name, str) and self._label is None else ""
         raise DataError(
             f"{sample.place} has no label: expected one .{wanted}, or an integer or string {key!r} in a "
-            f".json; {_ADJACENT}; or choose another one: label_column"
+            f".json; label_column chooses another; {_ADJACENT}"
         )
 
 
@@ -230,12 +226,8 @@ def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[Tar
 def _check_end(file: Any) -> None:
     """Raise TarError unless only zeros follow: tarfile ends silently at an invalid header."""
     found = file.read(2**16)
-    if len(found) < tarfile.BLOCKSIZE:
-        raise tarfile.ReadError("it has no end mark")
-    if found[: tarfile.BLOCKSIZE].strip(b"\0"):
-        raise tarfile.ReadError("the checksum of a header is wrong")
-    if found.strip(b"\0"):
-        raise tarfile.ReadError("data follow its end mark; give joined archives as shards")
+    if len(found) < tarfile.BLOCKSIZE or found.strip(b"\0"):
+        raise tarfile.ReadError("its end mark is missing, or not its end; give joined archives as shards")
 
 
 class _Bounded:
@@ -258,19 +250,18 @@ class _Bounded:
 def _checked(member: TarInfo, title: str) -> TarInfo:
     """Return a member with a relative path as its name; DataError if it is not a plain file or folder."""
     is_plain = member.type == tarfile.REGTYPE and member.sparse is None  # the usual case
-    if not (is_plain or member.isdir() or (member.isreg() and not member.issparse())) or member.size < 0:
-        what = next((name for kinds, name in _REFUSED.items() if member.type in kinds), "not a plain file")
-        raise DataError(
-            f"{title}: '{printable(member.name[:200])}' is {what}; only plain files are supported"
-        )
+    is_known = is_plain or member.isdir() or (member.isreg() and not member.issparse())
     if not is_plain and member.isdir():
         member.size = 0
     name = member.name
     if not name or name[0] in "/." or "/." in name or "//" in name or "\0" in name:
         parts = [part for part in name.split("/") if part not in ("", ".")]
-        if name.startswith("/") or ".." in parts or "\0" in name or (not parts and "." not in name):
-            raise DataError(
-                f"{title}: the name '{printable(name[:200])}' leads out of the archive; rename the member"
-            )
+        is_known &= not (
+            name.startswith("/") or ".." in parts or "\0" in name or (not parts and "." not in name)
+        )
         member.name = "/".join(parts)
+    if not is_known or member.size < 0:
+        raise DataError(
+            f"{title}: '{printable(name[:200])}' leads out of the archive, or is no plain file (a link?)"
+        )
     return member

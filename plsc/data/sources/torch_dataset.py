@@ -22,11 +22,6 @@ class TorchDatasetSource:
     """
 
     def __init__(self, dataset: Any, title: str = "dataset") -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise DataError(
-                f"expected a map-style dataset with len() and [index], got "
-                f"{type(dataset).__name__}; pass an iterable dataset as train_reader"
-            )
         self.dataset = dataset
         self.title = title
         self._labels: np.ndarray | None = None
@@ -47,10 +42,7 @@ class TorchDatasetSource:
             add_note(error, f"while reading {self.name(index)}")
             raise
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise DataError(
-                f"{self.name(index)}: expected (image, label), got {type(item).__name__}"
-                + (f" of {len(item)} items" if isinstance(item, (tuple, list)) else "")
-            )
+            raise DataError(f"{self.name(index)}: expected (image, label), got {type(item).__name__}")
         return item[0], whole_number(item[1], self.name(index))
 
     def name(self, index: int) -> str:

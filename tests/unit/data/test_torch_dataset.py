@@ -66,9 +66,7 @@ def test_a_label_that_is_not_an_integer_is_refused(label):
         TorchDatasetSource(Items([label]))[0]
 
 
-def test_datasets_that_are_not_map_style_are_refused():
-    with pytest.raises(DataError, match="map-style"):
-        TorchDatasetSource(iter([1, 2]))
+def test_items_that_are_no_pairs_are_refused():
     with pytest.raises(DataError, match=r"dataset\[1\]: expected \(image, label\), got int"):
         TorchDatasetSource([1, 2])[1]
 
