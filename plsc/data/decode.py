@@ -67,7 +67,6 @@ _MOST_SURPLUS = 64
 _NEEDED = {*range(0xFFC0, 0xFFE0), 0xFFEE}  # markers of the segments that change the pixels
 _JFIF = b"\xff\xe0\0\x10JFIF\0\1\1\0\0\1\0\1\0\0"
 _EXIF = b"Exif\0\0"
-_MOST_EXIF = 64  # segments, which Pillow joins in quadratic time: in minutes for 4 MB of them
 _SCAN = 0xFFDA
 _WITH_CONTENT = {*range(0xFFC0, 0xFFD0), *range(0xFFD8, 0xFFFF)} - {_SCAN}  # markers
 # By byte order: the start of an entry (the tag 0x0112, the type SHORT and the count 1), and its numbers.
@@ -208,12 +207,14 @@ def _decoding(data: Image) -> Iterator[None]:
 
 
 def _open(data: bytes) -> PillowImage.Image:
-    return PillowImage.open(io.BytesIO(data), formats=PILLOW_FORMATS)
+    """Open an image in Pillow, a JPEG without its EXIF data, of which Pillow 12 makes gigabytes."""
+    plain = _without_metadata(data) if data.startswith(b"\xff\xd8") else data
+    return PillowImage.open(io.BytesIO(plain), formats=PILLOW_FORMATS)
 
 
 def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
     _check_file(data)
-    if data.startswith(b"\xff\xd8") and decode_jpeg is not None:
+    if data.startswith(b"\xff\xd8"):
         return _decode_jpeg(data, channels)
     return _decode_pillow(_open(data), channels)
 
@@ -229,8 +230,8 @@ def _check_file(data: bytes) -> None:
     check_image_bytes(len(data))
     if len(data) < _SMALL or not data.startswith(b"\xff\xd8"):
         return
-    if data.count(b"\xff\xda") > MAX_SCANS or data.count(_EXIF) > _MOST_EXIF:
-        text = f"the image is a JPEG of over {MAX_SCANS} scans or {_MOST_EXIF} EXIF segments; save it again"
+    if data.count(b"\xff\xda") > MAX_SCANS:
+        text = f"the image is a JPEG of over {MAX_SCANS} scans; save it again"
         raise DataError(text, kind="undecodable")
 
 
@@ -267,7 +268,7 @@ def _frame_header(height: int, width: int) -> bytes:
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
     try:
-        pixels = _decode_strictly(data, channels)
+        pixels = _decode_strictly(data, channels) if decode_jpeg else _pixels_of(_open(data), channels)
     except ValueError:
         # libjpeg reports its first warning: without those of the header, that is one of the scans.
         plain = _without_metadata(data)
@@ -277,7 +278,7 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
             if not _is_harmless(str(error), plain):
                 raise
             # Pillow ignores warnings, but not a file that ends too early.
-            return _decode_pillow(_open(data), channels)
+            pixels = _pixels_of(_open(plain), channels)
     return _channels_first(_upright(pixels, _orientation_of(data)))
 
 
@@ -366,10 +367,15 @@ def _colour_space(channels: int) -> str:
     return "RGB" if channels == 3 else "GRAY"
 
 
-def _decode_pillow(picture: PillowImage.Image, channels: int) -> torch.Tensor:
+def _pixels_of(picture: PillowImage.Image, channels: int) -> np.ndarray:
+    """Return the pixels as stored, uint8 [H, W, 3] or [H, W]."""
     _check_size(*picture.size)
     picture.load()
-    pixels = np.array(_to_8_bit(picture).convert("RGB" if channels == 3 else "L"))
+    return np.array(_to_8_bit(picture).convert("RGB" if channels == 3 else "L"))
+
+
+def _decode_pillow(picture: PillowImage.Image, channels: int) -> torch.Tensor:
+    pixels = _pixels_of(picture, channels)
     # Pillow turns a TIFF itself. Other Pillow images may have been turned since their file was opened.
     exif = picture.info.get("exif", b"") if isinstance(picture, ImageFile.ImageFile) else b""
     return _channels_first(_upright(pixels, _orientation(exif)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import subprocess
@@ -379,11 +380,12 @@ def test_a_jpeg_of_thousands_of_scans_is_refused():
         decoded_into(bomb)
 
 
-def test_a_jpeg_of_thousands_of_exif_segments_is_refused_at_once():
+@pytest.mark.parametrize("count", [5000, 2**18])
+def test_pillow_does_not_see_exif_segments_of_a_jpeg(count):  # it would take minutes or gigabytes
     good = encode(smooth_picture(6), "JPEG")
-    bomb = good[:2] + b"\xff\xe1\0\x12Exif\0\0aaaaaaaaaa" * 2**18 + good[2:]  # Pillow would take minutes
-    with pytest.raises(DataError, match="EXIF segments"):
-        count_pixels(bomb, 10**6)
+    bomb = good[:2] + b"\xff\xe1\0\x12Exif\0\0aaaaaaaaaa" * count + good[2:]
+    with contextlib.nullcontext() if count < 10**4 else pytest.raises(DataError):
+        assert count_pixels(bomb, 10**6) == count_pixels(good, 10**6)
 
 
 @pytest.mark.parametrize("size", [(12, 10), (48, 40), (10, 48)])
