@@ -29,6 +29,8 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS, _WARN_EVERY = 1.0, 60  # for a database that is starting: seconds; attempts per warning
+# libpq has no SQLSTATE of a refused connection. Of a server of another language, this is an error at once.
+_FULL = re.compile("too many (clients|connections)|connection slots")
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
 _SAFE = "SET search_path = pg_catalog, pg_temp"  # no function or operator of others is called
 _UNSAFE = (
@@ -77,8 +79,8 @@ class PostgresStore:
         model: fingerprint of the network; without `size`, its first digits, if they are those of one table.
         size: D, values per vector; the table is created if it does not exist. 0: it must exist.
         timeout: of a server: seconds until a connection that accepts no data counts as lost; it also waits
-            for a database that does not respond or is starting. 0: as the system decides, without waiting.
-            On a slow disk, a large transaction may wait for minutes.
+            for a database that does not respond, is starting, or has no free connection. 0: as the system
+            decides, without waiting. On a slow disk, a large transaction may wait for minutes.
 
     Raises:
         OptionError: the URL cannot be parsed.
@@ -100,17 +102,22 @@ class PostgresStore:
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
         limited: dict[str, Any] = {**_LIMITS, **given}
         info = psycopg.conninfo.make_conninfo(**limited).encode()
-        for attempt in itertools.count():  # until it answers, even if it refuses this user
-            if not timeout or psycopg.pq.PGconn.ping(info) not in (Ping.REJECT, Ping.NO_RESPONSE):
+        for attempt in itertools.count():
+            is_up = not timeout or _responds(info)
+            try:
+                with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
+                    [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
+                    connection.execute(_SAFE)
+                    self._pgvector = _find_extension(connection, self.path)[0]
+                    self._open_table(connection, model, size, schemas)
                 break
-            if attempt % _WARN_EVERY == 0:
-                logger.warning(f"{self.path} does not respond or is starting; waiting for it")
-            time.sleep(_POLL_SECONDS)
-        with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
-            [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
-            connection.execute(_SAFE)
-            self._pgvector = _find_extension(connection, self.path)[0]
-            self._open_table(connection, model, size, schemas)
+            except StoreError as error:
+                # Before and after: the database may have stopped or started since.
+                if is_up and (not timeout or (_responds(info) and not _FULL.search(str(error)))):
+                    raise
+                if attempt % _WARN_EVERY == 0:
+                    logger.warning(f"{error}; waiting until it responds")
+                time.sleep(_POLL_SECONDS)
         self._ids = f"pg_get_serial_sequence({psycopg.sql.quote(self._table)}, 'id')"
         pool: Any = {**_POOL, "configure": _configure, "check": ConnectionPool.check_connection}
         self._pool: Any = ConnectionPool(kwargs=how, **pool)
@@ -317,6 +324,11 @@ class PostgresStore:
         except psycopg.Error as error:
             what = (str(error).splitlines() or [type(error).__name__])[0]
             raise StoreError(f"{self.path} cannot be used ({what}); check the database and rights") from error
+
+
+def _responds(info: bytes) -> bool:
+    """Return whether a database responds, even if it refuses this user; not while it starts or stops."""
+    return psycopg.pq.PGconn.ping(info) not in (Ping.REJECT, Ping.NO_RESPONSE)
 
 
 def _configure(connection: Any) -> None:

@@ -2,7 +2,12 @@
 
 import contextlib
 import logging
+import multiprocessing
+import select
+import socket
+import socketserver
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -331,6 +336,59 @@ def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles,
             assert not store.build_index()
         with pytest.raises(StoreError, match="lock"):
             open_store(roles["app"], "m2", SIZE)
+
+
+@contextlib.contextmanager
+def opening(url, caplog):
+    """Yield when a server waits for the database at `url`; then it has opened the store and enrolled."""
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(open_store, url, "m1", SIZE, timeout=20)
+        while "waiting" not in caplog.text:
+            assert not waiting.done(), waiting.exception()
+        yield
+        with contextlib.closing(waiting.result()) as store:
+            assert store.write(news(1))
+
+
+def test_a_server_waits_for_a_free_connection(roles, caplog):
+    with connected(roles["superuser"]) as connection:
+        connection.execute("ALTER ROLE app CONNECTION LIMIT 1")
+        try:
+            with connected(roles["app"]) as last, opening(roles["app"], caplog):
+                assert "too many connections" in caplog.text
+                with pytest.raises(StoreError, match="too many connections"):
+                    open_store(roles["app"], "m1", SIZE)  # of a command
+                last.close()
+        finally:
+            connection.execute("ALTER ROLE app CONNECTION LIMIT -1")
+
+
+def test_a_server_waits_for_a_database_that_stops_while_it_connects(database, server, caplog):
+    processes = multiprocessing.get_context("fork")  # libpq holds the interpreter lock while it waits
+    answers, is_back = processes.Semaphore(1), processes.Event()  # one connection is accepted, and no other
+
+    class Proxy(socketserver.BaseRequestHandler):
+        def handle(self):
+            if not is_back.is_set() and not answers.acquire(block=False):
+                return
+            with socket.create_connection(("127.0.0.1", server.port)) as behind:
+                ends = {self.request: behind, behind: self.request}
+                while True:
+                    for end in select.select(ends, [], [])[0]:
+                        if not (data := end.recv(2**16)):
+                            return
+                        ends[end].sendall(data)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Proxy) as listening:
+        proxy = processes.Process(target=listening.serve_forever, daemon=True)
+        proxy.start()
+        url = database.replace(str(server.port), str(listening.server_address[1]))
+        try:
+            with opening(f"{url}?sslmode=disable", caplog):
+                is_back.set()
+        finally:
+            proxy.kill()
+            proxy.join()
 
 
 def test_decoys_stop_nothing_and_functions_of_others_are_not_called(roles, server):
