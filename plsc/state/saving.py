@@ -75,9 +75,10 @@ class Saver:
         if directories.store is not None:
             self._uploader = Uploader(run, directories, directories.store, self.retention)
             # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.
-            is_here = self.last is not None and self.last.resolve().parent == directories.local.resolve()
-            if self.last is not None and is_here and not directories.start.is_fetched:
-                self._uploader.add(directories.local / self.last.name)
+            last = None if self.last is None else self.last.resolve()  # may be a link to one in the folder
+            is_here = last is not None and last.parent == directories.local.resolve()
+            if last is not None and is_here and not directories.start.is_fetched:
+                self._uploader.add(directories.local / last.name)
         self._has_warned = False
         self.best = on_main_rank(run.world, f"look into {directories.local}", self._find_best)
 

@@ -280,6 +280,19 @@ def test_a_checkpoint_downloaded_to_the_save_folder_is_not_uploaded(dataset, tra
     assert [path.name for path, _ in list_checkpoints(store)] == ["2"]
 
 
+def test_a_link_in_the_save_folder_uploads_no_checkpoint_twice(dataset, trained, tmp_path):
+    run, store = tmp_path / "run", tmp_path / "store"
+    shutil.copytree(trained, run)
+    shutil.copytree(trained / "0", store / "0")
+    (run / "newest").symlink_to("1")
+    options = options_of(
+        dataset, run, checkpoint__load_dir=str(run / "newest"), data__val_targets="",
+        checkpoint__upload_dir=f"file://{store}", train__epochs=3,
+    )  # fmt: skip
+    train(options, WORLD)
+    assert [path.name for path, _ in list_checkpoints(store)] == ["0", "1", "2"]
+
+
 def test_last_begins_anew_where_nothing_was_saved_and_tidies_after_a_kill(dataset, tmp_path):
     save_dir = tmp_path / "run"
     options = options_of(
