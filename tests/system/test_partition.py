@@ -339,9 +339,7 @@ def test_user_errors_are_one_line(arguments, message):
 def test_objects_below_the_name_of_an_input_are_not_deleted_with_it(tmp_path, s3):
     store = s3fs_client()
     store.pipe({f"{s3}/set/file_list.txt": b"a\n", f"{s3}/set/a": b"QUJD\t1\n", f"{s3}/set/a/b": b"other"})
-    run(
-        ["--data_dir", f"{s3}/set", "--nranks", "1", "--output_dir", str(tmp_path / "out"), "--delete_inputs"]
-    )
+    run("--data_dir", f"{s3}/set", "--nranks", "1", "--output_dir", tmp_path / "out", "--delete_inputs")
     store.invalidate_cache()
     assert store.find(f"{s3}/set/a/") == [f"{s3}/set/a/b".removeprefix("s3://")]
     assert not store.isfile(f"{s3}/set/a")
