@@ -69,7 +69,8 @@ class EmbeddingMap:
         matrix: float32 [D_old, D_new].
         about: `method`; `classes` and `images`, the numbers of pairs that it was fitted on, of `anchors`
             images; `cosine`, the mean between mapped and real embeddings, `measured_on` pairs kept aside;
-            `is_upper_bound`: on class weights, which are centres of many images, so images have a lower one;
+            `is_upper_bound`: on class weights; of fully trained networks they are centres of many images, so
+            images have a lower cosine (after one epoch, images may have a higher one);
             `bound`, which the cosine of 95 % of images reaches, or None: fewer than 200 images.
     """
 
@@ -337,7 +338,10 @@ def upgrade_gallery(
     )
     text += f"kept aside: {about['cosine']:.4f}"
     if about["is_upper_bound"]:
-        text += ", an upper bound: class weights are centres of many images, so images have a lower one"
+        text += (
+            ", an upper bound if both networks are fully trained: class weights are then centres of many "
+            "images, so images have a lower one"
+        )
     if about["bound"] is None:
         return f"{text}; for what 95 % of images reach, {_IMAGES}: 200 or more"
     return f"{text}; 95 % of images reach {about['bound']:.4f}"
