@@ -81,7 +81,6 @@ def create_app(service: Service) -> Guard:
         public=_PUBLIC,
         hosts=hosts if is_loopback(options.host) else None,
         max_bytes=options.max_bytes,
-        timeout=options.timeout,
     )
 
 

@@ -1,4 +1,4 @@
-"""Check each request before the application runs: host, origin, API key, bytes and time.
+"""Check each request before the application runs: host, origin, API key and bytes.
 
 Requests for /embed go to its endpoint at once: with the routing of FastAPI, 64 clients get 1.5 times the
 requests per second of a server with one forward per request, without it twice as many (benchmarks/serve.py).
@@ -65,7 +65,6 @@ class Guard:
         hosts: accepted names of the host if there is no key, so that no web site can reach the server through
             a name of its own; None: any.
         max_bytes: of a request's body.
-        timeout: seconds in which the body must arrive.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Guard:
         public: frozenset[str],
         hosts: frozenset[str] | None,
         max_bytes: int,
-        timeout: float,
     ) -> None:
         self._application = application
         self._embed = embed
@@ -84,7 +82,6 @@ class Guard:
         self._public = public
         self._hosts = hosts
         self._max_bytes = max_bytes
-        self._timeout = timeout
         self._held = 0
         self.unanswered = 0  # requests that were cancelled because the server was forced to stop
 
@@ -143,42 +140,22 @@ class Guard:
             raise Refused(400, f"{scope['method']} takes no body")
 
     async def _read(self, receive: Receive, body: _Body, headers: Headers) -> None:
-        """Read the body. Raises Refused if it is too large, too slow or incomplete."""
+        """Read the body. Raises Refused if it is too large or incomplete."""
         if int(headers.get(b"content-length", b"0")) > self._max_bytes:  # h11 checks number and body
             raise Refused(413, f"the request has more than {self._max_bytes} bytes; shrink the image")
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        is_late = False
-
-        def expire() -> None:
-            nonlocal is_late
-            is_late = True
-            task.cancel()
-
-        timer = loop.call_later(self._timeout, expire)
         parts: list[bytes] = []
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Refused(400, "the request is incomplete")
-                part = message.get("body", b"")
-                self._held += len(part)
-                body.size += len(part)
-                if self._held > max(_HELD, self._max_bytes):
-                    raise Refused(429, "the server holds too many bytes; try again later")
-                parts.append(part)
-                if not message.get("more_body", False):
-                    body.data = b"".join(parts) if len(parts) > 1 else part
-                    return
-        except asyncio.CancelledError:
-            if not is_late:
-                raise
-            if hasattr(task, "uncancel"):  # Python 3.11
-                task.uncancel()
-            raise Refused(408, f"the request took more than {self._timeout:g} seconds") from None
-        finally:
-            timer.cancel()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refused(400, "the request is incomplete")
+            parts.append(message.get("body", b""))
+            body.size += len(parts[-1])
+            self._held += len(parts[-1])
+            if self._held > max(_HELD, self._max_bytes):
+                raise Refused(429, "the server holds too many bytes; try again later")
+            more = message.get("more_body", False)
+        body.data = b"".join(parts)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -30,7 +30,7 @@ class ServeOptions:
     queue_size: int = declare(256, "maximum images waiting; more get status 429", check=at_least(2))
     max_bytes: Size = declare(16 * 2**20, "maximum bytes per request", check=at_least(1))
     max_pixels: int = declare(32 * 10**6, "maximum pixels per image", check=at_least(1))
-    timeout: float = declare(30.0, "seconds to receive a request, and to queue", check=more_than(0))
+    timeout: float = declare(30.0, "seconds to decode an image, and to queue", check=more_than(0))
 
     def __post_init__(self) -> None:
         check_fields(self)

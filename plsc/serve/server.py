@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import sys
 import time
@@ -21,10 +19,9 @@ from plsc.terminal import stop_signals
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpreter lock
-_CONNECTIONS, _OTHER_FILES = 1024, 128  # at most open
-_ACCEPTED = 16  # new connections per iteration of the event loop
+_CONNECTIONS = 512  # with more, uvicorn answers requests with 503; most systems allow 1024 open files
 # loggers of what any client can cause
-_NOISY = ("asyncio", "uvicorn.error", "psycopg.pool", "plsc.serve.app", f"{__name__}.connections")
+_NOISY = ("asyncio", "uvicorn.error", "psycopg.pool", "plsc.serve.app")
 
 
 def serve(model: str, options: ServeOptions) -> None:
@@ -48,15 +45,10 @@ def serve(model: str, options: ServeOptions) -> None:
     warnings.filterwarnings("ignore", module="PIL")  # thousands per image, of what any client can cause
     torch.set_num_threads(1)  # it only prepares small batches; onnxruntime has its own threads
     sys.setswitchinterval(_SWITCH_SECONDS)
-    has_key, most = bool(options.api_key()), _most_connections()
+    has_key = bool(options.api_key())
     seldom = _Seldom()
     for name in _NOISY:
         logging.getLogger(name).addFilter(seldom)
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            listener.listen(_CONNECTIONS)  # a longer queue than what asyncio accepts at a time
 
     uvicorn.server.HANDLED_SIGNALS = tuple(stop_signals())  # type: ignore[assignment] # of any number
     service = Service(model, options)
@@ -72,20 +64,20 @@ def serve(model: str, options: ServeOptions) -> None:
         application = create_app(service)
         config = uvicorn.Config(
             application,
-            http=_protocol(options.timeout, most),
-            backlog=_ACCEPTED,
+            http=_protocol(),
+            limit_concurrency=_CONNECTIONS,
             log_config=None,
             access_log=False,
             ws="none",
             headers=HEADERS,
             server_header=False,
             timeout_keep_alive=int(options.timeout) + 1,
-            # to receive a request, decode its image, embed it, and search or write
+            # to decode an image, embed it, and search or write, and for the client to send it
             timeout_graceful_shutdown=int(4 * options.timeout) + 1,
         )
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                Server(config).run(sockets=[listener])
+                uvicorn.Server(config).run(sockets=[listener])
         finally:
             logger.info(f"stopped; requests without an answer: {application.unanswered}")
 
@@ -102,29 +94,15 @@ class _Seldom(logging.Filter):
         return now >= due
 
 
-def _most_connections() -> int:
-    """Return how many connections may be open, after raising the soft limit on open files if necessary."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = max(soft, min(hard, _CONNECTIONS + _OTHER_FILES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return max(_ACCEPTED, min(_CONNECTIONS, files - _OTHER_FILES))
+def _protocol() -> Any:
+    """Return uvicorn's protocol, but a body with Transfer-Encoding stays unread; the guard answers 411.
 
-
-def _protocol(timeout: float, most: int) -> Any:
-    """Return uvicorn's protocol, changed: headers must arrive in time, and connections are limited.
-
-    If more than `most` connections are open, one is closed that waits for its client: for a request, for the
-    rest of one, or to send a response. It is the one from which nothing was received for the longest time.
+    To parse chunks of one byte, nothing else would run for seconds.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    base: Any = H11Protocol
-    opened: dict[Any, None] = {}  # in the order of their last data
-
     class Connection(h11.Connection):
-        """Leaves a body with Transfer-Encoding unread: chunks of a byte would take seconds to parse."""
-
         _is_chunked = False
 
         def next_event(self) -> Any:
@@ -133,39 +111,10 @@ def _protocol(timeout: float, most: int) -> Any:
                 self._is_chunked = b"transfer-encoding" in dict(event.headers)
             return event
 
-    class Protocol(base):
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
+    class Protocol(H11Protocol):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
             self.conn = Connection(h11.SERVER)
-            self.timeout_keep_alive_task = self.loop.call_later(timeout, self.timeout_keep_alive_handler)
-            opened[self] = None
-            if len(opened) > most:
-                logging.getLogger(_NOISY[-1]).warning(f"{most} connections are open; an idle one is closed")
-                idle = next(one for one in opened if one.waits())
-                del opened[idle]
-                idle.transport.abort()
-
-        def waits(self) -> bool:
-            """Return whether it is the client's turn."""
-            cycle, unsent = self.cycle, self.transport.get_write_buffer_size()
-            return bool(cycle is None or cycle.more_body or cycle.response_complete or unsent)
-
-        def connection_lost(self, error: Exception | None) -> None:
-            opened.pop(self, None)
-            super().connection_lost(error)
-
-        def data_received(self, data: bytes) -> None:
-            """Stop the timer when the headers are complete, not at their first byte."""
-            opened[self] = opened.pop(self, None)
-            timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
-            super().data_received(data)
-            if timer is None:
-                return
-            has_request = self.cycle is not None and not self.cycle.response_complete
-            if has_request or self.timeout_keep_alive_task is not None:
-                timer.cancel()
-            else:
-                self.timeout_keep_alive_task = timer
 
     return Protocol
 
