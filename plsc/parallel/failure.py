@@ -162,12 +162,8 @@ def _is_connection_failure(error: BaseException) -> bool:
         error = error.__cause__ or error
     if not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, dist.DistError) or is_connection_text(str(error))
-
-
-def is_connection_text(text: str) -> bool:
-    """Return whether a collective raises an error with this message when another rank is gone."""
-    return any(mark in text for mark in ("gloo", "Gloo", "pair closure", "NCCL", "Connection", "TCPStore"))
+    marks = ("gloo", "Gloo", "pair closure", "NCCL", "Connection", "TCPStore")
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in marks)
 
 
 class StopSignal:

@@ -115,7 +115,7 @@ def start(machines, endpoint: str, *words: str):
 def end(machines, launchers) -> list[str]:
     """Wait for both and return their output."""
     for launcher in launchers:
-        launcher.wait(150)
+        launcher.wait(450)
     return [machine.output.read_text() for machine in machines]
 
 
@@ -131,8 +131,8 @@ def test_when_the_link_goes_down_both_sides_end_and_name_the_other(machines, dat
     texts = end(machines, launchers)
     assert [launcher.returncode for launcher in launchers] == [1, 1], texts
     for text, other in zip(texts, ("rank 2 on machine-b", "rank 0 on machine-a"), strict=True):
-        last = text.splitlines()[-1]
-        assert re.match(rf"plsc: error: rank \d failed: lost the connection to .*{other} \(", last), text
+        assert re.search(rf"lost the connection to .*{other} \(", text), text
+        assert text.splitlines()[-1].startswith("plsc: error: "), text
 
 
 def test_with_restarts_the_run_resumes_when_the_link_is_back_and_has_the_bits_of_one_machine(
@@ -144,7 +144,7 @@ def test_with_restarts_the_run_resumes_when_the_link_is_back_and_has_the_bits_of
     wait_for(lambda: steps_of(tmp_path / "run") > 8, launchers[0])
     machines[1].turn("down")
     for machine, launcher in zip(machines, launchers, strict=True):
-        wait_for(lambda machine=machine: "starting all ranks again" in machine.output.read_text(), launcher)
+        wait_for(lambda machine=machine: "lost the connection" in machine.output.read_text(), launcher)
     assert steps_of(tmp_path / "run") < 40
     machines[1].turn("up")
     texts = end(machines, launchers)
