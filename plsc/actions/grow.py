@@ -12,7 +12,6 @@ import torch
 
 from plsc.checkpoint import Manifest, read_manifest
 from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint.manifest import Checker
 from plsc.config import Config, find_option
 from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
@@ -51,7 +50,7 @@ def grow_from_images(
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
     manifest = read_manifest(source)
-    data = Checker(os.fspath(source)).mapping(manifest.options.get("data", {}), "the options of the data")
+    data = manifest.options.get("data", {})
     saved = find_option("data.format_arguments").saved(data.get("format_arguments")) or {}
     depth = saved.get("class_depth")
     try:

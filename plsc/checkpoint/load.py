@@ -21,7 +21,6 @@ from plsc.checkpoint.manifest import (
     CLASS_WEIGHTS,
     EMA,
     MANIFEST_NAME,
-    Checker,
     Manifest,
     Role,
     TensorInfo,
@@ -134,7 +133,7 @@ def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassN
         names = ClassNames(text, ends)
         if names.is_sound():
             return names
-    raise Checker(str(folder)).wrong("its class names are damaged")
+    raise CheckpointError(f"{folder}: its class names are damaged")
 
 
 def _name_roles(head: str) -> tuple[Role, Role]:
@@ -324,43 +323,29 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
     parts: dict[str, list[Part]] = {key: [] for key in manifest.tensors}
     for name in manifest.shards:
         for part in read_header(folder / name):
-            _check_part(part, manifest.tensors.get(part.key))
+            if part.key not in parts:
+                raise CheckpointError(f"{part.path}: tensor {part.key!r:.80} is not in the manifest")
             parts[part.key].append(part)
     for key, some in parts.items():
         some.sort(key=lambda part: (part.start, part.stop))
-        _check_rows(Checker(str(folder)), key, manifest.tensors[key], some)
+        _check_parts(folder, key, manifest.tensors[key], some)
     return parts
 
 
-def _check_part(part: Part, info: TensorInfo | None) -> None:
-    check = Checker(str(part.path))
-    if info is None:
-        raise check.wrong(f"tensor {part.key!r} is not in the manifest")
-    if part.dtype != info.dtype:
-        raise check.wrong(f"tensor {part.key!r} has dtype {part.dtype}, the manifest says {info.dtype}")
-    if len(part.shape) != len(info.shape) or part.shape[1:] != info.shape[1:]:
-        raise check.wrong(
-            f"tensor {part.key!r} has a part of shape {list(part.shape)}, which is not part of "
-            f"{list(info.shape)}"
+def _check_parts(folder: Path, key: str, info: TensorInfo, parts: list[Part]) -> None:
+    """Raise CheckpointError unless the parts, sorted, are all rows of a tensor, each once."""
+    filled = [part for part in parts if part.stop > part.start]  # a rank may have no rows
+    starts, stops = [0, *(part.stop for part in filled)], [part.start for part in filled]
+    kinds = {(part.dtype, len(part.shape), part.shape[1:]) for part in parts}
+    if (
+        not (info.sharded or len(parts) == 1)
+        or kinds - {(info.dtype, len(info.shape), info.shape[1:])}
+        or starts != [*stops, info.shape[0] if info.shape else 1]
+    ):
+        raise CheckpointError(
+            f"{folder}: a part of tensor {key!r:.80}, {info.dtype} {list(info.shape)}, is missing, stored "
+            "twice or of another kind"
         )
-
-
-def _check_rows(check: Checker, key: str, info: TensorInfo, parts: list[Part]) -> None:
-    if not info.sharded and len(parts) != 1:
-        raise check.wrong(f"tensor {key!r} is in {len(parts)} files, expected 1")
-    rows = info.shape[0] if info.shape else 1
-    reached = 0
-    for part in parts:
-        if part.start == part.stop:
-            continue  # a rank without rows
-        if part.start != reached:
-            raise check.wrong(
-                f"rows {min(reached, part.start)} to {max(reached, part.start)} of {key!r} are "
-                f"{'missing' if part.start > reached else 'stored twice'} at {part.path.name}"
-            )
-        reached = part.stop
-    if reached != rows:
-        raise check.wrong(f"tensor {key!r} has {reached} rows, the manifest says {rows}")
 
 
 def _check_requested(folder: Path, manifest: Manifest, tensors: Tensors) -> None:

@@ -13,18 +13,16 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 from plsc.errors import CheckpointError
 from plsc.storage import publish
-from plsc.storage.regular import parse_json, read_regular
+from plsc.storage.records import FileName, read_record
 
-FORMAT_VERSION = 4  # the only one that is read: nothing was released before it
+FORMAT_VERSION: Literal[4] = 4  # the only one that is read: nothing was released before it
 MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the data files
 EMA = "ema"  # the callback that averages the network's weights; the names are those of `BACKBONE`
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal may interpret them
-_DEEPEST = 50  # levels of JSON; Python's recursion limit allows some hundred
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
 # Roles, stored with every tensor.
@@ -55,7 +53,7 @@ class Role:
             of the callback.
     """
 
-    kind: str
+    kind: Annotated[str, "|".join(KINDS)]
     name: str
     of: str = ""
 
@@ -137,6 +135,32 @@ class HeadInfo:
     computed_by: str | None = None
 
 
+class LossScale(TypedDict):
+    """State of `plsc.optim.loss_scaling.LossScaler`."""
+
+    scale: Annotated[float, (1, 2**53)]
+    finite: int
+    overflowed: int
+    skipped: int
+    stuck: int
+
+
+class Scalars(TypedDict, total=False):
+    """The types of some of the scalars; there may be others."""
+
+    global_batch: int
+    steps_per_epoch: int | None
+    length_step: int
+    length_epoch: int
+    updates: int
+    loss_scaling: LossScale | None
+    optimizer_numbers: dict[str, Any]
+    optimizer_groups: list[dict[str, Any]]
+    optimizer_attributes: dict[str, Any]
+    optimizer_own: dict[str, Any]
+    callbacks: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Everything in a checkpoint but tensor data.
@@ -152,6 +176,7 @@ class Manifest:
             Empty if unknown.
     """
 
+    format_version: Literal[4] = field(default=FORMAT_VERSION, kw_only=True)
     plsc_version: str
     step: int
     epoch: int
@@ -159,11 +184,10 @@ class Manifest:
     world_size: int
     emb_size: int
     heads: dict[str, HeadInfo]
-    options: dict[str, Any] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scalars: Annotated[dict[str, Any], Scalars] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    files: dict[str, FileInfo] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
+    files: dict[FileName, FileInfo] = field(default_factory=dict)
     lineage: list[dict[str, Any]] = field(default_factory=list)
     run_id: str = ""
 
@@ -209,187 +233,30 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             or of another format.
     """
     folder = Path(path)
-    try:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"there is no checkpoint folder {folder}; expected a path such as saved_model/5"
-            )
-        file = folder / MANIFEST_NAME
-        if not file.is_file():
-            raise CheckpointError(
-                f"{folder} has no {MANIFEST_NAME}: it is not a checkpoint, or was not saved completely; "
-                "expected a folder such as saved_model/5"
-            )
-        data = read_regular(file, LARGEST_MANIFEST, folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
-    return parse_manifest(data, str(file))
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint folder {folder}; expected a path such as saved_model/5"
+        )
+    if not (folder / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST_NAME}: it is not a checkpoint, or was not saved completely; "
+            "expected a folder such as saved_model/5"
+        )
+    return parse_manifest(folder / MANIFEST_NAME, str(folder / MANIFEST_NAME))
 
 
-def parse_manifest(data: bytes, source: str) -> Manifest:
-    """Parse the bytes of a manifest and check the type of every field.
+def parse_manifest(data: bytes | Path, source: str) -> Manifest:
+    """Read a manifest, or its bytes, and check the type of every field.
 
     source: its path or URL, for messages.
 
     Raises:
         CheckpointError: as `read_manifest`.
     """
-    if len(data) > LARGEST_MANIFEST:
-        raise CheckpointError(f"{source} is larger than {LARGEST_MANIFEST} bytes; it is not a plsc manifest")
-    try:
-        content = parse_json(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source} is not JSON: {error}; choose another checkpoint") from error
-    _check_plain(source, content)
-    return _build(Checker(source), content)
-
-
-def _check_plain(source: str, content: object) -> None:
-    """Raise CheckpointError if a string has control characters, or the nesting is too deep."""
-    level = [content]
-    for _ in range(_DEEPEST):
-        if any(isinstance(value, str) and _CONTROL.search(value) for value in level):
-            raise CheckpointError(f"{source} contains control characters; choose another checkpoint")
-        level = [
-            inner
-            for value in level
-            if isinstance(value, (dict, list))
-            for inner in ([*value, *value.values()] if isinstance(value, dict) else value)
-        ]
-    if level:
-        raise CheckpointError(f"{source} is nested more than {_DEEPEST} levels; choose another checkpoint")
-
-
-def _build(check: Checker, content: object) -> Manifest:
-    top = check.mapping(content, "the manifest")
-    version = check.integer(check.item(top, "format_version"), "format_version")
-    if version != FORMAT_VERSION:
-        advice = "upgrade plsc" if version > FORMAT_VERSION else "train again, or use the plsc that saved it"
-        raise check.wrong(f"format_version is {version}, but this plsc reads only {FORMAT_VERSION}", advice)
-    counts = {
-        name: check.integer(check.item(top, name), name)
-        for name in ("step", "epoch", "step_in_epoch", "world_size", "emb_size")
-    }
-    heads = check.mapping(check.item(top, "heads"), "heads")
-    tensors = check.mapping(check.item(top, "tensors"), "tensors")
-    files = check.mapping(check.item(top, "files"), "files")
-    scalars = check.mapping(check.item(top, "scalars"), "scalars")
-    options = check.mapping(check.item(top, "options"), "options")
-    return Manifest(
-        format_version=version,
-        plsc_version=check.text(check.item(top, "plsc_version"), "plsc_version"),
-        **counts,
-        heads={name: _head(check, name, value) for name, value in heads.items()},
-        options=options,
-        scalars=scalars,
-        tensors={key: _tensor(check, key, value) for key, value in tensors.items()},
-        files={name: _file(check, name, value) for name, value in files.items()},
-        lineage=[
-            check.mapping(change, "a change of the lineage")
-            for change in check.listing(check.item(top, "lineage"), "lineage")
-        ],
-        run_id=check.text(check.item(top, "run_id"), "run_id"),
-    )
-
-
-def _head(check: Checker, name: str, value: object) -> HeadInfo:
-    what = f"head {name!r}"
-    entry = check.mapping(value, what)
-    num_samples, computed_by = (check.item(entry, key) for key in ("num_samples", "computed_by"))
-    return HeadInfo(
-        check.integer(check.item(entry, "class_num"), f"the number of classes of {what}"),
-        [
-            check.integers(pair, f"a class range of {what}")
-            for pair in check.listing(check.item(entry, "class_ranges"), f"the class ranges of {what}")
-        ],
-        check.text(check.item(entry, "loss_type"), f"the loss type of {what}"),
-        None if num_samples is None else check.integer(num_samples, f"the number of images of {what}"),
-        None if computed_by is None else check.text(computed_by, f"the backend of {what}"),
-    )
-
-
-def _tensor(check: Checker, key: str, value: object) -> TensorInfo:
-    what = f"tensor {key!r}"
-    entry = check.mapping(value, what)
-    sharded = check.item(entry, "sharded")
-    if not isinstance(sharded, bool):
-        raise check.wrong(f"'sharded' of {what} is {sharded!r}, expected true or false")
-    return TensorInfo(
-        tuple(check.integers(check.item(entry, "shape"), f"the shape of {what}")),
-        check.text(check.item(entry, "dtype"), f"the dtype of {what}"),
-        sharded,
-        _role(check, key, check.item(entry, "role")),
-    )
-
-
-def _role(check: Checker, key: str, value: object) -> Role:
-    entry = check.mapping(value, f"the role of {key!r}")
-    kind, name, of = (
-        check.text(check.item(entry, part), f"the {part} of the role of {key!r}")
-        for part in ("kind", "name", "of")
-    )
-    if kind not in KINDS or Role(kind, name, of).key != key:
-        raise check.wrong(f"the role of {key!r} is {repr(value)[:200]}, which does not match this key")
-    return Role(kind, name, of)
-
-
-def _file(check: Checker, name: str, value: object) -> FileInfo:
-    # The name is joined to the folder's path, so it must be a single path component.
-    if name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise check.wrong(f"data file {name!r} is not a plain file name")
-    entry = check.mapping(value, f"data file {name!r}")
-    return FileInfo(
-        check.integer(check.item(entry, "bytes"), f"the size of {name!r}"),
-        check.integer(check.item(entry, "crc32"), f"the checksum of {name!r}"),
-    )
-
-
-class Checker:
-    """Check the types of values read from ``source``, a path or URL for messages.
-
-    All methods raise CheckpointError.
-    """
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def wrong(self, what: str, advice: str = "choose another checkpoint") -> CheckpointError:
-        """Return an error about this file."""
-        return CheckpointError(f"{self.source}: {what}; {advice}")
-
-    def item(self, mapping: dict[str, Any], key: str) -> Any:
-        """Return the value of a required key."""
-        if key not in mapping:
-            raise self.wrong(f"{key!r} is missing")
-        return mapping[key]
-
-    def mapping(self, value: object, what: str) -> dict[str, Any]:
-        """Return a JSON object as a dictionary."""
-        if not isinstance(value, dict):
-            raise self._type(value, what, "an object")
-        return value
-
-    def listing(self, value: object, what: str) -> list[Any]:
-        """Return a list."""
-        if not isinstance(value, list):
-            raise self._type(value, what, "a list")
-        return value
-
-    def integer(self, value: object, what: str) -> int:
-        """Return an integer of 0 or more; a boolean is an error."""
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise self._type(value, what, "an integer of 0 or more")
-        return value
-
-    def integers(self, value: object, what: str) -> list[int]:
-        """Return a list of integers of 0 or more."""
-        return [self.integer(one, what) for one in self.listing(value, what)]
-
-    def text(self, value: object, what: str) -> str:
-        """Return a string."""
-        if not isinstance(value, str):
-            raise self._type(value, what, "a string")
-        return value
-
-    def _type(self, value: object, what: str, expected: str) -> CheckpointError:
-        return self.wrong(f"{what} is {repr(value)[:80]}, expected {expected}")
+    manifest = read_record(Manifest, data, source, CheckpointError, LARGEST_MANIFEST)
+    for key, info in manifest.tensors.items():
+        if info.role.key != key:
+            raise CheckpointError(
+                f"{source}: the role of {key!r:.80} is {info.role!r:.200}, which does not match"
+            )
+    return manifest

@@ -15,14 +15,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.manifest import SUFFIX, Checker, FileInfo
+from plsc.checkpoint.manifest import SUFFIX, FileInfo
 from plsc.data.native import crc32
-from plsc.storage.regular import open_regular, parse_json
+from plsc.errors import CheckpointError
+from plsc.storage.records import read_record
+from plsc.storage.regular import open_regular
 
 PIECE_BYTES = 4 << 20
 _CHECKSUM_BYTES = 1 << 20  # read at once for a checksum; fits the processor's cache
@@ -186,46 +188,48 @@ class Part:
         return self.start + (self.shape[0] if self.shape else 1)
 
 
+@dataclass(frozen=True)
+class _Stored:
+    dtype: Annotated[str, "|".join(DTYPES)]
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Place:
+    saved_offsets: list[int]
+
+
 def read_header(path: Path) -> list[Part]:
     """Return the tensor parts in a file; no tensor data are read.
 
     Raises CheckpointError if the header is damaged or describes tensors outside the file.
     """
-    check = Checker(str(path))
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
                 raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            header = parse_json(file.read(length))
-        metadata = header.pop("__metadata__", {})
-        places = check.mapping(parse_json(metadata.get(PLACES_KEY, "null")), PLACES_KEY)
-        return [
-            _part(check, path, key, entry, check.item(places, key), 8 + length, size)
-            for key, entry in header.items()
-        ]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise check.wrong(f"not a complete safetensors file: {error}") from error
-
-
-def _part(check: Checker, path: Path, key: str, entry: Any, place: Any, data: int, size: int) -> Part:
-    """Return a part of the header. data: offset of the tensor data in the file, which has `size` bytes."""
-    what = f"tensor {key!r}"
-    entry = check.mapping(entry, what)
-    dtype = check.text(check.item(entry, "dtype"), f"the dtype of {what}")
-    shape = check.integers(check.item(entry, "shape"), f"the shape of {what}")
-    ends = check.integers(check.item(entry, "data_offsets"), f"the bytes of {what}")
-    offsets = check.item(check.mapping(place, f"the offsets of {what}"), OFFSETS_KEY)
-    offsets = check.integers(offsets, f"the offsets of {what}")
-    if dtype not in DTYPES or len(ends) != 2 or data + ends[1] > size:
-        raise ValueError(f"{what} of dtype {dtype} cannot be at bytes {ends}")
-    if ends[1] - ends[0] != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"{what} of dtype {dtype} and shape {shape} does not match bytes {ends}")
-    if len(offsets) != len(shape) or any(offsets[1:]):
-        raise check.wrong(f"{what} has a part of shape {shape} at {offsets}, which does not cover whole rows")
-    name = str(DTYPES[dtype]).removeprefix("torch.")
-    return Part(path, key, name, tuple(shape), sum(offsets[:1]), data + ends[0])
+            header = read_record(dict[str, Any], file.read(length), path, most=_LARGEST_HEADER)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a complete safetensors file: {error}") from error
+    metadata = read_record(dict[str, str], header.pop("__metadata__", {}), path)
+    places = read_record(dict[str, _Place], metadata.get(PLACES_KEY, "{}").encode(), path)
+    parts = []
+    for key, about in read_record(dict[str, _Stored], header, path).items():
+        dtype, (begin, end), place = DTYPES[about.dtype], about.data_offsets, places.get(key)
+        offsets = [] if place is None else place.saved_offsets
+        if (
+            end - begin != math.prod(about.shape) * dtype.itemsize
+            or 8 + length + end > size
+            or len(offsets) != len(about.shape)
+            or any(offsets[1:])  # not whole rows
+        ):
+            raise CheckpointError(f"{path}: {key!r:.80}, {about}, cannot be at {offsets} of a tensor")
+        name = str(dtype).removeprefix("torch.")
+        parts.append(Part(path, key, name, about.shape, sum(offsets[:1]), 8 + length + begin))
+    return parts
 
 
 def checksum(

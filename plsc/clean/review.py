@@ -187,8 +187,7 @@ def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
             manifest = open_checkpoint(checkpoint)
         except CheckpointError:  # it was moved
             continue
-        data = manifest.options.get("data")
-        trained = Path(str(data.get("dataset_dir")) if isinstance(data, dict) else "").name
+        trained = Path(str(manifest.options.get("data", {}).get("dataset_dir"))).name
         if len(embeddings) == 2 and trained == f"half{3 - number}.tsv":
             raise DataError(f"{checkpoint} was trained on {trained}; exchange the model and --second")
         if len(embeddings) == 1 and trained in ("half1.tsv", "half2.tsv"):

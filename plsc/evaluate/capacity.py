@@ -31,12 +31,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, PlscError
 from plsc.evaluate.identification import norms_of
+from plsc.storage.records import Size, read_record
 
 FEWEST_CLASSES = 20
 FEWEST_PAIRS = 5.0  # exceeding class pairs, and independent events among them, for a point prediction
@@ -48,7 +49,6 @@ _EVENTS = 4.0  # and the w of the next lower threshold like 4 class pairs
 _Z90 = 1.6448536269514722  # 95 % quantile of the normal distribution
 _ROUNDING = 1e-6  # above that of a cosine in float32
 _SCORES = 20_000_000  # in memory
-_FORMAT = 1
 
 
 class Prediction(NamedTuple):
@@ -83,11 +83,19 @@ class Holding(NamedTuple):
 class Row(NamedTuple):
     """What the calibration classes say about one threshold; rates are fractions, 0..1."""
 
-    threshold: float  # cosine; a score at the threshold is accepted
-    far: float
-    spread: float  # s of the module, at least 0
-    weight: float  # w of the module, 0..1
-    accepted: float | None  # share of same-class pairs; None: one image per class
+    threshold: Annotated[float, (-1.01, 1.01)]  # cosine; a score at the threshold is accepted
+    far: Annotated[float, (0, 1)]
+    spread: Annotated[float, (0, 1e6)]  # s of the module
+    weight: Annotated[float, (1e-9, 1)]  # w of the module
+    accepted: Annotated[float, (0, 1)] | None  # share of same-class pairs; None: one image per class
+
+
+class _Table(TypedDict):
+    format: Literal[1]
+    columns: list[str]
+    classes: Size
+    images: Size
+    rows: list[Row]
 
 
 @dataclass(frozen=True)
@@ -190,24 +198,19 @@ class Capacity:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         rows = [list(row) for row in self.rows]
-        values = {"format": _FORMAT, "classes": self.classes, "images": self.images}
+        values = {"format": 1, "classes": self.classes, "images": self.images}
         return {**values, "columns": list(Row._fields), "rows": rows}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Capacity:
-        """Return the table that `as_dict` wrote; DataError if it is damaged."""
-        try:
-            if values["format"] != _FORMAT or values["columns"] != list(Row._fields):
-                raise ValueError(f"format {values['format']}, expected {_FORMAT}")
-            rows = tuple(Row(*row) for row in values["rows"])
-            classes, images = int(values["classes"]), int(values["images"])
-            thresholds = [row.threshold for row in rows]
-            is_sound = FEWEST_CLASSES <= classes <= images < 2**40 and thresholds == sorted(set(thresholds))
-            if not rows or rows[-1].far or not is_sound or not all(map(_is_sound, rows)):
-                raise ValueError("a value is missing or out of range")
-            return cls(classes, images, rows)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"the capacity table is damaged ({error!r}); measure it again") from error
+    def from_dict(cls, values: dict[str, Any], error: type[PlscError] = DataError) -> Capacity:
+        """Return the table that `as_dict` wrote. Raises `error` if it is damaged."""
+        table = read_record(_Table, values, "the capacity table is damaged", error)
+        thresholds = [row.threshold for row in table["rows"]]
+        is_sound = FEWEST_CLASSES <= table["classes"] <= table["images"] and bool(thresholds)
+        is_sound &= table["columns"] == list(Row._fields) and thresholds == sorted(set(thresholds))
+        if not is_sound or table["rows"][-1].far:
+            raise error("the capacity table is damaged; measure it again")
+        return cls(table["classes"], table["images"], tuple(table["rows"]))
 
     def _fpir(self, fpir: float | None) -> float:
         steps = (step * 10.0**power for power in (-3, -2, -1) for step in (1, 2, 5))
@@ -238,13 +241,6 @@ def _one_in(rate: float) -> str:
     if rate >= 0.095:
         return f"{100 * rate:.0f} in 100"
     return f"1 in {float(f'{1 / rate:.1e}'):,.0f}" if rate > 0 else "0 in 100"
-
-
-def _is_sound(row: Row) -> bool:
-    """Return whether the values of a row from a file are in range."""
-    numbers = (*row[:4], 0.0 if row.accepted is None else row.accepted)
-    limits = ((-1.01, 1.01), (0, 1), (0, 1e6), (1e-9, 1), (0, 1))
-    return all(low <= number <= high for number, (low, high) in zip(numbers, limits, strict=True))
 
 
 def _fpir(far: float, spread: float, identities: int) -> float:

@@ -10,22 +10,22 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.config import Config
 from plsc.data.alignment import scaled_template
-from plsc.errors import without_secrets
+from plsc.errors import CheckpointError, without_secrets
 from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
-from plsc.storage.regular import open_regular, read_json
+from plsc.storage.records import read_record
+from plsc.storage.regular import open_regular
 from plsc.version import __version__
 
 MODEL_NAME = "model.json"
@@ -39,11 +39,20 @@ ROC_NAME = "roc.png"
 # The layouts: their graphs take images (x - 127.5) / divisor. ArcFaceONNX of insightface scales so, unless
 # names of the first eight nodes begin with Sub and Mul; ours begin with node_.
 DIVISORS = {"plain": 128, "triton": 128, "insightface": 127.5}
-_FORMAT, _VERSION = "plsc-model", 1
 _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time
 _LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
-_ADVICE = "export the model again"
+
+
+class _File(TypedDict, total=False):
+    bytes: int
+    sha256: str
+
+
+class _About(TypedDict):
+    format: Literal["plsc-model"]
+    version: Literal[1]
+    options: dict[str, dict[str, Any]]
 
 
 def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Manifest) -> dict[str, Any]:
@@ -54,8 +63,8 @@ def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Ma
     weights = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
     write_tensors(folder / WEIGHTS_NAME, weights)
     return {
-        "format": _FORMAT,
-        "version": _VERSION,
+        "format": "plsc-model",
+        "version": 1,
         "plsc": __version__,
         "step": manifest.step,
         "input": describe_input(network, config, trained_on_aligned(manifest)),
@@ -91,8 +100,7 @@ def write_triton_config(folder: Path, about: Mapping[str, Any], most_images: int
 
 def trained_on_aligned(manifest: Manifest) -> bool:
     """Return whether the run of a checkpoint aligned its images by `data.landmarks`."""
-    data = manifest.options.get("data")
-    return isinstance(data, dict) and data.get("landmarks") is not None
+    return manifest.options.get("data", {}).get("landmarks") is not None
 
 
 def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
@@ -135,17 +143,17 @@ def describe_file(folder: Path, name: str, expected_bytes: int | None = None) ->
 
 def check_file(folder: Path, name: str, about: object) -> None:
     """Raise CheckpointError unless a file of a model is as model.json says; `about`: from `describe_file`."""
-    check = Checker(str(folder / MODEL_NAME))
-    held = check.mapping(about, f"the description of {name}")
+    file = folder / name
+    held = read_record(_File, about, file)
     try:
-        size = check.integer(held.get("bytes", (folder / name).stat().st_size), f"the size of {name}")
+        size = held.get("bytes", file.stat().st_size)
         if size > (_LARGEST_GRAPH if name in (ONNX_NAME, TRITON_NAME) else _LARGEST_FILE):
-            raise check.wrong(f"{name} has {size} bytes, which is too large", _ADVICE)
+            raise CheckpointError(f"{file} has {size} bytes, which is too large")
         found = describe_file(folder, name, size)["sha256"]
     except OSError as error:
-        raise check.wrong(f"{name} cannot be read: {error.strerror}", _ADVICE) from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     if found != held.get("sha256"):
-        raise check.wrong(f"{name} was changed or damaged: its SHA-256 differs", _ADVICE)
+        raise CheckpointError(f"{file} was changed or damaged: its SHA-256 differs; export the model again")
 
 
 def checksum_of(weights: Mapping[str, Tensor]) -> str:
@@ -159,17 +167,5 @@ def checksum_of(weights: Mapping[str, Tensor]) -> str:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the contents of model.json. Raises CheckpointError if it is not the description of a model."""
-    file = folder / MODEL_NAME
-    check = Checker(str(file))
-    try:
-        about = check.mapping(read_json(file, _MOST_BYTES, folder), "the description")
-    except ValueError as error:
-        raise check.wrong(f"it cannot be read ({error})", "name a folder that plsc export wrote") from error
-    if about.get("format") != _FORMAT or about.get("version") != _VERSION:
-        raise check.wrong(
-            f"its format is {about.get('format')!r}, version {about.get('version')!r}; expected {_FORMAT!r}, "
-            f"version {_VERSION}",
-            "choose another model, or update plsc",
-        )
-    check.mapping(about.get("options"), "the options")
-    return about
+    about: Any = read_record(_About, folder / MODEL_NAME, folder / MODEL_NAME, most=_MOST_BYTES)
+    return dict(about)

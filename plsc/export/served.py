@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from plsc.checkpoint.manifest import Checker
 from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
 from plsc.data.decode import ImageShape, count_pixels, decode_image
@@ -36,13 +35,13 @@ from plsc.export.folder import (
     read_about,
 )
 from plsc.export.graph import INPUT, OUTPUT, missing_package
+from plsc.storage.records import read_record
 
 if TYPE_CHECKING:
     import onnx
 
 MOST_IMAGE_BYTES = 16 * 2**20
 MOST_PIXELS = 32 * 10**6
-_LARGEST_SIDE, _LARGEST_EMBEDDING = 4096, 2**16
 _DOMAINS = ("", "ai.onnx")  # of operators: the standard ones
 _FAR = 1e-3
 _MOST_NODES, _MOST_VALUES, _MOST_OPERATIONS = 2**14, 2**31, 2**40  # the last two per image
@@ -52,7 +51,37 @@ _COMPUTED = (
     *("Add", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Identity", "Mul"),
     *("Range", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
 )
-_ADVICE = "export the model again"
+_Side = Annotated[int, (1, 4096)]
+
+
+class _Input(TypedDict):
+    shape: tuple[Any, Literal[1, 3], _Side, _Side]
+
+
+class _Output(TypedDict):
+    shape: tuple[Any, Annotated[int, (1, 2**16)]]
+
+
+class _Graph(TypedDict, total=False):
+    file: str
+    layout: Any
+    flip: Any
+
+
+class _Table(TypedDict):
+    table: dict[str, Any]
+
+
+class _Described(TypedDict):
+    input: _Input
+    output: _Output
+    fingerprint: str
+
+
+class _Served(_Described, total=False):
+    thresholds: dict[Annotated[str, r"1e(0|-\d{1,2})"], Annotated[float, (-1.01, 1.01)]]  # cosine by FAR
+    capacity: _Table
+    graph: _Graph
 
 
 def open_model(folder: str | os.PathLike[str], threads: int = 0) -> ServedModel:
@@ -85,19 +114,21 @@ class ServedModel:
             raise OptionError(f"a graph needs {missing}")
         self.folder = folder
         self.about = read_about(folder)
-        self._check = check = Checker(str(folder / MODEL_NAME))
-        self.image_shape = _image_shape(check, self.about)
-        self.emb_size = _shape(check, self.about, "output", 1, _LARGEST_EMBEDDING)[0]
-        self.thresholds = _thresholds(check, self.about)
-        self.capacity = _capacity(check, self.about)
-        self.fingerprint = check.text(check.item(self.about, "fingerprint"), "the fingerprint")
-        graph = check.mapping(self.about.get("graph", {}), "the graph")
+        held = read_record(_Served, self.about, folder / MODEL_NAME)
+        self.image_shape: ImageShape = held["input"]["shape"][1:]
+        self.emb_size = held["output"]["shape"][1]
+        found = held.get("thresholds", {}).items()
+        self.thresholds = dict(sorted((float(far), cosine) for far, cosine in found))
+        table = held["capacity"]["table"] if "capacity" in held else None
+        self.capacity = None if table is None else Capacity.from_dict(table, CheckpointError)
+        self.fingerprint: str = held["fingerprint"]
+        graph = held.get("graph", {})
         name = graph.get("file")
         if name not in (ONNX_NAME, TRITON_NAME):
-            held = repr(graph["file"]) if "file" in graph else "no graph"
-            reason = ": a .pt2 file could run code" if held == repr(TORCH_NAME) else ""
-            raise check.wrong(
-                f"it has {held:.100}, but only {ONNX_NAME} is served{reason}", "export the model to ONNX"
+            reason = ": a .pt2 file could run code" if name == TORCH_NAME else ""
+            raise CheckpointError(
+                f"{folder} has the graph {name!r:.100}, but only {ONNX_NAME} is served{reason}; export the "
+                "model to ONNX"
             )
         for what, file in (("weights", WEIGHTS_NAME), ("graph", name), ("classes", CLASSES_NAME)):
             if what != "classes" or what in self.about:
@@ -109,7 +140,9 @@ class ServedModel:
         self._session = _start(self._path, self.image_shape, threads)
         noise = np.random.default_rng(0).uniform(-1, 1, (2, *self.image_shape)).astype(np.float32)
         if not are_normalised(self._run(noise)).all():
-            raise check.wrong("an embedding of the graph does not have norm 1", "choose another precision")
+            raise CheckpointError(
+                f"{self._path}: an embedding of the graph does not have norm 1; choose another precision"
+            )
 
     @property
     def default_far(self) -> float | None:
@@ -149,21 +182,21 @@ class ServedModel:
         Raises CheckpointError if the model was exported without them.
         """
         if "classes" not in self.about:
-            raise self._check.wrong("it has no class weights", "export the model with --classes")
-        check = Checker(str(self.folder / CLASSES_NAME))
+            raise CheckpointError(f"{self.folder} has no class weights; export the model with --classes")
+        file = self.folder / CLASSES_NAME
         try:
-            held = load_file(self.folder / CLASSES_NAME)
+            held = load_file(file)
         except (SafetensorError, OSError) as error:
-            raise check.wrong(f"it cannot be read ({error})", _ADVICE) from error
+            raise CheckpointError(f"{file}: it cannot be read ({error})") from error
         weight, text, ends = (held.get(name) for name in ("weight", "names.bytes", "names.ends"))
         if weight is None or weight.dtype != torch.float32 or weight.shape[1:] != (self.emb_size,):
-            raise check.wrong(f"it has no float32 weight [classes, {self.emb_size}]", _ADVICE)
+            raise CheckpointError(f"{file}: it has no float32 weight [classes, {self.emb_size}]")
         if text is None or ends is None:
             return weight.numpy(), None
         is_sound = (text.dtype, ends.dtype) == (torch.uint8, torch.int64) and ends.shape == weight.shape[:1]
         bounds = [0, *ends.tolist(), len(text)] if is_sound else [1, 0]
         if bounds != sorted(bounds):
-            raise check.wrong("its class names are damaged", _ADVICE)
+            raise CheckpointError(f"{file}: its class names are damaged")
         return weight.numpy(), ClassNames(text.numpy(), ends.numpy())
 
     def thumbnail(self, number: int) -> Path | None:
@@ -185,13 +218,12 @@ class ServedModel:
             found: np.ndarray = self._session.run([OUTPUT], {INPUT: given})[0]
         except Exception as error:  # onnxruntime has an exception class per status code
             raise CheckpointError(
-                f"{self._path} fails on {len(images)} images: {str(error)[:300]}; {_ADVICE}"
+                f"{self._path} fails on {len(images)} images: {str(error)[:300]}"
             ) from error
         if found.shape != (len(images), self.emb_size) or found.dtype != np.float32:
-            raise self._check.wrong(
-                f"the graph returns {found.dtype} {list(found.shape)} for {len(images)} images; expected "
-                f"float32 {[len(images), self.emb_size]}",
-                _ADVICE,
+            raise CheckpointError(
+                f"{self._path} returns {found.dtype} {list(found.shape)} for {len(images)} images; expected "
+                f"float32 {[len(images), self.emb_size]}"
             )
         return found
 
@@ -202,58 +234,18 @@ def are_normalised(vectors: np.ndarray) -> np.ndarray:
     return (np.abs(np.sqrt(squares) - 1) <= 1e-3) | (squares == 0)
 
 
-def _image_shape(check: Checker, about: dict[str, Any]) -> ImageShape:
-    channels, height, width = _shape(check, about, "input", 3, _LARGEST_SIDE)
-    if channels not in (1, 3):
-        raise check.wrong(f"the input has {channels} channels; expected 1 or 3", _ADVICE)
-    return channels, height, width
-
-
-def _shape(check: Checker, about: dict[str, Any], what: str, sides: int, largest: int) -> list[int]:
-    """Return the shape of the input or output without the batch."""
-    held = check.listing(
-        check.mapping(about.get(what), f"the {what}").get("shape"), f"the shape of the {what}"
-    )
-    shape = check.integers(held[1:], f"the shape of the {what}")
-    if len(shape) != sides or not all(1 <= side <= largest for side in shape):
-        raise check.wrong(f"the {what} has the shape {held!s:.100}; expected {sides + 1} sizes", _ADVICE)
-    return shape
-
-
-def _thresholds(check: Checker, about: dict[str, Any]) -> dict[float, float]:
-    held = check.mapping(about.get("thresholds", {}), "the thresholds")
-    try:
-        found = {float(far): float(cosine) for far, cosine in held.items()}
-    except (TypeError, ValueError, OverflowError):
-        raise check.wrong("the thresholds are not numbers", _ADVICE) from None
-    if not all(0 < far <= 1 and -1.01 <= cosine <= 1.01 for far, cosine in found.items()):
-        raise check.wrong("a threshold is not a cosine of a FAR", _ADVICE)
-    return dict(sorted(found.items()))
-
-
-def _capacity(check: Checker, about: dict[str, Any]) -> Capacity | None:
-    if "capacity" not in about:
-        return None
-    held = check.mapping(about["capacity"], "the capacity")
-    try:
-        return Capacity.from_dict(check.mapping(held.get("table"), "the capacity table"))
-    except DataError as error:
-        raise check.wrong(str(error), _ADVICE) from error
-
-
 def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     """Return the onnxruntime session of a graph, after checking what it reads and how much it computes."""
     import onnx
     import onnxruntime
 
-    check = Checker(str(path))
     data = path.read_bytes()
     try:
         model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf raises several kinds
-        raise check.wrong(f"it is not an ONNX file ({str(error)[:200]})", _ADVICE) from error
-    _check_graph(check, model)
-    _check_work(check, model, image_shape)
+        raise CheckpointError(f"{path} is not an ONNX file ({str(error)[:200]})") from error
+    _check_graph(path, model)
+    _check_work(path, model, image_shape)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -265,16 +257,16 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     try:
         session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise check.wrong(f"onnxruntime cannot load it: {str(error)[:300]}", _ADVICE) from error
+        raise CheckpointError(f"onnxruntime cannot load {path}: {str(error)[:300]}") from error
     names = [[one.name for one in side] for side in (session.get_inputs(), session.get_outputs())]
     if names != [[INPUT], [OUTPUT]]:
-        raise check.wrong(
-            f"its inputs and outputs are {names!s:.200}; expected {INPUT} and {OUTPUT}", _ADVICE
+        raise CheckpointError(
+            f"{path}: its inputs and outputs are {names!s:.200}; expected {INPUT} and {OUTPUT}"
         )
     return session
 
 
-def _check_graph(check: Checker, model: onnx.ModelProto) -> None:
+def _check_graph(path: Path, model: onnx.ModelProto) -> None:
     """Raise CheckpointError unless a graph has only standard operators, no control flow and all its data."""
     attributes = [attribute for node in model.graph.node for attribute in node.attribute]
     tensors = [*model.graph.initializer, *(one.t for one in attributes)]
@@ -291,10 +283,10 @@ def _check_graph(check: Checker, model: onnx.ModelProto) -> None:
         (model.graph.sparse_initializer or model.functions, "it has functions or sparse tensors"),
     ):
         if is_wrong:
-            raise check.wrong(f"{what}, which plsc does not write", _ADVICE)
+            raise CheckpointError(f"{path}: {what}, which plsc does not write")
 
 
-def _check_work(check: Checker, model: onnx.ModelProto, image_shape: ImageShape) -> None:
+def _check_work(path: Path, model: onnx.ModelProto, image_shape: ImageShape) -> None:
     """Raise CheckpointError unless an image needs a known and limited number of values and operations.
 
     Values are those of all tensors; operations are values read or written, and multiplications.
@@ -325,7 +317,7 @@ def _check_work(check: Checker, model: onnx.ModelProto, image_shape: ImageShape)
             if is_known and node.op_type in _COMPUTED and written <= _SMALL:
                 known |= _computed(node, dict(zip(names, shapes, strict=True)), data, opsets[0].version)
         except Exception as error:  # onnx raises several kinds
-            raise check.wrong(f"its node {node.name!r:.100}: {str(error)[:200]}", _ADVICE) from error
+            raise CheckpointError(f"{path}: its node {node.name!r:.100}: {str(error)[:200]}") from error
 
 
 def _known_shape(about: onnx.TypeProto) -> list[int]:

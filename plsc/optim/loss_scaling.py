@@ -84,12 +84,12 @@ class LossScaler:
         """Return the state for a checkpoint, as plain JSON values."""
         return {"scale": self.scale, **{name: getattr(self, name) for name in COUNTS}}
 
-    def load(self, scale: float, counts: dict[str, int]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Restore the values of `state`; a scale that is not dynamic keeps the value of the options."""
         if self.is_dynamic:
-            self.scale = min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
+            self.scale = min(max(state["scale"], LOWEST_SCALE), HIGHEST_SCALE)
         for name in COUNTS:
-            setattr(self, name, counts[name])
+            setattr(self, name, state[name])
         # A run may resume with smaller periods than it had.
         self.finite = min(self.finite, self.incr_every - 1)
         self.overflowed = min(self.overflowed, self.decr_every - 1)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from plsc.checkpoint import Manifest, ShardedTensor, load_tensors
 from plsc.checkpoint.load import missing_weights
-from plsc.checkpoint.manifest import CLASS_WEIGHTS, Checker, Role
+from plsc.checkpoint.manifest import CLASS_WEIGHTS, Role
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options
 from plsc.config.head import sample_ratios
-from plsc.errors import OptionError, refusing
+from plsc.errors import CheckpointError, OptionError, refusing
 from plsc.heads import (
     MARGINS,
     ROW_OPTIMIZERS,
@@ -144,7 +144,7 @@ def load_head(path: Path, manifest: Manifest, world: World) -> Head:
     if weight is None:
         raise missing_weights(path, manifest)
     if len(weight.shape) not in (2, 3):
-        raise Checker(str(path)).wrong("its class weights are damaged")
+        raise CheckpointError(f"{path}: its class weights are damaged")
     wanted = Options()
     wanted.set("head.class_margins", None)  # only for training; may name a file
     options = wanted.resolve({"head": manifest.options.get("head")})  # other options may name code

@@ -46,8 +46,7 @@ def check_unseen(place: str, names: ClassNames | None, checkpoint: OpenedCheckpo
     place: of the dataset, as messages show it.
     """
     path, manifest = checkpoint
-    data = manifest.options.get("data")
-    trained_place = data.get("dataset_dir") if isinstance(data, dict) else None
+    trained_place = manifest.options.get("data", {}).get("dataset_dir")
     if names is None and isinstance(trained_place, str) and place == shown(trained_place):
         raise DataError(f"the classes of {place} were trained; choose images of other classes")
     for head in manifest.heads:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.manifest import Checker
 
 
 @dataclass
@@ -51,10 +50,10 @@ class Length:
         """Return the length of a new run, or of one that resumes a checkpoint."""
         if checkpoint is None:
             return Length(0, 0, per_epoch)
-        manifest, check = checkpoint[1], Checker(str(checkpoint[0]))
+        manifest = checkpoint[1]
         if per_epoch is not None and manifest.scalars.get("steps_per_epoch") == per_epoch:
             step, epoch = (manifest.scalars.get(f"length_{name}", 0) for name in ("step", "epoch"))
-            return Length(check.integer(step, "length_step"), check.integer(epoch, "length_epoch"), per_epoch)
+            return Length(step, epoch, per_epoch)
         if per_epoch is not None and manifest.step_in_epoch >= per_epoch:  # a limit is used up
             return Length(manifest.step, manifest.epoch + 1, per_epoch)
         return Length(manifest.step - manifest.step_in_epoch, manifest.epoch, per_epoch)

@@ -12,7 +12,7 @@ import torch
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.importers.matching import shorten
 from plsc.checkpoint.load import check_files
-from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, Checker
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS
 from plsc.config import Config, Options
 from plsc.config.options import CHECKPOINT
 from plsc.errors import CheckpointError, OptionError
@@ -53,7 +53,7 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     size per rank, the global batch size must be the same. Raises OptionError if it is not, CheckpointError
     for a damaged manifest.
     """
-    saved = Checker(str(path)).integer(manifest.scalars.get("global_batch"), "the global batch")
+    saved: int = manifest.scalars.get("global_batch", 0)
     if saved < ranks:
         raise OptionError(
             f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer ranks"
@@ -68,9 +68,8 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     product = train.batch_size * ranks
     if product == saved:
         return options
-    before = manifest.options.get("train", {})
-    is_the_same = isinstance(before, dict) and before.get("batch_size") == train.batch_size
-    if "train.batch_size" in options.explicit and not is_the_same:
+    before = manifest.options.get("train", {}).get("batch_size")
+    if "train.batch_size" in options.explicit and before != train.batch_size:
         raise OptionError(
             f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} is a global batch of "
             f"{product}, but {path} was trained with {saved}, which a resumed run keeps; remove the option"

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.manifest import Checker
 from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
 from plsc.config.option import importable, name_of, shown_value
@@ -71,8 +70,8 @@ def load_with_config(
     place = os.fspath(checkpoint)
     folder = fetch(place, world) if is_url(place) else Path(place)
     manifest = None if (folder / MODEL_NAME).is_file() else open_checkpoint(folder)
-    saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model")
-    name = saved.get("name") if isinstance(saved, dict) else None
+    saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model", {})
+    name = saved.get("name")
     if model is None and isinstance(name, str) and ":" in name:
         reference, hint = importable(name)
         named = shown_value(reference)
@@ -93,7 +92,7 @@ def read_model(
 
     custom: a custom network to load the weights into. Raises CheckpointError for a damaged folder.
     """
-    about, check = read_about(folder), Checker(str(folder / MODEL_NAME))
+    about = read_about(folder)
     config = options.resolve(about["options"], "model")
     if not isinstance(custom, BaseModel) and ":" in config.model.name:
         config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
@@ -103,8 +102,9 @@ def read_model(
         network.load_state_dict(load_file(folder / WEIGHTS_NAME))
     except (SafetensorError, RuntimeError) as error:
         first = str(error).splitlines()[-1].strip()
-        raise check.wrong(
-            f"the weights do not fit {type(network).__name__}: {first}", "pass the network that was trained"
+        raise CheckpointError(
+            f"{folder}: the weights do not fit {type(network).__name__}: {first}; pass the network that was "
+            "trained"
         ) from error
     return network, config
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.checkpoint.manifest import OPTIMIZER, Checker, Role
+from plsc.checkpoint.manifest import OPTIMIZER, Role
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.errors import CheckpointError, kind_and_line
 from plsc.optim.optimizers import FULL_RATE, has_own_state_dict
@@ -113,9 +113,6 @@ def restore_rest(run: Run, scalars: dict[str, Any], tensors: dict[str, Tensor]) 
         run.world.device,
         lambda name, key: states[key][1][name] if name else named[key],
     )
-    check = Checker("the checkpoint")
-    for one in (attributes, own, *check.listing(groups, GROUPS)):
-        check.mapping(one, what)
     if len(groups) not in (0, len(optimizer.param_groups)):
         raise CheckpointError(
             f"{what} was saved with {len(groups)} parameter groups, but this run has "

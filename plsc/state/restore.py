@@ -15,7 +15,6 @@ from plsc.checkpoint.manifest import (
     BACKBONE,
     CALLBACK,
     OPTIMIZER,
-    Checker,
     Role,
 )
 from plsc.checkpoint.save import info_of
@@ -23,7 +22,6 @@ from plsc.config.option import shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import ShardedHead
-from plsc.optim.loss_scaling import COUNTS, LossScaler
 from plsc.optim.optimizers import describe_implementation
 from plsc.run.run import Run, global_batch_size
 from plsc.state.optimizer import restore_rest
@@ -45,7 +43,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     """
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
-    numbers = Checker(str(path)).mapping(scalars.get("optimizer_numbers", {}), "the optimizer's numbers")
+    numbers = scalars.get("optimizer_numbers", {})
     make_state(run.network, run.head, run.optimizer, manifest.tensors, numbers)
     tensors = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     fresh = {
@@ -71,15 +69,14 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.head.step = manifest.step  # seeds sampling and rounding
         run.head.computed_by = run.head.resumed_from = manifest.head.computed_by
     _restore_position(run, path, manifest)
-    if run.scaler is not None and scalars.get("loss_scaling") is not None:
-        restore_scaler(run.scaler, scalars["loss_scaling"], Checker(str(path)))
-    values = Checker(str(path)).mapping(scalars.get("callbacks", {}), "the state of callbacks")
+    if run.scaler is not None and (scale := scalars.get("loss_scaling")) is not None:
+        run.scaler.load(scale)
     others = _other_tensors(run, path, manifest, of_callbacks)
-    run.callbacks.load_state(values, {**others, **of_callbacks})
+    run.callbacks.load_state(scalars.get("callbacks", {}), {**others, **of_callbacks})
     length = scalars.get("steps_per_epoch")
     loader = run.data.loader
     if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
-        loader.expect_steps(Checker(str(path)).integer(length, "the steps of an epoch"))
+        loader.expect_steps(length)
     if ":" in run.options.optim.optimizer:
         restore_rest(run, scalars, {role.name: one for role, one in others.items() if role.kind == OPTIMIZER})
     if extra := {role.name: one for role, one in others.items() if role.kind == BACKBONE}:
@@ -120,10 +117,9 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
 
 
 def _restore_position(run: Run, path: Path, manifest: Manifest) -> None:
-    check, position = Checker(str(path)), run.position
-    updates = check.integer(manifest.scalars.get("updates", manifest.step), "the count of updates")
+    position, updates = run.position, manifest.scalars.get("updates", manifest.step)
     if updates > manifest.step:
-        raise check.wrong(f"it counts {updates} updates in {manifest.step} steps")
+        raise CheckpointError(f"{path} counts {updates} updates in {manifest.step} steps")
     position.step, position.updates = manifest.step, updates
     position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
 
@@ -168,8 +164,7 @@ def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
         before, here = saved.get(name), own.get(name)
         if before == here or _is_extra(Role(BACKBONE, name)):
             continue
-        model = manifest.options.get("model")
-        networks = (model.get("name") if isinstance(model, dict) else None, run.options.model.name)
+        networks = (manifest.options.get("model", {}).get("name"), run.options.model.name)
         theirs, mine = (f"network {shown_value(network)}" for network in networks)
         if networks[0] == networks[1]:
             theirs, mine = (
@@ -180,13 +175,3 @@ def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
             f"{path} was saved with {theirs}, but this run has {mine}; use the saved network to resume, or "
             "load only the weights that fit with set_pretrained()"
         )
-
-
-def restore_scaler(scaler: LossScaler, saved: object, check: Checker) -> None:
-    """Restore the loss scale from a checkpoint. Raises CheckpointError if its state is damaged."""
-    values = check.mapping(saved, "the state of the loss scaling")
-    scale = values.get("scale")
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale < 2**53:
-        raise check.wrong(f"the loss scale is {str(scale)[:80]}, expected a number of at least 1")
-    counts = {name: check.integer(check.item(values, name), f"{name} of the loss scaling") for name in COUNTS}
-    scaler.load(float(scale), counts)

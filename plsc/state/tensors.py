@@ -17,7 +17,6 @@ from plsc.checkpoint.manifest import (
     CLASS_WEIGHTS,
     OPTIMIZER,
     STATISTICS,
-    Checker,
     Role,
     TensorInfo,
 )
@@ -106,7 +105,7 @@ def make_state(
     tensors: all tensors of the checkpoint; only those of the optimizer are used. Raises CheckpointError for
     state of an unknown parameter, state that is too large, or state that the torch optimizer does not keep.
     """
-    named, check = named_parameters(network, head), Checker("the checkpoint")
+    named = named_parameters(network, head)
     expected = ExpectedStates(optimizer)
     saved: dict[str, dict[str, TensorInfo]] = {name: {} for name in numbers}
     for info in tensors.values():
@@ -128,7 +127,6 @@ def make_state(
             for state, info in infos.items()
         }
         values = decode(numbers.get(name, {}), own)
-        values = check.mapping(values, f"the optimizer's numbers of {name}")
         for state, value in [*values.items(), *own.items()]:
             if state in wanted:
                 _check_state(Role(OPTIMIZER, state, name).key, wanted[state], value)

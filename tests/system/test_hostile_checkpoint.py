@@ -133,7 +133,7 @@ CASES = {
         "train", {"train": {"batch_size": 10**12}}, "train.batch_size is 1000000000000; expected"
     ),
     "a message moves the cursor": (
-        "train", {"plsc_version": "\x1b[2J"}, "manifest.json contains control characters"
+        "train", {"plsc_version": "\x1b[2J"}, "contains control characters"
     ),
     "a batch is 16 million images": (
         "train", {"train": {"batch_size": 2**24}, "scalars": {"global_batch": 2**24}},

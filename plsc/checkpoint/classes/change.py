@@ -208,8 +208,7 @@ def _seed(manifest: Manifest) -> int:
 def _option(manifest: Manifest, path: str) -> Any:
     """Return an option of the saved run; the default if the checkpoint does not have it."""
     group, name = path.split(".")
-    values, option = manifest.options.get(group), find_option(path)
-    value = values.get(name) if isinstance(values, dict) else None
+    value, option = manifest.options.get(group, {}).get(name), find_option(path)
     return option.default if value is None else option.saved(value)
 
 
