@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -31,16 +31,46 @@ from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, checksum_of
 from plsc.parallel.world import World
 from plsc.state.find import open_checkpoint
 from plsc.storage.publish import HIDDEN, replacing
-from plsc.storage.regular import read_json
+from plsc.storage.records import Size, Text, read_record
 from plsc.storage.urls import is_url
 
 INDEX_NAME = "_index.json"  # readers of Parquet folders skip names with an underscore
 FORMAT, VERSION = "plsc-embeddings", 1
 NAMES = "names"
-_DTYPES = ("float32", "int64")
 _MOST_INDEX, _MOST_FILE, _MOST_SHARD, _MOST_AXES = 2**28, 2**33, 2**31, 32  # bytes; axes of a column
 _SHARD = re.compile(r"(\d{5,})-([0-9a-f]{8})\.(npy|parquet)")
 Columns = Mapping[str, np.ndarray]
+
+
+class _Index(TypedDict):
+    format: Literal["plsc-embeddings"]
+    version: Literal[1]
+
+
+class _Column(TypedDict):
+    dtype: Literal["float32", "int64", "object"]
+    shape: list[Annotated[int, (0, 2**40)]]
+
+
+class _Shard(TypedDict):
+    file: Annotated[str, _SHARD.pattern]
+    rows: Size
+
+
+class _Model(TypedDict):
+    checkpoint: Any
+    step: Any
+    name: Any
+    weights: Text
+
+
+class _Complete(TypedDict):
+    complete: Literal[True]
+    model: _Model
+    input: dict[str, Any]
+    columns: dict[str, _Column]
+    count: Annotated[int, (0, 2**40)]
+    shards: list[_Shard]
 
 
 def open_embeddings(
@@ -77,11 +107,8 @@ class Embeddings:
         self.index = read_index(folder)
         if self.index.get("complete") is False:
             raise DataError(f"{folder} is incomplete; run the same predict again, which resumes")
-        try:
-            is_sound = _is_sound(self.index, {path.name for path in folder.iterdir()})
-        except (LookupError, TypeError, ValueError, AttributeError):
-            is_sound = False
-        if not is_sound:
+        index = read_record(_Complete, self.index, folder / INDEX_NAME, DataError)
+        if not _is_sound(index, {path.name for path in folder.iterdir()}):
             raise DataError(f"{folder / INDEX_NAME} is damaged, or names missing shards; predict again")
         self.intact: set[Path] = set()  # shards whose checksums were compared
 
@@ -182,41 +209,20 @@ class Column:
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the contents of ``_index.json``. Raises DataError if it is missing or of another format."""
-    try:
-        index = read_json(folder / INDEX_NAME, _MOST_INDEX, folder)
-    except ValueError as error:
-        raise DataError(
-            f"{folder} has no {INDEX_NAME} of predict ({error}); choose another folder"
-        ) from error
-    if not isinstance(index, dict) or (index.get("format"), index.get("version")) != (FORMAT, VERSION):
-        raise DataError(
-            f"{folder / INDEX_NAME} is not an index of {FORMAT}, version {VERSION}; choose another folder"
-        )
-    return index
+    return dict(read_record(_Index, folder / INDEX_NAME, folder / INDEX_NAME, DataError, _MOST_INDEX))
 
 
-def _is_sound(index: dict[str, Any], names: set[str]) -> bool:
-    """Return whether the parts of a complete index agree; names: of the files in the folder.
-
-    Raises LookupError, TypeError, ValueError or AttributeError if a part is missing or of another type.
-    """
-    columns, shards, model = index["columns"], index["shards"], index["model"]
+def _is_sound(index: _Complete, names: set[str]) -> bool:
+    """Return whether the parts of a complete index agree; names: of the files in the folder."""
+    columns, shards = index["columns"], index["shards"]
     shapes = [about["shape"] for about in columns.values()]
-    numbers = [index["count"], *(shard["rows"] for shard in shards), *itertools.chain(*shapes)]
-    if (
-        not all(type(number) is int and 0 <= number < 2**40 for number in numbers)
-        or max(map(len, shapes)) > _MOST_AXES
-    ):
+    if max(map(len, shapes), default=0) > _MOST_AXES:
         return False
     row = 8 * sum(map(math.prod, shapes))
-    order = [int(_SHARD.fullmatch(shard["file"])[1]) for shard in shards]  # type: ignore[index]
+    order = [int(shard["file"].partition("-")[0]) for shard in shards]
     return (
-        index["complete"] is True
-        and {"checkpoint", "step", "name"} <= model.keys()
-        and isinstance(model["weights"], str)
-        and isinstance(index["input"], dict)
-        and columns[NAMES] == {"dtype": "object", "shape": []}
-        and all(name == NAMES or about["dtype"] in _DTYPES for name, about in columns.items())
+        columns.get(NAMES) == {"dtype": "object", "shape": []}
+        and all(name == NAMES or about["dtype"] != "object" for name, about in columns.items())
         and all(shard["file"] in names and 0 < shard["rows"] * row <= _MOST_SHARD for shard in shards)
         and all(first < second for first, second in itertools.pairwise(order))  # empty ones are left out
         and sum(shard["rows"] for shard in shards) == index["count"]

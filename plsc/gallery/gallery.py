@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
 
+from plsc.checkpoint.manifest import FileInfo
 from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write_shard
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, check_name, suggest
@@ -21,15 +21,25 @@ from plsc.export.served import are_normalised
 from plsc.gallery.store import Found, New
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
 from plsc.storage.publish import publishing_folder
-from plsc.storage.regular import read_json
+from plsc.storage.records import Size, read_record
 
 ABOUT_NAME, VECTORS_NAME = "gallery.json", "gallery.safetensors"
-_FORMAT, _VERSION = "plsc-gallery", 1
 _NAMES = {"names": "uint8", "name_ends": "int64"}
 _MOST_BYTES = 2**20  # of gallery.json
 _ROWS = 8192  # vectors processed at a time
 _CHECKED = 256  # vectors whose norms are checked at a time: few fit the cache of a core
 _QUERIES = 256  # queries searched at a time
+
+
+class _About(TypedDict):
+    format: Literal["plsc-gallery"]
+    version: Literal[1]
+    model: Annotated[str, r"\S*"]  # in a store, a blank ends it
+    kind: Annotated[str, "|".join(KINDS)]
+    count: Size
+    size: Size
+    centers: Size
+    file: FileInfo
 
 
 class Gallery:
@@ -190,8 +200,8 @@ def write_gallery(
             temporary.chmod(0o300 | mode | (mode & 0o444) >> 2)
         entries = [Entry(name, dtypes[name], shapes[name], 0, _as_bytes(tensors[name])) for name in tensors]
         about = {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": "plsc-gallery",
+            "version": 1,
             "model": model,
             "kind": kind,
             "count": count,
@@ -221,7 +231,9 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
         CheckpointError: it was made with another network.
     """
     path = Path(folder)
-    about = _read_about(path / ABOUT_NAME)
+    about = read_record(_About, path / ABOUT_NAME, path / ABOUT_NAME, DataError, _MOST_BYTES)
+    if about["count"] % about["centers"]:
+        raise _wrong(path / ABOUT_NAME, "its count is not that of its centers")
     if model is not None and about["model"] != model:
         raise CheckpointError(
             f"{path} was made with another network (weights {about['model']:.16}, not {model:.16}); use that "
@@ -244,7 +256,7 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     return Gallery(vectors, names, about)
 
 
-def _check_file(file: Path, expected: Mapping[str, Any], vectors: Float32 | Int8, rows: Part) -> None:
+def _check_file(file: Path, expected: FileInfo, vectors: Float32 | Int8, rows: Part) -> None:
     """Raise ValueError unless the file has the checksum and all vectors norm 1, or 0; reads the file once.
 
     rows: where the last values of each vector are.
@@ -262,27 +274,10 @@ def _check_file(file: Path, expected: Mapping[str, Any], vectors: Float32 | Int8
             failed = ~are_normalised(vectors.decode(slice(low, checked), np.float32))
             wrong = low + int(np.argmax(failed)) if failed.any() else None
 
-    if asdict(checksum(file, expected["bytes"], check_norms)) != expected:
+    if checksum(file, expected.bytes, check_norms) != expected:
         raise ValueError("its size or checksum differs from that in gallery.json")
     if wrong is not None:
         raise ValueError(f"vector {wrong} does not have norm 1")
-
-
-def _read_about(file: Path) -> dict[str, Any]:
-    """Return the contents of gallery.json. Raises DataError if it is not the description of a gallery."""
-    try:
-        about = read_json(file, _MOST_BYTES, file.parent)
-    except ValueError as error:
-        raise DataError(f"{file} cannot be read ({error}); choose the folder of a gallery") from error
-    known = isinstance(about, dict) and (about.get("format"), about.get("version")) == (_FORMAT, _VERSION)
-    is_described = known and isinstance(about.get("file"), dict) and type(about["file"].get("bytes")) is int
-    model = about.get("model") if is_described and str(about.get("kind")) in KINDS else None
-    if not isinstance(model, str) or not re.fullmatch(r"\S*", model):
-        raise _wrong(file, f"it is not the description of a {_FORMAT}, version {_VERSION}")
-    numbers = [about.get(name) for name in ("count", "size", "centers")]
-    if not all(type(one) is int and 0 < one < 2**40 for one in numbers) or numbers[0] % numbers[2]:
-        raise _wrong(file, "its count, size or centers is no valid number")
-    return about
 
 
 def _mapped(file: Path, part: Part | None, dtype: str, shape: tuple[int, ...] | None) -> np.ndarray:
