@@ -39,7 +39,8 @@ from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
 from plsc.storage.publish import FolderLock, sync
-from plsc.storage.regular import check_inside, open_regular, parse_json, read_regular
+from plsc.storage.records import read_record
+from plsc.storage.regular import check_inside, open_regular
 
 _FORMAT = 2  # the only one that is read: nothing was released before it
 _LARGEST_HEADER = 2**20  # bytes
@@ -471,17 +472,9 @@ class WeightsFile:
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
-    try:
-        header = parse_json(read_regular(folder / "header.json", _LARGEST_HEADER, folder))
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} has no class weights: header.json: {error.strerror}; expected the folder that was "
-            "head.weights_file, with the files of all ranks"
-        ) from error
-    except (ValueError, RecursionError):
-        header = None
-    is_intact = isinstance(header, dict) and header.pop("crc32", None) == _checksum(header)
-    if not is_intact or header.get("format") != _FORMAT:
+    where = f"{folder / 'header.json'}, the description of class weights,"
+    header = read_record(dict[str, Any], folder / "header.json", where, most=_LARGEST_HEADER)
+    if header.pop("crc32", None) != _checksum(header) or header.get("format") != _FORMAT:
         text = f"is not the header of class weights in format {_FORMAT} (the only one read), or is damaged"
         raise damaged(folder, "header.json", text)
     return header

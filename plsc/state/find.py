@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Collection
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, TypedDict
 
 from plsc.checkpoint import Manifest, list_checkpoints, read_manifest
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
@@ -19,12 +19,16 @@ from plsc.parallel.world import World
 from plsc.run.classes import OpenedCheckpoint
 from plsc.state.folders import VERSION_NAME, RunFolder, list_run_folders, version_number
 from plsc.storage.publish import lock_note
-from plsc.storage.regular import parse_json
+from plsc.storage.records import read_record
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url, join, shown
 
 LAST, BEST = "last", "best"  # checkpoints of save_dir, instead of a path
 _LARGEST_BEST = 2**16  # bytes
+
+
+class _Best(TypedDict):
+    path: Annotated[str, r"(.*/)?(?!\.\.?$)[^/\0-\x1f]+"]
 
 
 def open_load_dir(options: Options | Config, world: World) -> OpenedCheckpoint:
@@ -213,15 +217,5 @@ def _name_of_best(stores: list[Store]) -> str:
         raise CheckpointError(
             f"{where} does not exist, so the best checkpoint is unknown; set the path of a checkpoint"
         )
-    try:
-        content: Any = parse_json(data)
-    except (ValueError, RecursionError):
-        content = None
-    named = content.get("path") if isinstance(content, dict) else None
     # Use only the last part: the folder may have moved, and paths outside of it are not allowed.
-    name = PurePath(named).name if isinstance(named, str) else ""
-    if not name or name == "..":
-        raise CheckpointError(
-            f"{where} is damaged: expected the name of a checkpoint as its path; set the path of a checkpoint"
-        )
-    return name
+    return PurePath(read_record(_Best, data, where)["path"]).name

@@ -22,10 +22,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 from plsc.errors import DataError, PlscError
-from plsc.storage.regular import read_json
+from plsc.storage.records import Text, read_record
 from plsc.storage.retry import reason_of, with_retries
 from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, shown
 
@@ -111,14 +111,22 @@ class FolderLock:
             self._descriptor = -1
 
 
+class _Holder(TypedDict):
+    pid: int
+    host: Text
+
+
+class _Note(_Holder, total=False):
+    launches: list[str]
+
+
 def lock_note(folder: Path) -> dict[str, Any]:
     """Return what the last lock holder stored: host, pid and launches; empty if unknown."""
     try:
-        note = read_json(folder / _LOCK_NAME, 2**24, folder)
-        launches = [str(one) for one in note.get("launches", [])]
-        return {"pid": int(note["pid"]), "host": ascii(str(note["host"]))[1:-1][:100], "launches": launches}
-    except Exception:  # the file may hold anything
+        note = read_record(_Note, folder / _LOCK_NAME, _LOCK_NAME, DataError, 2**24)
+    except DataError:  # the file may hold anything
         return {}
+    return {"launches": [], **note, "host": ascii(note["host"])[1:-1][:100]}
 
 
 # Files and folders that commands write.

@@ -68,14 +68,6 @@ def without_mark(text: bytes, place: str) -> bytes:
     return text.removeprefix(b"\xef\xbb\xbf")
 
 
-def read_json(path: AnyPath, limit: int, folder: AnyPath) -> Any:
-    """Return the content of a JSON file as `read_regular`. Raises ValueError with the reason if it cannot."""
-    try:
-        return parse_json(read_regular(path, limit, folder))
-    except (OSError, RecursionError) as error:
-        raise ValueError(getattr(error, "strerror", None) or error) from error
-
-
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError also for NaN, Infinity and a repeated name."""
     return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)

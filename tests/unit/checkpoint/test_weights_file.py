@@ -213,7 +213,7 @@ def spoil_size(head):
 
 def spoil_header(head):
     (head.file.folder / "header.json").write_text("[" * 10**5)
-    return mark_of(2, "run"), CheckpointError, "header.json is not the header of class weights"
+    return mark_of(2, "run"), CheckpointError, "header.json"
 
 
 def change_header(head, **changes):
