@@ -9,6 +9,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections import deque
@@ -25,7 +26,8 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from plsc.errors import DataError
+from plsc.errors import DataError, OptionError, refusing
+from plsc.inputs import map_tensors
 
 logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
@@ -34,6 +36,7 @@ Result = TypeVar("Result")
 AHEAD_PER_THREAD = 2
 THREAD_NAME = "plsc-data"
 SECONDS_TO_WARNING, SECONDS_TO_ERROR = 60, 1800  # without a result of a worker process
+_SHARED_MEMORY = "/dev/shm"  # where torch passes tensors between processes
 _SECONDS_TO_POLL = 5  # as torch polls for dead workers
 
 
@@ -146,9 +149,14 @@ class _Results(Queue):
         if isinstance(result, ExceptionWrapper):  # of a type that cannot be pickled
             result.exc_type, failure = RuntimeError, result
         if os.strerror(errno.ENOSPC) in str(error):
+            sizes: list[int] = []
+            images: Any = getattr(result, "images", result)
+            map_tensors(lambda one: sizes.append(getattr(one, "nbytes", 0)), images)
+            disk = shutil.disk_usage(_SHARED_MEMORY)
             failure = DataError(
-                "/dev/shm, by which torch passes batches between processes, is full; enlarge it, as by "
-                "docker run --shm-size=8g, or use fewer workers or set_num_workers(0)"
+                f"{_SHARED_MEMORY} is full: a batch has {sum(sizes) / 1e6:,.1f} MB, and "
+                f"{disk.free / 1e6:,.1f} of {disk.total / 1e6:,.1f} MB are free; enlarge it, as by docker "
+                "run --shm-size=8g, or use fewer workers or set_num_workers(0)"
             )
         self.put((number, failure))
 
@@ -198,15 +206,25 @@ class _Stream(IterableDataset[Any]):
 
 def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
     try:
-        with _starting_workers():
+        # The start methods spawn and forkserver (the default from Python 3.14) pickle the work.
+        advice = "set_num_workers(0) needs none; else define functions at the top level of a module"
+        with refusing("cannot start data worker processes", advice), _starting_workers():
             results = iter(loader)
         while (result := _next_of(results)) is not _END:
             if isinstance(result, DataError):
                 raise result
             yield result
-    except Exception:
+    except Exception as error:
         _end_workers(loader)
-        raise
+        if str(error).endswith("daemonic processes are not allowed to have children\n"):
+            raise OptionError("a data worker process cannot start others: set_num_workers(0)") from error
+        if not _is_death_of_worker(error, loader.num_workers):
+            raise
+        reason = str(error).split("\n", 1)[0] or "it closed its connection"
+        remedy, method = "if memory ran out, lower num_workers", multiprocessing.get_start_method()
+        if method != "fork":  # a worker imports the script
+            remedy += f'; with the start method {method}, a script needs if __name__ == "__main__":'
+        raise DataError(f"a data worker process died ({reason}); {remedy}") from error
 
 
 def _next_of(results: Any) -> Any:
@@ -250,6 +268,14 @@ def _end_workers(loader: DataLoader[Any]) -> None:
     iterator, loader._iterator = loader._iterator, None
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
+
+
+def _is_death_of_worker(error: Exception, num_workers: int) -> bool:
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("DataLoader worker")
+    # A broken connection; messages of exceptions in the dataset begin with "Caught".
+    is_broken = isinstance(error, (EOFError, OSError))
+    return is_broken and num_workers > 0 and not str(error).startswith("Caught ")
 
 
 def _as_it_is(result: Any) -> Any:

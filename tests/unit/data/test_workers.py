@@ -212,13 +212,20 @@ def test_a_process_that_is_slow_to_start_is_not_ended_by_its_diagnosis(tmp_path,
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_full_shared_memory_is_one_message(tmp_path, method):
+def test_full_shared_memory_is_one_message_with_its_sizes(tmp_path, method):
     last = run_script(tmp_path, "image", method, shared_memory="4m").stderr.splitlines()[-1]
     assert last.startswith("plsc.errors.DataError: /dev/shm"), last
-    assert "--shm-size" in last, last
+    assert all(word in last for word in ("3.0 MB", "4.2 MB", "--shm-size")), last
 
 
 @pytest.mark.parametrize(("work", "cause"), [("function", "Can't pickle"), ("fail", "picture is missing")])
 def test_a_result_or_an_error_that_cannot_be_sent_raises_an_error(tmp_path, work, cause):
     error = run_script(tmp_path, work, "fork").stderr
     assert cause in error.split("Caught ")[-1], error
+
+
+@pytest.mark.parametrize("what", ["lambda spawn", "lambda forkserver", "daemon fork", "parent fork"])
+def test_what_processes_cannot_do_is_one_message(tmp_path, what):
+    error = run_script(tmp_path, *what.split()).stderr
+    assert "plsc.errors.OptionError" in error.splitlines()[-1], error
+    assert "set_num_workers(0)" in error
