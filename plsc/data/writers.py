@@ -208,7 +208,8 @@ def convert(
 
     Args:
         reading: options of `open_source`.
-        broken: what to do with a sample that cannot be read: ``stop``, or ``skip`` to leave it out.
+        broken: what to do with a sample whose bytes cannot be read: ``stop``, or ``skip`` to leave it out.
+            Images are not decoded.
 
     Raises:
         DataError, OptionError: invalid data or arguments, or the destination cannot be written.

@@ -280,6 +280,15 @@ def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tm
     assert predicted(three, last) == {"a": 0, "c": 1, "b": 2}
 
 
+def test_a_class_without_images_has_no_name_in_a_tar_and_the_run_resumes(trained, tmp_path):
+    two = class_folders(trained[0], tmp_path / "two", {"a": 0, "c": 2})
+    (two / "b").mkdir()
+    _, checkpoint = train(two, tmp_path / "saved", EPOCHS)
+    assert main(["data", "convert", str(two), str(tmp_path / "two.tar")]) == 0
+    train(tmp_path / "two.tar", tmp_path / "again", EPOCHS + 1, checkpoint)
+    assert names_in(tmp_path / "again" / str(EPOCHS)) == ["a", "b", "c"]
+
+
 def predicted(folders, checkpoint):
     ins = Entry()
     ins.set_model(Plain())
