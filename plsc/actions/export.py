@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -253,14 +253,21 @@ class Exporter:
             return to_input(torch.from_numpy(pixels), "cpu").numpy()
         order = np.argsort(samples.source.labels(), kind="stable")
         numbers = order[np.linspace(0, len(order) - 1, min(count, len(order))).astype(np.int64)]
-        images = [self._decode(samples, int(number)) for number in numbers]
-        return np.concatenate([to_input(image[None], "cpu").numpy() for image in images])
+        images = [to_input(image[None], "cpu").numpy() for image in self._decoded(samples, numbers)]
+        if not images:
+            raise DataError("none of the images that the graph is compared on can be decoded")
+        return np.concatenate(images)
 
-    def _decode(self, samples: Samples, number: int) -> Tensor:
-        try:
-            return decode_image(samples.source[number][0], self.config.model.image_shape)
-        except DataError as error:
-            raise error.at(samples.source.name(number)) from error
+    def _decoded(self, samples: Samples, numbers: np.ndarray) -> Iterator[Tensor]:
+        """Yield images, without those that cannot be decoded if `data.bad_images` is ``skip``."""
+        for number in map(int, numbers):
+            try:
+                image = decode_image(samples.source[number][0], self.config.model.image_shape)
+            except DataError as error:
+                if self.config.data.bad_images != "skip":
+                    raise error.at(samples.source.name(number)) from error
+                continue
+            yield image
 
     def _write_classes(self, folder: Path) -> dict[str, Any]:
         """Write the L2-normalised class weights and the class names."""
@@ -282,15 +289,20 @@ class Exporter:
         """Write the first image of each class, in the size of the network's input."""
         folder.mkdir()
         labels = samples.source.labels()
-        numbers, firsts = np.unique(labels, return_index=True)
-        for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
-            image = self._decode(samples, first)
+        order = np.argsort(labels, kind="stable")
+        numbers, firsts = np.unique(labels[order], return_index=True)
+        count = 0
+        for number, of_class in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
+            image = next(self._decoded(samples, of_class), None)
+            if image is None:
+                continue
+            count += 1
             if image.dtype != torch.uint8:
                 raise DataError("thumbnails need encoded images or uint8 arrays; export without thumbnails")
             pixels = image.permute(1, 2, 0).numpy()
             picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
             picture.save(folder / f"{number}.jpg", quality=_THUMBNAIL_QUALITY)
-        return {"count": len(numbers), "folder": THUMBNAILS_NAME}
+        return {"count": count, "folder": THUMBNAILS_NAME}
 
 
 def thresholds_of(result: VerificationResult) -> dict[str, float]:

@@ -219,7 +219,12 @@ GROUP = Group(
                 _LOCATION,
                 _DESTINATION,
                 *_READING,
-                Argument("broken", str, "stop", "what to do with a sample whose bytes cannot be read (images are not decoded): stop or skip"),
+                Argument(
+                    "broken",
+                    str,
+                    "stop",
+                    "what to do with a sample whose bytes cannot be read: stop or skip",
+                ),
             ),
         ),
         "inspect": Command(

@@ -20,6 +20,8 @@ from plsc.storage.publish import replacing
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, open_filesystem, shown
 
+_NOBODY = 65534  # to whom NFS maps root
+
 
 def cache_folder(*parts: str) -> Path:
     """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
@@ -37,6 +39,9 @@ def cache_folder(*parts: str) -> Path:
             f"the cache folder {folder} cannot be created ({error.strerror}); "
             "set PLSC_CACHE_DIR to a writable folder"
         ) from error
+    for place in (Path(root).expanduser(), folder):  # whose owner could replace what is in it
+        if place.stat().st_uid not in (os.geteuid(), 0, _NOBODY):
+            raise DataError(f"the cache folder {place} is another user's; set PLSC_CACHE_DIR to your own")
     return folder
 
 

@@ -258,6 +258,15 @@ def test_class_weights_and_thumbnails(trained, exported, tmp_path):
     assert linked.thumbnail(1).is_file()
 
 
+def test_broken_images_are_skipped_by_option(trained, tmp_path):
+    dataset = shutil.copytree(trained[0], tmp_path / "faces")
+    (dataset / "images/0_0.png").write_bytes(b"no image")
+    given = [str(trained[1] / "0"), "--thumbnails", "--quiet", "--data.dataset_dir", str(dataset)]
+    assert main(["export", given[0], str(tmp_path / "refused"), *given[1:]]) == 1
+    assert main(["export", given[0], str(tmp_path / "model"), *given[1:], "--data.bad_images", "skip"]) == 0
+    assert all(plsc.export.open_model(tmp_path / "model").thumbnail(label) for label in range(3))
+
+
 @pytest.mark.parametrize(
     ("graph", "precision"),
     [

@@ -14,7 +14,7 @@ import pytest
 from plsc.errors import DataError, OptionError
 from plsc.storage import retry
 from plsc.storage.blocks import BytesFile, buffered, open_bytes
-from plsc.storage.cache import BLOCK_BYTES, cache_limit, folder_for
+from plsc.storage.cache import BLOCK_BYTES, cache_folder, cache_limit, folder_for
 from plsc.storage.retry import with_retries
 
 SIZE = 2 * BLOCK_BYTES + 12345
@@ -243,6 +243,16 @@ def test_retries_do_not_change_the_global_random_generator(waits):
     state = random.getstate()
     with_retries(Flaky(3, TimeoutError()), "it")
     assert random.getstate() == state
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("prepared", ["cache", "cache/blocks"])
+def test_a_cache_folder_of_another_user_is_not_used(tmp_path, monkeypatch, prepared):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / prepared).mkdir(parents=True)
+    os.chown(tmp_path / prepared, 12345, -1)
+    with pytest.raises(DataError, match="another user"):
+        cache_folder("blocks")
 
 
 def test_each_url_and_kind_has_its_own_cache_folder(tmp_path, monkeypatch):
