@@ -45,6 +45,20 @@ class DataError(PlscError):
         return DataError(f"{where}: {self}", kind=self.kind)
 
 
+class naming:  # noqa: N801 - used as contextlib.suppress; a generator would take five times as long
+    """Put ``name(*arguments)``, a location, in front of the message of a DataError in the block."""
+
+    def __init__(self, name: Callable[..., str], *arguments: Any) -> None:
+        self.name, self.arguments = name, arguments
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DataError):
+            raise error.at(self.name(*self.arguments)) from error
+
+
 class CheckpointError(PlscError):
     """A checkpoint is missing, damaged, or does not fit the run; or it could not be written."""
 

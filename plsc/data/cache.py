@@ -14,7 +14,7 @@ import numpy as np
 
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source
-from plsc.errors import DataError, OptionError
+from plsc.errors import OptionError, naming
 
 _ENTRY_BYTES = 150  # largest overhead of a dict entry and a bytes object
 
@@ -142,10 +142,8 @@ class CachedSource:
 
     def _decode(self, image: Image, index: int) -> Image:
         pixels = np.empty(self._size, dtype=np.uint8)
-        try:
+        with naming(self.name, index):
             floats = decode_into(image, pixels)
-        except DataError as error:
-            raise error.at(self.name(index)) from error
         if floats is not None:
             return floats
         self.cache.put(index, pixels.tobytes())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.native import read_ranges
-from plsc.errors import DataError
+from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, LocalBytes, open_bytes, streamed, text_lines
 from plsc.storage.regular import check_inside
 from plsc.storage.retry import with_retries
@@ -134,13 +134,11 @@ def read_file_list(
         for number, _, line in text_lines(file, shown(listing), _MAX_LINE_BYTES):
             if not (name := line.decode("utf-8", "surrogateescape").strip()):
                 continue
-            try:
+            with naming("{}:{}".format, shown(listing), number):
                 path = _below(data_dir, located(name, data_dir, allowed, listing))
                 check_inside(path, data_dir)
                 if path in paths or (must_exist and not exists(path)):
                     raise DataError(f"it names {name}, which is not in {shown(data_dir)}, or named before")
-            except DataError as error:
-                raise error.at(f"{shown(listing)}:{number}") from error
             paths[path] = None
     if not paths:
         raise DataError(f"{shown(listing)} names no files; expected one name per line")

@@ -14,7 +14,7 @@ from plsc.data.order import count_steps, is_limited, limited
 from plsc.data.sources.torch_dataset import whole_number
 from plsc.data.transform import IsolatedRandom
 from plsc.data.workers import run_in_process
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, naming
 from plsc.inputs import NO_IMAGE, Input, as_input, first_tensor, stack_inputs
 from plsc.seeds import hash_key
 
@@ -250,20 +250,16 @@ class ReaderLoader:
     def _input(self, data: Any, name: str) -> Any:
         if self.example is None:
             return self._image(data, name)
-        try:
+        with naming(str, name):
             return as_input(data, self.example)
-        except DataError as error:
-            raise error.at(name) from error
 
     def _image(self, image: Any, name: str) -> torch.Tensor:
         shape = tuple(getattr(image, "shape", ()))
         if shape != self.image_shape:
             what = f"{type(image).__name__} {shape}"
             raise DataError(f"{name}: expected an array [C, H, W] {self.image_shape}, got {what}{NO_IMAGE}")
-        try:  # copy, because readers reuse their buffers
+        with naming(str, name):  # a copy, because readers reuse their buffers
             return decode_image(torch.as_tensor(np.require(image, requirements="W")), self.image_shape)
-        except DataError as error:
-            raise error.at(name) from error
 
     def _label(self, label: Any, name: str) -> int:
         number = whole_number(label, name)

@@ -17,7 +17,7 @@ from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source, printable
 from plsc.data.transform import IsolatedRandom, Transform, apply_transform
 from plsc.data.workers import Stopped
-from plsc.errors import DataError, add_note
+from plsc.errors import DataError, add_note, naming
 from plsc.inputs import Input, as_input, stack_inputs
 from plsc.seeds import hash_key
 from plsc.storage.regular import open_regular, read_regular
@@ -159,11 +159,9 @@ class BatchReader:
             raise DataError(
                 f"{self.source.name(index)}: label {label} is outside 0..{class_num - 1}", kind="label"
             )
-        try:
-            example = self.recipe.example
+        example = self.recipe.example
+        with naming(self.source.name, index):
             return decode_into(data, out) if example is None else as_input(data, example)
-        except DataError as error:
-            raise error.at(self.source.name(index)) from error
 
     def _augmented(
         self, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
@@ -173,13 +171,11 @@ class BatchReader:
         key = recipe.first_sample + index
         draws = Draws(recipe.seed, epoch, key)
         pixels = out if image is None else image.numpy().transpose(1, 2, 0)
-        try:
+        with naming(self.source.name, index):  # an error in the transform, not in the image: never skipped
             augment(pixels, recipe.augmentation, draws)
             if recipe.transform is None:
                 return image
             result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key)
-        except DataError as error:  # an error in the transform, not in the image: never skipped
-            raise error.at(self.source.name(index)) from error
         if result.dtype != torch.uint8:
             return result
         np.copyto(out, result.permute(1, 2, 0).numpy())

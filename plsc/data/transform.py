@@ -14,7 +14,7 @@ import torch
 
 from plsc.data.augment import Operation
 from plsc.data.decode import check_normalised
-from plsc.errors import DataError
+from plsc.errors import DataError, naming
 from plsc.seeds import hash_key
 
 Transform = Callable[..., Any]
@@ -94,10 +94,8 @@ def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:
     result = result.as_subclass(torch.Tensor)  # torchvision returns a subclass
     if result.dtype == torch.uint8:
         return result
-    try:
+    with naming(str, "the result of the transform"):
         check_normalised(result)
-    except DataError as error:
-        raise error.at("the result of the transform") from error
     return result.float()
 
 

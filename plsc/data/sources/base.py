@@ -7,6 +7,7 @@ import logging
 import os
 import posixpath
 import re
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,7 @@ from plsc.data.decode import IMAGE_SUFFIXES, MAX_FILE_BYTES, Image, check_image_
 from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.data.sources.landmarks import Landmarks
-from plsc.errors import DataError, printable
+from plsc.errors import DataError, naming, printable
 from plsc.storage.regular import open_regular
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown
@@ -85,9 +86,9 @@ class IndexedSource:
                 result = error
             yield result
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """Return the location of the sample for messages."""
-        raise NotImplementedError
 
     def labels(self) -> np.ndarray:
         """Return all labels, int64 [N]."""
@@ -102,11 +103,9 @@ class IndexedSource:
 
         stored: its stored bytes, if they have been read already.
         """
-        try:
+        with naming(self.name, index):
             image = self._image_in(self._stored_at(index) if stored is None else stored)
             check_image_bytes(len(image))
-        except DataError as error:
-            raise error.at(self.name(index)) from error
         return image
 
     def _stored_at(self, index: int) -> bytes:
@@ -172,10 +171,8 @@ class FileSource(IndexedSource):
         image = super()._image_at(index, stored)
         if self.landmarks is None or not isinstance(image, bytes):
             return image
-        try:
+        with naming(self.name, index):
             return self.landmarks.face(index, image)
-        except DataError as error:
-            raise error.at(self.name(index)) from error
 
     def _stored_at(self, index: int) -> bytes:
         return read_image(os.fsdecode(self._paths[index]), os.fsdecode(self._root), self._folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -223,8 +224,8 @@ class ColumnSource(NamedLabelSource):
         labels = LabelReader(names_wanted=label_map is not None)
         self._set_labels(self._open(str(location), image_column, label_column, labels), label_map)
 
+    @abstractmethod
     def _open(
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
         """Open it with these columns; return the label arrays, from `labels` or a stored index."""
-        raise NotImplementedError

@@ -19,7 +19,7 @@ from plsc.data.lines import parse_label
 from plsc.data.sources.base import IMAGE_START, FileSource, Ignored, Source, is_image, printable
 from plsc.data.sources.columns import with_label_map
 from plsc.data.sources.torch_dataset import TorchDatasetSource
-from plsc.errors import DataError
+from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed, text_lines
 from plsc.storage.regular import check_inside, without_mark
 from plsc.storage.retry import with_retries
@@ -176,10 +176,8 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
             may_leave, root = False, Path(place).parent
             for number, _, line in text_lines(buffered(file), shown(place), _MAX_LINE_BYTES):
                 if line := line.strip():
-                    try:
+                    with naming("{}:{}".format, shown(place), number):
                         paths.append(listed_path(line, str(root), allowed))
-                    except DataError as error:
-                        raise error.at(f"{shown(place)}:{number}") from error
         where = shown(place)
     else:
         if not all(isinstance(image, (str, os.PathLike)) for image in images):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from plsc.data.files import is_hidden
 from plsc.data.sources.base import Source
@@ -58,8 +57,8 @@ def open_source(
 
     A file is recognised by its suffix. A folder is read, in this order, as: images with a label.txt; base64
     lines with a file_list.txt; its Parquet, tar or LMDB files, or its only file of another format; otherwise
-    one class per folder in it. If both the file and the class folders are possible, the one with at least two
-    classes is used; if both have, an option that only one of them accepts decides.
+    one class per folder in it. If there are such a file and several folders of images, an option that only
+    one of them accepts decides.
 
     Args:
         options: of the format; None means not given.
@@ -68,17 +67,9 @@ def open_source(
         DataError: nothing is there, the format is unknown, or two formats are possible.
         OptionError: the format does not accept an option.
     """
-    given: dict[str, Any] = {
-        "image_column": image_column,
-        "label_column": label_column,
-        "label_map": label_map,
-        "class_depth": class_depth,
-        "image_folder": image_folder,
-        "landmarks": landmarks,
-        "allowed": allowed or None,
-    }
+    given = {name: value for name, value in locals().items() if name != "location"}
+    options = {name: value for name, value in given.items() if value not in (None, (), [])}
     location = local_path(str(location))
-    options = {name: value for name, value in given.items() if value is not None}
     suffix = _suffix(str(location))
     folder = Path(location)
     is_folder = os.path.isdir(location)  # noqa: PTH112 - no error for a name that is too long
@@ -96,7 +87,13 @@ def open_source(
     folders = [name for name in names if names[name]]
     is_of_folders = bool(folders) and not options.keys().isdisjoint(("class_depth", "landmarks"))
     found = None if is_of_folders else _only_dataset(str(location), names)
-    if found is not None and (is_url(location) or not _is_overruled(found, folder, folders, options)):
+    if found is not None:
+        filled = 0 if is_url(location) or options.keys() - {"label_map"} else _count_filled(folder, folders)
+        if filled > 1:
+            raise DataError(
+                f"{folder} has {filled} folders of images and {base_name(found)}; give the path of the file, "
+                "or set the format argument class_depth to 1 for the folders"
+            )
         for name in () if is_url(location) else names:
             if _suffix(name) == _suffix(found):
                 check_inside(folder / name, folder)
@@ -109,26 +106,11 @@ def open_source(
     return _make(ImageFolderSource, location, options)
 
 
-def _is_overruled(found: str, folder: Path, folders: list[str], options: dict[str, Any]) -> bool:
-    """Return whether the class folders next to a file are the dataset. DataError if both are possible."""
-    if not options.keys() <= {"label_map"} or len(folders) < 2:
-        return False
-    try:
-        filled = sum(holds_image(folder, name) for name in folders)
-    except DataError:  # such as links, which class folders must not contain
-        return False
-    if filled < 2:
-        return False
-    try:
-        classes = len(np.unique(_make(FORMATS[_suffix(found)], found, options).labels()))
-    except (DataError, OptionError):
-        return True
-    if classes < 2:
-        return True
-    raise DataError(
-        f"{folder} has {filled} folders of images and {base_name(found)}, a dataset of {classes} classes; "
-        "give the path of the file, or set the format argument class_depth to 1 for the folders"
-    )
+def _count_filled(folder: Path, names: list[str]) -> int:
+    """Return how many of the folders contain images; 0 if they cannot be class folders, as with links."""
+    with suppress(DataError):
+        return sum(holds_image(folder, name) for name in names)
+    return 0
 
 
 def _describe_unknown(path: Path) -> str:

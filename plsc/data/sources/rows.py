@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from plsc.data.sources.columns import (
     choose_column,
 )
 from plsc.data.sources.index_store import load_or_build
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, naming
 from plsc.storage.blocks import Bytes, buffered, text_lines
 from plsc.storage.regular import parse_json
 from plsc.storage.urls import base_name, is_url, located, parent_of, shown
@@ -86,27 +87,25 @@ class RowSource(ColumnSource):
         kind = f"{self._kind} {json.dumps([self._label, labels.names_wanted])}"
         index = load_or_build([location], kind, lambda: self._build(labels, expected))
         self._offsets, self._lengths, self._lines = (index[name] for name in ("offsets", "lengths", "lines"))
-        try:
+        with naming(self.name, 0):
             self.is_base64 = _is_base64(self._image_text(self._stored_at(0)))
-        except DataError as error:
-            raise error.at(self.name(0)) from error
         return index
 
+    @abstractmethod
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield (first line, offset, row) of each row, including a header; rows may end with their LF."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _columns_in(self, first: bytes) -> list[str]:
         """Return the column names from the first row; DataError if it is invalid."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _label_in(self, row: bytes) -> Label:
         """Return the label of a row; DataError if the row is invalid."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _image_text(self, row: bytes) -> str:
         """Return the image column of a row; DataError if it is missing."""
-        raise NotImplementedError
 
     def name(self, index: int) -> str:
         """Return ``train.csv:12``: the file and the line in it."""
@@ -116,10 +115,8 @@ class RowSource(ColumnSource):
         """Return the location of each image, as `located`; DataError if one may not be opened."""
         found = []
         for line, _, row in itertools.islice(self._rows(), self._header_rows, None):
-            try:
+            with naming("{}:{}".format, self._title, line):
                 found.append(self._located(self._image_text(row.removesuffix(b"\n"))))
-            except DataError as error:
-                raise error.at(f"{self._title}:{line}") from error
         return found
 
     def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
@@ -142,10 +139,9 @@ class RowSource(ColumnSource):
             for line, offset, row in itertools.islice(self._rows(), self._header_rows, None):
                 row = row.removesuffix(b"\n")
                 places.extend((offset, len(row), line))
-                try:
-                    yield self._label_in(row)
-                except DataError as error:
-                    raise error.at(f"{name}:{line}") from error
+                with naming("{}:{}".format, name, line):
+                    label = self._label_in(row)
+                yield label
 
         labels.extend(found(), lambda _: f"{name}:{places[-1]}")
         if not places:

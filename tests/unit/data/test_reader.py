@@ -158,7 +158,7 @@ GOOD = np.zeros(SHAPE, dtype=np.float32)
         ((GOOD[:, :1], 0), "(1, 1, 2)"),
         ((GOOD * np.nan, 0), "nan or inf"),
         ((GOOD + np.inf, 0), "nan or inf"),
-        ((GOOD.astype(np.int64), 0), "got int64"),
+        ((GOOD.astype(np.int64), 0), "int64"),
         ((GOOD, 1.0), "integer, got float"),
         ((GOOD, "a"), "integer, got str"),
         ((GOOD, -1), "label -1 is outside 0..9"),
