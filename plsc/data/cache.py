@@ -14,7 +14,7 @@ import numpy as np
 
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source
-from plsc.errors import OptionError, naming
+from plsc.errors import naming
 
 _ENTRY_BYTES = 150  # largest overhead of a dict entry and a bytes object
 
@@ -49,18 +49,11 @@ class DiskCache:
 
     It takes at most `limit` bytes of disk, and 16 bytes of memory per sample. When the disk is full, no more
     samples are added.
-
-    Raises OptionError if the folder is not writable.
     """
 
     def __init__(self, folder: Path, limit: int, num_samples: int) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
-        except OSError as error:
-            raise OptionError(
-                f"data.cache: {folder} is not writable ({error.strerror}); choose another folder"
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
         self.limit = limit
         self.used = 0
         # Zero pages take no memory until they are written to.

@@ -159,12 +159,12 @@ def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: boo
         start, end, tab = (int(one[index]) for one in (lines.starts, lines.ends, lines.tabs))
         try:
             if end - start > MAX_LINE_BYTES:
-                raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes; is it base64 of an image?")
+                raise DataError(f"the line is longer than {MAX_LINE_BYTES} bytes; is it base64 of an image?")
             line = lines.data[start:end]
             parsed = (tab - start, lines.labels[index]) if tab >= 0 else parse_line(line.tobytes())
             if parsed and is_strict and not _has_base64(line[: parsed[0]]):
-                raise ValueError("the text before the tab is not base64")
-        except ValueError as problem:
+                raise DataError("the text before the tab is not base64")
+        except DataError as problem:
             message = f"{name}:{lines.numbers[index]}: {problem}"
             if not skip_bad:
                 raise DataError(f"{message}; fix or remove the line") from None
@@ -182,7 +182,7 @@ def _parse_suspects(lines: Lines, suspects: np.ndarray, name: str, skip_bad: boo
 
 
 def parse_line(line: bytes) -> tuple[int, int] | None:
-    """Return (end of the base64, label) of a line, None if it is blank; ValueError describes a bad line.
+    """Return (end of the base64, label) of a line, None if it is blank; DataError describes a bad line.
 
     The reference implementation, used for lines that the fast parser does not accept: blanks after the label,
     and bad lines.
@@ -192,14 +192,14 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
         return None
     data, _, label = text.rpartition(b"\t")
     if not data or b"\t" in data or b"\r" in data:
-        raise ValueError("expected '<base64>TAB<label>' in one line, as of base64 -w0")
+        raise DataError("expected '<base64>TAB<label>' in one line, as of base64 -w0")
     return len(data), parse_label(label)
 
 
 def parse_label(label: bytes) -> int:
-    """Return an integer of 0 or more from its digits; ValueError describes a bad label."""
+    """Return an integer of 0 or more from its digits; DataError describes a bad label."""
     if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
-        raise ValueError(f"a label must be an integer of 0 or more, of at most {MAX_LABEL_DIGITS} digits")
+        raise DataError(f"a label must be an integer of 0 or more, of at most {MAX_LABEL_DIGITS} digits")
     return int(label)
 
 

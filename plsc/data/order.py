@@ -49,12 +49,10 @@ class BatchPlan:
                 f"block_samples is {self.block_samples} and pool_samples {self.pool_samples}; expected "
                 "blocks of at least 1 sample, and a pool of at least one block (better tens of blocks)"
             )
-        if self.num_samples < 1:
-            raise DataError("the dataset has no samples; check the dataset folder")
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"last_batch 'drop' leaves no step: the {self.num_samples} samples are fewer than the global "
-                f"batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
+                f"the dataset has no samples, or last_batch 'drop' leaves no step: {self.num_samples} samples"
+                f" for a global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
             )
 
     @property
@@ -64,8 +62,6 @@ class BatchPlan:
 
     def global_indices(self, epoch: int, step: int) -> np.ndarray:
         """Return the sample indices of a step's global batch, int64, in order."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise IndexError(f"step {step} is outside 0..{self.steps_per_epoch - 1}")
         start = step * self.global_batch
         stop = start + self.global_batch
         if self.last_batch == "keep":

@@ -136,11 +136,8 @@ def _check_suffix(location: str) -> None:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     """Yield all folders and files, sorted; a folder comes before its content."""
-    try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be read: {error.strerror}") from error
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
         path = Path(entry.path)
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):

@@ -34,8 +34,6 @@ def apply_transform(
     with IsolatedRandom(key).active():
         try:
             result = _call(transform, pixels, key)
-        except DataError:
-            raise
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = " ".join(str(error).split())
@@ -71,10 +69,7 @@ def _call(transform: Transform, pixels: np.ndarray, key: int) -> Any:
         return transform(torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")))
     if hasattr(transform, "set_random_seed"):  # albumentations has its own generators
         transform.set_random_seed(key % 2**32)
-    answer = transform(image=pixels.copy())
-    if not isinstance(answer, dict) or "image" not in answer:
-        raise DataError("the transform takes image=, so it must return a dict with 'image'")
-    image = answer["image"]
+    image = transform(image=pixels.copy())["image"]
     if isinstance(image, np.ndarray):
         image = image[:, :, None] if image.ndim == 2 else image
         image = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))

@@ -93,20 +93,8 @@ class WorkerProcesses:
 
     def __init__(self, work: Callable[[Any], Any], num_workers: int, pin_memory: bool = False) -> None:
         self._requests = _Requests()
-        self._loader: DataLoader[Any] = DataLoader(
-            _Work(work),
-            batch_size=None,
-            sampler=self._requests,
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            timeout=_SECONDS_TO_POLL if num_workers else 0,
-            persistent_workers=num_workers > 0,
-            pin_memory=pin_memory,
-            worker_init_fn=_start_worker,
-            multiprocessing_context=_context() if num_workers else None,
-            # A separate generator: the global one is used by dropout.
-            generator=torch.Generator().manual_seed(0),
-        )
+        options = {"sampler": self._requests, "persistent_workers": num_workers > 0}
+        self._loader = _loader(_Work(work), num_workers, pin_memory, None, **options)
 
     def in_order(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield the results in the order of the requests, which are drawn in this process."""
@@ -121,19 +109,23 @@ def run_in_process(
 
     Only the yielded items need to be picklable, because the process is forked.
     """
-    yield from _results_of(
-        DataLoader(
-            _Stream(results),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=1,
-            timeout=_SECONDS_TO_POLL,
-            prefetch_factor=4,
-            pin_memory=pin_memory,
-            worker_init_fn=_start_worker,
-            multiprocessing_context=_context("fork"),
-            generator=torch.Generator().manual_seed(0),
-        )
+    yield from _results_of(_loader(_Stream(results), 1, pin_memory, "fork", prefetch_factor=4))
+
+
+def _loader(
+    dataset: Dataset[Any], num_workers: int, pin_memory: bool, method: str | None, **options: Any
+) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        timeout=_SECONDS_TO_POLL if num_workers else 0,
+        pin_memory=pin_memory,
+        worker_init_fn=_start_worker,
+        multiprocessing_context=_context(method) if num_workers else None,
+        generator=torch.Generator().manual_seed(0),  # a separate one: the global one is used by dropout
+        **options,
     )
 
 

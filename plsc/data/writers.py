@@ -159,8 +159,6 @@ def write_base64(location: str, samples: Samples) -> int:
 def _write_lines(file: BinaryIO, samples: Samples) -> int:
     count = 0
     for image, label in samples:
-        if label < 0:
-            raise DataError(f"label {label} cannot be written; expected 0 or more")
         file.write(b"%b\t%d\n" % (pybase64.b64encode(image), label))
         count += 1
     return count
@@ -245,16 +243,11 @@ def describe(done: Conversion, destination: str) -> str:
     return "\n".join(lines)
 
 
-def _samples(source: Source, broken: str, done: Conversion, progress: bool) -> Iterator[tuple[bytes, int]]:
+def _samples(source: Source, broken: str, done: Conversion, progress: bool) -> Iterator[tuple[Any, int]]:
     numbers: Any = range(len(source))
     for index in tqdm(numbers, unit=" samples", disable=not progress or not sys.stderr.isatty()):
         try:
             image, label = source[index]
-            if not isinstance(image, bytes):
-                raise DataError(
-                    f"{source.name(index)}: the source returns a decoded image ({type(image).__name__}); "
-                    "only encoded images can be converted"
-                )
         except DataError as error:
             if broken == "stop":
                 raise

@@ -45,16 +45,6 @@ class _Plan:
     skip_bad: bool
 
 
-@dataclass(frozen=True)
-class Written:
-    """A part written by a task."""
-
-    rank: int
-    lines: int
-    size: int
-    checksum: int
-
-
 def write(
     options: PartitionOptions, inputs: list[Input], target: str
 ) -> tuple[list[InputCount], list[int], list[int]]:
@@ -115,10 +105,10 @@ def _write(
         .mapPartitionsWithIndex(lambda rank, rows: _store(rank, rows, target, names[rank]))
         .collect()
     )
-    written.sort(key=lambda part: part.rank)
-    if [part.lines for part in written] != [plan.lines_each] * options.nranks:
+    _, lines_of, sizes, checksums = (list(column) for column in zip(*sorted(written), strict=True))
+    if lines_of != [plan.lines_each] * options.nranks:
         raise DataError("the parts written by Spark have unexpected sizes; did an input change?")
-    return counts, [part.size for part in written], [part.checksum for part in written]
+    return counts, sizes, checksums
 
 
 def _plan(options: PartitionOptions, lines: int) -> _Plan:
@@ -162,8 +152,8 @@ def _send(split: Split, first: int, plan: _Plan) -> Iterator[tuple[Key, bytes]]:
                     yield (position // plan.lines_each, 1, position), content + b"\n"
 
 
-def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str) -> Iterator[Written]:
-    """Write a part. Safe if a task is run twice, or by two executors at once."""
+def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str) -> Iterator[tuple[int, ...]]:
+    """Write a part, safe if a task is run twice or by two executors; yield rank, lines, bytes, checksum."""
     with contextlib.ExitStack() as stack:
         if is_url(target):
             temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()), name)
@@ -178,7 +168,7 @@ def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str)
         if is_url(target):
             filesystem, path = open_filesystem(f"{target}/{name}")
             filesystem.put_file(str(temporary), path)
-    yield Written(rank, lines, size, total % 2**64)
+    yield rank, lines, size, total % 2**64
 
 
 # Byte ranges of inputs, so that many tasks can read one file.

@@ -235,10 +235,9 @@ def read_image_file(path: bytes | str | Path, folder: bytes | str | None) -> byt
             check_image_bytes(os.fstat(file.fileno()).st_size)
             data: bytes = file.readall()
             return data
-    except FileNotFoundError:
-        raise DataError("the image file is missing; add it or remove its entry", kind="missing") from None
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}") from error
+        kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+        raise DataError(f"the image file is {kind}: {error.strerror}", kind=kind) from error
 
 
 def check_labels(source: Source, class_num: int) -> None:

@@ -81,11 +81,9 @@ class LabelFileSource(FileSource):
         return paths, np.frombuffer(labels, dtype=np.int64)
 
     def _parse(self, line: bytes, number: int) -> tuple[bytes, int]:
-        try:
-            path, label = [*line.rsplit(None, 1), b""][:2]
+        path, label = [*line.rsplit(None, 1), b""][:2]
+        with naming("label.txt:{}".format, number):
             return listed_path(path, *self._place), parse_label(label)
-        except (ValueError, DataError) as problem:
-            raise DataError(f"label.txt:{number}: {problem}; fix the line") from None
 
 
 def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: str = "") -> bytes:
@@ -278,22 +276,19 @@ def _entries(root: Path, below: str, ignored: Ignored) -> tuple[list[str], list[
     folders: list[str] = []
     images: list[str] = []
     folder = root / below
-    try:
-        _check_link(root, folder)
-        with os.scandir(folder) as found:
-            for entry in sorted(found, key=lambda entry: entry.name):
-                if is_hidden(entry.name):
-                    ignored.add(posixpath.join(below, entry.name), "hidden")
-                    continue
-                is_folder = entry.is_dir()
-                if entry.is_symlink() and not is_folder and folder != root:
-                    _check_link(root, Path(entry.path))
-                if is_folder or is_image(entry.name):
-                    (folders if is_folder else images).append(entry.name)
-                else:
-                    ignored.add(posixpath.join(below, entry.name))
-    except OSError as error:
-        raise DataError(f"{printable(str(folder))} cannot be read: {error.strerror}") from error
+    _check_link(root, folder)
+    with os.scandir(folder) as found:
+        for entry in sorted(found, key=lambda entry: entry.name):
+            if is_hidden(entry.name):
+                ignored.add(posixpath.join(below, entry.name), "hidden")
+                continue
+            is_folder = entry.is_dir()
+            if entry.is_symlink() and not is_folder and folder != root:
+                _check_link(root, Path(entry.path))
+            if is_folder or is_image(entry.name):
+                (folders if is_folder else images).append(entry.name)
+            else:
+                ignored.add(posixpath.join(below, entry.name))
     return folders, images
 
 

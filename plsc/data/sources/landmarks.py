@@ -14,7 +14,7 @@ from plsc.data.files import PathTable, name_key
 from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed, text_lines
-from plsc.storage.urls import base_name, exists, shown
+from plsc.storage.urls import base_name, shown
 
 _EXPECTED = "expected '<path> x1 y1 x2 y2 x3 y3 x4 y4 x5 y5 [score]'"
 _MAX_LINE_BYTES = 8192
@@ -34,11 +34,6 @@ class Landmarks:
 
     def __init__(self, location: str, paths: PathTable) -> None:
         self.location = location
-        if not exists(self.location):
-            raise DataError(
-                f"the landmarks file {shown(self.location)} does not exist; a relative path is relative to "
-                "the dataset folder"
-            )
         index = load_or_build([self.location], "landmarks-2", self._read)
         self._points, keys = index["points"], index["keys"]
         wanted = np.frombuffer(b"".join(_key(paths[one]) for one in range(len(paths))), np.int64)
@@ -91,8 +86,6 @@ def _parse_file(file: BinaryIO, name: str) -> tuple[np.ndarray, np.ndarray, np.n
         keys += _key(path)
         numbers.append(number)
         points.extend(values)
-    if not keys:
-        raise DataError(f"{name} contains no landmarks; {_EXPECTED} per line")
     found = np.frombuffer(points, np.float32).reshape(-1, 5, 2)
     return np.frombuffer(keys, np.int64), np.frombuffer(numbers, np.int64), found
 
@@ -122,14 +115,14 @@ def _parse(line: bytes) -> tuple[bytes, list[float]]:
 
 
 def _check_fit(points: np.ndarray, name: str) -> None:
-    """Raise DataError if most lines do not look like faces: another order of points or coordinates."""
+    """Raise DataError if most lines do not look like faces, as in another order, or there are none."""
     z, w = ((one - one.mean(axis=-2, keepdims=True)) @ [1, 1j] for one in (points, TEMPLATE))
     size = np.sqrt((np.abs(z) ** 2).sum(axis=1) * (np.abs(w) ** 2).sum())
     fit = np.abs((z.conj() * w).sum(axis=1)) / np.maximum(
         size, 1e-9
     )  # equal points: 0; `align` names the image
-    if np.median(fit) < _WORST_FIT:
+    if not len(fit) or np.median(fit) < _WORST_FIT:
         raise DataError(
-            f"the landmarks in {name} do not look like faces; expected x1 y1 to x5 y5 of left eye, right "
-            "eye, nose, left and right corner of the mouth, as seen in the image"
+            f"the landmarks in {name} are none, or do not look like faces; expected x1 y1 to x5 y5 of left "
+            "eye, right eye, nose, left and right corner of the mouth, as seen in the image"
         )

@@ -63,7 +63,4 @@ def _environment(process: int, path: str) -> Any:
     except ImportError as error:
         raise DataError(f"{path} needs the package lmdb; run pip install 'plsc[lmdb]'") from error
     is_folder = Path(path).is_dir()
-    try:
-        return lmdb.open(path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False)
-    except lmdb.Error as error:
-        raise DataError(f"{path} is not an LMDB environment ({error})") from error
+    return lmdb.open(path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False)

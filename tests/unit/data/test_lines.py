@@ -16,7 +16,7 @@ MARK = b"\xef\xbb\xbf"
 
 
 def read_reference(data: bytes) -> list[tuple[int, bytes, int]]:
-    """Return (line number, content, label) of each sample; ValueError for a bad line."""
+    """Return (line number, content, label) of each sample; DataError for a bad line."""
     found = []
     data = data.removeprefix(MARK)
     for number, line in enumerate(data.split(b"\n"), start=1):
@@ -77,7 +77,7 @@ def test_lines_are_read_as_the_reference_implementation_does(pairs, has_bom, is_
     expected = problem = None
     try:
         expected = read_reference(data)
-    except ValueError as error:
+    except DataError as error:
         problem = str(error)
     if problem is None and not has_format(expected):
         with pytest.raises(DataError, match="first"):
@@ -103,7 +103,7 @@ def test_skipping_leaves_out_only_the_bad_lines(pairs, block):
         line = line.removesuffix(b"\r")
         try:
             parsed = parse_line(line)
-        except ValueError:
+        except DataError:
             continue
         if parsed is not None:
             expected.append((number, line, parsed[1]))
