@@ -441,8 +441,8 @@ def test_images_of_every_size_and_format_are_limited_to_max_pixels(folder, tmp_p
                 if width * height <= 255:
                     assert status == 200
                 else:
-                    detail = f"the image has {width}x{height} pixels, over the limit of 255; shrink it"
-                    assert (status, answer["detail"]) == (400, detail)
+                    assert status == 400
+                    assert f"{width}x{height} pixels" in answer["detail"]
 
 
 @pytest.mark.parametrize("charset", ["punycode", "utf-7", "idna", "latin-1"])

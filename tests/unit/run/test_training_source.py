@@ -44,7 +44,7 @@ def test_columns_and_the_label_map_reach_the_source(tmp_path):
     more = {"label_column": "who", "label_map": str(tmp_path / "map.json")}
     options = options_of(tmp_path / "train.csv", image_column="photo", **more)
     assert open_training_source(options, None).labels().tolist() == [9, 8]
-    with pytest.raises(OptionError, match="no column has one of the usual names of images"):
+    with pytest.raises(OptionError, match="no image column"):
         open_training_source(options_of(tmp_path / "train.csv"), None)
 
 
@@ -53,9 +53,7 @@ def test_wrong_readers_are_reported_with_what_was_expected(tmp_path):
     for reader in ("faces", 5, {}, TensorDataset):
         with pytest.raises(OptionError, match=r"train_reader is .*; expected a function that returns"):
             open_training_data(options, world, reader, None, 4)
-    with pytest.raises(
-        DataError, match=r"the train reader cannot be called as reader\(\) \(missing .*'path'"
-    ):
+    with pytest.raises(TypeError, match="'path'"):
         next(ReaderLoader(lambda path: iter([]), 0, 1, (3, 8, 8), global_batch=4, seed=1).epoch(0))
     with pytest.raises(OptionError, match=r"test_reader is 'lfw'; expected a function reader\(dataset_dir"):
         load_targets(options, "lfw")
