@@ -17,18 +17,9 @@ Answer = TypeVar("Answer")
 # A retry does not help: the file is missing, or access is denied.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 8.0
-# S3 clients' exceptions for missing credentials. Matched by name, because the client is an optional extra.
-_NO_CREDENTIALS = re.compile("(No|Partial)CredentialsError|CredentialRetrievalError|NoAuthTokenError")
-_SIGN_IN = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a store other than Amazon's also "
-    "set AWS_ENDPOINT_URL"
-)
-_ALLOWED = "check the permissions and the user name"
-_REACHABLE = "check that the server runs, and that host and port are right"
-_UNREACHABLE = re.compile(
-    r"connection refused|connection reset|could not connect|lookup address|name or service|no route to"
-    r"|unreachable|timed out|no answer|getaddrinfo",
-    re.IGNORECASE,
+# Also final: missing credentials, by the names in S3 clients, and HDFS's kind of PermissionError.
+_DENIED = re.compile(
+    "(No|Partial)CredentialsError|CredentialRetrievalError|NoAuthTokenError|AccessControlException"
 )
 # A separate generator, so that the user's random state does not change.
 _jitter = random.Random()
@@ -48,7 +39,7 @@ def with_retries(
         what: start of the error message, such as ``s3://b/k cannot be read``.
 
     Raises:
-        DataError: names the last error, how long it was tried, and what to check.
+        DataError: names the last error and how long it was tried.
     """
     started = time.monotonic()
     pause = _FIRST_WAIT
@@ -60,30 +51,16 @@ def with_retries(
         except PlscError:
             raise
         except Exception as error:  # each client has its own exceptions
-            advice = _advice(error)
-            is_final = isinstance(error, _FINAL) or advice in (_SIGN_IN, _ALLOWED)
+            is_final = isinstance(error, _FINAL) or _DENIED.search(f"{type(error).__name__}: {error}")
             passed = time.monotonic() - started
             left = total_seconds - passed
             if is_final or attempt == attempts or left <= 0:
                 tries = f"{attempt} tries" if attempt > 1 else "one try"
                 after = "" if is_final else f" after {tries} in {passed:.0f} s"
-                raise DataError(
-                    f"{what}{after} ({reason_of(error)}){advice and f'; {advice}'}"
-                ) from None  # the client's traceback may show a secret
+                # The client's traceback may show a secret.
+                raise DataError(f"{what}{after} ({reason_of(error)})") from None
             time.sleep(min(pause * _jitter.uniform(0.75, 1.25), left))
             pause = min(2 * pause, _LONGEST_WAIT)
-
-
-def _advice(error: Exception) -> str:
-    """Return what the user can do about a client's error; empty if unknown."""
-    if _NO_CREDENTIALS.fullmatch(type(error).__name__):
-        return _SIGN_IN
-    # HDFS reports AccessControlException instead of PermissionError.
-    if isinstance(error, PermissionError) or "AccessControlException" in str(error):
-        return _ALLOWED
-    if isinstance(error, (ConnectionError, TimeoutError)) or _UNREACHABLE.search(str(error)):
-        return _REACHABLE
-    return ""
 
 
 def reason_of(error: BaseException) -> str:

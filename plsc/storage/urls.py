@@ -107,10 +107,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             f"such as s3 or hdfs{near}"
         ) from None
     except Exception as error:  # each client has its own exceptions
-        java = ", and that JAVA_HOME, HADOOP_HOME and CLASSPATH are set" if protocol == "hdfs" else ""
         raise DataError(
-            f"{shown(url)} cannot be opened ({type(error).__name__}); check the server, port and user in the "
-            f"URL{java}"
+            f"{shown(url)} cannot be opened ({type(error).__name__}); check the server, port and user"
         ) from None
 
 

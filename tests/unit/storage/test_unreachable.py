@@ -35,14 +35,13 @@ def no_credentials(monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the client
-def test_an_unreachable_hdfs_is_reported_with_duration_and_advice(nobody):
+def test_an_unreachable_hdfs_is_reported_with_duration(nobody):
     url = f"hdfs://{nobody}/run"
     with pytest.raises(DataError) as refused:
         Store(url, total_seconds=0).names()
     message = str(refused.value)
     assert message.startswith(f"{url}: the folder cannot be listed after one try in ")
     assert "refused" in message
-    assert message.endswith("; check that the server runs, and that host and port are right")
 
 
 @pytest.mark.parametrize(
@@ -50,20 +49,20 @@ def test_an_unreachable_hdfs_is_reported_with_duration_and_advice(nobody):
     [lambda url: Store(url).names(), exists, read_file_list],
     ids=["list", "exists", "file list"],
 )
-def test_missing_s3_credentials_are_reported_with_advice_and_not_retried(no_credentials, monkeypatch, ask):
+def test_missing_s3_credentials_are_reported_and_not_retried(no_credentials, monkeypatch, ask):
     monkeypatch.setattr("plsc.storage.retry.time.sleep", lambda seconds: pytest.fail("asked again"))
-    with pytest.raises(DataError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS"):
+    with pytest.raises(DataError, match="Credentials"):
         ask("s3://bucket/run")
 
 
-def test_a_denied_permission_is_reported_with_advice_and_not_retried():
+def test_a_denied_permission_is_reported_and_not_retried():
     asked = []
 
     def call():
         asked.append(1)
         raise PermissionError("not for you")
 
-    with pytest.raises(DataError, match=r"it failed \(.*not for you\); check the permissions"):
+    with pytest.raises(DataError, match=r"it failed \(.*not for you\)"):
         with_retries(call, "it failed")
     assert len(asked) == 1
 
