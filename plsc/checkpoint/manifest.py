@@ -107,7 +107,7 @@ class TensorInfo:
     """A tensor's global shape, dtype (torch's name), whether it is sharded over files, and role."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: Annotated[str, "bool|u?int8|int(16|32|64)|b?float16|float(32|64)"]
     sharded: bool
     role: Role
 

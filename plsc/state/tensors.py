@@ -21,7 +21,6 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
 )
 from plsc.checkpoint.save import Tensors, local_of
-from plsc.checkpoint.shard_file import DTYPES
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
@@ -34,7 +33,6 @@ REST = "rest"
 """In place of the parameter in the roles of optimizer state that belongs to none."""
 NEIGHBOURS = "neighbours"
 """Name of the lists of hard negatives, which belong to class weights as the states of their optimizer do."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 def collect_tensors(
@@ -187,12 +185,7 @@ def _empty_state(
             f"the optimizer state {key} in the checkpoint has shape {list(info.shape)}, but its parameter "
             f"has {list(parameter.shape)}; use the network that was saved"
         )
-    dtype = _DTYPES.get(info.dtype)
-    if dtype is None:
-        raise CheckpointError(
-            f"the optimizer state {key} in the checkpoint has the unknown data type {info.dtype}; choose "
-            "another checkpoint"
-        )
+    dtype: torch.dtype = getattr(torch, info.dtype)  # one of a few: see TensorInfo
     if state in _COUNTS and not _keeps_counts_on_device(parameter, optimizer):
         return torch.zeros(info.shape, dtype=dtype, device="cpu")
     if tuple(info.shape) == tuple(parameter.shape):

