@@ -205,13 +205,11 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 def push(source: str, url: str) -> list[str]:
     """Upload the checkpoint `source`, or all missing ones of that folder, to a store; return their names.
 
-    Each is verified first. url: of the folder for the run's checkpoints.
+    Each is verified first. url: of the folder for the run's checkpoints, or its path.
 
     Raises:
         CheckpointError: one is damaged, or the store fails. Checkpoints uploaded before it stay there.
     """
-    if not is_url(url):
-        raise CheckpointError(f"{url!r} is not an fsspec URL, such as hdfs://server/run or s3://bucket/run")
     folder = Path(source)
     store = Store(url)
     inside = list_checkpoints(folder)

@@ -222,9 +222,7 @@ def check_destination(source: Path, destination: Path) -> None:
     """Raise OptionError unless a new checkpoint can be created there, outside `source`."""
     if destination.exists() or destination.is_symlink():
         raise OptionError(f"{destination} already exists; choose another path")
-    if destination.name.startswith("."):
-        raise OptionError(f"{destination} begins with '.'; choose another name for the checkpoint")
-    if not destination.absolute().parent.is_dir():
+    if not destination.absolute().parent.is_dir():  # a URL, too
         raise OptionError(f"{destination.parent} is not a folder; create it first")
     if destination.resolve().is_relative_to(source.resolve()):
         raise OptionError(f"{destination} is inside the checkpoint {source}; write next to it")

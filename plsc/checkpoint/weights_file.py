@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -411,12 +410,6 @@ class WeightsFile:
             if mark != START:  # kept, or a kill now would leave files that look like those of a checkpoint
                 self._journal.delete(mark)
         self._pages = replace_file(self.folder / "pages")
-        missing = self.nbytes - shutil.disk_usage(self.folder).free
-        if missing > 0:
-            raise OptionError(
-                f"{self.folder} needs {self.nbytes} bytes for the class weights, {missing} more than the "
-                "disk has free; free some space, or set head.weights_file to another disk"
-            )
         if self.nbytes:
             os.posix_fallocate(self._pages, 0, self.nbytes)
 

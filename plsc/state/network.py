@@ -101,10 +101,8 @@ def read_model(
     try:
         network.load_state_dict(load_file(folder / WEIGHTS_NAME))
     except (SafetensorError, RuntimeError) as error:
-        first = str(error).splitlines()[-1].strip()
         raise CheckpointError(
-            f"{folder}: the weights do not fit {type(network).__name__}: {first}; pass the network that was "
-            "trained"
+            f"{folder} does not fit: {' '.join(str(error).split())[:400]}; pass the network that was trained"
         ) from error
     return network, config
 
@@ -134,14 +132,7 @@ def open_trained(
         network.load_state_dict(load_weights(path))
     except RuntimeError as error:
         raise CheckpointError(
-            f"{path} does not fit {type(network).__name__}: {_first_problem(error)}; use the network, "
-            "embedding size and image shape that were trained"
+            f"{path} does not fit: {' '.join(str(error).split())[:400]}; use the network, embedding size and "
+            "image shape that were trained"
         ) from error
     return network, config, (path, manifest)
-
-
-def _first_problem(error: RuntimeError) -> str:
-    """Return the first problem that ``load_state_dict`` lists, and the number of the others."""
-    _, *problems = (line.strip().rstrip(".") for line in str(error).splitlines() if line.strip())
-    first = problems[0][:300] if problems else str(error)[:300]
-    return f"{first} (and {len(problems) - 1} more)" if len(problems) > 1 else first

@@ -28,13 +28,6 @@ from plsc.state.optimizer import restore_rest
 from plsc.state.snapshot import describe_head, own_tensors, seed_generators, take_own
 from plsc.state.tensors import NEIGHBOURS, REST, check_counts, collect_tensors, make_state
 
-_HOW_TO_CHANGE = {
-    "number of classes": ", or change the classes with plsc checkpoint classes",
-    "embedding size": ", or load only the weights that fit with set_pretrained()",
-    "loss type": ", or load only the weights that fit with set_pretrained()",
-    "optimizer": ", or load only the weights with set_pretrained()",
-}
-
 
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     """Load the state of the checkpoint `path` into the run; a collective.
@@ -138,7 +131,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
         if theirs != mine:
             raise CheckpointError(
                 f"{path} was saved with {what} {theirs}, but this run has {mine}; use the saved value to "
-                f"resume{_HOW_TO_CHANGE.get(what, '')}"
+                "resume, or load only the weights that fit with set_pretrained()"
             )
     _check_network(run, path, manifest)
     if not manifest.step_in_epoch:

@@ -8,7 +8,6 @@ resumed run then draws the same numbers as an uninterrupted one.
 from __future__ import annotations
 
 import json
-import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -36,7 +35,6 @@ from plsc.state.tensors import collect_numbers, collect_tensors
 from plsc.storage.urls import without_secrets
 from plsc.version import __version__
 
-_LARGEST_STATE = 2**20  # bytes; typical states have 30,000
 _PYTHON, _NUMPY = 0, 1  # parts of the hash keys
 
 
@@ -167,11 +165,6 @@ def own_tensors(run: Run, manifest: Manifest) -> dict[Role, Tensor]:
     random = _own(run, "random")
     info = manifest.tensors.get(random.key)
     if info is not None:
-        if math.prod(info.shape) > _LARGEST_STATE:
-            raise CheckpointError(
-                f"the checkpoint is damaged: {random.key} has {math.prod(info.shape)} bytes, expected at "
-                f"most {_LARGEST_STATE}; choose another checkpoint"
-            )
         own[random] = torch.empty(info.shape, dtype=torch.uint8)
     return own
 

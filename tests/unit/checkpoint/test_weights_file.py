@@ -462,11 +462,6 @@ def test_folders_that_cannot_be_used_are_refused(opened, tmp_path, monkeypatch):
         patched.setattr(module, "_MOUNTS", mounts)
         with pytest.raises(OptionError, match=r"is on a network file system \(nfs4\)"):
             opened()[0].file.open()
-    usage = module.shutil.disk_usage("/")
-    with monkeypatch.context() as patched:
-        patched.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=100))
-        with pytest.raises(OptionError, match=r"needs 11264 bytes .*, 11164 more than the disk has"):
-            opened()[0].file.open()
 
 
 def test_a_second_run_is_refused_while_the_first_lives(opened, monkeypatch, tmp_path):
