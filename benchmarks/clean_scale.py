@@ -16,12 +16,11 @@ import time
 import numpy as np
 
 from plsc.clean.faults import (
+    LEAST_SURE,
     View,
-    classes_without_centre,
     compare_labels,
     likely_classes,
     mixed_classes,
-    neighbours,
     same_classes,
     wrong_labels,
 )
@@ -66,20 +65,18 @@ def main() -> None:
 
     first = compare_labels(views, labels, kept, classes)
     wrong = wrong_labels(first)
-    kept[wrong.subjects[:, 0]] = False
-    done("wrong labels")
-    likely_classes(views, labels, kept, classes)
+    found = wrong.subjects[wrong.sure >= LEAST_SURE, 0]
+    kept[found] = False
+    done(f"wrong labels and neighbours of all images, recall {first.recall:.3f}")
+    likely_classes(views, labels, kept, classes, first)
     done("likely classes")
     same_classes(views, labels, kept, classes)
     done("two classes that are one")
     mixed_classes(views, labels, kept, classes)
     done("classes that are two")
-    classes_without_centre(views, labels, classes)
     done("classes without a centre")
-    _, _, recall = neighbours(unit, first.two_nearest(labels), 6)
-    done(f"neighbours of all images, recall {recall:.3f}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    hits = is_wrong[wrong.subjects[:, 0]]
+    hits = is_wrong[found]
     print(
         f"{len(unit):,} images: {last - begin:.0f} s, {(peak - before) / 2**20:.2f} GiB above the data; "
         f"wrong labels: precision {hits.mean():.3f}, recall {hits.sum() / is_wrong.sum():.3f}"

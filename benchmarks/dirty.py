@@ -133,25 +133,35 @@ def recall_of(scores: np.ndarray, right: np.ndarray, ignored: np.ndarray, total:
     return recall_at(0.95, scores[~ignored], right[~ignored], max(total, 1))
 
 
+def proposed(found: faults.Found) -> faults.Found:
+    """Return the suspects that are proposed."""
+    return replace(
+        found,
+        sure=found.sure[found.sure >= faults.LEAST_SURE],
+        subjects=found.subjects[found.sure >= faults.LEAST_SURE],
+    )
+
+
 def ours(images: Any, truth: Truth) -> None:
     """Print how the proposals and the whole ranking of each kind compare with what was planted."""
     views, labels, classes = images.views, images.labels, len(truth.names)
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
     scores = first.scores()
-    wrong = wrong_labels(first)
+    wrong = proposed(wrong_labels(first))
     kept[wrong.subjects[:, 0]] = False
-    same = same_classes(views, labels, kept, classes)
+    same = proposed(same_classes(views, labels, kept, classes))
     proposals = Proposals(images)
     proposals.same(same, kept)
     mixed, smaller = mixed_classes(views, labels, kept, classes)
+    mixed = proposed(mixed)
     proposals.mixed(mixed, smaller)
     divided, names = proposals.divided.labels, proposals.divided.listing.classes
-    again = compare_labels(views, proposals.merged(divided), kept, len(names))
+    again = compare_labels(views, divided, kept, len(names), first)
     parts_of = np.array([truth.names.index(name.split("_")[0]) for name in names])  # of a part of a class
-    again = replace(again, likely=proposals.merged(parts_of[again.likely]))
+    again = replace(again, likely=parts_of[again.likely])
     copies = planted_copies(images.source, images.numbers, images.pixels)
-    doubled, _ = find_duplicates(views, first.two_nearest(labels), images.pixels, copies)
+    doubled = find_duplicates(first.near, images.pixels, copies)
     kinds = {
         "wrong labels": (wrong, lambda found: truth.wrong(again.likely), scores),
         "duplicates": (doubled, lambda found: truth.doubled(found.subjects), None),
@@ -184,12 +194,12 @@ def ours(images: Any, truth: Truth) -> None:
             recall = recall_of(places, *judged(whole))
         counted = right[~ignored]
         print(
-            f"  {kind}: {recall:.3f}; planted {total:,}, estimated {found.expected:,.0f}, proposed "
-            f"{len(right):,}, of which {ignored.sum():,} do not count; precision "
+            f"  {kind}: {recall:.3f}; planted {total:,}, estimated {found.low:,.0f} to {found.high:,.0f}, "
+            f"proposed {len(right):,}, of which {ignored.sum():,} do not count; precision "
             f"{counted.mean() if len(counted) else 1:.3f}, recall {counted.sum() / max(total, 1):.3f}"
         )
     right = np.array([truth.names.index(name) for name in truth.right])
-    is_right = again.likely == proposals.merged(right)
+    is_right = again.likely == right
     share = sure_of_class(again, kept, wrong.subjects[:, 0])
     rows = wrong.subjects[:, 0]
     print(

@@ -55,8 +55,9 @@ class Change:
 
 
 def write_changes(path: Path, changes: Iterable[Change]) -> None:
-    """Write a file of changes, in this order."""
-    rows = ((one.change, f"{one.score:.4f}", one.image, one.of, one.to, one.reason) for one in changes)
+    """Write a file of changes, in this order; without a score if it is 0."""
+    scored = ((one, f"{one.score:.4f}" if one.score else "") for one in changes)
+    rows = ((one.change, score, one.image, one.of, one.to, one.reason) for one, score in scored)
     write_rows(path, COLUMNS, rows)
 
 

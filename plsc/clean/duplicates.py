@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image as PillowImage
 from PIL import ImageEnhance
 
-from plsc.clean.faults import Found, View, distinct, neighbours, pairs_in
+from plsc.clean.faults import Found, distinct, pairs_in
 from plsc.data.decode import decode_image
 from plsc.data.overview import in_threads
 from plsc.data.sources import Source
@@ -78,21 +78,17 @@ def _spectra(gray: np.ndarray) -> np.ndarray:
     return np.fft.rfft2(pixels)
 
 
-def find_duplicates(
-    views: Sequence[View], lists: np.ndarray, pixels: Pixels, copies: np.ndarray
-) -> tuple[Found, float]:
-    """Return pairs of images that are duplicates, and the recall of the search for neighbours.
+def find_duplicates(near: Sequence[np.ndarray], pixels: Pixels, copies: np.ndarray) -> Found:
+    """Return pairs of images that are duplicates.
 
-    lists: `Labels.two_nearest`. copies: the agreement of images with their copies (`planted_copies`).
+    near: the nearest images by view, `Labels.near`. copies: the agreement of images with their copies
+    (`planted_copies`).
     """
     order = np.argsort(pixels.digests, kind="stable")
     is_same = np.diff(pixels.digests[order]) == 0
-    pairs, recalls = [np.stack([order[:-1], order[1:]], 1)[is_same]], []
-    for view in views:
-        _, numbers, recall = neighbours(view.unit, lists, _NEAR + 1)
-        pairs.append(pairs_in(numbers))
-        recalls.append(recall)
-    return agreeing(pixels, pixels, distinct(pairs), copies), min(recalls)
+    pairs = [np.stack([order[:-1], order[1:]], 1)[is_same]]
+    pairs += [pairs_in(numbers[:, : _NEAR + 1]) for numbers in near]
+    return agreeing(pixels, pixels, distinct(pairs), copies)
 
 
 def agreeing(one: Pixels, other: Pixels, pairs: np.ndarray, copies: np.ndarray) -> Found:
@@ -102,7 +98,7 @@ def agreeing(one: Pixels, other: Pixels, pairs: np.ndarray, copies: np.ndarray) 
     scores[one.digests[first] == other.digests[second]] = 1
     enough = np.quantile(copies, 0.1) if len(copies) else 1
     order = np.argsort(-scores, kind="stable")[: (scores >= enough).sum()]
-    return Found(np.minimum(scores[order], 1), pairs[order], float(len(order)))
+    return Found(np.minimum(scores[order], 1), pairs[order])
 
 
 def planted_copies(source: Source, numbers: np.ndarray, pixels: Pixels) -> np.ndarray:

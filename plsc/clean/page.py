@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from plsc.clean.faults import LEAST_SURE
 from plsc.data.overview import thumbnail
 from plsc.data.sources import Source
 from plsc.data.sources.base import printable
@@ -68,20 +69,22 @@ class Row:
 
 @dataclass
 class Part:
-    """A kind of fault, explained in a sentence; of its `total` proposals, the first 100.
+    """A kind of fault, explained in a sentence; of its `total` proposals, the first 100; then questions.
 
-    proposals: how sure it is, 0 to 1, a sentence, and the pictures of each.
+    proposals: how sure it is, 0 to 1, a sentence, and the pictures of each; below 0.5, it is a question.
     """
 
     title: str
     explanation: str
     proposals: list[tuple[float, str, list[Row]]] = field(default_factory=list)
     total: int = 0
+    questions: int = 0
 
     def add(self, score: float, text: str, rows: Iterable[Row]) -> None:
-        """Add a proposal, which is not surer than those before it."""
-        self.total += 1
-        if self.total <= _MOST_PROPOSALS:
+        """Add a proposal or a question, which is not surer than those before it."""
+        self.total += score >= LEAST_SURE
+        self.questions += score < LEAST_SURE
+        if (self.total if score >= LEAST_SURE else self.questions) <= _MOST_PROPOSALS:
             self.proposals.append((score, text, list(rows)))
 
 
@@ -110,9 +113,10 @@ def _text(text: str) -> str:
 def _part(number: int, part: Part) -> Iterator[str]:
     yield f"<details open>\n<summary><h2>{_text(part.title)}</h2></summary>\n"
     yield f'<p id="part-{number}">{_text(part.explanation)}</p>\n'  # a link to it opens the details
-    yield f'<p class="count">{_count(part.total)}</p>\n'
+    yield f'<p class="count">{_count(part)}</p>\n'
     for score, text, rows in part.proposals:
-        yield f"<article>\n<h3><b>{score * 100:.0f} %</b> {_text(text)}</h3>\n"
+        sure = f"{score * 100:.0f} %" if score >= LEAST_SURE else "Look at this:"
+        yield f"<article>\n<h3><b>{sure}</b> {_text(text)}</h3>\n"
         yield '<div class="rows">\n'
         for row in rows:
             more = len(row.numbers) - _MOST_PICTURES
@@ -124,10 +128,12 @@ def _part(number: int, part: Part) -> Iterator[str]:
     yield "</details>\n"
 
 
-def _count(found: int) -> str:
-    if found > _MOST_PROPOSALS:
-        return f"The {_MOST_PROPOSALS} surest of {found:,}; all are in changes.tsv."
-    return f"Proposals: {found}, surest first." if found else "No proposals."
+def _count(part: Part) -> str:
+    found = f"Proposals: {part.total}, surest first." if part.total else "No proposals."
+    if part.total > _MOST_PROPOSALS:
+        found = f"The {_MOST_PROPOSALS} surest of {part.total:,}; all are in changes.tsv."
+    asked = " Then, without a proposal, the most suspicious others: look at these." if part.questions else ""
+    return found + asked
 
 
 def _picture(source: Source, index: int) -> str:

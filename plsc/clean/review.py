@@ -17,15 +17,16 @@ from plsc.actions.predict_images import Samples
 from plsc.clean.changes import Change, write_changes
 from plsc.clean.duplicates import Pixels, agreeing, find_duplicates, planted_copies, read_pixels
 from plsc.clean.faults import (
+    LEAST_SURE,
     Found,
     View,
-    classes_without_centre,
     compare_labels,
     likely_classes,
     mixed_classes,
     nearest,
     pairs_in,
     same_classes,
+    shared_classes,
     sure_of_class,
     wrong_labels,
 )
@@ -41,7 +42,7 @@ from plsc.storage.publish import refuse_existing, replacing
 from plsc.storage.urls import shown
 
 _EXAMPLES = 5
-PAGE, CHANGES = "report.html", "changes.tsv"
+PAGE, CHANGES, QUESTIONS = "report.html", "changes.tsv", "questions.tsv"
 
 
 @dataclass
@@ -126,6 +127,8 @@ def clean(
 ) -> list[str]:
     """Write proposed changes of a dataset to ``changes.tsv`` and ``report.html`` in a folder.
 
+    ``questions.tsv`` has the changes that the data do not support enough, most suspicious first.
+
     Args:
         embeddings: of `Entry.predict` with the dataset: of one network; or of two, of which the first was
             trained on ``half1.tsv`` of ``plsc data split --halves``, the second on ``half2.tsv``.
@@ -140,46 +143,49 @@ def clean(
     refuse_existing(str(Path(out, CHANGES)))
     images = open_images(location, embeddings, **reading)
     proposals = Proposals(images)
-    judges = _judges(images, embeddings)
+    judges, is_learned = _judges(images, embeddings)
     views, labels, classes = images.views, images.labels, len(images.listing.classes)
     kept = np.ones(len(labels), bool)
     first = compare_labels(views, labels, kept, classes)
     wrong = wrong_labels(first)
-    kept[wrong.subjects[:, 0]] = False
+    is_proposed = wrong.sure >= LEAST_SURE
+    kept[wrong.subjects[is_proposed, 0]] = False
     copies = planted_copies(images.source, images.numbers, images.pixels)
-    doubled, recall = find_duplicates(views, first.two_nearest(labels), images.pixels, copies)
+    doubled = find_duplicates(first.near, images.pixels, copies)
     mixed, smaller = mixed_classes(views, labels, kept, classes)
     parts = [
         proposals.duplicates(doubled, first.scores()),
         proposals.same(same_classes(views, labels, kept, classes), kept),
         proposals.mixed(mixed, smaller),
-        proposals.lost(classes_without_centre(views, labels, classes)),
     ]
     divided = proposals.divided
-    merged, classes = proposals.merged(divided.labels), len(divided.listing.classes)
-    again = likely_classes(views, merged, kept, classes)
+    again = likely_classes(views, divided.labels, kept, len(divided.listing.classes), first)
     right = sure_of_class(again, kept, wrong.subjects[:, 0])
-    parts.append(proposals.wrong(wrong, again.likely, right, kept))
+    parts.insert(0, proposals.wrong(wrong, again.likely, right, kept))
     checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
+    most = "more, if the network has learned them" if is_learned else f"{wrong.high:,.0f}"
     summary = [
         f"Embeddings: {checkpoints}. {judges}",
         *images.summary(),
         _fit(first.scores()[~np.isnan(first.own)]),
-        f"Estimated number of wrong labels: {wrong.expected:,.0f}.",
-        f"Search for neighbours: measured recall {recall:.3f}.",
+        f"Estimated number of wrong labels: {wrong.low:,.0f} to {most} (95 % interval).",
+        f"Search for neighbours: measured recall {first.recall:.3f}.",
     ]
-    return _write(Path(out), f"Proposed changes of {images.place}", summary, parts, proposals.changes())
+    return _write(Path(out), f"Proposed changes of {images.place}", summary, parts, proposals)
 
 
 def _fit(scores: np.ndarray) -> str:
     """Return how well the networks know the classes; scores: of the images, from `Labels.scores`."""
     share = np.mean(scores <= 0) if len(scores) else 0
-    weak = " The network is too weak to find faults: train it longer, or use another one."
-    return f"{share:.0%} of the images are nearest to their own class.{weak if share < 0.5 else ''}"
+    weak = " Many labels are wrong, or the network is too weak to find most faults."
+    return f"{share:.0%} of the images are nearest to their own class.{weak if share < 0.8 else ''}"
 
 
-def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
-    """Return whether the networks have learned what they judge; DataError if they are exchanged."""
+def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, bool]:
+    """Return what the networks judge, and whether they may have learned it.
+
+    Raises DataError if they are exchanged.
+    """
     warning = ""
     for number, one in enumerate(embeddings, 1):
         checkpoint = Path(one.index["model"]["checkpoint"])
@@ -201,8 +207,8 @@ def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
                 "(plsc data split --halves), and use both (plsc data clean --second)."
             )
     if len(embeddings) == 2:
-        return "Each network judges the half of the images that the other one was trained on."
-    return warning or "The network must not have been trained on these images."
+        return "Each network judges the half of the images that the other one was trained on.", False
+    return warning or "The network must not have been trained on these images.", bool(warning)
 
 
 def overlap(
@@ -221,41 +227,41 @@ def overlap(
     copies = planted_copies(mine.source, mine.numbers, mine.pixels)
     found = agreeing(mine.pixels, theirs.pixels, pairs_in(numbers), copies)
     first, second = len(mine.listing.classes), len(theirs.listing.classes)
-    both = View(np.concatenate([mine_unit, their_unit]), np.ones(0, bool))
     labels = np.concatenate([mine.labels, theirs.labels + first])
-    classes = same_classes([both], labels, np.ones(len(labels), bool), first + second, first)
+    classes = shared_classes(np.concatenate([mine_unit, their_unit]), labels, first + second, first)
     proposals = Proposals(mine)
     parts = proposals.shared(classes, found, theirs)
     summary = [*mine.summary(), *theirs.summary(), f"Search for neighbours: measured recall {recall:.3f}."]
-    return _write(
-        Path(out), f"What {mine.place} shares with {theirs.place}", summary, parts, proposals.changes()
-    )
+    return _write(Path(out), f"What {mine.place} shares with {theirs.place}", summary, parts, proposals)
 
 
 class Proposals:
-    """Collects the changes, one per image and per class, and the part of the page for each kind of fault.
+    """Collects changes and questions, one per image and per class, and the part of the page for each kind.
 
-    divided: the images after the divisions of classes; new classes follow those of the dataset.
+    A question is a change that is not sure. divided: the images after the divisions of classes; new classes
+    follow those of the dataset.
     """
 
     def __init__(self, images: _Images) -> None:
         self._images, self._names = images, images.listing.classes
         self.divided = images
-        self._by_subject: dict[tuple[str, str], Change] = {}
-        self._merged: dict[int, int] = {}  # class by class that is merged into it
-        self._removed: set[int] = set()
+        self._changes: dict[tuple[str, str], Change] = {}
+        self._questions: dict[tuple[str, str], Change] = {}
 
     def changes(self) -> list[Change]:
         """Return all changes, surest first."""
-        return sorted(self._by_subject.values(), key=lambda change: -change.score)
+        return sorted(self._changes.values(), key=lambda change: -change.score)
+
+    def questions(self) -> list[Change]:
+        """Return all questions about images and classes that no change has, kind by kind."""
+        return [one for subject, one in self._questions.items() if subject not in self._changes]
 
     def _add(self, change: Change) -> bool:
-        """Add a change, unless there is one of the same image or class; return whether it was added."""
-        return self._by_subject.setdefault(change.subject, change) is change
-
-    def merged(self, labels: np.ndarray) -> np.ndarray:
-        """Return the labels after the merges."""
-        return np.array([_end(self._merged, label) for label in range(labels.max() + 1)])[labels]
+        """Add a change or a question; return whether there was no change of the same image or class."""
+        if change.score < LEAST_SURE:
+            self._questions.setdefault(change.subject, replace(change, score=0.0))
+            return change.subject not in self._changes
+        return self._changes.setdefault(change.subject, change) is change
 
     def duplicates(self, found: Found, wrongness: np.ndarray) -> Part:
         """Remove the image of each pair whose label is more likely wrong; of one class, the second one."""
@@ -277,18 +283,13 @@ class Proposals:
         return part
 
     def same(self, found: Found, kept: np.ndarray) -> Part:
-        """Merge the smaller class of each pair into the larger one; each class once."""
+        """Ask whether the smaller class of each pair is to be merged into the larger one."""
         images = self._images
-        part = Part("Two classes that are one", "The changes merge the smaller one into the other.")
+        text = "They agree as much as halves of a class do, or as classes that look the same to the network."
+        part = Part("Two classes that may be one", text)
         sizes = np.bincount(images.labels, minlength=len(self._names))
         for sure, pair in _each(found):
-            small, large = sorted(
-                (_end(self._merged, label) for label in pair), key=lambda label: (sizes[label], -label)
-            )
-            if small == large:
-                continue
-            self._merged[small] = large
-            sizes[large] += sizes[small]
+            small, large = sorted(pair, key=lambda label: (sizes[label], -label))
             of, to = self._names[small], self._names[large]
             self._add(Change("merge", sure, "", of, to, "same class"))
             part.add(sure, f"merge {of} into {to}", (images.examples(label, kept) for label in pair))
@@ -302,9 +303,10 @@ class Proposals:
         for sure, (label,) in _each(found):
             name = names[label]
             new = next(one for number in count(2) if (one := f"{name}_{number}") not in known)
-            known.add(new)
-            labels[smaller[label]] = len(names)
-            names.append(new)
+            if sure >= LEAST_SURE:
+                known.add(new)
+                labels[smaller[label]] = len(names)
+                names.append(new)
             for row in smaller[label].tolist():
                 self._add(Change("move", sure, images.path(row), name, new, "two classes in one"))
             others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
@@ -313,28 +315,14 @@ class Proposals:
         self.divided = replace(images, labels=labels, listing=replace(images.listing, classes=names))
         return part
 
-    def lost(self, found: Found) -> Part:
-        """Remove the classes, except those that another one is merged into."""
-        text = "Their images agree no more than random images do. The changes remove them."
-        images, part = self._images, Part("Classes without a centre", text)
-        for sure, (label,) in _each(found):
-            change = Change("remove", sure, "", self._names[label], "", "no common centre")
-            if label not in self._merged.values() and self._add(change):
-                self._removed.add(label)
-                rows = np.flatnonzero(images.labels == label)
-                part.add(sure, f"remove {change.of}", [images.row(change.of, rows)])
-        return part
-
     def wrong(self, found: Found, likely: np.ndarray, right: np.ndarray, kept: np.ndarray) -> Part:
         """Move each image to the likely class, or remove it if that is probably not the right one."""
         text = "The changes move each image to the likely class, or remove it if several are as likely."
         images, part = self.divided, Part("Wrong labels", text)
         for (sure, (row,)), share in zip(_each(found), right.tolist(), strict=True):
             own, new = self._images.labels.item(row), likely.item(row)
-            if _end(self._merged, own) == _end(self._merged, new):
-                continue
             path, of, to = images.path(row), self._names[own], images.listing.classes[new]
-            if share >= 0.5 and new not in self._removed:
+            if share >= 0.5:
                 change = Change("move", sure, path, of, to, f"wrong label; {share:.0%} {to}")
             else:
                 change = Change("remove", sure, path, of, "", f"wrong label; perhaps {to} ({share:.0%})")
@@ -375,11 +363,13 @@ def _each(found: Found) -> Iterator[tuple[float, list[int]]]:
 
 
 def _write(
-    out: Path, title: str, summary: list[str], parts: Sequence[Part], changes: Sequence[Change]
+    out: Path, title: str, summary: list[str], parts: Sequence[Part], proposals: Proposals
 ) -> list[str]:
+    changes, questions = proposals.changes(), proposals.questions()
     counts = ", ".join(f"{part.title.lower()} {part.total:,}" for part in parts)
-    summary = [*summary, f"Proposals: {counts}."]
+    summary = [*summary, f"Proposals: {counts}. Questions: {len(questions):,}."]
     write_page(out / PAGE, title, summary, parts)
-    with replacing(out / CHANGES) as temporary:
-        write_changes(temporary, changes)
+    for name, rows in ((QUESTIONS, questions), (CHANGES, changes)):
+        with replacing(out / name) as temporary:
+            write_changes(temporary, rows)
     return [*summary, f"wrote {out / CHANGES}: {len(changes):,} changes; look at {out / PAGE}"]
