@@ -25,9 +25,11 @@ _CLASSES = 10  # neighbours of a class that may be the same
 _MEMBERS = 256  # images of a class that are compared with each other
 _ROWS, _CHUNK = 2**14, 2**11
 _KEPT = 100_000  # images that tell how often the nearest class is right
-_VOTERS, _WEIGHT = 10, 0.2  # neighbours of an image, and what they count, next to a cosine
+_VOTERS, _WEIGHT = 10, 0.3  # neighbours of an image, and what they count, next to a cosine
 _HEAVIER = 0.9  # exponent: the tails of images fall slower than between small scores
-_ODD, _CHANCE = 0.05, 2.0  # share of classes that look like two; pairs that agree by chance
+_FAR = 2  # times the 1 % quantile of the halves of classes
+_PART = 3  # images of a part of a class: the cosine of only two is often high
+_WORST_FIT, _LEAST, _ODD = 2.5, 3, 0.01  # of planted faults to subjects; least number; share of odd ones
 LEAST_SURE, SHOWN = 0.5, 100  # of what is proposed; suspects that are shown without a proposal
 
 
@@ -227,7 +229,7 @@ class _Centres:
 class Labels:
     """How the images fit their classes, [N] each.
 
-    The fit to a class is the cosine with its centre plus 0.2 times the share of the ten nearest images that
+    The fit to a class is the cosine with its centre plus 0.3 times the share of the ten nearest images that
     have this class. own: fit to the class without the image; nan if no image is left. other: the highest fit
     to another class, `likely`. lead: by how much it exceeds that of the next one. random: fit to a random
     class. near: of each view, the image itself and its ten nearest images, int64 [N, 11]; recall: of the
@@ -356,107 +358,118 @@ def same_classes(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, cl
 
     How sure this is is unknown: different classes that look the same to the network agree as much.
     """
-    halves = _halved(labels, kept)
     every = [_Centres.of(view.unit, labels, kept, classes) for view in views]
     units = [_normalised(centres.sums) for centres in every]
     both = distinct([pairs_in(nearest(unit, unit, _CLASSES)[1]) for unit in units])
     both = both[(every[0].counts[both] > 1).all(1)]
-    scores, planted = [], []
-    for view, centres in zip(views, every, strict=True):
-        scores.append(centres.sameness(*both.T))
-        parts = _Centres.of(view.unit, halves, kept, 2 * classes)
-        has_two = np.flatnonzero(parts.counts[1::2] > 1)
-        planted.append(parts.sameness(2 * has_two, 2 * has_two + 1))
-    score, halved = np.mean(scores, 0), np.mean(planted, 0)
+    score = np.mean([centres.sameness(*both.T) for centres in every], 0)
+    halves = _halves(views, labels, kept, classes)
     order = np.argsort(-score, kind="stable")
-    order = order[: np.sum(score >= np.quantile(halved, 0.05)) if len(halved) else 0]
+    order = order[: np.sum(score >= np.quantile(halves, 0.05)) if len(halves) else 0]
     return Found(np.zeros(len(order)), both[order])
 
 
 def shared_classes(unit: np.ndarray, labels: np.ndarray, classes: int, first: int) -> Found:
-    """Find pairs of a class below `first` and one from it on that are one: each is the other's nearest.
+    """Find pairs of a class below `first` and one from it on that are one; each is nearest to the other.
 
-    The classes of one dataset are different ones: as often as one of them agrees with the nearest other one
-    of its dataset, by chance it agrees with a class of the other dataset; plus twice the standard error and
-    two pairs.
+    The classes of one dataset are different ones. So pairs of them that are nearest to each other, among all
+    classes of both, show how many pairs of the two datasets are so by chance; plus 2.5 times the standard error.
+    A pair that agrees far less than random halves of a class do is at most a question.
     """
-    centres = _Centres.of(unit, labels, np.ones(len(labels), bool), classes)
-    means = _normalised(centres.sums)
-    mine, theirs = means[:first], means[first:]
-    there, back = nearest(mine, theirs, 1)[1][:, 0], nearest(theirs, mine, 1)[1][:, 0]
-    ones = np.flatnonzero(back[there] == np.arange(first))
-    scores, apart = centres.sameness(ones, there[ones] + first), []
-    for begin, part in ((0, mine), (first, theirs)):
-        near, numbers = nearest(part, part, 2)[1], np.arange(len(part))
-        others = np.where(near[:, 0] == numbers, near[:, -1], near[:, 0])
-        apart.append(centres.sameness(numbers + begin, others + begin) if len(part) > 1 else np.empty(0))
-    different = np.sort(np.concatenate(apart))
+    kept = np.ones(len(unit), bool)
+    centres = _Centres.of(unit, labels, kept, classes)
+    means, numbers, rest = _normalised(centres.sums), np.arange(classes), classes - first
+    near = nearest(means, means, 2)[1]
+    best = np.where(near[:, 0] == numbers, near[:, -1], near[:, 0])
+    several = centres.counts > 1
+    ones = np.flatnonzero((best[best] == numbers) & (best > numbers) & several & several[best])
+    pairs = np.stack([ones, best[ones]], 1)
+    scores, is_shared = centres.sameness(*pairs.T), (pairs < first).sum(1) == 1
+    different, halves = np.sort(scores[~is_shared]), _halves([View(unit, kept)], labels, kept, classes)
+    least = _FAR * min(np.quantile(halves, 0.01), 0) if len(halves) else np.inf
+    ratio = 2 * first * rest / max(first * (first - 1) + rest * (rest - 1), 1)
 
     def by_chance(levels: np.ndarray) -> np.ndarray:
-        count = _above(different, levels) * first / classes
-        return count + 2 * np.sqrt(count) + _CHANCE
+        count = _above(different, levels)
+        return ratio * (count + 2.5 * np.sqrt(count + 1))
 
-    return Found.of(scores, np.stack([ones, there[ones] + first], 1), by_chance)
+    return Found.of(scores[is_shared], pairs[is_shared], by_chance, least)
 
 
-def _halved(labels: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Return labels, twice as many, after dividing the kept images of each class at random."""
+def _halves(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int) -> np.ndarray:
+    """Return the `sameness` of random halves of each class that has four kept images."""
     ranks = np.argsort(np.random.default_rng(2).permutation(len(labels)))
     halves = 2 * labels
     halves[kept] += place_in_class(labels[kept], ranks[kept]) % 2
-    return halves
+    parts = [_Centres.of(view.unit, halves, kept, 2 * classes) for view in views]
+    has_two = 2 * np.flatnonzero(parts[0].counts[1::2] > 1)
+    return np.mean([one.sameness(has_two, has_two + 1) for one in parts], 0)
 
 
 def mixed_classes(
     views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int
 ) -> tuple[Found, dict[int, np.ndarray]]:
-    """Find classes that are two, and the images of the smaller part of each.
-
-    The tail of classes that are one begins at the median class. A few classes of any dataset look like two.
-    """
+    """Find classes that are two, and the images of the smaller part of each; planted: two classes as one."""
     rng = np.random.default_rng(3)
     order = np.flatnonzero(kept)[np.argsort(labels[kept], kind="stable")]
     members = np.split(order, np.cumsum(np.bincount(labels[kept], minlength=classes))[:-1])
-    judged = np.array([number for number, rows in enumerate(members) if len(rows) >= 4], np.int64)
-    scores, parts = np.empty(len(judged)), {}
-    for place, number in enumerate(judged.tolist()):
-        rows = rng.permutation(members[number])[:_MEMBERS]
+    judged = np.array([number for number, rows in enumerate(members) if len(rows) >= 2 * _PART], np.int64)
+    some = [rng.permutation(members[number])[:_MEMBERS] for number in judged]
+    scores, planted, parts = np.empty(len(judged)), np.empty(len(judged)), {}
+    for place, (number, rows) in enumerate(zip(judged.tolist(), some, strict=True)):
         scores[place], side = _two(views, rows)
         parts[number] = _part(views, rows[side], rows[~side], members[number])
-    start, later = np.quantile(scores, (0.5, 0.625)) if len(judged) else (0.0, 1.0)
-    step = max(later - start, 1e-6)
+        other = some[(place + rng.integers(1, max(len(some), 2))) % len(some)]
+        both = [rows[: (len(rows) + 1) // 2], other[: (len(other) + 1) // 2]]
+        planted[place] = _two(views, np.concatenate(both))[0] if len(some) > 1 else -1
+    return Found.of(scores, judged[:, None], _unlike(scores, planted)), parts
 
-    def one(levels: np.ndarray) -> np.ndarray:
-        tail = len(judged) / 2 * 0.75 ** np.maximum((levels - start) / step, 0)
-        return np.fmax(tail, _ODD * len(judged))
 
-    return Found.of(scores, judged[:, None], one, start), parts
+def _unlike(scores: np.ndarray, planted: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return how many subjects are above levels, apart from faults that score like the planted ones.
+
+    If there are E faults, E times the share of the planted ones above a level are above it: E is the largest
+    number that never exceeds the subjects (compare Storey 2002, on the number of true null hypotheses). A
+    network that was trained with the faults shows them weaker: the distances of the planted scores from the
+    median subject are multiplied by the factor from 1 to 0.6 that fits best. If none fits within a factor of
+    2.5, the data cannot say, and E is 0; nor for 1 % of the subjects: a few of any dataset are odd. Levels
+    above which fewer than 3 faults would be are left out.
+    """
+    ascending = np.sort(scores)
+    best, number, faults, middle = _WORST_FIT, 0.0, np.zeros(1), np.median(scores) if len(scores) else 0.0
+    for factor in np.linspace(1, 0.6, 41) if len(planted) and np.median(planted) > middle else ():
+        weaker = np.sort(middle + factor * (planted - middle))
+        levels = np.quantile(weaker, np.linspace(0.05, 0.95, 19))
+        counts, shares = _above(ascending, levels), _above(weaker, levels) / len(weaker)
+        is_sound = shares * counts[0] >= _LEAST
+        numbers = (counts[is_sound] + 1e-9) / shares[is_sound]
+        if len(numbers) and (fit := numbers.max() / numbers.min()) < best:
+            best, number, faults = fit, numbers.min(), weaker
+    number *= number > _ODD * len(scores)
+    return lambda levels: _above(ascending, levels) - number * _above(faults, levels) / len(faults)
 
 
 def _two(views: Sequence[View], rows: np.ndarray) -> tuple[float, np.ndarray]:
     """Divide images in two; return how distinct the parts are, and which images the smaller one has.
 
     By the first principal component, then by the mean cosine with each part. Distinct: the lower mean cosine
-    within a part minus the one between the parts.
+    within a part minus the one between the parts; -1 if a part has fewer than three images.
     """
     cosines = np.mean([view.unit[rows] @ view.unit[rows].T for view in views], 0)
     centred = cosines - cosines.mean(0) - cosines.mean(1)[:, None] + cosines.mean()
-    side = np.linalg.eigh(centred)[1][:, -1] > 0
+    moved = np.linalg.eigh(centred)[1][:, -1] > 0
     for _ in range(10):
-        sizes = np.array([(~side).sum(), side.sum()])
-        if sizes.min() < 2:
-            return -1.0, side
-        sums = np.stack([cosines[:, ~side].sum(1), cosines[:, side].sum(1)], 1)
-        own = np.stack([~side, side], 1)
+        own = np.stack([~moved, moved], 1)
+        sizes = own.sum(0)
+        if sizes.min() < _PART:
+            return -1.0, moved
+        sums = cosines @ own
         moved = np.argmax((sums - own) / (sizes - own), 1).astype(bool)
-        if (moved == side).all():
+        if (moved == own[:, 1]).all():
             break
-        side = moved
-    within = [
-        (sums[own[:, part], part].sum() - sizes[part]) / (sizes[part] * (sizes[part] - 1)) for part in (0, 1)
-    ]
-    between = sums[side, 0].sum() / sizes.prod()
-    return float(min(within) - between), side if sizes[1] <= sizes[0] else ~side
+    within = (np.sum(sums * own, 0) - sizes) / (sizes * (sizes - 1))
+    between = sums[own[:, 1], 0].sum() / sizes.prod()
+    return float(within.min() - between), own[:, np.argmin(sizes)]
 
 
 def _part(views: Sequence[View], one: np.ndarray, other: np.ndarray, members: np.ndarray) -> np.ndarray:
