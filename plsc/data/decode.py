@@ -75,7 +75,7 @@ _TIFF_ORDERS = (
     (b"\1\x12\0\3\0\0\0\1", struct.Struct(">I").unpack_from, struct.Struct(">H").unpack_from),
 )
 _unpack_segment = struct.Struct(">HH").unpack_from  # marker, and length without the marker
-_MOST_SEGMENTS = 10_000  # before the first scan: bounds the time for a hostile file
+_MOST_SEGMENTS = 10_000  # before the first scan, or chunks: bounds the time for a hostile file
 
 
 def decode_into(data: Image, out: np.ndarray) -> torch.Tensor | None:
@@ -209,6 +209,11 @@ def _decoding(data: Image) -> Iterator[None]:
 def _open(data: bytes) -> PillowImage.Image:
     """Open an image in Pillow, a JPEG without its EXIF data, of which Pillow 12 makes gigabytes."""
     plain = _without_metadata(data) if data.startswith(b"\xff\xd8") else data
+    at, count = 8, 0
+    while data.startswith(b"\x89PNG") and at + 8 < len(data):  # Pillow takes microseconds for each chunk
+        at, count = at + 12 + int.from_bytes(data[at : at + 4], "big"), count + 1
+        if count > _MOST_SEGMENTS:
+            raise DataError(f"the image is a PNG of over {_MOST_SEGMENTS} chunks; save it again")
     return PillowImage.open(io.BytesIO(plain), formats=PILLOW_FORMATS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MOST_FOUND = 100
 # BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory. GIF: Pillow before 13, which needs
 # Python 3.11, joins comments in quadratic time. AVIF: its header may understate the size of what is decoded.
+_PPM = re.compile(rb"P[56]\s\d{1,9}\s\d{1,9}\s\d{1,9}\s")
 _SLOW = (b"BM", b"II", b"MM", b"GI")
 # Chunks of a PNG: each may have 1 MB, of which Pillow does not count the sum, as of texts that it drops.
 _COMPRESSED, _MOST_CHUNKS = (b"iCCP", b"iTXt", b"zTXt"), 8
@@ -184,6 +186,8 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._decoder, self._decode, data)
 
     def _decode(self, data: bytes) -> np.ndarray:
+        if data[:1] == b"P" and not _PPM.match(data):  # Pillow reads comments one byte at a time
+            raise DataError("a PPM must be binary, without comments; send the image as JPEG")
         if data[:2] in _SLOW or data[4:8] == b"ftyp":
             raise DataError("BMP, TIFF, GIF, AVIF and HEIC can take long to decode; send the image as JPEG")
         if data.startswith(b"\x89PNG") and sum(map(data.count, _COMPRESSED)) > _MOST_CHUNKS:

@@ -318,6 +318,7 @@ def test_images_of_formats_that_are_slow_to_decode_are_refused(server):
     [
         (b"P6 8 8 255\n", 200), (b"P5 8 8 255\n", 200), (b"P5 8 8 65535\n", 200), (b"P6 8 8 254\n", 400),
         (b"P5 8 8 1000\n", 400), (b"P6 8 8 65535\n", 400), (b"P3 8 8 255\n", 400), (b"P1 8 8\n", 400),
+        (b"P6 8 8 #\n255\n", 400),
     ],
 )  # fmt: skip
 def test_what_pillow_decodes_in_python_is_refused(header, status, server):

@@ -5,6 +5,7 @@ import io
 import struct
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -378,6 +379,14 @@ def test_a_jpeg_of_thousands_of_scans_is_refused():
     bomb = good[:-2] + scan * (3000 + 20_000 // len(scan)) + b"\xff\xd9"
     with pytest.raises(DataError, match="over 200 scans"):
         decoded_into(bomb)
+
+
+def test_a_png_of_many_chunks_is_refused():
+    good = encode(smooth_picture(6), "PNG")
+    chunk = bytes(4) + b"abCd" + struct.pack(">I", zlib.crc32(b"abCd"))
+    assert count_pixels(good[:-12] + chunk * 100 + good[-12:], 10**6) == count_pixels(good, 10**6)
+    with pytest.raises(DataError, match="chunks"):
+        count_pixels(good[:-12] + chunk * 20_000 + good[-12:], 10**6)
 
 
 @pytest.mark.parametrize("count", [5000, 2**18])
