@@ -74,7 +74,6 @@ def main() -> None:
     done("two classes that are one")
     mixed_classes(views, labels, kept, classes)
     done("classes that are two")
-    done("classes without a centre")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     hits = is_wrong[found]
     print(

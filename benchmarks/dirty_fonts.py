@@ -4,13 +4,13 @@
     python benchmarks/dirty_fonts.py train fourth build/fonts
     python benchmarks/dirty_fonts.py measure fourth build/fonts
 
-Methods and parameters of plsc/clean are chosen on the sets `first` (European scripts), `second` (Han, kana and
-Hangul) and `third` (Ethiopic, Arabic, Hebrew, Tifinagh, Indian scripts, Thai, Khmer): the last two were meant to
-be measured only, but faults that they showed were fixed. The set `fourth` (symbols of mathematics and
-others, Burmese, Kannada, Oriya, Gurmukhi, Lao, Tamil; other fonts again) is measured once, with the method of
-the commit that adds it. They need Debian 12 (`apt-get download`, `dpkg-deb`).
+Methods and parameters of plsc/clean are chosen on the sets `first` (European scripts), `second` (Han, kana
+and Hangul) and `third` (Ethiopic, Arabic, Hebrew, Tifinagh, Indian scripts, Thai, Khmer): the last two were
+meant to be measured only, but faults that they showed were fixed. The set `fourth` (symbols of mathematics
+and others, Burmese, Kannada, Oriya, Gurmukhi, Lao, Tamil; other fonts) is measured once, with the method
+of the commit that adds it. They need Debian 12 (`apt-get download`, `dpkg-deb`).
 
-make: up to 750 characters that at least 8 font families draw, of the scripts in turn; characters with the same
+make: up to 750 characters that at least 8 font families draw, of the scripts in turn; characters of one
 outline are one (demo/glyph_classes.py), and a family that draws something else (correlation with the mean
 drawing below 0.4) does not count. 12 images of each train the networks; 400 characters are cleaned,
 with 24 other images each (18 for `plsc data clean`). Images: `varied` of demo/render.py, 32 x 32 pixels,

@@ -81,15 +81,15 @@ class Found:
         return cls(sure[kept], subjects[order[kept]], *bounds)
 
 
-def _tail(start: float, step: float, above: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Return how many right subjects are above levels: exponentially fewer from `start` on.
+def _tail(step: float, above: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return how many right subjects are above levels: exponentially fewer from 0 on.
 
-    above: numbers of subjects above `start` and one and two steps later, of which few are faults.
+    above: numbers of subjects above 0 and one and two steps later, of which few are faults.
     """
     zero, first, second = above.tolist()
     rate = min((first - second + 1) / (zero - first + 1), 0.99) ** _HEAVIER
     total = (zero - first + 1) / (1 - rate)
-    return lambda levels: total * rate ** np.maximum((levels - start) / step, 0)
+    return lambda levels: total * rate ** np.maximum(levels / step, 0)
 
 
 def _above(ascending: np.ndarray, levels: np.ndarray) -> np.ndarray:
@@ -315,7 +315,7 @@ def wrong_labels(found: Labels) -> Found:
     above = [_above(ascending, np.array([0, step, 2 * step])) for step in steps]
     # Where none falls, the longest steps are the most cautious: short ones would be extrapolated far.
     place = next((k for k, (zero, one, two) in enumerate(above) if zero - one >= 2 * (one - two)), 0)
-    right = _tail(0, steps[place], above[place])
+    right = _tail(steps[place], above[place])
     for one in planted:
         levels = np.quantile(one, np.linspace(0.05, 0.95, 19))
         counts, shares = _above(ascending, levels), _above(np.sort(one), levels) / len(one)
@@ -373,8 +373,8 @@ def shared_classes(unit: np.ndarray, labels: np.ndarray, classes: int, first: in
     """Find pairs of a class below `first` and one from it on that are one; each is nearest to the other.
 
     The classes of one dataset are different ones. So pairs of them that are nearest to each other, among all
-    classes of both, show how many pairs of the two datasets are so by chance; plus 2.5 times the standard error.
-    A pair that agrees far less than random halves of a class do is at most a question.
+    classes of both, show how many pairs of the two datasets are so by chance; plus 2.5 times the standard
+    error. A pair that agrees far less than random halves of a class do is at most a question.
     """
     kept = np.ones(len(unit), bool)
     centres = _Centres.of(unit, labels, kept, classes)
