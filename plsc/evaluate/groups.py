@@ -99,9 +99,7 @@ class GroupRates:
         for title, table in self.tables.items():
             first, *_ = table.values()
             header = ["group", *(f"{rate} of {_COUNTED.get(rate, 'queries')}" for rate in first)]
-            rows = [
-                [group.replace("|", "\\|"), *map(_shown, rates.values())] for group, rates in table.items()
-            ]
+            rows = [[group, *map(_shown, rates.values())] for group, rates in table.items()]
             tables.append(Table(header, rows, title))
         choices = [
             *self.notes,

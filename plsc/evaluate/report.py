@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plsc.storage.publish import replacing
+
+_MARKS = re.compile(r"[<|]|\]\(")  # of Markdown
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,14 @@ def lines_of(section: Section) -> list[str]:
         lines += [f"![{Path(name).stem.replace('_', ' ')}]({name})", ""]
     for name in section.files:
         lines += [f"[{name}]({name})", ""]
-    return [*lines, "How it was measured:", "", *(f"- {choice}" for choice in section.choices), ""]
+    return [*lines, "How it was measured:", "", *(f"- {_plain(choice)}" for choice in section.choices), ""]
 
 
 def _rows(table: Table) -> list[str]:
     cells = [table.header, ["---", *["---:"] * (len(table.header) - 1)], *table.rows]
-    return [f"| {' | '.join(row)} |" for row in cells] + [""]
+    return [f"| {' | '.join(map(_plain, row))} |" for row in cells] + [""]
+
+
+def _plain(text: str) -> str:
+    """Return text without HTML, links and new cells, which a name in it may have."""
+    return _MARKS.sub(r"\\\g<0>", text)
