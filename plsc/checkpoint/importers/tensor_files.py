@@ -143,6 +143,8 @@ def _read_torch_file(file: Path) -> Any:
                     f"{file} describes its tensors in {longest} bytes; expected at most {_LONGEST_PICKLE}; "
                     f"{_ADVICE}"
                 )
+            if min(record.header_offset for record in records):  # torch would see another archive
+                raise CheckpointError(f"{file} has something before its first record; download it again")
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 raise CheckpointError(f"{file} is compressed or damaged; torch.save never compresses")
         with warnings.catch_warnings(), file.open("rb") as stream:

@@ -130,6 +130,11 @@ def test_a_tensor_whose_bytes_are_missing_is_refused(saved, tmp_path):
     assert "is damaged" in refusal(read_tensors, missing)
 
 
+def test_a_file_of_which_zipfile_and_torch_see_different_archives_is_refused(saved):
+    saved.write_bytes(b"PK\3\4" + bytes(26) + saved.read_bytes())
+    assert "first record" in refusal(read_tensors, saved)
+
+
 def test_a_compressed_record_is_refused(saved, tmp_path):
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for info in old.infolist():
