@@ -225,7 +225,6 @@ def copied_in_side_stream(
 
 
 def _copy(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> Batch:
-    """Return the batch on the device, ready for the current stream."""
     current = torch.cuda.current_stream(device)
 
     def move(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,6 @@ class ClassNames:
         return both.take(source)
 
     def _keys(self) -> ClassNames:
-        """Return the names as they are compared."""
         if self.text.max(initial=0) < 128:
             return self
         return ClassNames.of([name_key(name.decode("utf-8", "surrogateescape")) for name in self._each()])

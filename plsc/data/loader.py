@@ -75,8 +75,7 @@ class SourceLoader:
         """Return a log message: how images are read, and why."""
         if self.num_workers == 0:
             return "data: images are read between the training steps (num_workers 0)"
-        what = self.kind if self.num_workers > 1 else {"threads": "thread"}.get(self.kind, "process")
-        return f"data: {self.num_workers} {what} per rank load images in the background, {self.reason}"
+        return f"data: {self.num_workers} {self.kind} per rank load images in the background, {self.reason}"
 
     def _read(self, request: Request, stopped: Callable[[], bool]) -> Batch:
         return self._reader.read(request, self._ring, stopped)
@@ -108,7 +107,6 @@ class _InProcess:
 
 
 def _is_dataset(source: Source) -> bool:
-    """Return whether samples come from a user's Dataset, possibly through a cache."""
     inner = source.source if isinstance(source, CachedSource) else source
     return isinstance(inner, TorchDatasetSource)
 

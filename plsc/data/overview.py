@@ -144,7 +144,6 @@ def in_threads(function: Callable[[int], _T], numbers: Sequence[int]) -> Iterato
 
 
 def _check(source: Source, index: int) -> tuple[int, str] | DataError:
-    """Return (encoded bytes, "width x height") of a sample, or the DataError if it cannot be decoded."""
     try:
         data, _ = source[index]
     except DataError as error:  # its message names the sample

@@ -172,8 +172,6 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
 
 
 class _HashingReader:
-    """A file that is hashed while it is read."""
-
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.sha = hashlib.sha256()
@@ -219,7 +217,6 @@ class _ForwardReader:
 
 
 def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[bytes]:
-    """Yield the content of the member at the stream's position."""
     left = member.size
     while left:
         data = stream.read(min(_CHUNK, left))
@@ -230,7 +227,6 @@ def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[by
 
 
 def _extract(content: Iterator[bytes], path: Path) -> str:
-    """Write one new file; return its SHA-256 in hexadecimal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sha = hashlib.sha256()
     with path.open("xb") as file:
@@ -241,7 +237,6 @@ def _extract(content: Iterator[bytes], path: Path) -> str:
 
 
 def _are_equal(content: Iterator[bytes], sums: IO[bytes]) -> bool:
-    """Return whether the archive's checksums are those of the extracted files."""
     expected = sums.tell()
     sums.seek(0)
     return all(data == sums.read(len(data)) for data in content) and sums.tell() == expected

@@ -158,8 +158,6 @@ class _PairUnpickler(pickle.Unpickler):
 
 @dataclass
 class _Array:
-    """An array as pickled: its bytes, and how to interpret them."""
-
     dtype: np.dtype
     data: bytes | bytearray
 
@@ -173,10 +171,7 @@ class _Dtype:
         self.code, self.numpy = code, np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
-        order, *structure = state[1:5]
-        if _text(order) not in ("<", ">", "|") or structure != [None] * 3:
-            raise ValueError("a dtype with fields")
-        self.numpy = np.dtype(_text(order) + self.code)
+        self.numpy = np.dtype(_text(state[1]) + self.code)  # state[1]: the byte order
 
 
 # No function takes a variable number of arguments: passing one long list many times would cost its length

@@ -223,14 +223,12 @@ class ReaderLoader:
 
     @property
     def _samples_per_step(self) -> int:
-        """Number of samples of the generator per step."""
         if not self.shards_itself:
             return self.global_batch
         first, stop = (self.global_batch * (self.rank + more) // self.ranks for more in (0, 1))
         return stop - first
 
     def _slots(self) -> range:
-        """Return the positions in a global batch of the samples that this rank uses."""
         if self.shards_itself:
             return range(self._samples_per_step)
         return range(self.rank, self.global_batch, self.ranks)

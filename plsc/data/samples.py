@@ -111,7 +111,6 @@ class BatchReader:
         return batch
 
     def _read_many(self, indices: np.ndarray, epoch: int) -> Iterator[Sample | DataError]:
-        """Yield each sample, or the error that names it."""
         read_many = getattr(self.source, "read_many", None)
         if read_many is None or self.recipe.seed_reading:
             return (self._read_one(index, epoch) for index in indices.tolist())
@@ -182,7 +181,6 @@ class BatchReader:
         return None
 
     def _read_one(self, index: int, epoch: int) -> Sample | DataError:
-        """Return a sample of the source, or the error that names it."""
         try:
             if not self.recipe.seed_reading:
                 return self.source[index]

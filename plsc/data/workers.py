@@ -161,8 +161,6 @@ def _context(method: str | None = None) -> Any:
 
 
 class _Requests(Sampler[Any]):
-    """The requests of one epoch, as a sampler in the main process."""
-
     coming: Iterable[Any] = ()
 
     def __iter__(self) -> Iterator[Any]:

@@ -100,8 +100,6 @@ class Input:
 
 @dataclass(frozen=True)
 class _NamedStream:
-    """A stream whose errors name its file."""
-
     stream: Any
     source: Input
 

@@ -159,7 +159,6 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
 
 
 def _counts_of(options: PartitionOptions, total: InputCount) -> dict[str, int]:
-    """Return the counts of a manifest. total: counts of all inputs."""
     each = lines_per_rank(total.lines, options.nranks)
     return {
         "seed": options.seed,
@@ -204,7 +203,6 @@ def _manifest(
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest and the list of the parts."""
     names = [part["name"] for part in manifest["parts"]]
     (folder / FILE_LIST).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -274,7 +272,6 @@ def _open_store(url: str) -> Store:
 
 
 def _upload(folder: Path, target: str, names: list[str]) -> None:
-    """Upload files of `folder`, in this order."""
     store = _open_store(target)
     with progress_bar("uploading", sum((folder / one).stat().st_size for one in names)) as progress:
 

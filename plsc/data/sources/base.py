@@ -127,7 +127,6 @@ class IndexedSource:
         return np.zeros(len(indices), np.int64)
 
     def _image_in(self, stored: bytes) -> bytes:
-        """Return the image in the stored bytes."""
         return stored
 
 

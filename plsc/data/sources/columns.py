@@ -204,7 +204,6 @@ class NamedLabelSource(IndexedSource):
     """A source whose labels may be class names."""
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
-        """Set the labels and class names from the result of `LabelReader.arrays`."""
         names = names_in(found)
         self.class_names = names if label_map is None else None
         self._labels = with_label_map(found["labels"], names, label_map)

@@ -272,7 +272,6 @@ def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entries(root: Path, below: str, ignored: Ignored) -> tuple[list[str], list[str]]:
-    """Return the sorted names of the folders and of the images in a folder."""
     folders: list[str] = []
     images: list[str] = []
     folder = root / below

@@ -131,7 +131,6 @@ def _load(path: Path, identity: dict[str, str], owners: Container[int]) -> dict[
 
 
 def _map(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray], int]:
-    """Return metadata and arrays of an index file, and its owner."""
     with open_regular(path, path.parent) as file:
         owner = os.fstat(file.fileno()).st_uid
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

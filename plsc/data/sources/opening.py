@@ -114,7 +114,6 @@ def _count_filled(folder: Path, names: list[str]) -> int:
 
 
 def _describe_unknown(path: Path) -> str:
-    """Return why a path that is neither a folder nor a known file is not a dataset."""
     if not os.path.exists(path):  # noqa: PTH110
         return "does not exist"
     if path.name in ("label.txt", "file_list.txt"):
@@ -147,7 +146,6 @@ def _only_dataset(location: str, names: Iterable[str]) -> str | None:
 
 
 def _names_in(location: str) -> dict[str, bool]:
-    """Return the names in a folder, and whether each is a folder."""
     if not is_url(location):
         return {path.name: path.is_dir() for path in Path(location).iterdir()}
     filesystem, inside = open_filesystem(location)

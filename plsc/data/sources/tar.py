@@ -127,7 +127,6 @@ class TarSource(ColumnSource):
         )
 
     def _label_of(self, sample: Sample) -> tuple[Label, str]:
-        """Return the label, and its class name or ''."""
         wanted, key = self._label or "cls", self._label or "label"
         try:
             fields = parse_json(sample.text("json"))

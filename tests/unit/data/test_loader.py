@@ -245,7 +245,7 @@ class DiesAtOne:
 
 def test_a_dead_worker_is_reported():
     batches = loader(TorchDatasetSource(DiesAtOne()), batch=1, num_workers=1)
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(batches.epoch(0))
 
 
@@ -412,7 +412,6 @@ def test_the_kind_of_loader_is_chosen_from_the_pipeline(label_folder):
     assert (
         own.describe() == "data: 2 processes per rank load images in the background, because of your Dataset"
     )
-    assert loader(files, num_workers=1, kind="processes").describe().startswith("data: 1 process per rank")
     with pytest.raises(OptionError, match="which threads share"):
         loader(files, kind="threads", num_workers=2, transform=add_noise)
     loader(files, kind="threads", num_workers=0, transform=add_noise)

@@ -247,7 +247,6 @@ EMPTY_ARRAY = RECONSTRUCT + b"(" + NDARRAY + b"(I0\ntS'b'\ntR"
         EMPTY_ARRAY + b"(I1\n(I1000000000000\nt" + UINT8 + b"I00\nS'a'\ntb",
         EMPTY_ARRAY + b"(I1\n(I-1\nI-1\nt" + UINT8 + b"I00\nS'a'\ntb",
         EMPTY_ARRAY + b"(I1\n(I1\nt" + UINT8 + b"I00\n(lS'a'\natb",  # a list for its bytes
-        UINT8 + b"(I3\nS'|'\nN(S'a'\ntNI-1\nI-1\nI0\ntb",  # a dtype with fields
         b"cnumpy.core.multiarray\nscalar\n(" + UINT8 + b"S''\ntR",  # a scalar without its byte
     ],
 )
