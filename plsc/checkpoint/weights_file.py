@@ -46,8 +46,6 @@ _LARGEST_HEADER = 2**20  # bytes
 _THREADS = 8  # requests to the disk at a time
 _CHUNK = 2**15  # values that torch computes in one thread; the others compute the step
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MOUNTS = Path("/proc/self/mounts")
-_REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gluster", "beegfs", "gpfs", "afs", "fuse.")
 
 
 def rank_folder(folder: str | Path, rank: int) -> Path:
@@ -161,7 +159,6 @@ class WeightsFile:
         try:
             with self._reporting():
                 self._lock = FolderLock(self.folder)
-                self._refuse_remote()
                 if mark is None:
                     self._create()
                 else:
@@ -438,19 +435,6 @@ class WeightsFile:
                 f"the system was restarted while the class weights in {self.folder} were in use, so some of "
                 f"their changes may be lost; delete the folder and start again{copy}"
             )
-
-    def _refuse_remote(self) -> None:
-        """Raise OptionError if the folder is on a network share."""
-        with contextlib.suppress(FileNotFoundError):
-            mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
-            here = self.folder.resolve()
-            over = [one for one in mounts if here.is_relative_to(one[1].replace("\\040", " "))]
-            kind = max(over, key=lambda one: len(one[1]))[2] if over else ""
-            if kind.startswith(_REMOTE):
-                raise OptionError(
-                    f"{self.folder} is on a network file system ({kind}); set head.weights_file to a folder "
-                    "on a local disk"
-                )
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:

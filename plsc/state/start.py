@@ -168,7 +168,7 @@ def open_directories(options: Options | Config, world: World, start: Start) -> D
     lock = locks[0] if locks else None
     store = None
     if start.url is not None:
-        store = _open_store(start.url, options, world, bool(start.resumed))
+        store = _open_store(start.url, world, bool(start.resumed))
     return Directories(start, store, is_shared, is_owner, lock)
 
 
@@ -196,7 +196,7 @@ def _restore_replaced(options: Options | Config) -> None:
                 lock.release()
 
 
-def _open_store(url: str, options: Options | Config, world: World, is_own: bool) -> Store:
+def _open_store(url: str, world: World, is_own: bool) -> Store:
     """Return the store after checking that it responds; clean up after a kill if `is_own`."""
 
     def reach() -> Store:

@@ -456,12 +456,6 @@ def test_folders_that_cannot_be_used_are_refused(opened, tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             opened(folder=tmp_path / folder)[0].file.open()
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"disk / ext4 rw\nserver:/x {tmp_path} nfs4 rw\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_MOUNTS", mounts)
-        with pytest.raises(OptionError, match=r"is on a network file system \(nfs4\)"):
-            opened()[0].file.open()
 
 
 def test_a_second_run_is_refused_while_the_first_lives(opened, monkeypatch, tmp_path):
