@@ -30,7 +30,7 @@ Size = Annotated[int, (1, 2**40)]
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal may interpret them
 _DEEPEST = 50  # levels of JSON; Python's recursion limit allows some hundred
-_NAMES: dict[Any, str] = {dict: "an object", list: "a list", int: "an integer of", Literal: "one of"}
+_NAMES: dict[Any, str] = {dict: "an object", list: "a list", int: "an integer in", Literal: "one of"}
 
 
 def read_record(
@@ -71,18 +71,25 @@ def read_record(
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
+@functools.cache
+def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], Any, bool]:
+    """Return a kind without Annotated and None, its arguments, its limits, and whether it may be None."""
+    limits, is_optional = None, False
+    while (origin := get_origin(kind)) in (Annotated, types.UnionType, Union):
+        is_optional |= origin is not Annotated
+        kind, limits = get_args(kind)[0], get_args(kind)[-1] if origin is Annotated else None
+        if is_typeddict(limits):  # which mypy should take for any dictionary
+            kind, limits = limits, None
+    return origin or kind, get_args(kind), limits, is_optional
+
+
 def _typed(kind: Any, value: Any, place: str, depth: int) -> Any:
     """Return a JSON value as a kind. Raises ValueError. place: names the value in messages."""
     if depth > _DEEPEST:
         raise ValueError(f"it is nested more than {_DEEPEST} levels")
-    limits: Any = None
-    while (origin := get_origin(kind)) in (Annotated, types.UnionType, Union):
-        if origin is not Annotated and value is None:
-            return None
-        kind, limits = get_args(kind)[0], get_args(kind)[-1] if origin is Annotated else None
-        if is_typeddict(limits):  # which mypy should take for any dictionary
-            kind, limits = limits, None
-    parts, kind = get_args(kind), origin or kind
+    kind, parts, limits, is_optional = _parts_of(kind)
+    if value is None and is_optional:
+        return None
     if isinstance(value, str) and limits is None and _CONTROL.search(value):
         raise ValueError(f"{place:.80} contains control characters")
     if kind is Any:
@@ -96,10 +103,10 @@ def _typed(kind: Any, value: Any, place: str, depth: int) -> Any:
         of_name, of_value = parts or (str, Any)
         found = {}
         for name in names:
-            inner = f"{name!r:.80} of {place:.80}" if depth else name[:80]
-            found[_typed(of_name, name, f"a name in {place:.80}", depth)] = _typed(
-                hints.get(name, of_value), value[name], inner, depth + 1
-            )
+            if name not in hints:
+                _typed(of_name, name, f"a name in {place:.80}", depth)
+            inner = f"{name!r:.80} of {place:.80}" if depth or name not in hints else name
+            found[name] = _typed(hints.get(name, of_value), value[name], inner, depth + 1)
         odd = hints.keys() - value.keys() - getattr(kind, "__optional_keys__", set())
         odd |= value.keys() - hints.keys() if is_exact else set()
         if odd:
