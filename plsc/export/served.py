@@ -32,6 +32,7 @@ from plsc.export.folder import (
     TRITON_NAME,
     WEIGHTS_NAME,
     check_file,
+    checksum_of,
     read_about,
 )
 from plsc.export.graph import INPUT, OUTPUT, missing_package
@@ -133,6 +134,8 @@ class ServedModel:
         for what, file in (("weights", WEIGHTS_NAME), ("graph", name), ("classes", CLASSES_NAME)):
             if what != "classes" or what in self.about:
                 check_file(folder, file, self.about.get(what))
+        if checksum_of(_tensors(folder / WEIGHTS_NAME)) != self.fingerprint:  # by which galleries are found
+            raise CheckpointError(f"{folder} has the fingerprint of other weights; choose another model")
         if graph.get("flip") is True:  # other embeddings than those of the weights alone
             self.fingerprint = f"flip-{self.fingerprint}"
         self._path = folder / name
@@ -184,10 +187,7 @@ class ServedModel:
         if "classes" not in self.about:
             raise CheckpointError(f"{self.folder} has no class weights; export the model with --classes")
         file = self.folder / CLASSES_NAME
-        try:
-            held = load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: it cannot be read ({error})") from error
+        held = _tensors(file)
         weight, text, ends = (held.get(name) for name in ("weight", "names.bytes", "names.ends"))
         if weight is None or weight.dtype != torch.float32 or weight.shape[1:] != (self.emb_size,):
             raise CheckpointError(f"{file}: it has no float32 weight [classes, {self.emb_size}]")
@@ -232,6 +232,13 @@ def are_normalised(vectors: np.ndarray) -> np.ndarray:
     """Return for each vector, float32 [n, D], whether its norm is 1, to 1e-3, or exactly 0; bool [n]."""
     squares = np.einsum("ij,ij->i", vectors, vectors)
     return (np.abs(np.sqrt(squares) - 1) <= 1e-3) | (squares == 0)
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: it cannot be read ({error})") from error
 
 
 def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:

@@ -258,6 +258,15 @@ def test_class_weights_and_thumbnails(trained, exported, tmp_path):
     assert linked.thumbnail(1).is_file()
 
 
+def test_a_fingerprint_of_other_weights_is_refused(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    about = json.loads((folder / "model.json").read_text())
+    for wrong in ("0" * 64, "a b", ""):
+        (folder / "model.json").write_text(json.dumps(about | {"fingerprint": wrong}))
+        with pytest.raises(CheckpointError, match="fingerprint"):
+            plsc.export.open_model(folder)
+
+
 def test_broken_images_are_skipped_by_option(trained, tmp_path):
     dataset = shutil.copytree(trained[0], tmp_path / "faces")
     (dataset / "images/0_0.png").write_bytes(b"no image")
