@@ -18,6 +18,7 @@ from plsc.data.sources.base import read_image
 from plsc.data.sources.image_folders import listed_path, open_images
 from plsc.errors import DataError
 from plsc.storage.blocks import RemoteBytes
+from plsc.storage.store import Store
 from plsc.storage.urls import located
 
 PNG = b"\x89PNG and the rest"
@@ -41,6 +42,19 @@ def serving(handler):
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_listing_over_http_is_searched_in_linear_time():
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            links = b"<a class='x' href='7/'>7</a> <A HREF=\"best.json\">best</A>"
+            self.wfile.write(links + b"<a" + b" " * 5000)  # fsspec takes the cube of the blanks
+
+    with serving(Page) as url:
+        assert Store(f"{url}/run").names() == ["7", "best.json"]
 
 
 @pytest.fixture
