@@ -190,6 +190,18 @@ def test_classes_that_are_two_are_found_with_all_images_of_the_smaller_part(per_
         assert set(smaller[label].tolist()) == set(np.flatnonzero(truth == label).tolist())
 
 
+def test_less_than_one_percent_of_the_classes_and_parts_of_two_images_are_not_divided():
+    truth = np.repeat(np.arange(403), 8)
+    labels, kept = truth % 400, np.ones(len(truth), bool)
+    mixed, _ = mixed_classes(one_view(embed(truth, 0.8)), labels, kept, 400)
+    assert len(proposed(mixed)) == 0
+    assert set(mixed.subjects[:3, 0].tolist()) == {0, 1, 2}  # they are shown first
+    few = labels.copy()
+    few[(truth < 40) & (np.arange(len(truth)) % 8 < 2)] += 100  # two images of another class
+    mixed, _ = mixed_classes(one_view(embed(truth, 0.8)), few, kept, 400)
+    assert len(proposed(mixed)) == 0
+
+
 def test_a_network_does_not_judge_the_images_that_it_has_learned():
     labels, is_second = flipped(TRUTH, 0.1, seed=4), np.arange(len(TRUTH)) % 2 == 1
     learned = embed(labels, 0.1)  # all labels look right
