@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import pyarrow as pa
 
 from plsc.data.decode import MAX_FILE_BYTES, MAX_PIXELS
 from plsc.data.sources.base import read_image
-from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.export.folder import schema_metadata
 from plsc.export.served import ServedModel, open_model
 from plsc.storage.urls import is_url, located
@@ -55,40 +54,28 @@ class BatchEmbedder:
     allowed: Sequence[str] = ()
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with ``embedding`` and ``error``; DataError if it has no column of images."""
+        """Return the batch with ``embedding`` and ``error``; KeyError if it has no column of images."""
         is_arrow = isinstance(batch, (pa.RecordBatch, pa.Table))
-        if self.column not in (names := batch.schema.names if is_arrow else list(batch)):
-            raise DataError(f"the batch has no column {self.column!r}; {suggest(self.column, names)}")
         vectors, errors = self._embed(batch[self.column].to_pylist() if is_arrow else batch[self.column])
         if not is_arrow:
             return {**batch, EMBEDDING: vectors, ERROR: [error or "" for error in errors]}
         rows = [None if error else row for row, error in zip(vectors, errors, strict=True)]
-        batch = batch.select([i for i, name in enumerate(names) if name not in (EMBEDDING, ERROR)])
+        batch = batch.select(
+            [i for i, name in enumerate(batch.schema.names) if name not in (EMBEDDING, ERROR)]
+        )
         batch = batch.append_column(EMBEDDING, pa.array(rows, pa.list_(pa.float32())))
         batch = batch.append_column(ERROR, pa.array(errors, pa.string()))
         ours = {key.encode(): value.encode() for key, value in self.metadata.items()}  # Arrow's are bytes
         return batch.replace_schema_metadata({**(batch.schema.metadata or {}), **ours})
 
     def in_spark(self, frame: Any) -> Any:
-        """Return a Spark DataFrame with both columns, by ``mapInArrow``; OptionError if workers cannot."""
+        """Return a Spark DataFrame with both columns, by ``mapInArrow``."""
         from pyspark.sql.types import ArrayType, FloatType, StringType, StructType
-
-        def embed(batches: Any) -> Any:
-            self({self.column: []})  # opens the model even if there are no rows
-            return map(self, batches)
 
         frame = frame.drop(EMBEDDING, ERROR)
         schema = StructType(list(frame.schema.fields))
         schema.add(EMBEDDING, ArrayType(FloatType()), metadata=dict(self.metadata)).add(ERROR, StringType())
-        try:
-            frame.sparkSession.range(1).where("id < 0").mapInArrow(embed, schema).collect()
-        except Exception as error:  # Spark has several kinds, and pandas may be missing here
-            lines = re.findall(r"^[\w.]*Error: .*", str(error), re.MULTILINE) or [str(error)]
-            raise OptionError(
-                f"Spark's Python workers cannot embed: {lines[-1]:.300}; set PYSPARK_PYTHON to a Python with "
-                "plsc[export,spark] before the session starts, and have the model on all machines"
-            ) from error
-        return frame.mapInArrow(embed, schema)
+        return frame.mapInArrow(functools.partial(map, self), schema)
 
     def _embed(self, values: Any) -> tuple[np.ndarray, list[str | None]]:
         model = _opened(self.folder, self.metadata["plsc.fingerprint"], os.getpid())

@@ -30,7 +30,6 @@ PRECISIONS = {
 """The graphs, and the precisions of each."""
 
 _CALIBRATION_BATCH = 16
-_NOISY = ("torch", "onnxscript", "onnx_ir")  # loggers
 
 
 class Served(nn.Module):
@@ -194,16 +193,14 @@ def _quantise(path: Path, images: np.ndarray) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress warnings of the exporters: the graph is checked instead."""
-    loggers = [logging.getLogger(name) for name in (None, *_NOISY)]
-    levels, silent = [one.level for one in loggers], logging.NullHandler()
-    loggers[0].addHandler(silent)  # logging.warning() would install a handler for all messages
+    root, silent = logging.getLogger(), logging.NullHandler()
+    disabled = root.manager.disable
+    root.addHandler(silent)  # logging.warning() would install a handler for all messages
+    logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for one in loggers:
-            one.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            loggers[0].removeHandler(silent)
-            for one, level in zip(loggers, levels, strict=True):
-                one.setLevel(level)
+            logging.disable(disabled)
+            root.removeHandler(silent)

@@ -156,13 +156,9 @@ class ServedModel:
     def embed(self, images: np.ndarray) -> np.ndarray:
         """Return the embeddings, float32 [n, D], L2-normalised, of pre-processed images.
 
-        images: float32 [n, C, H, W], as `preprocess` returns. Raises DataError for another shape or dtype.
+        images: float32 [n, C, H, W], as `preprocess` returns. Raises CheckpointError for another shape or
+        dtype.
         """
-        if images.dtype != np.float32 or images.shape[1:] != self.image_shape or images.ndim != 4:
-            raise DataError(
-                f"the images are {images.dtype} {list(images.shape)}; expected float32 "
-                f"{['n', *self.image_shape]}"
-            )
         if not len(images):
             return np.empty((0, self.emb_size), np.float32)
         return self._run(images)

@@ -162,8 +162,6 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
     Raises CheckpointError if the embeddings are of another network. Arguments as in `index_classes`.
     """
     opened = open_embeddings(embeddings, model)
-    if EMBEDDINGS not in opened:
-        raise DataError(f"{embeddings} has no embeddings; predict again with the field 'value'")
     names = opened[NAMES][:].tolist()
     fingerprint = opened.index["model"]["weights"]
     return write_gallery(gallery, opened[EMBEDDINGS].shards, names, model=fingerprint, kind=kind)

@@ -92,12 +92,7 @@ class Gallery:
         """
         queries = np.asarray(queries)
         if queries.ndim != 2 or queries.shape[1] != self.size:
-            raise DataError(
-                f"the queries have shape {list(queries.shape)}; expected [queries, {self.size}], as the "
-                f"vectors of the gallery have {self.size} values"
-            )
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise OptionError(f"k is {k!r}; expected the number of entries to find, 1 or more")
+            raise DataError(f"the queries have shape {list(queries.shape)}; expected [queries, {self.size}]")
         unit = normalised(queries, 0, "query")
         k = min(k, len(self))
         found = [self._search(unit[first : first + _QUERIES], k) for first in range(0, len(unit), _QUERIES)]

@@ -224,11 +224,8 @@ def fit_upgrade(old: Run, new: Run, anchors: tuple[str, str] | None = None) -> E
 
     Raises:
         DataError: as `fit_map`, or the classes or images are not the same.
-        CheckpointError: the runs have the same network, one has no class weights, or only one adds the
-            mirrored image.
+        CheckpointError: a run has no class weights, or only one adds the mirrored image.
     """
-    if old.fingerprint == new.fingerprint:
-        raise CheckpointError(f"{old.place} and {new.place} have the same network; pass the new one as --to")
     if old.fingerprint.startswith("flip-") != new.fingerprint.startswith("flip-"):
         raise CheckpointError(
             f"only one of {old.place} and {new.place} adds the mirrored image, which class weights do not "
@@ -262,8 +259,6 @@ def _pairs_of_classes(old: Run, new: Run) -> Pairs:
 def _pairs_of_images(old: Run, new: Run, anchors: tuple[str, str]) -> Pairs:
     opened = [open_embeddings(folder) for folder in anchors]
     for folder, found, run in zip(anchors, opened, (old, new), strict=True):
-        if EMBEDDINGS not in found:
-            raise DataError(f"{folder} has no embeddings; predict again with the field 'value'")
         if (weights := found.index["model"]["weights"]) != run.fingerprint:
             raise CheckpointError(
                 f"{folder} was computed with another network than {run.place} (weights {weights:.16}, not "

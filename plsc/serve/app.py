@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 import io
 import logging
 import math
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import orjson
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 
 from plsc.data.lines import decode_base64
 from plsc.errors import DataError, kind_and_line
@@ -42,7 +41,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
-_PUBLIC = frozenset({*_FILES, "/health", "/docs", "/openapi.json"})
+_PUBLIC = frozenset({*_FILES, "/health", "/openapi.json"})
 _LISTED = 1000  # entries per request
 _MOST_COMMAS = 1000  # in a JSON body: base64 has none
 _MOST_PARTS, _LONGEST_HEAD = 32, 2**12  # of a form
@@ -214,10 +213,6 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         path = service.model.roc()
         return FileResponse(path) if path is not None else _missing("the model has no ROC")
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse(_describe(app.openapi()), headers=_PAGE_HEADERS)
-
     for path, name in _FILES.items():
         app.add_route(path, _file(PAGE / name), include_in_schema=False)
 
@@ -338,22 +333,3 @@ def _body(count: int, named: bool = False) -> dict[str, Any]:
     if count == 1:
         content["image/*"] = {"schema": binary}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def _describe(schema: dict[str, Any]) -> str:
-    """Return a page with the endpoints of an OpenAPI description."""
-    rows = []
-    for path, methods in schema["paths"].items():
-        for method, about in methods.items():
-            kinds = ", ".join(about.get("requestBody", {}).get("content", {}))
-            query = ", ".join(one["name"] for one in about.get("parameters", []) if one["in"] == "query")
-            cells = (f"{method.upper()} {path}", about["summary"], kinds, query)
-            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("endpoint", "what it does", "body", "query"))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>plsc: HTTP endpoints</title>'
-        '<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="style.css"></head>'
-        '<body><main><h1>HTTP endpoints</h1><p><a href="openapi.json">openapi.json</a> describes them for '
-        f'programs. <a href="./">Back</a></p><div class="wide"><table><tr>{head}</tr>{"".join(rows)}'
-        "</table></div></main></body></html>"
-    )

@@ -133,10 +133,7 @@ def _is_closed(sock: Any) -> bool:
 def _content(image: Image) -> bytes:
     if isinstance(image, bytes):
         return image
-    try:
-        return Path(image).read_bytes()
-    except OSError as error:
-        raise DataError(f"{image} cannot be read ({error.strerror})") from error
+    return Path(image).read_bytes()
 
 
 def _query(path: str, **values: Any) -> str:

@@ -39,10 +39,7 @@ class ServeOptions:
         """Return the key; empty if none is set. Raises OptionError if the file has none."""
         if self.api_key_file is None:
             return os.environ.get("PLSC_API_KEY", "")
-        try:
-            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--api_key_file {self.api_key_file} cannot be read ({error})") from error
+        key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
         if not key:
             raise OptionError(f"--api_key_file {self.api_key_file} is empty; write the key to it")
         return key

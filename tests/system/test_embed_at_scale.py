@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import venv
 from itertools import groupby
 from pathlib import Path
 
@@ -44,13 +43,6 @@ images = spark.read.format("binaryFile").load("faces/images").repartition(2)
 schema = "path string, embedding array<float>, error string, batch string, process long, opened long"
 rows = images.mapInArrow(embed, schema).collect()
 pq.write_table(pa.Table.from_pylist([row.asDict() for row in rows]), "rows")
-"""
-IN_SPARK = """
-from pyspark.sql import SparkSession
-from plsc.export import batch_embedder
-
-spark = SparkSession.builder.master("local[2]").getOrCreate()
-batch_embedder("model").in_spark(spark.range(3))
 """
 
 TWICE = """
@@ -149,14 +141,3 @@ def test_an_embedding_column_of_a_spark_frame_is_replaced(place):
     done = run(TWICE, place, PYSPARK_PYTHON=sys.executable)
     expected = "['path', 'modificationTime', 'length', 'content', 'embedding', 'error'] {8}"
     assert expected in done.stdout, done.stderr
-
-
-@needs_java
-def test_a_python_of_the_workers_without_plsc_is_an_error_that_says_what_to_set(place):
-    pytest.importorskip("pyspark", reason="pyspark is not installed")
-    venv.create(place / "bare", symlinks=True)
-    done = run(IN_SPARK, place, PYTHONPATH="", PYSPARK_PYTHON=str(place / "bare/bin/python"))
-    assert done.returncode == 1
-    assert re.search(
-        r"OptionError: Spark's Python .*No module named .*; set PYSPARK_PYTHON to a Python", done.stderr
-    )

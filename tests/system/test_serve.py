@@ -554,11 +554,7 @@ def test_a_repeated_header_has_one_value_for_all_who_read_it(server, images):
 
 
 def test_the_pages_load_nothing_from_other_hosts(server):
-    status, page = ask(server, "GET", "/docs")
-    assert status == 200
-    for path in ("/entries/{number}", "/compare", "/search"):
-        assert path.encode() in page
-    for path in ("/", "/page.js", "/style.css", "/docs"):
+    for path in ("/", "/page.js", "/style.css"):
         status, content = ask(server, "GET", path)
         assert status == 200
         assert b"http://" not in content

@@ -142,8 +142,6 @@ def test_wrong_arguments_are_refused(tmp_path):
         gallery.search(np.ones((1, 3)))
     with pytest.raises(DataError, match="query 1 is not finite"):
         gallery.search(np.array([[1.0, 1], [1, np.inf]]))
-    with pytest.raises(OptionError, match="k is 0"):
-        gallery.search(np.ones((1, 2)), 0)
 
 
 def test_a_gallery_of_another_network_is_refused(tmp_path):
