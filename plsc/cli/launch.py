@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 import itertools
@@ -13,6 +14,7 @@ import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ _SECONDS_TO_END = 70
 # Exit codes that no restart follows: not saved, which it would not repair, and saved after a signal.
 _FINAL = {3, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 _RECONNECT_SECONDS = 600  # how long a launcher waits for the network before a restart
+_ANSWER_SECONDS = 5.0  # for the other machines to answer a launcher
 _SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 
 
@@ -98,7 +101,7 @@ def run_launch(
             nproc_per_node=ranks,
             run_id="plsc",
             role="",
-            rdzv_backend=_alone() if is_alone else "c10d",
+            rdzv_backend=_register(is_alone),
             rdzv_endpoint=str(rdzv_endpoint),
             local_addr=address,
             rdzv_configs={"read_timeout": _RECONNECT_SECONDS} if its_restarts else {},
@@ -127,18 +130,22 @@ def run_launch(
             raise SystemExit(128 + error.sigval) from None
 
 
-def _alone() -> str:
-    """Return the name of a rendezvous of one machine, in memory.
+def _register(is_alone: bool) -> str:
+    """Register a rendezvous with torch and return its name.
 
-    torch's own have a store that other users or programs can write to or delete, with a pickle in it.
+    Of one machine: in memory, because torch's own have a store that other users can write to, with a pickle
+    in it. Of several: torch's, which does not hang when the network is down.
     """
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
+        RendezvousParameters,
         RendezvousStoreInfo,
         rendezvous_handler_registry,
     )
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
     class Alone(RendezvousHandler):
         def next_rendezvous(self) -> RendezvousInfo:
@@ -163,8 +170,38 @@ def _alone() -> str:
         def shutdown(self) -> bool:
             return True
 
-    rendezvous_handler_registry.register("plsc", lambda parameters: Alone())
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        if is_alone:
+            return Alone()
+        backend, store = create_backend(parameters)
+        handler = create_handler(store, backend, parameters)
+        handler.get_backend = lambda: "plsc"  # type: ignore[method-assign] # as registered
+        for name in ("num_nodes_waiting", "shutdown"):
+            setattr(handler, name, _bounded(getattr(handler, name)))
+        return handler
+
+    rendezvous_handler_registry.register("plsc", create)
     return "plsc"
+
+
+def _bounded(call: Callable[[], int]) -> Callable[[], int]:
+    """Return a function that calls in a thread; it returns 0 while the call hangs and when it fails."""
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from plsc.parallel.machine import BackgroundThread
+
+    thread = BackgroundThread("plsc-rendezvous")
+    pending: concurrent.futures.Future[int] | None = None
+
+    def bounded() -> int:
+        nonlocal pending
+        if pending is None or pending.done():
+            pending = thread.submit(call)
+        with contextlib.suppress(RendezvousError, concurrent.futures.TimeoutError):
+            return pending.result(_ANSWER_SECONDS)
+        return 0
+
+    return bounded
 
 
 def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
