@@ -27,7 +27,7 @@ from plsc.storage.urls import exists, is_url, join, local_path, located, open_fi
 
 _MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
 _NO_LIST = re.compile(rb"\s*<|%PDF|.*[\0-\x08\x0e-\x1f]", re.DOTALL)
-_UNUSUAL = b":%\\\0"  # in paths that `located` examines; the others are many
+_UNUSUAL = b":%\\\0\r\t"  # in paths that `located` examines; the others are many. URL clients drop tabs
 
 
 class LabelFileSource(FileSource):
