@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
 import pickletools
 import re
@@ -153,7 +154,9 @@ def _read_torch_file(file: Path) -> Any:
                 _check_values(io.BytesIO(torch._C.PyTorchFileReader(str(file)).get_record("data.pkl")))
             for _ in range(0 if is_zip else 5):  # the older format: the tensors are the fourth of five
                 _check_values(stream)
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+            # Of a map of the older format, torch does not try whether it is a tar, in quadratic time.
+            source: Any = file if is_zip else mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file fails in many ways
