@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,9 +115,19 @@ class _NamedStream:
 
 
 def list_inputs(data_dir: str, file_list: str, allowed: Sequence[str] = ()) -> list[Input]:
-    """Return the files that `file_list` names, in its order. Arguments and errors as of read_file_list."""
+    """Return the files that `file_list` names, in its order. Arguments and errors as of read_file_list.
+
+    A file that is listed under two names, whose lines would count twice, is also an error.
+    """
     locations = read_file_list(data_dir, file_list, allowed=allowed)
-    return [Input(one, fingerprint_of(one), folder_of(one, data_dir)) for one in locations]
+    inputs = [Input(one, fingerprint_of(one), folder_of(one, data_dir)) for one in locations]
+    seen: dict[tuple[int, int], Input] = {}
+    for one in (one for one in inputs if not is_url(one.location)):
+        status = Path(one.location).stat()
+        other = seen.setdefault((status.st_dev, status.st_ino), one)
+        if other is not one:
+            raise DataError(f"{one.name} is the same file as {other.name}; remove one from {file_list}")
+    return inputs
 
 
 @dataclass

@@ -170,6 +170,14 @@ def test_the_parts_do_not_depend_on_how_lines_are_split_into_files(tmp_path):
     assert one == seven
 
 
+def test_a_file_listed_twice_is_refused(tmp_path):
+    folder = write_set(tmp_path, some_lines(9))
+    (folder / "link.txt").symlink_to("data1.txt")
+    (folder / "file_list.txt").write_text("data0.txt\ndata1.txt\nlink.txt\n")
+    with pytest.raises(DataError, match="same file"):
+        partition(PartitionOptions(str(folder), 2))
+
+
 def test_another_seed_gives_another_order(tmp_path):
     folder = write_set(tmp_path, some_lines(50))
     for seed in (1, 2, -1):
