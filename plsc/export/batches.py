@@ -75,7 +75,7 @@ class BatchEmbedder:
         frame = frame.drop(EMBEDDING, ERROR)
         schema = StructType(list(frame.schema.fields))
         schema.add(EMBEDDING, ArrayType(FloatType()), metadata=dict(self.metadata)).add(ERROR, StringType())
-        return frame.mapInArrow(functools.partial(map, self), schema)
+        return frame.mapInArrow(lambda batches: map(self, batches), schema)
 
     def _embed(self, values: Any) -> tuple[np.ndarray, list[str | None]]:
         model = _opened(self.folder, self.metadata["plsc.fingerprint"], os.getpid())
