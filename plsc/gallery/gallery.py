@@ -21,7 +21,7 @@ from plsc.export.served import are_normalised
 from plsc.gallery.store import Found, New
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
 from plsc.storage.publish import publishing_folder
-from plsc.storage.records import Size, read_record
+from plsc.storage.records import Size, Text, read_record
 
 ABOUT_NAME, VECTORS_NAME = "gallery.json", "gallery.safetensors"
 _NAMES = {"names": "uint8", "name_ends": "int64"}
@@ -34,7 +34,7 @@ _QUERIES = 256  # queries searched at a time
 class _About(TypedDict):
     format: Literal["plsc-gallery"]
     version: Literal[1]
-    model: Annotated[str, r"\S*"]  # in a store, a blank ends it
+    model: Text
     kind: Annotated[str, "|".join(KINDS)]
     count: Size
     size: Size

@@ -87,6 +87,8 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
         how: Any = {"model": origin.model, "mapped": "".join(kinds), "mode": mode_of(source)}
         write_gallery(target, vectors, [one.name for one in read], **how)
         return f"{len(read):,} entries"
+    if origin.model.split() != [origin.model]:  # a store has other texts after a blank
+        raise DataError(f"{source} is of the network {origin.model!r:.80}; a store needs one without blanks")
     if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
         raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
     is_new_file = not is_postgres(target) and not Path(target).exists()

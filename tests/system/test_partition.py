@@ -253,16 +253,10 @@ def test_a_disk_that_becomes_full_is_reported_and_cleaned_up(tmp_path, small_dis
     output = small_disk / "out" if full == "output" else tmp_path / "out"
     temporary = small_disk if full == "buckets" else tmp_path
     (small_disk / "other").write_bytes(bytes(25_000_000))
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "plsc", "data", "partition", "--data_dir", folder, "--nranks", "3",
-            "--memory", "32M", "--output_dir", output, "--tmp_dir", temporary,
-        ],
-        env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "No space left" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    where = ["--output_dir", output, "--tmp_dir", temporary]
+    said = run("--data_dir", folder, "--nranks", 3, "--memory", "32M", *where, code=1)
+    assert "No space left" in said
+    assert len(said.splitlines()) == 1
     assert files_of(folder) == inputs
     assert [path.name for path in small_disk.iterdir()] == ["other"]
     assert not output.exists()

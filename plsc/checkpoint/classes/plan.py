@@ -247,5 +247,8 @@ def _from_python(given: Sequence[int] | Mapping[int, int] | np.ndarray, columns:
     values: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
     numbers = array("q")
     for row in values:
-        numbers.extend(map(operator.index, [row] if columns == 1 else row))
+        part = [row] if columns == 1 else [*row]
+        if len(part) != columns:
+            raise DataError(f"{part} has {len(part)} classes; expected {columns}")
+        numbers.extend(map(operator.index, part))
     return np.asarray(numbers, np.int64).reshape(-1, columns)

@@ -272,6 +272,7 @@ def test_invalid_arguments_are_refused(small, tmp_path):
     for count in (0, -1):
         assert "grow is" in refusal(folder, new, grow=count)
     assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
+    assert "expected 2" in refusal(folder, new, merge=[[1, 2, 3], [4, 5, 0]])
     assert "use it only with merge" in refusal(folder, new, drop=[1], rows="target")
     assert "one per new class" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
     for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], 3, [[1], [2, 3]], np.array([2**63], np.uint64)):

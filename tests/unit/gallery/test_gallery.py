@@ -166,13 +166,6 @@ def describe(folder, **changes):
     (folder / "gallery.json").write_text(json.dumps(about))
 
 
-def test_a_fingerprint_with_a_blank_is_refused(tmp_path):
-    write_gallery(tmp_path / "g", np.eye(2, dtype=np.float32), ["a", "b"], model="m1")
-    describe(tmp_path / "g", model="m1 mapped")  # in a store, what follows a blank is something else
-    with pytest.raises(DataError):
-        open_gallery(tmp_path / "g")
-
-
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_every_truncation_and_flipped_byte_is_an_error_message(tmp_path, kind):
     folder = tmp_path / "gallery"

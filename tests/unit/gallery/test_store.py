@@ -301,6 +301,12 @@ def test_copies_keep_the_permissions_and_entries_with_names_are_private(tmp_path
     assert (tmp_path / "c").stat().st_mode & 0o777 == {0o600: 0o700, 0o640: 0o750}[mode]
 
 
+def test_a_gallery_of_a_network_with_a_blank_in_its_name_is_not_copied_to_a_store(tmp_path):
+    write_gallery(tmp_path / "a", vectors(3), model="m1 mapped")
+    with pytest.raises(DataError, match="blanks"):  # after a blank, a store has something else
+        copy_gallery(str(tmp_path / "a"), str(tmp_path / "b.sqlite"))
+
+
 def umask():
     found = os.umask(0o022)
     os.umask(found)

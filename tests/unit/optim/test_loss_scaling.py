@@ -64,15 +64,14 @@ def test_a_scaler_resumes_from_its_state(before, after, is_dynamic):
     whole, first, second = (LossScaler(8.0, 3, 2, is_dynamic=is_dynamic) for _ in range(3))
     run(whole, before + after)
     run(first, before)
-    state = first.state()
-    second.load(state.pop("scale"), state)
+    second.load(first.state())
     run(second, after)
     assert second == whole
 
 
 def test_a_scaler_can_resume_with_shorter_periods():
     scaler = LossScaler(8.0, incr_every=2)
-    scaler.load(64.0, {"finite": 1999, "overflowed": 0, "skipped": 0, "stuck": 0})
+    scaler.load({"scale": 64.0, "finite": 1999, "overflowed": 0, "skipped": 0, "stuck": 0})
     assert run(scaler, "...") == [128, 128, 256]
 
 

@@ -136,9 +136,9 @@ class Plain(Words):
 def test_word_ids_for_a_network_without_an_example_point_to_it(tmp_path):
     with pytest.raises(OptionError, match=r"set its example_input if it takes no images"):
         check_model(Plain(), (3, 16, 16), 8)
-    with pytest.raises(DataError, match=r"got int64 \[3\]; if it is no image, set the network's example_inp"):
+    with pytest.raises(DataError, match=r"int64 \[3\]; if it is no image, set the network's example_inp"):
         list(loader(tmp_path, TensorDataset(IDS, LABELS), Plain).epoch(0))
-    with pytest.raises(DataError, match=r"got dict; if it is no image, set the network's example_input"):
+    with pytest.raises(DataError, match=r"got dict.*; if it is no image, set the network's example_input"):
         list(loader(tmp_path, READERS["generator"], Plain).epoch(0))
 
 
