@@ -212,7 +212,10 @@ class _ForwardReader:
             raise DataError(f"{self._title} cannot be read, or is damaged ({reason})") from error
         self._position += len(data)
         if self._position > self._most:
-            raise DataError(f"{self._title} has over {_MOST_RATIO} times its size in headers; do not use it")
+            raise DataError(
+                f"{self._title} has over {_MOST_RATIO} times its size in headers; if you trust it, as one of "
+                "many equal files, allow more by --max_bytes"
+            )
         return data
 
 
