@@ -224,7 +224,7 @@ def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int
     if _depth(odd) < depth or (_depth(odd) > depth and not class_depth):
         raise DataError(
             f"{root}/{printable(odd)} contains images, at depth {_depth(odd)}; expected class folders at "
-            f"depth {depth}: move the images, or set the format argument class_depth"
+            f"depth {depth} (class_depth); move the images, or choose the depth"
         )
     return depth
 
