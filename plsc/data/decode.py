@@ -337,10 +337,24 @@ def _is_upright(data: bytes, frame: int) -> bool:
 
 
 def _orientation_of(data: bytes) -> int:
-    """Return the EXIF orientation of a JPEG, 1 to 8. Runs for most images: in microseconds."""
-    for marker, at, end in _segments(data):
-        if marker == 0xFFE1 and data.startswith(_EXIF, at + 4):
-            return _orientation(data[at + 4 : end])
+    """Return the EXIF orientation of a JPEG, 1 to 8.
+
+    Runs for each image with EXIF data, so it has a loop of its own: `_segments` takes twice the time.
+    """
+    at = 2
+    try:
+        for _ in range(_MOST_SEGMENTS):
+            marker, length = _unpack_segment(data, at)
+            if marker == 0xFFE1 and data.startswith(_EXIF, at + 4):
+                return _orientation(data[at + 4 : at + 2 + length])
+            if marker in _WITH_CONTENT:
+                at += length + 2
+            elif marker == _SCAN:
+                break
+            else:
+                at = data.find(b"\xff", at + 1)
+    except struct.error:  # the end
+        pass
     return 1
 
 
