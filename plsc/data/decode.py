@@ -275,6 +275,8 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
     try:
         pixels = _decode_strictly(data, channels) if decode_jpeg else _pixels_of(_open(data), channels)
     except ValueError:
+        if decode_jpeg is None:
+            raise
         # libjpeg reports its first warning: without those of the header, that is one of the scans.
         plain = _without_metadata(data)
         try:
