@@ -1,5 +1,6 @@
 """What an export says about itself, and its layouts for other programs."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -97,14 +98,21 @@ def test_the_card_says_that_nothing_was_measured(trained, tmp_path):
     assert hub.ModelCard(text).data.eval_results is None
 
 
-def test_the_licence_may_be_in_a_file_of_its_own(trained, tmp_path):
-    readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
-    (trained[0] / "LICENSE").write_text("\nMIT License\n\nPermission is hereby granted\n")
+@contextlib.contextmanager
+def only_licence(dataset, aside):
+    """Take README.md out of a dataset, in which the caller then makes LICENSE."""
+    readme = (dataset / "README.md").rename(aside / "README.md")
     try:
-        folder = converted(trained, tmp_path / "model", graph="none")
+        yield
     finally:
-        (trained[0] / "LICENSE").unlink()
-        readme.rename(trained[0] / "README.md")
+        (dataset / "LICENSE").unlink()
+        readme.rename(dataset / "README.md")
+
+
+def test_the_licence_may_be_in_a_file_of_its_own(trained, tmp_path):
+    with only_licence(trained[0], tmp_path):
+        (trained[0] / "LICENSE").write_text("\nMIT License\n\nPermission is hereby granted\n")
+        folder = converted(trained, tmp_path / "model", graph="none")
     assert "| faces | 24 | 3 | MIT License |" in (folder / "README.md").read_text()
 
 
@@ -114,25 +122,17 @@ def test_the_licence_of_a_folder_that_only_the_checkpoint_names_is_not_read(trai
 
 
 def test_a_licence_that_is_a_link_out_of_the_dataset_is_not_read(trained, tmp_path):
-    readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
     (tmp_path / "secret").write_text("password\n")
-    (trained[0] / "LICENSE").symlink_to(tmp_path / "secret")
-    try:
+    with only_licence(trained[0], tmp_path):
+        (trained[0] / "LICENSE").symlink_to(tmp_path / "secret")
         folder = converted(trained, tmp_path / "model", graph="none")
-    finally:
-        (trained[0] / "LICENSE").unlink()
-        readme.rename(trained[0] / "README.md")
     assert "| faces | 24 | 3 | not recorded |" in (folder / "README.md").read_text()
 
 
 def test_a_licence_is_one_cell_of_the_table(trained, tmp_path):
-    readme = (trained[0] / "README.md").rename(tmp_path / "README.md")
-    (trained[0] / "LICENSE").write_text("a | <b> | [c](d)\x1b\n")
-    try:
+    with only_licence(trained[0], tmp_path):
+        (trained[0] / "LICENSE").write_text("a | <b> | [c](d)\x1b\n")
         folder = converted(trained, tmp_path / "model", graph="none")
-    finally:
-        (trained[0] / "LICENSE").unlink()
-        readme.rename(trained[0] / "README.md")
     assert r"| faces | 24 | 3 | a \| \<b> \| \[c](d)\\x1b |" in (folder / "README.md").read_text()
 
 
