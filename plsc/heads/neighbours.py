@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.heads.host_copies import to_device
-from plsc.heads.softmax import ForwardContext
 from plsc.heads.weights import Rows
-from plsc.parallel.collectives import gather_rows, sum_over_ranks
+from plsc.parallel.collectives import sum_over_ranks
 
 NEIGHBOURS = 16
 """Classes in a list."""
@@ -69,18 +68,13 @@ class Neighbours(nn.Module):
         classes, first = _first_of(every)
         return classes[first.argsort()[:count]] - self.classes.start
 
-    def update(self, context: ForwardContext, labels: Tensor, step: int) -> None:
-        """Replace the lists of the labels [B] by the nearest classes that any rank sampled; a collective.
+    def update(self, labels: Tensor, near: Tensor, step: int) -> None:
+        """Replace the lists of the labels [B] by the nearest classes that any rank sampled.
 
-        labels: on the CPU.
+        labels: on the CPU. near: from `merge`.
         """
-        backend = context.backend
         own, first = _first_of(labels)
-        labels = to_device(labels, context.log_total.device)
-        near = nearest_of(
-            context.rows, labels, lambda tile: backend.scores(context, tile), backend.tile, self.group
-        )
-        lists = torch.cat([torch.full_like(labels, step)[:, None], near], dim=1) + 1
+        lists = torch.cat([torch.full_like(near[:, :1], step), near], dim=1) + 1
         is_mine = self._has(own)
         place = to_device(own[is_mine] - self.classes.start, self.lists.device)
         self.lists[place] = lists[to_device(first[is_mine], lists.device)].to(self.lists)
@@ -89,31 +83,33 @@ class Neighbours(nn.Module):
         return (classes >= self.classes.start) & (classes < self.classes.stop)
 
 
-def nearest_of(
-    rows: Rows,
-    labels: Tensor,
-    scores_of: Callable[[slice], Tensor],
-    tile: int,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Return the classes with the highest scores in the rows of all ranks, without the label; a collective.
+def nearest(
+    rows: Rows, batch: int, scores_of: Callable[[slice], Tensor], tile: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the highest scores in this rank's rows and their classes, [B, NEIGHBOURS + 1] each.
 
-    scores_of: returns the scores [B, t / K] of a tile. tile: rows per tile.
-
-    Returns the global indices of classes, int64 [B, NEIGHBOURS], the best first; -1 where there are too few.
+    scores_of: returns the scores [B, t / K] of a tile. tile: rows per tile. Classes are global indices,
+    int64, with the label; where there are too few, -1 with a score of -inf.
     """
     most = NEIGHBOURS + 1  # with the label
-    scores = labels.new_full((len(labels), most), -torch.inf, dtype=torch.float32)
+    scores = torch.full((batch, most), -torch.inf, device=device)
     classes = torch.full_like(scores, -1, dtype=torch.int64)
-    for one in rows.tiles(tile):
-        numbers = rows.global_indices(one)[:: rows.centers].to(labels.device) // rows.centers
-        found, columns = scores_of(one).topk(min(most, len(numbers)))
-        scores, order = torch.cat([scores, found.to(scores)], dim=1).topk(most)
-        classes = torch.cat([classes, numbers[columns.to(labels.device)]], dim=1).gather(1, order)
-    ranks = [1] * (1 if group is None else group.size())
-    scores, classes = (
-        gather_rows(part[None], ranks, group).transpose(0, 1).flatten(1) for part in (scores, classes)
-    )
+    for part in rows.tiles(tile):
+        numbers = rows.global_indices(part)[:: rows.centers].to(device) // rows.centers
+        highest, columns = scores_of(part).topk(min(most, len(numbers)))
+        scores, order = torch.cat([scores, highest.to(scores)], dim=1).topk(most)
+        classes = torch.cat([classes, numbers[columns.to(device)]], dim=1).gather(1, order)
+    return scores, classes
+
+
+def merge(scores: Tensor, classes: Tensor, labels: Tensor) -> Tensor:
+    """Return the classes with the highest scores on any rank, without the label, the best first.
+
+    scores, classes: of all ranks [R, B, NEIGHBOURS + 1], see `nearest`. labels [B]: on their device.
+
+    Returns global indices, int64 [B, NEIGHBOURS]; -1 where there are too few.
+    """
+    scores, classes = (part.transpose(0, 1).flatten(1) for part in (scores, classes))
     scores, order = scores.masked_fill(classes == labels[:, None], -torch.inf).topk(NEIGHBOURS)
     return classes.gather(1, order).where(scores > -torch.inf, -1)  # also where a score is nan
 

@@ -27,13 +27,13 @@ from plsc.heads.geometry import normalised, norms
 from plsc.heads.host_copies import to_device
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
-from plsc.heads.neighbours import KEPT_BYTES, Neighbours, nearest_of
+from plsc.heads.neighbours import KEPT_BYTES, Neighbours, merge, nearest
 from plsc.heads.sampling import Sampling, classes_of, draw_classes, draw_pages
 from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend, tile_size
 from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import RowFile, Rows, copy_to_device
-from plsc.parallel.collectives import ScatteredSum, gather_rows, sum_over_ranks
+from plsc.parallel.collectives import ScatteredSum, gather_together, sum_over_ranks
 from plsc.seeds import hash_key
 from plsc.spans import span
 
@@ -256,8 +256,17 @@ class ShardedHead(Head):
                 want_weighted=wants_gradient,
                 keep=wants_gradient and len(rows) * len(x) * 2 <= keep_bytes,
             )
+        near = None
+        if neighbours is not None:
+            near = nearest(
+                rows,
+                len(x),
+                lambda tile: backend.scores(rows, target.queries, sums.kept, tile),
+                backend.tile,
+                x.device,
+            )
         # [B] each: log of the sum over all other classes; the label's logit; its derivative w.r.t. |x|.
-        log_others, logit, radial = self._reduce(sums, target)
+        log_others, logit, radial, near = self._reduce(sums, target, near)
         log_total = torch.logaddexp(log_others, logit)
         others = (log_others - log_total).exp()  # 1 - P(label), without cancellation
         losses, radial = self._losses(log_others - logit, others, radial, length)
@@ -280,8 +289,8 @@ class ShardedHead(Head):
         if with_gauge and self._is_sampled and self.file is None:
             chosen = None if chosen is None else chosen.to(all_rows.device)
             gauges = self._gauges(all_rows, chosen, target, context, batch.labels, listed)
-        if neighbours is not None:
-            neighbours.update(context, batch.labels_on_host, self.step)
+        if neighbours is not None and near is not None:
+            neighbours.update(batch.labels_on_host, merge(*near, batch.labels), self.step)
         return losses.mean(), length.isfinite().all(), context, gradient, gauges
 
     def _gauges(
@@ -316,17 +325,21 @@ class ShardedHead(Head):
             backend = TorchBackend(tile=tile_size(device, len(some)))
         found = backend.forward(rows, measured, fixed_shift=self._fixed_shift(), want_weighted=False)
         sums = Sums(found.shift.to(log_total), found.total.to(log_total))
-        log_others, logit, _ = self._reduce(sums, replace(target, logit=target.logit[some], radial=None))
-        shares = 1 - (log_total[some] - torch.logaddexp(log_others, logit)).exp()
-        gauges = {"left_out": shares.mean(), "left_out_error": 1.96 * shares.std() / len(some) ** 0.5}
+        local = None
         if listed is not None:
-            near = nearest_of(
+            local = nearest(
                 rows,
-                labels[some],
+                len(some),
                 lambda tile: backend.class_logits(rows, measured, tile),
                 backend.tile,
-                self.group,
+                labels.device,
             )
+        target = replace(target, logit=target.logit[some], radial=None)
+        log_others, logit, _, of_ranks = self._reduce(sums, target, local)
+        shares = 1 - (log_total[some] - torch.logaddexp(log_others, logit)).exp()
+        gauges = {"left_out": shares.mean(), "left_out_error": 1.96 * shares.std() / len(some) ** 0.5}
+        if listed is not None and of_ranks is not None:
+            near = merge(*of_ranks, labels[some])
             used = near.new_empty(0) if classes is None else classes.to(near) + self.class_range[0]
             hits = sum_over_ranks(torch.isin(near, used).sum(), self.group)
             gauges["hard_recall"] = hits / (near >= 0).sum().clamp(min=1)
@@ -502,20 +515,22 @@ class ShardedHead(Head):
             )
         return classes
 
-    def _reduce(self, sums: Sums, target: _Target) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Reduce the sums over the ranks: one collective of two or three values per sample."""
+    def _reduce(
+        self, sums: Sums, target: _Target, near: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Reduce the sums over the ranks: one collective of two or three values per sample, and of `near`."""
         parts = [target.logit] + ([] if target.radial is None else [target.radial])
         shift = self._fixed_shift()
         # With one shift for all ranks, the exponentials can be added as they are.
-        if shift is not None:
+        if shift is not None and near is None:
             reduced = sum_over_ranks(torch.stack([sums.total, *parts]), self.group)
             log_others, parts = shift + reduced[0].log(), list(reduced[1:])
         else:
             mine = torch.stack([sums.shift + sums.total.log(), *parts])
-            ranks = 1 if self.group is None else self.group.size()
-            gathered = gather_rows(mine[None], [1] * ranks, self.group)
+            gathered, *of_ranks = gather_together([mine, *(near or ())], self.group)
             log_others, parts = gathered[:, 0].logsumexp(dim=0), list(gathered[:, 1:].sum(dim=0))
-        return log_others, parts[0], None if target.radial is None else parts[1]
+            near = None if near is None else (of_ranks[0], of_ranks[1])
+        return log_others, parts[0], None if target.radial is None else parts[1], near
 
     def _fixed_shift(self) -> float | None:
         """Return K = z_max + ln C - 85 if exp(z - K) neither overflows nor underflows in float32.

@@ -264,13 +264,12 @@ class TorchBackend:
         z = self._products_and_bias(rows, queries, w, tile) * queries.scale
         return z.view(len(z), z.shape[1] // rows.centers, rows.centers).amax(dim=2)
 
-    def scores(self, context: ForwardContext, tile: slice) -> Tensor:
+    def scores(self, rows: Rows, queries: Queries, kept: Tensor | None, tile: slice) -> Tensor:
         """Return numbers [B, t / K] in the order of each sample's logits: the kept terms, or else logits."""
-        if context.kept is None:
-            return self.class_logits(context.rows, context.queries, tile)
-        terms = self._kept_terms(context.kept, len(context.queries.unit), tile)
-        centers = context.rows.centers
-        return terms if centers == 1 else terms.view(len(terms), -1, centers).amax(dim=2)
+        if kept is None:
+            return self.class_logits(rows, queries, tile)
+        terms = self._kept_terms(kept, len(queries.unit), tile)
+        return terms if rows.centers == 1 else terms.view(len(terms), -1, rows.centers).amax(dim=2)
 
     def _kept_terms(self, kept: Tensor, batch: int, tile: slice) -> Tensor:
         """Return `Sums.kept` of the rows of a tile, [B, t]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +35,21 @@ def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | Non
         return gathered
     blocks = gathered.split(largest)
     return torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
+
+
+def gather_together(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the tensors of all ranks, each [R, ...] on every rank, by one collective. Not differentiable."""
+    if group is None:
+        return [tensor[None] for tensor in tensors]
+    # As bytes, so that tensors of several types travel together.
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    gathered = gather_rows(torch.cat(parts)[None], [1] * group.size(), group)
+    columns = gathered.split([len(part) for part in parts], dim=1)
+    return [
+        # A copy begins at an address that is aligned for any type.
+        column.contiguous().view(tensor.dtype).view(-1, *tensor.shape)
+        for column, tensor in zip(columns, tensors, strict=True)
+    ]
 
 
 def send_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:

@@ -99,7 +99,7 @@ def limits(case: Case) -> dict[str, int]:
     is_scaled = case.options.get("precision.mode") == "float16"
     if is_scaled:
         waits = 3  # loss scaling: two flags that decide about the update, then the loss
-    return {"waits": waits, "collectives": (6 if is_hard else 4) * parts + is_scaled}
+    return {"waits": waits, "collectives": 4 * parts + is_scaled}
 
 
 def named(cases: dict[str, Case]) -> list[object]:
