@@ -19,6 +19,7 @@ from measuring import print_json
 from torch import Tensor
 
 from plsc.heads import Execution, RowSGD, ShardedHead, build_margin
+from plsc.parallel.collectives import ALL_GATHER, REDUCE_SCATTER
 
 # The input of a rank: its part for a gather, the whole tensor for the others.
 _GIVEN = {
@@ -68,9 +69,9 @@ def expected(batch: int, dimension: int, ranks: int) -> dict[str, int]:
     """
     mine = batch // ranks
     return {
-        "all_gather_into_tensor": 8 + mine * 8 + mine * dimension * 4,
+        ALL_GATHER: 8 + mine * 8 + mine * dimension * 4,
         "all_reduce": 2 * batch * 4,
-        "reduce_scatter_tensor": batch * dimension * 4,
+        REDUCE_SCATTER: batch * dimension * 4,
     }
 
 

@@ -479,6 +479,7 @@ def install(gpu: PretendGPU) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from plsc.parallel.collectives import ALL_GATHER, REDUCE_SCATTER
     from plsc.parallel.world import World
 
     torch._C._ensureCUDADeviceGuardSet()
@@ -543,7 +544,7 @@ def install(gpu: PretendGPU) -> None:
         return call
 
     for name in (
-        *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"),
+        *("all_reduce", ALL_GATHER, REDUCE_SCATTER, "all_to_all_single", "broadcast"),
         *(
             "all_gather",
             "all_gather_object",

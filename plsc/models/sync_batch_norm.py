@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plsc.parallel.collectives import all_gather
 from plsc.spans import span
 
 
@@ -92,7 +93,7 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[int, Te
         mine[channels + 1 :] = variance.double() * local_count
     gathered = mine.new_empty(group.size() * mine.numel())
     with span("batch norm over ranks"):
-        dist.all_gather_into_tensor(gathered, mine, group=group)
+        all_gather(gathered, mine, group)
     gathered = gathered.view(group.size(), -1)
     counts, means, m2 = gathered.split([1, channels, channels], dim=1)
     count = int(counts.sum())

@@ -10,6 +10,16 @@ from torch import Tensor
 
 from plsc.spans import span
 
+# PyTorch 2.14 renamed both, and warns of the old names.
+IS_RENAMED = hasattr(dist, "all_gather_single")
+ALL_GATHER = "all_gather_single" if IS_RENAMED else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if IS_RENAMED else "reduce_scatter_tensor"
+
+
+def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Write the tensors of all ranks, which have one shape, into a tensor, in rank order."""
+    getattr(dist, ALL_GATHER)(gathered, mine, group=group)
+
 
 def gather_sizes(rows: int, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
     """Return the number of rows of every rank."""
@@ -18,7 +28,7 @@ def gather_sizes(rows: int, device: torch.device, group: dist.ProcessGroup | Non
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
     mine = torch.tensor([rows], dtype=torch.int64, device=device)
     with span("gather batch"):
-        dist.all_gather_into_tensor(sizes, mine, group=group)
+        all_gather(sizes, mine, group)
     return sizes.tolist()
 
 
@@ -30,7 +40,7 @@ def gather_rows(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup | Non
     gathered = tensor.new_empty((len(sizes) * largest, *tensor.shape[1:]))
     mine = _pad_rows(tensor, largest)
     with span("gather batch"):
-        dist.all_gather_into_tensor(gathered, mine, group=group)
+        all_gather(gathered, mine, group)
     if min(sizes) == largest:
         return gathered
     blocks = gathered.split(largest)
@@ -83,7 +93,7 @@ class ScatteredSum:
             blocks = torch.cat([_pad_rows(block, largest) for block in tensor.split(sizes)])
         padded = tensor.new_empty((largest, *tensor.shape[1:]))
         self._sent = blocks  # must stay alive until the collective has finished
-        self._work = dist.reduce_scatter_tensor(padded, blocks, group=group, async_op=True)
+        self._work = getattr(dist, REDUCE_SCATTER)(padded, blocks, group=group, async_op=True)
         self._mine = padded[: sizes[rank]]
 
     def wait(self) -> Tensor:

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from plsc.heads import RowSGD, Sampling, ShardedHead, build_margin
+from plsc.parallel.collectives import ALL_GATHER, REDUCE_SCATTER
 from plsc.parallel.world import World
 
 # The collectives of the head, with the argument position of the full tensor.
 WHOLE = {
-    "all_gather_into_tensor": ("all-gather", 0),
-    "reduce_scatter_tensor": ("reduce-scatter", 1),
+    ALL_GATHER: ("all-gather", 0),
+    REDUCE_SCATTER: ("reduce-scatter", 1),
     "all_reduce": ("all-reduce", 0),
 }
 OTHERS = (
