@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from plsc.errors import refusing
 from plsc.export.folder import DIVISORS, ONNX_NAME, TORCH_NAME, TRITON_NAME, describe_file
 from plsc.models import BaseModel
 from plsc.models.base_model import unwrap
-from plsc.models.folding import fold_batch_norm
 
 INPUT, OUTPUT = "images", "embeddings"
 PRECISIONS = {
@@ -97,7 +96,8 @@ def write_graph(
     """
     half = precision in ("float16", "bfloat16")
     scale, image_shape = DIVISORS[layout] / 128, images.shape[1:]
-    graph = _folded(served, image_shape, getattr(torch, precision) if half else torch.float32, scale)
+    dtype = getattr(torch, precision) if half else torch.float32
+    graph = Served(copy.deepcopy(served.network).to(dtype), served.flip, scale).eval()
     if kind == "onnx":
         graph.mirror = torch.arange(image_shape[2] - 1, -1, -1)
     name = TORCH_NAME if kind == "torch" else TRITON_NAME if layout == "triton" else ONNX_NAME
@@ -138,13 +138,6 @@ def missing_package() -> str:
     except ImportError as error:
         return f"a package ({error}): pip install 'plsc[export]'"
     return ""
-
-
-def _folded(served: Served, image_shape: Sequence[int], dtype: torch.dtype, scale: float) -> Served:
-    """Return a copy with folded batch norms, as far as possible, in a dtype."""
-    folded = fold_batch_norm(served.network, image_shape)
-    network = served.network if isinstance(folded, str) else folded
-    return Served(copy.deepcopy(network).to(dtype), served.flip, scale).eval()
 
 
 def _write_onnx(path: Path, program: torch.export.ExportedProgram) -> int:

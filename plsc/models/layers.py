@@ -60,15 +60,15 @@ def _sum_below_zero(input: Tensor, d_output: Tensor) -> Tensor:
     """Return the sum of min(x, 0) dy, in float32 or float64."""
     exact = torch.promote_types(input.dtype, torch.float32)
     x, dy = _flat_view(input), _flat_view(d_output)
-    is_split = torch.get_num_threads() > _FEW_THREADS or input.dtype == torch.float16
+    is_split = torch.get_num_threads() > _FEW_THREADS
     if is_split or x is None or dy is None or input.stride() != d_output.stride():
         return input.clamp_max(0).mul_(d_output).sum(dtype=exact)
-    # Piece by piece, to stay in the cache. torch.dot sums bfloat16 in float32 and rounds once per piece.
+    # Piece by piece, to stay in the cache; torch.dot of 16 bits takes nine times as long as of float32.
     pieces = [
-        torch.dot(one.clamp_max(0), other)
-        for one, other in zip(x.split(_PIECE), dy.split(_PIECE), strict=True)
+        torch.dot(below.clamp_max(0).to(exact), gradients.to(exact))
+        for below, gradients in zip(x.split(_PIECE), dy.split(_PIECE), strict=True)
     ]
-    return torch.stack(pieces).sum(dtype=exact)
+    return torch.stack(pieces).sum()
 
 
 def _flat_view(values: Tensor) -> Tensor | None:

@@ -177,7 +177,9 @@ def distribute_backbone(network: BaseModel, options: Config, world: World, globa
     trained: nn.Module = network
     if options.speed.compile:
         sizes = batch_sizes(options, world, global_batch)
-        trained = CompiledNetwork(network, sizes, world)
+        trained = CompiledNetwork(network, sizes)
+        if world.is_main:
+            logger.info("compiling the network: the first step may take minutes")
     names = never_used(network, options.model.image_shape) if world.size > 1 else []
     idle = [network.get_parameter(name) for name in world.broadcast_object(names)]
     return sum_gradients(trained, world, never_used=idle)

@@ -27,7 +27,7 @@ OTHERS = (
 
 
 class TwoTowers(BaseModel):
-    """A custom network with what fx cannot trace, and a batch norm that cannot be folded."""
+    """A custom network with Python conditions, and a batch norm before its convolution."""
 
     def __init__(self, emb_size=64):
         super().__init__()

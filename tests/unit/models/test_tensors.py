@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from plsc.models import BaseModel
-from plsc.models.folding import fold_batch_norm
 from plsc.parallel.world import World
 from tests.images import write_dataset
 from tests.resuming import options_of, train
@@ -53,13 +52,3 @@ def test_unusual_tensors_do_not_change_training_saving_and_resuming(kind, datase
     assert losses(dataset, tmp_path / kind, kind) == plain
     again = losses(dataset, tmp_path / "again", kind, checkpoint__load_dir=str(tmp_path / kind / "0-step1"))
     assert again == plain
-
-
-def test_folding_works_if_the_first_parameter_is_an_integer():
-    network = Odd("integer")
-    assert next(network.parameters()).dtype is torch.int64
-    images = torch.rand(2, 3, 16, 16)
-    folded = fold_batch_norm(network, (3, 16, 16))
-    network.train(False)
-    assert not isinstance(folded, str)
-    assert torch.allclose(folded(images), network(images), atol=1e-5)
