@@ -21,13 +21,15 @@ import numpy as np
 from plsc.data.files import name_key
 from plsc.data.lists import Listing, check_listable, read_listing, write_list, write_origin, write_rows
 from plsc.data.sources.base import printable
-from plsc.errors import DataError, check_name, suggest
+from plsc.errors import DataError, check_name
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_regular, without_mark
 
 COLUMNS = ("change", "score", "image", "class", "to", "reason")
 _NEEDED = ("change", "image", "class", "to")
 _KINDS = ("move", "remove", "merge")
+# Change, and whether it has an image and a class to move or merge to.
+_SHAPES = (("move", True, True), ("remove", True, False), ("remove", False, False), ("merge", False, True))
 _MOST_BYTES = 2**28
 
 
@@ -61,15 +63,6 @@ def write_changes(path: Path, changes: Iterable[Change]) -> None:
     write_rows(path, COLUMNS, rows)
 
 
-def read_changes(path: str | Path, listing: Listing) -> list[Change]:
-    """Read a file of changes of a dataset, without scores and reasons.
-
-    Columns may be in any order. Empty lines, CRLF and a byte order mark are accepted. Raises DataError, with
-    file and line, for a change that is impossible or contradicts another one.
-    """
-    return _parse(path, _content(path), listing)[0]
-
-
 def apply_changes(
     location: str | Path, changes: str | Path, out: str | Path, **reading: Any
 ) -> dict[str, Any]:
@@ -90,8 +83,7 @@ def apply_changes(
     """
     with publishing_folder(out) as folder:
         _, listing = read_listing(location, **reading)
-        content = _content(changes)
-        found, final = _parse(changes, content, listing)
+        found, final, digest = read_changes(changes, listing)
         moved = {one.image: one.to for one in found if one.image}  # to '' if it is removed
         own = (listing.classes[label] for label in listing.labels.tolist())
         names = [moved.get(path, name) for path, name in zip(listing.paths, own, strict=True)]
@@ -110,105 +102,80 @@ def apply_changes(
         write_rows(folder / "classes.tsv", (), rows)
         about: dict[str, Any] = {"command": "plsc data apply", "changes": str(changes), "counts": counts}
         about["new_classes"] = sorted(set(names) - {*listing.classes, ""})
-        about["changes_sha256"] = hashlib.sha256(content).hexdigest()
+        about["changes_sha256"] = digest
         origin = write_origin(folder, location, listing, reading, about)
     return {**origin, "folder": listing.folder}
 
 
-def _content(path: str | Path) -> bytes:
-    try:
-        return read_regular(path, _MOST_BYTES)
-    except OSError as error:
-        raise DataError(f"the changes {path} cannot be read: {error.strerror}") from error
+def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict[str, str], str]:
+    """Read a file of changes of a dataset.
 
+    Columns may be in any order. Empty lines, CRLF and a byte order mark are accepted.
 
-def _parse(place: str | Path, content: bytes, listing: Listing) -> tuple[list[Change], dict[str, str]]:
-    """Return the changes, and where the images of each removed or merged class end; see `_ends`."""
+    Returns:
+        The changes, without scores and reasons; where the images of each removed or merged class end, a class
+        or '' if they are removed; and the SHA-256 of the file.
+
+    Raises:
+        DataError: a change is impossible or contradicts another one; with file and line.
+    """
     try:
-        text = without_mark(content, str(place)).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place} is not UTF-8 text; save it as text with tabs, in UTF-8") from error
+        content = read_regular(path, _MOST_BYTES)
+        text = without_mark(content, str(path)).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the changes {path} are not text in UTF-8, or unreadable: {error}") from error
     own = (listing.classes[label] for label in listing.labels.tolist())
     owners = dict(zip(listing.paths, own, strict=True))
-    classes = set(listing.classes)
-    known = (*listing.paths, *listing.classes)
+    known, classes = (*listing.paths, *listing.classes), set(listing.classes)
     written = {name_key(name): name for name in known} | {name: name for name in known}
-    found: dict[int, Change] = {}  # by line
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    lines: dict[tuple[str, str], int] = {}
+    changes, rows = [], csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
     try:
-        columns = [name.strip().lower() for name in next(reader, [])]
-        for name in _NEEDED:
-            if name not in columns:
-                raise DataError(f"there is no column '{name}'; expected {', '.join(COLUMNS)}, between tabs")
-        for row in reader:
+        columns = [name.strip().lower() for name in next(rows, [])]
+        if not set(_NEEDED) <= set(columns):
+            raise DataError(f"the columns are not {', '.join(COLUMNS)}, between tabs")
+        for row in rows:
             fields = dict(zip(columns, map(str.strip, row), strict=False))
-            change, *names = (fields.get(name, "") for name in _NEEDED)
+            kind, *names = (fields.get(name, "") for name in _NEEDED)
             image, of, to = (written.get(name, written.get(name_key(name), name)) for name in names)
             if any(fields.values()):
-                one = Change(change, 0.0, image, of, to)
-                if problem := _problem(one, owners, classes):
-                    raise DataError(problem)
-                check_listable([to])
-                check_name(to)
-                found[reader.line_num] = one
+                change = Change(kind, 0.0, image, of, to)
+                _check(change, owners, classes)
+                if first := lines.get(change.subject):
+                    raise DataError(f"line {first} changes the same, too; remove one of the two")
+                lines[change.subject] = rows.line_num
+                changes.append(change)
     except (csv.Error, DataError) as error:
-        problem = str(error)
-        if isinstance(error, csv.Error):
-            problem = f"the quotes are wrong ({error}); fix the line"
-        raise DataError(f"{place}:{max(reader.line_num, 1)}: {printable(problem)}") from error
-    return list(found.values()), _ends(place, found)
-
-
-def _problem(one: Change, owners: Mapping[str, str], classes: Container[str]) -> str:
-    """Return why a change is impossible by itself, or ''. owners: class by path."""
-    if one.change not in _KINDS:
-        return f"unknown change '{one.change}'; {suggest(one.change, _KINDS)}"
-    if one.of not in classes:
-        return f"the dataset has no class '{one.of}'; fix the column class"
-    if one.image and one.image not in owners:
-        return f"the dataset has no image '{one.image}'; fix the column image"
-    if one.image and owners[one.image] != one.of:
-        return f"the image is in the class '{owners[one.image]}', not in '{one.of}'; fix the column class"
-    if one.change == "move" and not one.image:
-        return "move is of an image; fix the column image"
-    if one.change == "merge" and one.image:
-        return "merge is of a class; fix the column image"
-    if one.change == "remove" and one.to:
-        return "remove has a class in the column to; fix the column, or the change"
-    if one.change != "remove" and not one.to:
-        return f"{one.change} needs a class in the column to; fix the column, or the change"
-    if one.change == "merge" and (one.to not in classes or one.to == one.of):
-        return f"the class cannot be merged into '{one.to}'; name another class of the dataset"
-    return ""
-
-
-def _ends(place: str | Path, changes: Mapping[int, Change]) -> dict[str, str]:
-    """Return where the images of each removed or merged class end: a class, or '' if they are removed.
-
-    changes: by line. Raises DataError if they contradict each other.
-    """
-    lines: dict[tuple[str, str], int] = {}
-    for line, one in changes.items():
-        first = lines.setdefault(one.subject, line)
-        if first != line:
-            name = printable(one.image or one.of)
-            raise DataError(f"{place}:{line}: line {first} changes '{name}', too; remove one of the two")
-    final = {one.of: "" for one in changes.values() if one.change == "remove" and not one.image}
-    for line, one in changes.items():
-        if one.to in final:
+        raise DataError(f"{path}:{max(rows.line_num, 1)}: {printable(str(error))}") from error
+    ends = {change.of: change.to for change in changes if not change.image}
+    for change in changes:
+        if ends.get(change.to) == "":
+            both = f"{lines[change.subject]}: line {lines['', change.to]}"
             raise DataError(
-                f"{place}:{line}: line {lines['', one.to]} removes the class '{printable(one.to)}'; remove "
-                "one of the two, or choose another class"
+                f"{path}:{both} removes the class '{printable(change.to)}'; remove one of the two"
             )
-    merges = {one.of: one.to for one in changes.values() if one.change == "merge"}
     try:
-        order = list(TopologicalSorter({of: [to] for of, to in merges.items()}).static_order())
+        order = list(TopologicalSorter({of: [to] for of, to in ends.items()}).static_order())
     except CycleError as error:
         circle = sorted({lines["", name] for name in error.args[1]})
-        raise DataError(
-            f"{place}:{circle[0]}: the merges in the lines {', '.join(map(str, circle))} form a circle; "
-            "remove one of them"
-        ) from error
+        raise DataError(f"{path}:{circle[0]}: the merges in the lines {circle} form a circle") from error
     for name in order:  # a class comes after that which it is merged into
-        final[name] = final[merges[name]] if name in merges else name
-    return final
+        to = ends.get(name, name)
+        ends[name] = ends.get(to, to)
+    return changes, ends, hashlib.sha256(content).hexdigest()
+
+
+def _check(change: Change, owners: Mapping[str, str], classes: Container[str]) -> None:
+    """Raise DataError if a change is impossible by itself. owners: class by path."""
+    if (change.change, bool(change.image), bool(change.to)) not in _SHAPES:
+        raise DataError(
+            f"'{change.change}' with these columns is no move of an image, remove of an image or class, or "
+            "merge of two classes"
+        )
+    for name in (change.of, change.to if change.change == "merge" else change.of):
+        if name not in classes:
+            raise DataError(f"the dataset has no class '{name}'")
+    if change.image and owners.get(change.image) != change.of:
+        raise DataError(f"the class '{change.of}' has no image '{change.image}'")
+    check_listable([change.to])
+    check_name(change.to)
