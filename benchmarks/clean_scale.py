@@ -19,7 +19,6 @@ from plsc.clean.faults import (
     LEAST_SURE,
     View,
     compare_labels,
-    likely_classes,
     mixed_classes,
     same_classes,
     wrong_labels,
@@ -68,7 +67,7 @@ def main() -> None:
     found = wrong.subjects[wrong.sure >= LEAST_SURE, 0]
     kept[found] = False
     done(f"wrong labels and neighbours of all images, recall {first.recall:.3f}")
-    likely_classes(views, labels, kept, classes, first)
+    compare_labels(views, labels, kept, classes, first)
     done("likely classes")
     same_classes(views, labels, kept, classes)
     done("two classes that are one")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from plsc.clean.faults import Found, distinct, pairs_in
 from plsc.data.decode import decode_image
 from plsc.data.overview import in_threads
 from plsc.data.sources import Source
-from plsc.errors import DataError
+from plsc.errors import naming
 
 _SIDE, _NEAR, _COPIES, _PAIRS = 32, 5, 1000, 4096
 _PLAIN = 8  # levels of gray: an image with fewer agrees with no copy
@@ -27,35 +28,26 @@ _PLAIN = 8  # levels of gray: an image with fewer agrees with no copy
 
 @dataclass(frozen=True)
 class Pixels:
-    """N images as gray pixels, uint8 [N, 32, 32], and the first 8 bytes of the SHA-256 of their files, [N].
-
-    faults: of images that cannot be decoded, whose pixels are 0 and whose digests are random; each names its
-    image.
-    """
+    """N images in gray, uint8 [N, 32, 32], and the first 8 bytes of the SHA-256 of each file, uint64 [N]."""
 
     gray: np.ndarray
     digests: np.ndarray
-    faults: dict[int, str]
 
 
 def read_pixels(source: Source, numbers: np.ndarray) -> Pixels:
-    """Read images of a source, numbers: int64 [N], with a thread per processor."""
-    gray = np.zeros((len(numbers), _SIDE, _SIDE), np.uint8)
-    digests = np.random.default_rng().integers(2**64, size=len(numbers), dtype=np.uint64)  # unlike all others
+    """Read images of a source, numbers: int64 [N], with a thread per processor; DataError names a bad one."""
+    gray, digests = np.zeros((len(numbers), _SIDE, _SIDE), np.uint8), np.zeros(len(numbers), np.uint64)
 
-    def read(row: int) -> str:
+    def read(row: int) -> None:
         number = numbers.item(row)
-        try:
+        with naming(source.name, number):
             data, _ = source[number]
+            assert isinstance(data, bytes)  # `read_listing` has refused other datasets than files
             gray[row] = decode_image(data, (1, _SIDE, _SIDE))[0].numpy()
-        except DataError as error:
-            return str(error.at(source.name(number)))
-        if isinstance(data, bytes):
-            digests[row] = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
-        return ""
+        digests[row] = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
-    faults = {row: fault for row, fault in enumerate(in_threads(read, range(len(numbers)))) if fault}
-    return Pixels(gray, digests, faults)
+    deque(in_threads(read, range(len(numbers))), 0)
+    return Pixels(gray, digests)
 
 
 def agreement(one: np.ndarray, other: np.ndarray, pairs: np.ndarray) -> np.ndarray:
@@ -105,10 +97,9 @@ def planted_copies(source: Source, numbers: np.ndarray, pixels: Pixels) -> np.nd
     """Return the agreement of images with their copies, for up to 1,000 random images of several colours."""
     rng = np.random.default_rng(5)
     rows = rng.permutation(np.flatnonzero(np.ptp(pixels.gray, (1, 2)) >= _PLAIN))[:_COPIES]
-    if not len(rows):
-        return np.empty(0)
-    copies = np.stack([_copy(source, numbers.item(row), rng) for row in rows])
-    return agreement(pixels.gray, copies, np.stack([rows, np.arange(len(rows))], 1))
+    copies = [_copy(source, numbers.item(row), rng) for row in rows]
+    gray = np.array(copies, np.uint8).reshape(-1, _SIDE, _SIDE)
+    return agreement(pixels.gray, gray, np.stack([rows, np.arange(len(rows))], 1))
 
 
 def _copy(source: Source, number: int, rng: np.random.Generator) -> np.ndarray:

@@ -10,7 +10,7 @@ known: see `Found.of`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
@@ -56,6 +56,9 @@ class Found:
     subjects: np.ndarray
     low: float = 0.0
     high: float = 0.0
+
+    def __iter__(self) -> Iterator[tuple[float, list[int]]]:
+        return zip(self.sure.tolist(), self.subjects.tolist(), strict=True)
 
     @classmethod
     def of(
@@ -209,15 +212,14 @@ class _Centres:
             sums[labels[rows[starts]]] += np.add.reduceat(unit[rows], starts)
         return cls(sums, np.bincount(labels[kept], minlength=classes))
 
-    def within(self) -> np.ndarray:
-        """Return the mean cosine of two images of each class, [C]; 0 for classes of one image."""
-        pairs = self.counts * (self.counts - 1)
-        squares = np.einsum("cd,cd->c", self.sums, self.sums)
-        return (squares - self.counts) / np.maximum(pairs, 1) * (pairs > 0)
-
     def sameness(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the mean cosine between the classes one[i] and other[i] minus that within them, [n]."""
-        within, products = self.within(), np.empty(len(one), np.float32)
+        """Return the mean cosine between the classes one[i] and other[i] minus that within them, [n].
+
+        Within a class of one image, it is 0.
+        """
+        pairs, products = self.counts * (self.counts - 1), np.empty(len(one), np.float32)
+        squares = np.einsum("cd,cd->c", self.sums, self.sums)
+        within = (squares - self.counts) / np.maximum(pairs, 1) * (pairs > 0)
         for first in range(0, len(one), _ROWS):
             rows = slice(first, first + _ROWS)
             products[rows] = np.einsum("nd,nd->n", self.sums[one[rows]], self.sums[other[rows]])
@@ -252,14 +254,19 @@ class Labels:
 def compare_labels(
     views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int, before: Labels | None = None
 ) -> Labels:
-    """Compare each image with the classes, of which the kept images count; before: has the same images."""
+    """Compare each image with the classes, of which the kept images count.
+
+    before: labels of the same images, whose neighbours are used; then only the images that are not kept, and
+    about 100,000 that are, are compared.
+    """
     real, found = np.float32, np.zeros((3, len(labels)), np.float32)
     own, likely = np.full(len(labels), np.nan, real), np.zeros(len(labels), np.int64)
+    some = ~kept | (np.random.default_rng(5).random(len(labels)) * len(labels) < _KEPT)
     rng, near, recalls = np.random.default_rng(1), [], [1.0]
     for number, view in enumerate(views):
         centres = _Centres.of(view.unit, labels, kept, classes)
         unit = _normalised(centres.sums)
-        judged = np.arange(len(labels)) if before is None else np.flatnonzero(view.unseen)
+        judged = np.arange(len(labels)) if before is None else np.flatnonzero(view.unseen & some)
         numbers = nearest(view.unit[judged], unit, 3)[1]
         if before is None:
             lists = np.stack(
@@ -323,15 +330,6 @@ def wrong_labels(found: Labels) -> Found:
         low = max(low, excess[levels > 0].max(initial=0))
         high = max(high, ((counts + 2 * np.sqrt(counts) + 3) / shares).min())
     return Found.of(scores, rows[:, None], right, 0.0, (float(low), float(min(max(low, high), len(rows)))))
-
-
-def likely_classes(
-    views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int, before: Labels
-) -> Labels:
-    """Compare, as `compare_labels`, the images that are not kept, and up to about 100,000 that are."""
-    some = np.random.default_rng(5).random(len(labels)) * len(labels) < _KEPT
-    judges = [View(view.unit, view.unseen & (some | ~kept)) for view in views]
-    return compare_labels(judges, labels, kept, classes, before)
 
 
 def sure_of_class(found: Labels, kept: np.ndarray, images: np.ndarray) -> np.ndarray:
@@ -418,7 +416,10 @@ def mixed_classes(
     scores, planted, parts = np.empty(len(judged)), np.empty(len(judged)), {}
     for place, (number, rows) in enumerate(zip(judged.tolist(), some, strict=True)):
         scores[place], side = _two(views, rows)
-        parts[number] = _part(views, rows[side], rows[~side], members[number])
+        parts[number] = rows[side]
+        if len(rest := np.setdiff1d(members[number], rows)):  # they belong to the part that is nearer
+            lean = [v.unit[rest] @ (v.unit[rows[side]].mean(0) - v.unit[rows[~side]].mean(0)) for v in views]
+            parts[number] = np.concatenate([rows[side], rest[np.mean(lean, 0) > 0]])
         other = some[(place + rng.integers(1, max(len(some), 2))) % len(some)]
         both = [rows[: (len(rows) + 1) // 2], other[: (len(other) + 1) // 2]]
         planted[place] = _two(views, np.concatenate(both))[0] if len(some) > 1 else -1
@@ -470,12 +471,3 @@ def _two(views: Sequence[View], rows: np.ndarray) -> tuple[float, np.ndarray]:
     within = (np.sum(sums * own, 0) - sizes) / (sizes * (sizes - 1))
     between = sums[own[:, 1], 0].sum() / sizes.prod()
     return float(within.min() - between), own[:, np.argmin(sizes)]
-
-
-def _part(views: Sequence[View], one: np.ndarray, other: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Return a part of a class: the images `one`, and the members of neither part that are nearer to it."""
-    rest = np.setdiff1d(members, np.concatenate([one, other]))
-    if not len(rest):
-        return one
-    lean = [view.unit[rest] @ (view.unit[one].mean(0) - view.unit[other].mean(0)) for view in views]
-    return np.concatenate([one, rest[np.mean(lean, 0) > 0]])

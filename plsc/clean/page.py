@@ -27,32 +27,26 @@ _HEAD = """<!doctype html>
   content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-:root {
-  color-scheme: light dark;
-  --ink: light-dark(#1c1c1e, #ededf0); --faint: light-dark(#5b5b63, #a9a9b3);
-  --paper: light-dark(#fff, #17171a); --panel: light-dark(#f4f4f6, #232328);
-  --line: light-dark(#c9c9d1, #4a4a53);
-  --accent: light-dark(#00609a, #6cb8ee); --no: light-dark(#a63f00, #ff9a5c);
-}
+:root { color-scheme: light dark; --line: 1px solid light-dark(#c9c9d1, #4a4a53); }
 body {
-  margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
+  margin: 0 auto; padding: 1rem; max-width: 76rem; font: 1rem/1.5 system-ui, sans-serif;
+  overflow-wrap: anywhere; background: light-dark(#fff, #17171a); color: light-dark(#1c1c1e, #ededf0);
 }
 h1 { font-size: 1.5rem; margin: 0; }
 h2 { font-size: 1.15rem; display: inline; }
 h3 { font-size: 1rem; margin: 0; }
 h4 { font-size: .9rem; font-weight: normal; margin: .5rem 0 .25rem; }
-h4, .count { color: var(--faint); }
-a, b { color: var(--accent); }
+h4, .count { color: light-dark(#5b5b63, #a9a9b3); }
+a, b { color: light-dark(#00609a, #6cb8ee); }
 p { margin: .25rem 0; scroll-margin-top: 4rem; }
-details { border: 1px solid var(--line); border-radius: .5rem; padding: 1rem; margin: 1rem 0; }
+details { border: var(--line); border-radius: .5rem; padding: 1rem; margin: 1rem 0; }
 summary { cursor: pointer; }
-article { border-top: 1px solid var(--line); margin-top: 1rem; padding-top: 1rem; }
+article { border-top: var(--line); margin-top: 1rem; padding-top: 1rem; }
 .rows { display: flex; flex-wrap: wrap; gap: 0 1.5rem; }
 .rows ul { list-style: none; display: flex; flex-wrap: wrap; gap: .5rem; margin: 0; padding: 0; }
 .rows li { width: 6rem; overflow: hidden; font-size: .75rem; line-height: 1.3; }
-.rows div { display: grid; place-items: center; height: 6rem; background: var(--panel); }
-.rows span { color: var(--no); text-align: center; }
+.rows div { display: grid; place-items: center; height: 6rem; background: light-dark(#f4f4f6, #232328); }
+.rows span { color: light-dark(#a63f00, #ff9a5c); text-align: center; }
 img[src^="data:image/png"] { image-rendering: pixelated; }
 </style>
 """
@@ -69,23 +63,19 @@ class Row:
 
 @dataclass
 class Part:
-    """A kind of fault, explained in a sentence; of its `total` proposals, the first 100; then questions.
+    """A kind of fault, explained in a sentence, with proposals, the surest first, and questions.
 
     proposals: how sure it is, 0 to 1, a sentence, and the pictures of each; below 0.5, it is a question.
     """
 
     title: str
     explanation: str
-    proposals: list[tuple[float, str, list[Row]]] = field(default_factory=list)
-    total: int = 0
-    questions: int = 0
+    proposals: list[tuple[float, str, Iterable[Row]]] = field(default_factory=list)
 
-    def add(self, score: float, text: str, rows: Iterable[Row]) -> None:
-        """Add a proposal or a question, which is not surer than those before it."""
-        self.total += score >= LEAST_SURE
-        self.questions += score < LEAST_SURE
-        if (self.total if score >= LEAST_SURE else self.questions) <= _MOST_PROPOSALS:
-            self.proposals.append((score, text, list(rows)))
+    @property
+    def total(self) -> int:
+        """The number of proposals without questions."""
+        return sum(score >= LEAST_SURE for score, *_ in self.proposals)
 
 
 def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequence[Part]) -> None:
@@ -113,8 +103,14 @@ def _text(text: str) -> str:
 def _part(number: int, part: Part) -> Iterator[str]:
     yield f"<details open>\n<summary><h2>{_text(part.title)}</h2></summary>\n"
     yield f'<p id="part-{number}">{_text(part.explanation)}</p>\n'  # a link to it opens the details
-    yield f'<p class="count">{_count(part)}</p>\n'
-    for score, text, rows in part.proposals:
+    total, questions = part.total, part.proposals[part.total :]
+    count = f"Proposals: {total}, surest first." if total else "No proposals."
+    if total > _MOST_PROPOSALS:
+        count = f"The {_MOST_PROPOSALS} surest of {total:,}; all are in changes.tsv."
+    if questions:
+        count += " Then, without a proposal, the most suspicious others: look at these."
+    yield f'<p class="count">{count}</p>\n'
+    for score, text, rows in part.proposals[: min(total, _MOST_PROPOSALS)] + questions[:_MOST_PROPOSALS]:
         sure = f"{score * 100:.0f} %" if score >= LEAST_SURE else "Look at this:"
         yield f"<article>\n<h3><b>{sure}</b> {_text(text)}</h3>\n"
         yield '<div class="rows">\n'
@@ -126,14 +122,6 @@ def _part(number: int, part: Part) -> Iterator[str]:
             yield "</ul>\n</section>\n"
         yield "</div>\n</article>\n"
     yield "</details>\n"
-
-
-def _count(part: Part) -> str:
-    found = f"Proposals: {part.total}, surest first." if part.total else "No proposals."
-    if part.total > _MOST_PROPOSALS:
-        found = f"The {_MOST_PROPOSALS} surest of {part.total:,}; all are in changes.tsv."
-    asked = " Then, without a proposal, the most suspicious others: look at these." if part.questions else ""
-    return found + asked
 
 
 def _picture(source: Source, index: int) -> str:

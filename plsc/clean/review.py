@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -14,22 +13,10 @@ import numpy as np
 from plsc.actions.embeddings import NAMES, Embeddings
 from plsc.actions.predict import EMBEDDINGS
 from plsc.actions.predict_images import Samples
+from plsc.clean import faults
 from plsc.clean.changes import Change, write_changes
 from plsc.clean.duplicates import Pixels, agreeing, find_duplicates, planted_copies, read_pixels
-from plsc.clean.faults import (
-    LEAST_SURE,
-    Found,
-    View,
-    compare_labels,
-    likely_classes,
-    mixed_classes,
-    nearest,
-    pairs_in,
-    same_classes,
-    shared_classes,
-    sure_of_class,
-    wrong_labels,
-)
+from plsc.clean.faults import LEAST_SURE, Found, View
 from plsc.clean.page import Part, Row, write_page
 from plsc.data.class_names import class_names_of
 from plsc.data.lists import Listing, read_listing
@@ -59,13 +46,11 @@ class _Images:
 
     def summary(self) -> list[str]:
         """Return what was compared and what could not be."""
-        classes, faults = len(self.listing.classes), list(self.pixels.faults.values())
+        classes = len(self.listing.classes)
         missing = [self.source.name(i) for i in np.setdiff1d(np.arange(len(self.source)), self.numbers)[:20]]
         found = [f"{self.place}: {len(self.numbers):,} of {len(self.source):,} images, {classes:,} classes."]
         if missing:
             found.append(f"Without embedding, such as images that cannot be decoded: {', '.join(missing)}")
-        if faults:
-            found.append(f"{len(faults):,} images cannot be decoded: {'; '.join(faults[:20])}")
         return found
 
     def path(self, row: int) -> str:
@@ -90,30 +75,17 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
     """
     source, listing = read_listing(location, **reading)
     place = shown(str(location))
-    everything = range(len(source))
-    places = dict(zip(Samples(source, place, 0).names(everything), everything, strict=True))
-    found = []
-    for one in embeddings:
-        rows = [places.get(name, -1) for name in one[NAMES][:].tolist()]
-        if not rows:
-            raise DataError(f"{one.folder} has no embeddings: no image of {place} was found and decoded")
-        if -1 in rows:
-            raise DataError(
-                f"{one.folder} has embeddings of other images than {place}, such as "
-                f"{one[NAMES][rows.index(-1)]}; predict the same dataset, by the same path"
-            )
-        found.append(np.array(rows))
-    numbers = np.unique(functools.reduce(np.intersect1d, found))
+    names = Samples(source, place, 0).names(range(len(source)))
+    places = [{name: row for row, name in enumerate(one[NAMES][:])} for one in embeddings]
+    numbers = np.array([n for n, name in enumerate(names) if all(name in rows for rows in places)], np.int64)
     if not len(numbers):
-        raise DataError(
-            f"{' and '.join(str(one.folder) for one in embeddings)} have no image in common; predict all "
-            f"images of {place} with each network"
-        )
+        folders = " and ".join(str(one.folder) for one in embeddings)
+        raise DataError(f"{folders} have no image of {place}; predict the same dataset, by the same path")
     is_second = halves_of(listing)[numbers]
-    unseen = [is_second, ~is_second] if len(found) == 2 else [np.ones(len(numbers), bool)]
+    unseen = [is_second, ~is_second] if len(places) == 2 else [np.ones(len(numbers), bool)]
     views = []
-    for one, of, judged in zip(embeddings, found, unseen, strict=True):
-        unit = one[EMBEDDINGS][np.argsort(of)[np.searchsorted(np.sort(of), numbers)]]
+    for one, rows, judged in zip(embeddings, places, unseen, strict=True):
+        unit = one[EMBEDDINGS][np.array([rows[names[number]] for number in numbers.tolist()])]
         if not np.isfinite(unit).all():
             raise DataError(f"{one.folder} has embeddings that are nan or inf; use another network")
         unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-9)
@@ -140,27 +112,26 @@ def clean(
     Raises:
         DataError: invalid data, embeddings of other images, or the changes exist.
     """
-    refuse_existing(str(Path(out, CHANGES)))
     images = open_images(location, embeddings, **reading)
     proposals = Proposals(images)
     judges, is_learned = _judges(images, embeddings)
     views, labels, classes = images.views, images.labels, len(images.listing.classes)
     kept = np.ones(len(labels), bool)
-    first = compare_labels(views, labels, kept, classes)
-    wrong = wrong_labels(first)
+    first = faults.compare_labels(views, labels, kept, classes)
+    wrong = faults.wrong_labels(first)
     is_proposed = wrong.sure >= LEAST_SURE
     kept[wrong.subjects[is_proposed, 0]] = False
     copies = planted_copies(images.source, images.numbers, images.pixels)
     doubled = find_duplicates(first.near, images.pixels, copies)
-    mixed, smaller = mixed_classes(views, labels, kept, classes)
+    mixed, smaller = faults.mixed_classes(views, labels, kept, classes)
     parts = [
         proposals.duplicates(doubled, first.scores()),
-        proposals.same(same_classes(views, labels, kept, classes), kept),
+        proposals.same(faults.same_classes(views, labels, kept, classes), kept),
         proposals.mixed(mixed, smaller),
     ]
     divided = proposals.divided
-    again = likely_classes(views, divided.labels, kept, len(divided.listing.classes), first)
-    right = sure_of_class(again, kept, wrong.subjects[:, 0])
+    again = faults.compare_labels(views, divided.labels, kept, len(divided.listing.classes), first)
+    right = faults.sure_of_class(again, kept, wrong.subjects[:, 0])
     parts.insert(0, proposals.wrong(wrong, again.likely, right, kept))
     checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
     most = "more, if the network has learned them" if is_learned else f"{wrong.high:,.0f}"
@@ -184,9 +155,9 @@ def _fit(scores: np.ndarray) -> str:
 def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, bool]:
     """Return what the networks judge, and whether they may have learned it.
 
-    Raises DataError if they are exchanged.
+    Raises DataError if they are exchanged, or one is missing.
     """
-    warning = ""
+    warning, is_one = "", len(embeddings) == 1
     for number, one in enumerate(embeddings, 1):
         checkpoint = Path(one.index["model"]["checkpoint"])
         try:
@@ -194,10 +165,8 @@ def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, boo
         except CheckpointError:  # it was moved
             continue
         trained = Path(str(manifest.options.get("data", {}).get("dataset_dir"))).name
-        if len(embeddings) == 2 and trained == f"half{3 - number}.tsv":
-            raise DataError(f"{checkpoint} was trained on {trained}; exchange the model and --second")
-        if len(embeddings) == 1 and trained in ("half1.tsv", "half2.tsv"):
-            raise DataError(f"{checkpoint} was trained on {trained}; pass the network of the other half, too")
+        if trained in ("half1.tsv", "half2.tsv") and (is_one or trained != f"half{number}.tsv"):
+            raise DataError(f"{checkpoint} was trained on {trained}; pass that of half1.tsv, then --second")
         try:
             check_unseen(images.place, class_names_of(images.source), (checkpoint, manifest))
         except DataError:
@@ -206,7 +175,7 @@ def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, boo
                 "learned some of their wrong labels, which are not found: train a network on each half "
                 "(plsc data split --halves), and use both (plsc data clean --second)."
             )
-    if len(embeddings) == 2:
+    if not is_one:
         return "Each network judges the half of the images that the other one was trained on.", False
     return warning or "The network must not have been trained on these images.", bool(warning)
 
@@ -218,17 +187,16 @@ def overlap(
 
     embeddings: of both datasets, by one network. Other arguments, results and errors as of `clean`.
     """
-    refuse_existing(str(Path(out, CHANGES)))
     mine, theirs = (
         open_images(place, [found], **reading) for place, found in zip((one, other), embeddings, strict=True)
     )
     mine_unit, their_unit = mine.views[0].unit, theirs.views[0].unit
-    _, numbers, recall = nearest(mine_unit, their_unit, _EXAMPLES)
+    _, numbers, recall = faults.nearest(mine_unit, their_unit, _EXAMPLES)
     copies = planted_copies(mine.source, mine.numbers, mine.pixels)
-    found = agreeing(mine.pixels, theirs.pixels, pairs_in(numbers), copies)
+    found = agreeing(mine.pixels, theirs.pixels, faults.pairs_in(numbers), copies)
     first, second = len(mine.listing.classes), len(theirs.listing.classes)
     labels = np.concatenate([mine.labels, theirs.labels + first])
-    classes = shared_classes(np.concatenate([mine_unit, their_unit]), labels, first + second, first)
+    classes = faults.shared_classes(np.concatenate([mine_unit, their_unit]), labels, first + second, first)
     proposals = Proposals(mine)
     parts = proposals.shared(classes, found, theirs)
     summary = [*mine.summary(), *theirs.summary(), f"Search for neighbours: measured recall {recall:.3f}."]
@@ -268,7 +236,7 @@ class Proposals:
         images = self._images
         part = Part("Duplicates", "The same image twice. The changes remove one of the two.")
         left: dict[int, int] = {}  # the image that is left by one that is removed
-        for sure, pair in _each(found):
+        for sure, pair in found:
             one, other = sorted(_end(left, row) for row in pair)
             if one == other:
                 continue
@@ -279,7 +247,7 @@ class Proposals:
             reason = f"{'exact' if is_exact else 'near'} duplicate of {images.path(stays)}"
             self._add(Change("remove", sure, images.path(gone), images.of(gone), "", reason))
             rows = images.row(images.of(stays), [stays]), images.row(f"{images.of(gone)} (removed)", [gone])
-            part.add(sure, f"{images.path(gone)}: {reason}", rows)
+            part.proposals.append((sure, f"{images.path(gone)}: {reason}", rows))
         return part
 
     def same(self, found: Found, kept: np.ndarray) -> Part:
@@ -288,11 +256,13 @@ class Proposals:
         text = "They agree as much as halves of a class do, or as classes that look the same to the network."
         part = Part("Two classes that may be one", text)
         sizes = np.bincount(images.labels, minlength=len(self._names))
-        for sure, pair in _each(found):
+        for sure, pair in found:
             small, large = sorted(pair, key=lambda label: (sizes[label], -label))
             of, to = self._names[small], self._names[large]
             self._add(Change("merge", sure, "", of, to, "same class"))
-            part.add(sure, f"merge {of} into {to}", (images.examples(label, kept) for label in pair))
+            part.proposals.append(
+                (sure, f"merge {of} into {to}", (images.examples(label, kept) for label in pair))
+            )
         return part
 
     def mixed(self, found: Found, smaller: dict[int, np.ndarray]) -> Part:
@@ -300,7 +270,7 @@ class Proposals:
         images, names, labels = self._images, list(self._names), self._images.labels.copy()
         known = set(names)
         part = Part("Classes that are two", "The changes move the smaller part to a new class.")
-        for sure, (label,) in _each(found):
+        for sure, (label,) in found:
             name = names[label]
             new = next(one for number in count(2) if (one := f"{name}_{number}") not in known)
             if sure >= LEAST_SURE:
@@ -311,7 +281,7 @@ class Proposals:
                 self._add(Change("move", sure, images.path(row), name, new, "two classes in one"))
             others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
             rows = images.row(name, others), images.row(new, smaller[label])
-            part.add(sure, f"divide {name} into {name} and {new}", rows)
+            part.proposals.append((sure, f"divide {name} into {name} and {new}", rows))
         self.divided = replace(images, labels=labels, listing=replace(images.listing, classes=names))
         return part
 
@@ -319,17 +289,16 @@ class Proposals:
         """Move each image to the likely class, or remove it if that is probably not the right one."""
         text = "The changes move each image to the likely class, or remove it if several are as likely."
         images, part = self.divided, Part("Wrong labels", text)
-        for (sure, (row,)), share in zip(_each(found), right.tolist(), strict=True):
+        for (sure, (row,)), share in zip(found, right.tolist(), strict=True):
             own, new = self._images.labels.item(row), likely.item(row)
             path, of, to = images.path(row), self._names[own], images.listing.classes[new]
-            if share >= 0.5:
-                change = Change("move", sure, path, of, to, f"wrong label; {share:.0%} {to}")
-            else:
+            change = Change("move", sure, path, of, to, f"wrong label; {share:.0%} {to}")
+            if share < 0.5:
                 change = Change("remove", sure, path, of, "", f"wrong label; perhaps {to} ({share:.0%})")
             if self._add(change):
                 image = [images.row("image", [row])]
                 examples = (images.examples(one, kept) for one in (own, new))
-                part.add(sure, f"{path}: not {of}, {change.reason}", chain(image, examples))
+                part.proposals.append((sure, f"{path}: not {of}, {change.reason}", chain(image, examples)))
         return part
 
     def shared(self, classes: Found, found: Found, theirs: _Images) -> list[Part]:
@@ -337,17 +306,17 @@ class Proposals:
         mine = self._images
         text = f"The changes remove them from {mine.place}."
         parts = [Part("Shared classes", text), Part("Shared images", text)]
-        for sure, (one, other) in _each(classes):
+        for sure, (one, other) in classes:
             match = other - len(self._names)
             reason = f"class {theirs.listing.classes[match]} of {theirs.place}"
             if self._add(Change("remove", sure, "", self._names[one], "", reason)):
                 examples = (side.examples(label) for side, label in ((mine, one), (theirs, match)))
-                parts[0].add(sure, f"{self._names[one]} is {reason}", examples)
-        for sure, (one, other) in _each(found):
+                parts[0].proposals.append((sure, f"{self._names[one]} is {reason}", examples))
+        for sure, (one, other) in found:
             reason = f"{theirs.path(other)} of {theirs.place}"
             if self._add(Change("remove", sure, mine.path(one), mine.of(one), "", reason)):
                 rows = mine.row(mine.of(one), [one]), theirs.row(theirs.of(other), [other])
-                parts[1].add(sure, f"{mine.path(one)} is {reason}", rows)
+                parts[1].proposals.append((sure, f"{mine.path(one)} is {reason}", rows))
         return parts
 
 
@@ -358,13 +327,10 @@ def _end(steps: Mapping[int, int], at: int) -> int:
     return at
 
 
-def _each(found: Found) -> Iterator[tuple[float, list[int]]]:
-    return zip(found.sure.tolist(), found.subjects.tolist(), strict=True)
-
-
 def _write(
     out: Path, title: str, summary: list[str], parts: Sequence[Part], proposals: Proposals
 ) -> list[str]:
+    refuse_existing(str(out / CHANGES))
     changes, questions = proposals.changes(), proposals.questions()
     counts = ", ".join(f"{part.title.lower()} {part.total:,}" for part in parts)
     summary = [*summary, f"Proposals: {counts}. Questions: {len(questions):,}."]

@@ -136,8 +136,7 @@ def test_embeddings_of_predict_are_used_and_those_of_other_images_are_refused(wo
     check_changes(world / "used")
     assert not (world / "used/embeddings").exists()
     message = run("clean embedded others refused", code=1)
-    assert "embedded has embeddings of other images than others, such as faces/images/" in message
-    assert "predict the same dataset, by the same path" in message
+    assert "embedded have no image of others" in message
 
 
 def test_an_interrupted_command_resumes_and_a_finished_one_is_not_overwritten(
@@ -175,8 +174,8 @@ def test_networks_of_halves_judge_the_images_that_they_have_not_learned(world, r
         ins.set_dataset_dir(f"halves/{name}.tsv", image_folder="faces")
         ins.set_bad_images("skip")
         ins.train()
-    assert "was trained on half2.tsv; exchange" in run("clean half2/3 faces wrong --second half1/3", code=1)
-    assert "pass the network of the other half" in run("clean half1/3 faces alone", code=1)
+    assert "was trained on half2.tsv" in run("clean half2/3 faces wrong --second half1/3", code=1)
+    assert "was trained on half1.tsv" in run("clean half1/3 faces alone", code=1)
     shown = run("clean half1/3 faces both --second half2/3")
     assert "Each network judges the half of the images that the other one was trained on." in shown
     changes = changes_in(world / "both")

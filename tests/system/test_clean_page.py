@@ -27,9 +27,7 @@ def test_the_page_fits_its_window_and_requests_nothing(tmp_path):
         file.write(f"{broken}\t2\n")
     source = open_source(root)
     rows = [Row(long, source, range(start, 13, 4)) for start in range(3)] + [Row("All", source, range(13))]
-    part = Part("Many", long)
-    for _ in range(9):
-        part.add(1, long, rows)
+    part = Part("Many", long, [(1, long, rows)] * 9)
     write_page(tmp_path / "page.html", long, [long], [part, part])
 
     async def main():

@@ -32,10 +32,7 @@ class Parsed(HTMLParser):
 
 def parts_of(source, text, proposals=1):
     rows = [Row(text, source, np.arange(len(source)))]
-    part = Part(text, text)
-    for _ in range(proposals):
-        part.add(0.98, text, rows)
-    return [part, Part("Empty", "")]
+    return [Part(text, text, [(0.98, text, rows)] * proposals), Part("Empty", "")]
 
 
 def test_names_and_strings_are_shown_as_text(tmp_path):

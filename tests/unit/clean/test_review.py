@@ -29,7 +29,7 @@ def images(tmp_path_factory):
         for number in range(3):
             (root / name / f"{number}.jpg").touch()
     source, listing = read_listing(root)
-    pixels = Pixels(np.zeros((ROWS, 32, 32), np.uint8), np.arange(ROWS, dtype=np.uint64), {})
+    pixels = Pixels(np.zeros((ROWS, 32, 32), np.uint8), np.arange(ROWS, dtype=np.uint64))
     return _Images(str(root), source, listing, np.arange(ROWS), LABELS, [], pixels)
 
 
@@ -131,7 +131,7 @@ def test_what_is_not_sure_is_shown_and_changes_nothing(images):
     ]
     assert not proposals.changes()
     assert (proposals.divided.labels == LABELS).all()
-    assert [(part.total, part.questions) for part in parts] == [(0, 1)] * 3
+    assert [(part.total, len(part.proposals)) for part in parts] == [(0, 1)] * 3
     questions = {(one.change, one.image or one.of, one.score) for one in proposals.questions()}
     assert questions == {("merge", "a_2", 0), ("move", "b/0.jpg", 0), ("move", "a_2/1.jpg", 0)}
 
