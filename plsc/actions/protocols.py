@@ -19,7 +19,7 @@ from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.capacity_report import CapacityResult, evaluate_capacity
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
-from plsc.evaluate.report import Section, write_report
+from plsc.evaluate.report import Result, Section, write_report
 from plsc.export.folder import checksum_of
 from plsc.models import BaseModel
 from plsc.names import PROTOCOLS
@@ -63,7 +63,7 @@ class _Outcome:
     """A result by its name, and the function that returns its section."""
 
     name: str
-    result: Any
+    result: Result
     section: Callable[[], Section]
 
 
@@ -77,7 +77,7 @@ def run_protocol(
     results = {outcome.name: outcome.result for outcome in outcomes}
     log_results(world, results)
     for outcome in outcomes:
-        if hasattr(outcome.result, "warning") and (warning := outcome.result.warning()):
+        if warning := outcome.result.warning():
             world.log(f"{outcome.name}: {warning}", logging.WARNING)
     fingerprint = checksum_of({name: one.cpu() for name, one in network.state_dict().items()})
     model = [
@@ -270,9 +270,9 @@ def _by_group(name: str, rates: GroupRates) -> _Outcome:
     return _Outcome(f"{name} groups", rates, partial(rates.section, f"{name} groups"))
 
 
-def _section(result: Any, title: str, choices: Sequence[str]) -> Section:
+def _section(result: Result, title: str, choices: Sequence[str]) -> Section:
     """Return the section of a result, with the choices of the data."""
-    section: Section = result.section(title)
+    section = result.section(title)
     return replace(section, choices=[*choices, *section.choices])
 
 

@@ -45,6 +45,6 @@ def log_results(world: World, results: Mapping[str, Any]) -> None:
     for name, result in results.items():
         tars = ""
         if isinstance(result, VerificationResult):
-            resolved = [far for far in result.tar_at_far if far not in result.unresolved_fars]
+            resolved = result.resolved_fars()
             tars = "".join(f", TAR {result.tar_at_far[far]:.4f} at FAR {far:g}" for far in resolved)
         world.log(f"{name}: {result.summary()}{tars}")

@@ -7,7 +7,6 @@ exact on this grid, and the memory does not depend on the number of pairs.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,8 @@ from contextlib import contextmanager
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from plsc.data.native import function
 from plsc.errors import DataError
 from plsc.evaluate.curves import equal_error_rate
 from plsc.evaluate.groups import GroupRates, Groups, count, rates_at
-from plsc.evaluate.report import Section, Table
-from plsc.evaluate.verification import FARS, GRID, warning_of
+from plsc.evaluate.report import Table
+from plsc.evaluate.verification import FARS, GRID, PairRates
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 
@@ -47,7 +47,7 @@ _MOST = 2**32 - 1  # scores that 32-bit counts can hold
 
 
 @dataclass(frozen=True)
-class AllPairsResult:
+class AllPairsResult(PairRates):
     """The result of `all_pairs`; rates are fractions, 0..1. A pair is accepted if score >= threshold."""
 
     METRICS: ClassVar = ("auc",)
@@ -65,17 +65,9 @@ class AllPairsResult:
     same: np.ndarray = field(repr=False, compare=False)  # pairs per score, int64 [2^21 + 1], from score -1
     different: np.ndarray = field(repr=False, compare=False)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without the histograms; FARs are strings such as ``"1e-06"``."""
-        names = ("eer", "auc", "images", "classes", "pairs", "positives", "negatives")
-        values = {name: getattr(self, name) for name in names}
-        for name in ("tar_at_far", "threshold_at_far"):
-            values[name] = {f"{far:g}": value for far, value in getattr(self, name).items()}
-        return {**values, "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars]}
-
     def summary(self) -> str:
         """Return the TAR at the lowest resolved FAR for the log."""
-        far = min(self._resolved_fars())
+        far = min(self._told_fars())
         return (
             f"TAR {self.tar_at_far[far]:.4f} at FAR {far:g}, EER {self.eer:.4f} ({self.pairs:,} pairs of "
             f"{self.images:,} images)"
@@ -85,58 +77,32 @@ class AllPairsResult:
         """Return ``(far, tar, threshold)``, float64 [K + 1] for K distinct scores, from (0, 0) to (1, 1)."""
         return _roc(self.same, self.different)
 
-    def warning(self) -> str | None:
-        """Return a warning if there are too few different pairs for some FARs."""
-        return warning_of(self.negatives, self.unresolved_fars)
+    def _choices(self) -> list[str]:
+        return list(CHOICES)
 
-    def section(self, name: str) -> Section:
-        """Return the section of a report; name: of the images, which is part of the names of the files."""
+    def _tables(self) -> list[Table]:
+        numbers = (self.images, self.classes, self.pairs, self.positives, self.negatives)
+        header = ("images", "classes", "pairs", "same", "different", "AUC", "EER")
+        row = [*(f"{number:,}" for number in numbers), f"{self.auc:.6f}", f"{self.eer:.6f}"]
+        return [Table(header, [row]), self.rates(digits=6)]
+
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
         from plsc.evaluate.plots import plot_counted_scores, plot_roc_curves  # matplotlib is slow to import
 
-        stem = re.sub(r"[^\w.-]", "_", name)
-        threshold = self.threshold_at_far[min(self._resolved_fars())]
-        scores = np.arange(-GRID, GRID + 1) / GRID
-        used = np.flatnonzero(self.same + self.different)
-        curve = {f"{name}  (AUC {self.auc:.3f})": (*self._few_points(), 1 / self.negatives)}
-        warning = self.warning()
-        return Section(
-            title=name,
-            choices=[*CHOICES, *([f"Warning: {warning}."] if warning else [])],
-            tables=[self._overview(), self._rates()],
-            values=self.as_dict(),
-            pictures={
-                f"{stem}_roc.png": lambda path: plot_roc_curves(curve, path),
-                f"{stem}_scores.png": lambda path: plot_counted_scores(
-                    scores[used], self.same[used], self.different[used], path, threshold
-                ),
-            },
-        )
-
-    def _resolved_fars(self) -> list[float]:
-        return [far for far in self.tar_at_far if far not in self.unresolved_fars] or [max(FARS)]
-
-    def _few_points(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return at most 2,000 points of the ROC curve, evenly spaced on a logarithmic axis."""
         far, tar, _ = self.roc()
-        wanted = np.geomspace(1 / self.negatives, 1, 2000)
-        chosen = np.unique(np.searchsorted(far, wanted, side="right") - 1)
-        return far[chosen], tar[chosen]
+        wanted = np.geomspace(1 / self.negatives, 1, 2000)  # points on a logarithmic axis
+        few = np.unique(np.searchsorted(far, wanted, side="right") - 1)
+        curve = {f"{name}  (AUC {self.auc:.3f})": (far[few], tar[few], 1 / self.negatives)}
+        used = np.flatnonzero(self.same + self.different)
+        counts = used / GRID - 1, self.same[used], self.different[used]
+        threshold = self.threshold_at_far[min(self._told_fars())]
+        return {
+            f"{stem}_roc.png": lambda path: plot_roc_curves(curve, path),
+            f"{stem}_scores.png": lambda path: plot_counted_scores(*counts, path, threshold),
+        }
 
-    def _overview(self) -> Table:
-        numbers = (self.images, self.classes, self.pairs, self.positives, self.negatives)
-        return Table(
-            ("images", "classes", "pairs", "same", "different", "AUC", "EER"),
-            [(*(f"{number:,}" for number in numbers), f"{self.auc:.6f}", f"{self.eer:.6f}")],
-        )
-
-    def _rates(self) -> Table:
-        rows = []
-        for far, tar in self.tar_at_far.items():
-            threshold = self.threshold_at_far[far]
-            shown = "none" if threshold > 1 else f"{threshold:.6f}"
-            warning = "too few different pairs" if far in self.unresolved_fars else ""
-            rows.append((f"{far:g}", f"{tar:.6f}", shown, warning))
-        return Table(("FAR", "TAR", "threshold (cosine)", "warning"), rows)
+    def _told_fars(self) -> list[float]:
+        return self.resolved_fars() or [max(FARS)]
 
 
 def all_pairs(
@@ -184,7 +150,7 @@ def all_pair_rates(
     embeddings: np.ndarray, labels: np.ndarray, groups: Groups, result: AllPairsResult, world: World
 ) -> GroupRates:
     """Return TAR and FAR per group at the thresholds of `all_pairs`, by its tiles; a collective."""
-    fars, size = result._resolved_fars(), len(groups.names)
+    fars, size = result._told_fars(), len(groups.names)
     limits = [round(result.threshold_at_far[far] * GRID) for far in fars]
     tiles = _Tiles(embeddings, labels, _norms(embeddings), world.device)
     of = torch.from_numpy(groups.of).to(world.device, torch.int32)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from plsc.evaluate.capacity import MOST_CLAIMED, Capacity, Holding, measure_capacity
-from plsc.evaluate.report import Section, Table
+from plsc.evaluate.report import Result, Table
 
 _MOST_IMAGES = 10_000  # 6 seconds
 _SHARES = (0.9, 0.7, 0.5)  # of the pairs of a class
@@ -17,10 +18,8 @@ _DRAWS = 20  # galleries per measured FPIR
 
 
 @dataclass(frozen=True)
-class CapacityResult:
+class CapacityResult(Result):
     """What a gallery of one image per identity holds, for a report; `evaluate_capacity` returns it."""
-
-    METRICS: ClassVar = ()
 
     capacity: Capacity
     holding: Holding | None  # None: these data cannot say
@@ -43,10 +42,16 @@ class CapacityResult:
             f"holds at least {identities:,} identities at FPIR {fpir:g}, threshold {threshold:.4f} ({known})"
         )
 
-    def section(self, name: str) -> Section:
-        """Return the section of the report."""
-        from plsc.evaluate.plots import plot_capacity  # imports matplotlib
+    def _choices(self) -> list[str]:
+        return [
+            "At least: 95 % confidence, at the highest threshold that accepts 90 % of the pairs of a "
+            "class, and the lowest FPIR that so many classes can show.",
+            f"The classes must not have been trained. {self.capacity.images:,} images of "
+            f"{self.capacity.classes:,} classes, without distractors.",
+            f"Measured: mean over {_DRAWS} galleries of these classes, of one image each.",
+        ]
 
+    def _tables(self) -> list[Table]:
         rows, unclaimed = [], f"above {MOST_CLAIMED:g}: not claimed"
         for size in _sizes(self._largest()):
             estimate, low, high = self.capacity.fpir(self.threshold, size)
@@ -59,13 +64,6 @@ class CapacityResult:
                 "cannot say" if chosen is None else f"{chosen:.4f}",
             ])  # fmt: skip
         header = ["Identities", "FPIR", "90 % interval", "Measured FPIR", "Threshold for FPIR 0.01"]
-        choices = [
-            "At least: 95 % confidence, at the highest threshold that accepts 90 % of the pairs of a "
-            "class, and the lowest FPIR that so many classes can show.",
-            f"The classes must not have been trained. {self.capacity.images:,} images of "
-            f"{self.capacity.classes:,} classes, without distractors.",
-            f"Measured: mean over {_DRAWS} galleries of these classes, of one image each.",
-        ]
         text = f"{self.summary()}; FPIR at threshold {self.threshold:.4f}"
         held = [
             [f"{fpir:g}", *(self._held(fpir, share) for share in _SHARES)]
@@ -73,18 +71,17 @@ class CapacityResult:
             if fpir * self.capacity.classes >= 6
         ]
         shares = [f"{100 * share:.0f} % of the pairs of a class" for share in _SHARES]
+        return [
+            Table(header, rows, f"{text[0].upper()}{text[1:]}"),
+            Table(["FPIR", *shares], held, "Identities held at least, by FPIR and what is accepted"),
+        ]
+
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
+        from plsc.evaluate.plots import plot_capacity  # imports matplotlib
+
         sizes = np.geomspace(5, self._largest(), 100).astype(int).tolist()
         curve = {size: self.capacity.fpir(self.threshold, size) for size in sizes}
-        return Section(
-            name,
-            choices,
-            [
-                Table(header, rows, f"{text[0].upper()}{text[1:]}"),
-                Table(["FPIR", *shares], held, "Identities held at least, by FPIR and what is accepted"),
-            ],
-            self.as_dict(),
-            {"capacity.png": lambda path: plot_capacity(curve, self.measured, path)},
-        )
+        return {"capacity.png": lambda path: plot_capacity(curve, self.measured, path)}
 
     def _held(self, fpir: float, accepted: float) -> str:
         found = self.capacity.holds(fpir, accepted=accepted)

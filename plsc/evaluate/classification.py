@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from plsc.evaluate.report import Result
 from plsc.heads import Head
 from plsc.heads.topk import REPORTED, count_hits
 from plsc.parallel.collectives import class_range, sum_over_ranks
@@ -15,7 +16,7 @@ from plsc.parallel.world import World
 
 
 @dataclass(frozen=True)
-class ClassificationResult:
+class ClassificationResult(Result):
     """The result of `classify`; accuracies are fractions, 0..1."""
 
     METRICS: ClassVar = ("top1", "top5")
@@ -23,10 +24,6 @@ class ClassificationResult:
     top1: float  # the label has the highest logit without margin
     top5: float  # the label has one of the five highest logits
     count: int  # number of images
-
-    def as_dict(self) -> dict[str, float]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
     def summary(self) -> str:
         """Return the accuracies for the log."""

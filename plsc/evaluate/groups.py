@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from plsc.evaluate.curves import _curve
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.identification import IdentificationResult
 from plsc.evaluate.pair_lists import lines_of
-from plsc.evaluate.report import Section, Table
+from plsc.evaluate.report import Result, Table
 from plsc.evaluate.verification import FARS, wilson_interval
 from plsc.storage.urls import shown
 
@@ -59,13 +59,11 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class GroupRates:
+class GroupRates(Result):
     """Rates per group; tables: by title, group and rate, such as ``FAR 0.001``, ``men`` and ``TAR``.
 
     A rate has a value and its 95% Wilson interval (None if there are no values), a count, and `too_few`.
     """
-
-    METRICS: ClassVar = ()
 
     tables: dict[str, dict[str, dict[str, dict[str, Any]]]]
     notes: tuple[str, ...]
@@ -93,15 +91,8 @@ class GroupRates:
                     few.setdefault(f"{title}, {rate}: too few {what}", []).append(group)
         return [f"{what}: {', '.join(groups)}" for what, groups in few.items()]
 
-    def section(self, name: str) -> Section:
-        """Return the section of the report."""
-        tables = []
-        for title, table in self.tables.items():
-            first, *_ = table.values()
-            header = ["group", *(f"{rate} of {_COUNTED.get(rate, 'queries')}" for rate in first)]
-            rows = [[group, *map(_shown, rates.values())] for group, rates in table.items()]
-            tables.append(Table(header, rows, title))
-        choices = [
+    def _choices(self) -> list[str]:
+        return [
             *self.notes,
             "Thresholds are those of all images, with and without a group.",
             f"Pairs are of two images of the group, or {ACROSS}. Searches and queries are of images of the "
@@ -109,7 +100,15 @@ class GroupRates:
             "In brackets: 95% Wilson score intervals for independent values; conservative for means.",
             *(f"{one}." for one in self.too_few()),
         ]
-        return Section(name, choices, tables, self.as_dict())
+
+    def _tables(self) -> list[Table]:
+        tables = []
+        for title, table in self.tables.items():
+            first, *_ = table.values()
+            header = ["group", *(f"{rate} of {_COUNTED.get(rate, 'queries')}" for rate in first)]
+            rows = [[group, *map(_shown, rates.values())] for group, rates in table.items()]
+            tables.append(Table(header, rows, title))
+        return tables
 
 
 def _shown(rate: Mapping[str, Any]) -> str:

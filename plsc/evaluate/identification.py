@@ -13,7 +13,6 @@ chunks, the number of ranks or the device, and equal embeddings have equal score
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError
-from plsc.evaluate.report import Section, Table
+from plsc.evaluate.report import Result, Table
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 
@@ -39,7 +38,7 @@ _LOG_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class IdentificationResult:
+class IdentificationResult(Result):
     """The result of `identify`; rates are fractions, 0..1."""
 
     METRICS: ClassVar = ("rank1",)
@@ -69,14 +68,8 @@ class IdentificationResult:
         return _open_set_curve(self.ranks, self.mate_scores, self.top_scores, self.candidates)[:2]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; rates and thresholds by FPIR have keys such as ``"0.01"``."""
-        names = ("rank1", "rank5", "rank10", "mated", "non_mated", "identities", "distractors")
-        return {
-            **{name: getattr(self, name) for name in (*names, "gallery_images", "candidates")},
-            "fnir_at_fpir": {f"{fpir:g}": fnir for fpir, fnir in self.fnir_at_fpir.items()},
-            "threshold_at_fpir": {f"{fpir:g}": score for fpir, score in self.threshold_at_fpir.items()},
-            "cmc": self.cmc()[: self.candidates].tolist(),
-        }
+        """Return plain values for JSON; with the CMC up to the length of the candidate list."""
+        return {**super().as_dict(), "cmc": self.cmc()[: self.candidates].tolist()}
 
     def summary(self) -> str:
         """Return the rates for the log."""
@@ -86,43 +79,36 @@ class IdentificationResult:
             f"({self.mated:,} mated and {self.non_mated:,} non-mated searches)"
         )
 
-    def section(self, name: str) -> Section:
-        """Return the tables, choices and pictures of the report."""
-        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
-
-        stem = re.sub(r"[^\w.-]", "_", name)
-        pictures: dict[str, Callable[[Path], None]] = {}
-        pictures[f"{stem}_cmc.png"] = lambda path: plot_cmc({name: self.cmc()}, path)
+    def _tables(self) -> list[Table]:
         found = zip(RANKS, (self.rank1, self.rank5, self.rank10), strict=True)
         tables = [
-            Table(["Rank", "Mates found"], [[str(k), f"{rate:.4f}"] for k, rate in found], "Closed set"),
-            Table(
-                ["Gallery and searches", "Count"],
-                [
-                    ["gallery images", f"{self.gallery_images:,}"],
-                    ["identities", f"{self.identities:,}"],
-                    ["distractors", f"{self.distractors:,}"],
-                    ["mated searches", f"{self.mated:,}"],
-                    ["non-mated searches", f"{self.non_mated:,}"],
-                ],
-            ),
+            Table(["Rank", "Mates found"], [[str(k), f"{rate:.4f}"] for k, rate in found], "Closed set")
         ]
         if self.fnir_at_fpir:
             rows = [
                 [f"{fpir:g}", f"{fnir:.4f}", f"{self.threshold_at_fpir[fpir]:.4f}"]
                 for fpir, fnir in self.fnir_at_fpir.items()
             ]
-            tables.insert(1, Table(["FPIR", "FNIR", "Threshold (cosine)"], rows, "Open set"))
-        if self.non_mated:
-            curve = self.fnir_curve()
-            limits = (min(0.1, 1 / self.non_mated), 1.0)
-            pictures[f"{stem}_fnir.png"] = lambda path: plot_rates(
-                {name: curve}, path, "FPIR", "FNIR", limits
-            )
-        return Section(name, self.choices(), tables, self.as_dict(), pictures)
+            tables.append(Table(["FPIR", "FNIR", "Threshold (cosine)"], rows, "Open set"))
+        counts = {
+            "gallery images": self.gallery_images, "identities": self.identities,
+            "distractors": self.distractors, "mated searches": self.mated,
+            "non-mated searches": self.non_mated,
+        }  # fmt: skip
+        rows = [[name, f"{count:,}"] for name, count in counts.items()]
+        return [*tables, Table(["Gallery and searches", "Count"], rows)]
 
-    def choices(self) -> list[str]:
-        """Return how the rates were measured, one sentence each."""
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
+        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
+
+        pictures: dict[str, Callable[[Path], None]] = {}
+        pictures[f"{stem}_cmc.png"] = lambda path: plot_cmc({name: self.cmc()}, path)
+        if self.non_mated:
+            curve, limits = {name: self.fnir_curve()}, (min(0.1, 1 / self.non_mated), 1.0)
+            pictures[f"{stem}_fnir.png"] = lambda path: plot_rates(curve, path, "FPIR", "FNIR", limits)
+        return pictures
+
+    def _choices(self) -> list[str]:
         missing = [f"{fpir:g}" for fpir in FPIRS if fpir not in self.fnir_at_fpir]
         return [
             "The score of an identity is the highest cosine of its gallery images.",

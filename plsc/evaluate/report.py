@@ -1,4 +1,4 @@
-"""Write the results of evaluation protocols as report.md, report.json and pictures."""
+"""Results of evaluation protocols: what they have in common, and how a report shows them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from plsc.storage.publish import replacing
 
@@ -38,6 +38,59 @@ class Section:
     values: Mapping[str, Any]
     pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+class Result:
+    """The result of a protocol: a frozen dataclass, whose arrays have ``repr=False``.
+
+    METRICS: names of fields that a checkpoint stores, and that callbacks can monitor.
+    """
+
+    METRICS: ClassVar[tuple[str, ...]] = ()
+
+    def summary(self) -> str:
+        """Return a line for the log."""
+        raise NotImplementedError
+
+    def _choices(self) -> list[str]:
+        """Return how it was measured, one sentence each."""
+        raise NotImplementedError
+
+    def _tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
+        """Return functions that draw a PNG file, by its name; stem: `stem_of(name)`."""
+        return {}
+
+    def warning(self) -> str | None:
+        """Return what makes the result doubtful, if anything."""
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, without arrays; FARs and FPIRs are strings such as ``"0.001"``."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
+        return {name: _value(value) for name, value in values.items()}
+
+    def section(self, name: str) -> Section:
+        """Return the section of a report; name: of the data, which is part of the names of the files."""
+        warning = self.warning()
+        choices = [*self._choices(), *([f"Warning: {warning}."] if warning else [])]
+        pictures = self._pictures(name, stem_of(name))
+        return Section(name, choices, self._tables(), self.as_dict(), pictures)
+
+
+def stem_of(name: str) -> str:
+    """Return a name for files: letters, digits, points and ``-``, others as ``_``."""
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Result):
+        return value.as_dict()
+    if isinstance(value, dict):
+        return {f"{key:g}" if isinstance(key, float) else key: _value(one) for key, one in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[Section]) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plsc.errors import DataError
 from plsc.evaluate.identification import _chunks, _Rows, _share
-from plsc.evaluate.report import Section, Table
+from plsc.evaluate.report import Result, Table
 from plsc.parallel.world import World
 
 RATES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "precision_at_1": "precision at 1"}
@@ -28,7 +28,7 @@ _CELLS = 2**24  # highest scores of some queries, in memory at a time; more for 
 
 
 @dataclass(frozen=True)
-class RetrievalResult:
+class RetrievalResult(Result):
     """The result of `retrieval`; rates are fractions, 0..1, means over the queries."""
 
     METRICS: ClassVar = tuple(RATES)
@@ -43,27 +43,22 @@ class RetrievalResult:
     is_query: np.ndarray = field(repr=False, compare=False)  # bool [images]
     values: np.ndarray = field(repr=False, compare=False)  # `RATES` of each query, float64 [queries, 3]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without those of each query."""
-        return {name: getattr(self, name) for name in (*RATES, *_COUNTS)}
-
     def summary(self) -> str:
         """Return the rates for the log."""
         rates = " ".join(f"{title} {getattr(self, name):.4f}" for name, title in RATES.items())
         return f"{rates} ({self.queries:,} queries in {self.images:,} images)"
 
-    def section(self, name: str) -> Section:
-        """Return the table and the choices of the report."""
-        values = self.as_dict()
-        row = [f"{one:.6f}" if isinstance(one, float) else f"{one:,}" for one in values.values()]
-        header = (*RATES.values(), *(one.replace("_", " ") for one in _COUNTS))
-        choices = [
+    def _choices(self) -> list[str]:
+        return [
             "Each image searches all others by cosine. R: the other images of its class. MAP@R: 1/R x the "
             "sum, over the right ones of the first R results, of the precision up to there. R-precision: the "
             "share of right results among the first R. Of results with equal scores, wrong ones come first.",
             "Single images, the only ones of their class, are searched, but are no queries.",
         ]
-        return Section(name, choices, [Table(header, [row])], values)
+
+    def _tables(self) -> list[Table]:
+        row = [f"{one:.6f}" if isinstance(one, float) else f"{one:,}" for one in self.as_dict().values()]
+        return [Table((*RATES.values(), *(one.replace("_", " ") for one in _COUNTS)), [row])]
 
 
 def retrieval(

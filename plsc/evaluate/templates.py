@@ -6,11 +6,9 @@ medium are averaged, then the media of the template (Whitelam et al., 2017; Maze
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,9 +17,9 @@ from plsc.errors import DataError
 from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.groups import GroupRates, Groups, pair_rates, search_rates
 from plsc.evaluate.identification import FPIRS, RANKS, IdentificationResult, identify, norms_of, unit_rows
-from plsc.evaluate.report import Section, Table
+from plsc.evaluate.report import Result, Table
 from plsc.evaluate.template_files import TemplateProtocol
-from plsc.evaluate.verification import FARS, wilson_interval
+from plsc.evaluate.verification import FARS, PairRates, wilson_interval
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 
@@ -31,7 +29,7 @@ _POINTS = 500  # of the ROC curve in the picture
 
 
 @dataclass(frozen=True)
-class TemplatePairs:
+class TemplatePairs(PairRates):
     """The result of the 1:1 protocol; rates are fractions, 0..1."""
 
     tar_at_far: dict[float, float]
@@ -44,18 +42,9 @@ class TemplatePairs:
     curve: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)  # FAR and TAR, thinned
     scores: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; FARs are strings such as ``"0.001"``."""
-        return {
-            "tar_at_far": {f"{far:g}": tar for far, tar in self.tar_at_far.items()},
-            "tar_intervals": {f"{far:g}": list(bounds) for far, bounds in self.tar_intervals.items()},
-            "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars],
-            **{name: getattr(self, name) for name in ("auc", "pairs", "positives", "negatives")},
-        }
-
 
 @dataclass(frozen=True)
-class TemplateSearch:
+class TemplateSearch(Result):
     """The result of the 1:N protocol: means over the galleries; rates are fractions, 0..1."""
 
     rank1: float
@@ -65,21 +54,10 @@ class TemplateSearch:
     insightface: dict[str, float]  # rank-k and TPIR at FPIR as its ijb_evals.py, by the names of the rows
     galleries: dict[str, IdentificationResult]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; FPIRs are strings such as ``"0.01"``."""
-        return {
-            **{f"rank{k}": getattr(self, f"rank{k}") for k in RANKS},
-            "tpir_at_fpir": {f"{fpir:g}": tpir for fpir, tpir in self.tpir_at_fpir.items()},
-            "insightface": self.insightface,
-            "galleries": {name: result.as_dict() for name, result in self.galleries.items()},
-        }
-
 
 @dataclass(frozen=True)
-class TemplateResult:
+class TemplateResult(Result):
     """The result of `evaluate_templates`; a protocol whose files are absent is None."""
-
-    METRICS: ClassVar = ()
 
     images: int
     media: int
@@ -88,57 +66,32 @@ class TemplateResult:
     verification: TemplatePairs | None
     identification: TemplateSearch | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            **{name: getattr(self, name) for name in ("images", "media", "templates", "weighted")},
-            "verification": self.verification and self.verification.as_dict(),
-            "identification": self.identification and self.identification.as_dict(),
-        }
-
     def summary(self) -> str:
         """Return the rates for the log."""
         parts = []
         if self.verification is not None:
-            resolved = {
-                far: tar
-                for far, tar in self.verification.tar_at_far.items()
-                if far not in self.verification.unresolved_fars
-            }
-            parts.append("1:1 " + " ".join(f"TAR {tar:.4f} at FAR {far:g}" for far, tar in resolved.items()))
+            rates = self.verification.tar_at_far
+            resolved = self.verification.resolved_fars()
+            parts.append("1:1 " + " ".join(f"TAR {rates[far]:.4f} at FAR {far:g}" for far in resolved))
         if (found := self.identification) is not None:
             tpirs = "".join(f" TPIR {tpir:.4f} at FPIR {fpir:g}" for fpir, tpir in found.tpir_at_fpir.items())
             parts.append(f"1:N rank-1 {found.rank1:.4f} rank-5 {found.rank5:.4f}{tpirs}")
         return f"{'; '.join(parts)} ({self.templates:,} templates)"
 
-    def section(self, name: str) -> Section:
-        """Return the tables, choices and pictures of the report."""
-        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
-
-        stem = re.sub(r"[^\w.-]", "_", name)
+    def _choices(self) -> list[str]:
         weights = "weighted by the score of the detector" if self.weighted else "not weighted"
         choices = [
             f"Embeddings of images, {weights}, not normalised, are averaged per medium, then the media per "
             "template.",
             "The score of two templates is the cosine of their embeddings.",
         ]
-        counts = [f"{self.images:,}", f"{self.media:,}", f"{self.templates:,}"]
-        tables = [Table(["Images", "Media", "Templates"], [counts])]
-        pictures: dict[str, Callable[[Path], None]] = {}
-        if (pairs := self.verification) is not None:
-            tables.append(_pair_table(pairs))
-            choices.append(
-                "TAR at FAR: the highest TAR of all thresholds whose FAR is at most the given one."
-            )
-            choices.append("Intervals: 95% Wilson score intervals of the TAR, for independent pairs.")
-            limits = (min(0.1, 1 / pairs.negatives), 1.0)
-            pictures[f"{stem}_roc.png"] = lambda path: plot_rates(
-                {f"{name}  (AUC {pairs.auc:.3f})": pairs.curve}, path,
-                "False accept rate", "True accept rate", limits,
-            )  # fmt: skip
-        if (search := self.identification) is not None:
-            results = search.galleries
-            tables += _search_tables(search)
+        if self.verification is not None:
+            choices += [
+                "TAR at FAR: the highest TAR of all thresholds whose FAR is at most the given one.",
+                "Intervals: 95% Wilson score intervals of the TAR, for independent pairs.",
+            ]
+        if self.identification is not None:
+            results = self.identification.galleries
             choices += [
                 f"1:N: mean over the galleries {', '.join(results)}; TPIR is 1 - FNIR.",
                 "Column insightface: as its ijb_evals.py since pull request 1739 (its ijb_1n.py merges the "
@@ -147,21 +100,32 @@ class TemplateResult:
                 "galleries. rank-k: the mates found in all galleries, as a share of the probes.",
                 "insightface adds the embedding of the mirror image (flip; here: see Embedding), keeps the "
                 f"norms of embeddings (as here), and weights them by the detector score (here: {weights}).",
-                *dict.fromkeys(choice for result in results.values() for choice in result.choices()),
+                *dict.fromkeys(choice for result in results.values() for choice in result._choices()),
             ]
-            cmcs = {gallery: result.cmc() for gallery, result in results.items()}
+        return choices
+
+    def _tables(self) -> list[Table]:
+        counts = [f"{self.images:,}", f"{self.media:,}", f"{self.templates:,}"]
+        tables = [Table(["Images", "Media", "Templates"], [counts])]
+        if (pairs := self.verification) is not None:
+            counted = f"{pairs.positives:,} same and {pairs.negatives:,} different pairs"
+            tables.append(pairs.rates(title=f"1:1 ({counted}, AUC {pairs.auc:.5f})"))
+        return tables + ([] if self.identification is None else _search_tables(self.identification))
+
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
+        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
+
+        pictures: dict[str, Callable[[Path], None]] = {}
+        if (pairs := self.verification) is not None:
+            limits = (min(0.1, 1 / pairs.negatives), 1.0)
+            pictures[f"{stem}_roc.png"] = lambda path: plot_rates(
+                {f"{name}  (AUC {pairs.auc:.3f})": pairs.curve}, path,
+                "False accept rate", "True accept rate", limits,
+            )  # fmt: skip
+        if self.identification is not None:
+            cmcs = {gallery: result.cmc() for gallery, result in self.identification.galleries.items()}
             pictures[f"{stem}_cmc.png"] = lambda path: plot_cmc(cmcs, path)
-        return Section(name, choices, tables, self.as_dict(), pictures)
-
-
-def _pair_table(pairs: TemplatePairs) -> Table:
-    rows = []
-    for far, tar in pairs.tar_at_far.items():
-        low, high = pairs.tar_intervals[far]
-        warning = "too few different pairs" if far in pairs.unresolved_fars else ""
-        rows.append((f"{far:g}", f"{tar:.4f}", f"{low:.4f} to {high:.4f}", warning))
-    title = f"1:1 ({pairs.positives:,} same and {pairs.negatives:,} different pairs, AUC {pairs.auc:.5f})"
-    return Table(("FAR", "TAR", "95% interval", "warning"), rows, title)
+        return pictures
 
 
 def _search_tables(search: TemplateSearch) -> list[Table]:

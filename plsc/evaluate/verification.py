@@ -10,9 +10,8 @@ Scores are cosines rounded to multiples of 2^-20, distances 2 - 2 * score: round
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,13 +19,8 @@ import numpy as np
 
 from plsc.data.sources.base import printable
 from plsc.errors import DataError
-from plsc.evaluate.curves import (
-    _area,
-    _check_labels,
-    _curve,
-    equal_error_rate,
-)
-from plsc.evaluate.report import Section, Table
+from plsc.evaluate.curves import _area, _check_labels, _curve, equal_error_rate
+from plsc.evaluate.report import Result, Section, Table, stem_of
 from plsc.storage.publish import replacing
 
 GRID = 2**20  # scores per unit
@@ -45,8 +39,51 @@ CHOICES = (
 )
 
 
+class PairRates(Result):
+    """Rates of same and different pairs at FARs, which a dataclass has as fields."""
+
+    tar_at_far: dict[float, float]
+    unresolved_fars: tuple[float, ...]
+    negatives: int
+
+    def resolved_fars(self) -> list[float]:
+        """Return the FARs for which there are enough different pairs."""
+        return [far for far in self.tar_at_far if far not in self.unresolved_fars]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; FARs are strings such as ``"0.001"``."""
+        return {**super().as_dict(), "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars]}
+
+    def warning(self) -> str | None:
+        """Return a warning if there are too few different pairs for some FARs."""
+        if not self.unresolved_fars:
+            return None
+        fars = ", ".join(f"{far:g}" for far in self.unresolved_fars)
+        return (
+            f"{self.negatives:,} different pairs are too few for FAR {fars}: the TAR there is that of no "
+            f"false accept; use at least {1 / min(self.unresolved_fars):,.0f}"
+        )
+
+    def rates(self, digits: int = 4, title: str = "") -> Table:
+        """Return a row per FAR; with intervals and thresholds, if the result has them."""
+        intervals, thresholds = getattr(self, "tar_intervals", None), getattr(self, "threshold_at_far", None)
+        rows = []
+        for far, tar in self.tar_at_far.items():
+            rows.append([f"{far:g}", f"{tar:.{digits}f}"])
+            if intervals is not None:
+                rows[-1].append("{:.4f} to {:.4f}".format(*intervals[far]))
+            if thresholds is not None:  # above 1 or None: no pair is accepted
+                limit = thresholds[far]
+                rows[-1].append("none" if limit is None or limit > 1 else f"{limit:.{digits}f}")
+            rows[-1].append("too few different pairs" if far in self.unresolved_fars else "")
+        columns = ["95% interval"] * (intervals is not None) + ["threshold (cosine)"] * (
+            thresholds is not None
+        )
+        return Table(["FAR", "TAR", *columns, "warning"], rows, title)
+
+
 @dataclass(frozen=True)
-class VerificationResult:
+class VerificationResult(PairRates):
     """The result of `verify`; rates and accuracies are fractions, 0..1."""
 
     METRICS: ClassVar = ("accuracy",)  # that a checkpoint stores, and that callbacks can monitor
@@ -68,22 +105,30 @@ class VerificationResult:
     cosines: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
     is_same: np.ndarray = field(repr=False, compare=False)  # of each pair, bool [P]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without those of each pair; FARs are strings such as ``"0.001"``."""
-        values = asdict(self)
-        del values["cosines"], values["is_same"]
-        for name in ("tar_at_far", "tar_intervals", "threshold_at_far"):
-            values[name] = {f"{far:g}": value for far, value in values[name].items()}
-        values["tar_intervals"] = {far: list(ends) for far, ends in values["tar_intervals"].items()}
-        return {**values, "unresolved_fars": [f"{far:g}" for far in self.unresolved_fars]}
-
     def summary(self) -> str:
         """Return the accuracy for the log."""
         return f"accuracy {self.accuracy:.4f} +- {self.accuracy_std:.4f}"
 
-    def warning(self) -> str | None:
-        """Return a warning if there are too few different pairs for some FARs."""
-        return warning_of(self.negatives, self.unresolved_fars)
+    def _choices(self) -> list[str]:
+        return list(CHOICES)
+
+    def _tables(self) -> list[Table]:
+        header = ("pairs", "same", "different", "accuracy", "threshold (cosine)", "AUC", "EER")
+        row = [
+            f"{self.pairs:,}", f"{self.positives:,}", f"{self.negatives:,}",
+            f"{self.accuracy:.4f} ± {self.accuracy_std:.4f}", f"{self.threshold_cosine:.4f}",
+            f"{self.auc:.5f}", f"{self.eer:.4f}",
+        ]  # fmt: skip
+        return [Table(header, [row]), self.rates()]
+
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
+        from plsc.evaluate.plots import plot_roc, plot_scores  # matplotlib is slow to import
+
+        pairs = self.cosines, self.is_same
+        return {
+            f"{stem}_roc.png": lambda path: plot_roc({name: pairs}, path),
+            f"{stem}_scores.png": lambda path: plot_scores(*pairs, path, self.threshold_cosine),
+        }
 
     def section(
         self, name: str, images: Sequence[Any] | None = None, labels: Sequence[str] | None = None
@@ -95,56 +140,14 @@ class VerificationResult:
             images: the encoded images, to draw the hardest pairs; pair p is images 2p and 2p + 1.
             labels: names of the images for the score file, in the same order; by default their numbers.
         """
-        from plsc.evaluate.plots import plot_hardest_pairs, plot_roc, plot_scores  # matplotlib: slow
+        from plsc.evaluate.plots import plot_hardest_pairs
 
-        stem = re.sub(r"[^\w.-]", "_", name)
-        cosines, is_same = self.cosines, self.is_same
-        pictures = {
-            f"{stem}_roc.png": lambda path: plot_roc({name: (cosines, is_same)}, path),
-            f"{stem}_scores.png": lambda path: plot_scores(cosines, is_same, path, self.threshold_cosine),
-        }
+        section, stem, pairs = super().section(name), stem_of(name), (self.cosines, self.is_same)
+        pictures = dict(section.pictures)
         if images is not None:
-            pictures[f"{stem}_hardest.png"] = lambda path: plot_hardest_pairs(images, is_same, cosines, path)
-        overview = Table(
-            ("pairs", "same", "different", "accuracy", "threshold (cosine)", "AUC", "EER"),
-            [(
-                f"{self.pairs:,}", f"{self.positives:,}", f"{self.negatives:,}",
-                f"{self.accuracy:.4f} ± {self.accuracy_std:.4f}", f"{self.threshold_cosine:.4f}",
-                f"{self.auc:.5f}", f"{self.eer:.4f}",
-            )],
-        )  # fmt: skip
-        warning = self.warning()
-        return Section(
-            title=name,
-            choices=[*CHOICES, *([f"Warning: {warning}."] if warning else [])],
-            tables=[overview, self._rates()],
-            values=self.as_dict(),
-            pictures=pictures,
-            files={f"{stem}_scores.tsv": lambda path: write_scores(path, cosines, is_same, labels)},
-        )
-
-    def _rates(self) -> Table:
-        rows = []
-        for far, tar in self.tar_at_far.items():
-            low, high = self.tar_intervals[far]
-            threshold = self.threshold_at_far[far]
-            rows.append((
-                f"{far:g}", f"{tar:.4f}", f"{low:.4f} to {high:.4f}",
-                "none" if threshold is None else f"{threshold:.4f}",
-                "too few different pairs" if far in self.unresolved_fars else "",
-            ))  # fmt: skip
-        return Table(("FAR", "TAR", "95% interval", "threshold (cosine)", "warning"), rows)
-
-
-def warning_of(negatives: int, unresolved: Sequence[float]) -> str | None:
-    """Return a warning about FARs below 1 / negatives; None if there are none."""
-    if not unresolved:
-        return None
-    fars = ", ".join(f"{far:g}" for far in unresolved)
-    return (
-        f"{negatives:,} different pairs are too few for FAR {fars}: the TAR there is that of no false "
-        f"accept; use at least {1 / min(unresolved):,.0f}"
-    )
+            pictures[f"{stem}_hardest.png"] = lambda path: plot_hardest_pairs(images, *pairs[::-1], path)
+        files = {f"{stem}_scores.tsv": lambda path: write_scores(path, *pairs, labels)}
+        return replace(section, pictures=pictures, files=files)
 
 
 def verify(
