@@ -15,11 +15,13 @@ import csv
 import math
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import csv as arrow
 
 from plsc.data.files import PathTable, is_hidden
 from plsc.data.sources.base import printable
@@ -30,7 +32,7 @@ from plsc.storage.blocks import streamed, text_lines
 
 _MAX_LINE_BYTES = 16384
 _MAX_DIGITS = 18  # such numbers fit int64
-_BLOCK_BYTES = 2**23
+_BLOCK_BYTES = 2**23  # of pairs
 _IMAGES, _SCORES = "_face_tid_mid.txt", "_name_5pts_score.txt"
 _PAIRS, _GALLERY, _PROBES = "_template_pair_label.txt", "_1N_gallery_", "_1N_probe_mixed.csv"
 
@@ -119,35 +121,30 @@ def read_protocol(
 
 
 def _read_images(path: Path, root: str, allowed: Sequence[str]) -> tuple[PathTable, np.ndarray, np.ndarray]:
-    paths, templates, media = PathTable(), array("q"), array("q")
-    for number, line in _lines(path):
-        try:
-            fields = line.rsplit(None, 2)
-            if len(fields) != 3:
-                raise ValueError(f"expected '<image> <template id> <media id>', got {_shown(line)}")
-            paths.append(listed_path(fields[0], root, allowed, str(path)))
-            templates.append(_integer(fields[1]))
-            media.append(_integer(fields[2]))
-        except (ValueError, DataError) as problem:
-            raise _error(path, number, problem) from None
+    paths, numbers = PathTable(), array("q")
+
+    def parse(number: int, line: bytes) -> None:
+        image, template, media = line.rsplit(None, 2)
+        paths.append(listed_path(image, root, allowed, str(path)))
+        numbers.extend((_integer(template), _integer(media)))
+
+    _parse_lines(path, "'<image> <template id> <media id>'", parse)
     if not len(paths):
         raise DataError(f"{path} lists no images")
-    return paths, np.array(templates), np.array(media)
+    templates, media = np.array(numbers).reshape(-1, 2).T
+    return paths, templates, media
 
 
 def _read_scores(path: Path, paths: PathTable) -> np.ndarray:
     """Return the last number of each line, which names the same image as that line of the images."""
     scores = array("d")
-    for number, line in _lines(path):
-        try:
-            if number > len(paths) or not line.startswith(paths[number - 1] + b" "):
-                raise ValueError(f"expected image {number} of *{_IMAGES}, got {_shown(line)}")
-            score = float(line.split()[-1])
-            if not (math.isfinite(score) and score >= 0):
-                raise ValueError(f"the score of the detector is {score}; expected 0 or more")
-        except ValueError as problem:
-            raise _error(path, number, problem) from None
-        scores.append(score)
+
+    def parse(number: int, line: bytes) -> None:
+        scores.append(float(line.split()[-1]))
+        if not line.startswith(paths[number - 1] + b" ") or not 0 <= scores[-1] < math.inf:
+            raise ValueError
+
+    _parse_lines(path, f"the image of this line of *{_IMAGES}, and at the end a score of 0 or more", parse)
     if len(scores) != len(paths):
         raise DataError(f"{path} has {len(scores):,} lines for {len(paths):,} images; it is truncated")
     return np.array(scores)
@@ -157,119 +154,72 @@ def _read_subjects(path: Path, template_ids: np.ndarray) -> Subjects:
     subjects: dict[int, int] = {}
     columns: list[int] = []
     known = set(template_ids.tolist())
-    for number, line in _lines(path):
-        try:
-            fields = next(csv.reader([line.decode("utf-8")]))
-            if not columns:
-                header = [field.strip().upper() for field in fields]
-                columns = [header.index("TEMPLATE_ID"), header.index("SUBJECT_ID")]
-                continue
-            if len(fields) <= max(columns):
-                raise ValueError(f"expected a TEMPLATE_ID and a SUBJECT_ID, got {_shown(line)}")
-            template, subject = (_integer(fields[column].strip().encode()) for column in columns)
-            if template not in known:
-                raise ValueError(f"template {template} has no images in *{_IMAGES}")
-            if subjects.setdefault(template, subject) != subject:
-                raise ValueError(
-                    f"template {template} has subject {subject}, but {subjects[template]} in a line before"
-                )
-        except (ValueError, csv.Error) as problem:
-            reason = "expected a header with TEMPLATE_ID and SUBJECT_ID" if not columns else problem
-            raise _error(path, number, reason) from None
-    if not subjects:
-        raise DataError(f"{path} lists no templates")
-    templates = np.searchsorted(template_ids, np.array(list(subjects)))
+
+    def parse(number: int, line: bytes) -> None:
+        fields = [field.strip() for field in next(csv.reader([line.decode("utf-8")]))]
+        if not columns:
+            columns.extend(map([field.upper() for field in fields].index, ("TEMPLATE_ID", "SUBJECT_ID")))
+            return
+        template, subject = (_integer(fields[column].encode()) for column in columns)
+        if template not in known or subjects.setdefault(template, subject) != subject:
+            raise DataError("it has no images, or another subject in a line before")
+
+    _parse_lines(path, "a header, then a line per template, with TEMPLATE_ID and SUBJECT_ID", parse)
+    templates = np.searchsorted(template_ids, np.array(list(subjects), np.int64))
     return Subjects(templates, np.array(list(subjects.values()), np.int64))
 
 
 def _read_pairs(path: Path, template_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the templates, int32 [P, 2], and whether they are of the same subject, bool [P]."""
-    pairs, flags, first = [], [], 1
-    for block in _blocks(path):
-        numbers = _three_integers(block)
-        if numbers is None:
-            raise _error(path, *_first_bad_line(block, first))
-        rows = np.minimum(np.searchsorted(template_ids, numbers[:, :2]), len(template_ids) - 1)
-        unknown = (template_ids[rows] != numbers[:, :2]).any(axis=1)
-        bad = unknown | (numbers[:, 2] > 1)
-        if bad.any():
-            index = int(bad.argmax())
-            one, other, flag = numbers[index].tolist()
-            what = (
-                f"a template of {one} and {other} has no images" if unknown[index] else f"the flag is {flag}"
-            )
-            raise _error(path, first + index, f"{what}; expected two templates of *{_IMAGES}, and 0 or 1")
-        pairs.append(rows.astype(np.int32))
-        flags.append(numbers[:, 2] == 1)
-        first += len(numbers)
-    is_same = np.concatenate(flags) if flags else np.empty(0, bool)
+    names = ("one", "other", "flag")
+    pairs, flags, count = [np.empty((0, 2), np.int32)], [np.empty(0, bool)], 0
+    try:
+        with (
+            streamed(path, path.parent) as file,
+            arrow.open_csv(
+                file,
+                # Without threads, errors have the number of the row.
+                arrow.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names),
+                arrow.ParseOptions(
+                    delimiter="\t" if b"\t" in file.peek() else " ",
+                    quote_char=False,
+                    ignore_empty_lines=False,
+                ),
+                arrow.ConvertOptions(column_types=dict.fromkeys(names, pa.int64()), null_values=[]),
+            ) as batches,
+        ):
+            for batch in batches:
+                numbers = np.stack([batch.column(name).to_numpy() for name in names], 1)
+                rows = np.minimum(np.searchsorted(template_ids, numbers[:, :2]), len(template_ids) - 1)
+                bad = (template_ids[rows] != numbers[:, :2]).any(1) | ((numbers[:, 2] & 1) != numbers[:, 2])
+                if bad.any():
+                    line = " ".join(map(str, numbers[bad][0]))
+                    raise pa.ArrowInvalid(f"Row #{count + int(bad.argmax()) + 1}: '{line}'")
+                pairs.append(rows.astype(np.int32))
+                flags.append(numbers[:, 2] == 1)
+                count += len(numbers)
+    except pa.ArrowInvalid as error:
+        expected = f"'<template id> <template id> <0 or 1>', of templates of *{_IMAGES}"
+        raise DataError(f"{path}: {printable(str(error))}; expected {expected}") from None
+    is_same = np.concatenate(flags)
     if is_same.all() or not is_same.any():
         raise DataError(f"{path} needs pairs of the same and of different subjects")
     return np.concatenate(pairs), is_same
 
 
-def _three_integers(block: bytes) -> np.ndarray | None:
-    """Return the numbers of lines of three integers, int64 [n, 3]; None if any line has something else."""
-    data = np.frombuffer(block, np.uint8)
-    is_digit = data - 48 < 10  # smaller bytes wrap around
-    line_ends = np.flatnonzero(data == 10)
-    if not (is_digit | (data == 10) | (data == 32) | (data == 9) | (data == 13)).all():
-        return None
-    edges = np.flatnonzero(np.diff(is_digit.view(np.int8), prepend=0, append=0))
-    starts, lengths = edges[::2], edges[1::2] - edges[::2]
-    if len(starts) != 3 * len(line_ends) or lengths.max(initial=0) > _MAX_DIGITS:
-        return None
-    of_line = starts.reshape(-1, 3)
-    if (of_line[:, 2] > line_ends).any() or (of_line[1:, 0] < line_ends[:-1]).any():
-        return None
-    values = np.zeros(len(starts), np.int64)
-    for place in range(lengths.max(initial=0)):
-        digit = data[np.minimum(starts + place, len(data) - 1)].astype(np.int64) - 48
-        values = np.where(place < lengths, 10 * values + digit, values)
-    return values.reshape(-1, 3)
-
-
-def _first_bad_line(block: bytes, first: int) -> tuple[int, str]:
-    lines = block.split(b"\n")
-    bad = next(index for index, line in enumerate(lines) if not _has_three_integers(line))
-    return first + bad, f"expected '<template id> <template id> <0 or 1>', got {_shown(lines[bad])}"
-
-
-def _has_three_integers(line: bytes) -> bool:
-    fields = line.split()
-    return len(fields) == 3 and all(field.isdigit() and len(field) <= _MAX_DIGITS for field in fields)
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield whole lines of a file, many at a time; the last one ends with a newline, too."""
-    rest = b""
-    with streamed(path, path.parent) as file:
-        while piece := file.read(_BLOCK_BYTES):
-            whole, newline, rest = (rest + piece).rpartition(b"\n")
-            if newline:
-                yield whole + newline
-            elif len(rest) > _MAX_LINE_BYTES:
-                raise DataError(f"{path} has a line of over {_MAX_LINE_BYTES:,} bytes; it is damaged")
-    if rest:
-        yield rest + b"\n"
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the text of each line, without white space around it."""
+def _parse_lines(path: Path, expected: str, parse: Callable[[int, bytes], None]) -> None:
+    """Parse each line, from its number and its text without white space at the ends; DataError names it."""
     with streamed(path, path.parent) as file:
         for number, _, line in text_lines(file, str(path), _MAX_LINE_BYTES):
-            yield number, line.strip()
+            try:
+                parse(number, line.strip())
+            except (ValueError, IndexError, csv.Error, DataError) as error:
+                reason = f" ({error})" if isinstance(error, DataError) else ""
+                shown = printable(line.strip()[:60])
+                raise DataError(f"{path}:{number}: expected {expected}, got '{shown}'{reason}") from None
 
 
 def _integer(text: bytes) -> int:
     if not text.isdigit() or len(text) > _MAX_DIGITS:
-        raise ValueError(f"expected a non-negative integer of up to {_MAX_DIGITS} digits, got {_shown(text)}")
+        raise ValueError
     return int(text)
-
-
-def _shown(text: bytes) -> str:
-    return f"'{printable(text[:60])}'"
-
-
-def _error(path: Path, line: int, problem: object) -> DataError:
-    return DataError(f"{path}:{line}: {problem}; fix the line")
