@@ -64,7 +64,7 @@ class CheckpointError(PlscError):
 
 
 class NotSavedError(CheckpointError, SystemExit):
-    """A run has ended, but its last state could not be saved, or checkpoints could not be uploaded.
+    """A run has ended, but checkpoints could not be uploaded.
 
     result: its TrainResult. A script that does not catch the error exits with 3; the run has logged it.
     """

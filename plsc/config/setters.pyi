@@ -438,11 +438,6 @@ class Setters:
         ...; None: accuracy of the first pair file, else top-1 on val_dir, else loss. Default: None.
         """
 
-    def set_save_error(self, policy: str) -> None:
-        """Set ``checkpoint.on_error``: if a checkpoint cannot be written: stop or continue. Default:
-        'stop'.
-        """
-
     def set_device(self, device: str) -> None:
         """Set ``runtime.device``: device: auto, cpu or cuda. Default: 'auto'."""
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plsc.config.option import at_least, between, declare, need, not_empty, of_run, one_of
+from plsc.config.option import at_least, between, declare, need, not_empty, of_run
 from plsc.errors import OptionError, did_you_mean
 from plsc.names import CALLBACKS, LOGGERS
 
@@ -192,10 +192,4 @@ class CheckpointOptions:
         "the first pair file, else top-1 on val_dir, else loss",
         "set_monitor(metric)",
         not_empty,
-    )
-    on_error: str = declare(
-        "stop",
-        "if a checkpoint cannot be written: stop or continue",
-        "set_save_error(policy)",
-        one_of("stop", "continue"),
     )

@@ -16,7 +16,7 @@ from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
 from plsc.checkpoint.retention import best_in, prune, write_best
 from plsc.checkpoint.rollback import mark_of
-from plsc.errors import CheckpointError, OptionError, suggest
+from plsc.errors import CheckpointError, NotSavedError, OptionError, suggest
 from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.run.run import Run
 from plsc.state.snapshot import check_snapshot, take_snapshot
@@ -51,11 +51,9 @@ class Saver:
         last: the newest published checkpoint; before the first save, the one that the run resumes.
         best: name and metric value of the best checkpoint in the run's folder, by the metric of
             `retention`; None if no checkpoint has this metric.
-        failure: why the last save failed, '' if it succeeded.
         unsent: after `close`, the complete checkpoints that were not uploaded, oldest first.
     """
 
-    failure = ""
     unsent: Sequence[Path] = ()
     _pending: _Pending | None = None
     _uploader: Uploader | None = None
@@ -68,7 +66,6 @@ class Saver:
         self._lineage = [] if resumed is None else resumed[1].lineage
         self._run = run
         self._file = file_of(run.head)
-        self._options = run.options.checkpoint
         # Its own group: the thread's collectives would meet those of the training steps in the other one.
         self._world = run.world.in_background(run.world.save_group)
         self._background = BackgroundThread("plsc-save")
@@ -85,8 +82,7 @@ class Saver:
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
         """Save the state of the run as the checkpoint `name`, in the background unless `wait` is set.
 
-        metrics: values for `Retention`. Raises CheckpointError, also for the previous save, unless
-        `checkpoint.on_error` is ``continue``.
+        metrics: values for `Retention`. Raises CheckpointError, also for the previous save.
         """
         began = time.monotonic()
         self.finish_save()  # at most one copy is in memory
@@ -135,12 +131,8 @@ class Saver:
         try:
             outcome = pending.future.result()
         except CheckpointError as error:
-            if self._options.on_error == "stop":
-                raise
-            self._world.log(f"{error}; training continues without this checkpoint", logging.WARNING)
-            self.failure = str(error)
-            return
-        self.failure = ""
+            error.exit_code = NotSavedError.exit_code
+            raise
         stall = pending.stall + time.monotonic() - began
         self.last, self.best = pending.path, outcome.best
         speed = format_bytes(outcome.size / max(outcome.seconds, 1e-3))
@@ -160,25 +152,21 @@ class Saver:
             futures.wait([self._pending.future], seconds)
 
     def close(self, seconds: float | None = None) -> str:
-        """Wait for the running save and all uploads; return what is missing and what is where, or ''.
+        """Wait for the running save and all uploads; return what is not uploaded and where it is, or ''.
 
         seconds: deadline for the uploads; None: wait until each has succeeded or failed.
         """
         self.finish_save()
         self._background.close()
-        missing = []
-        if self.failure:
-            newest = "there is no checkpoint" if self.last is None else f"the newest one is {self.last}"
-            missing.append(f"its last state is not saved: {self.failure}; {newest}")
         self.unsent = [] if self._uploader is None else self._uploader.close(seconds)
-        if self.unsent and self.directories.store is not None:
-            names, here = ", ".join(path.name for path in self.unsent), self.directories.local
-            there = self.directories.store.shown
-            missing.append(
-                f"not uploaded to {there}: {names} (complete in {here}); when the store is available again, "
-                f"run: plsc checkpoint push {here} {there}"
-            )
-        return "; ".join(missing)
+        if not self.unsent or self.directories.store is None:
+            return ""
+        names, here = ", ".join(path.name for path in self.unsent), self.directories.local
+        there = self.directories.store.shown
+        return (
+            f"not uploaded to {there}: {names} (complete in {here}); when the store is available again, "
+            f"run: plsc checkpoint push {here} {there}"
+        )
 
     def _publish(self, path: Path, state: Snapshot) -> _Outcome:
         """Write, publish and prune, in the background thread."""

@@ -322,7 +322,7 @@ class Trainer:
         # The other half is for what has to end after the uploads, before a scheduler kills the process.
         missing = saver.close(seconds=STOP_SECONDS / 2) if saver is not None else ""
         self._update_result()
-        saved = None if saver is None or saver.failure else self._result.checkpoint
+        saved = None if saver is None else self._result.checkpoint
         error = interrupted(signal_number, position.step, saved, missing)
         self._run.world.log(str(error))
         raise error

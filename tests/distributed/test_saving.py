@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from plsc.checkpoint import list_checkpoints
 from plsc.checkpoint.remote import verify
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
-from plsc.errors import CheckpointError, NotSavedError, OptionError, TrainingInterrupted
+from plsc.errors import CheckpointError, NotSavedError, OptionError
 from plsc.state import saving
 from plsc.state import start as directories
 from plsc.storage.store import Store
@@ -179,7 +177,7 @@ def test_a_new_version_gets_a_new_folder(dataset, tmp_path):
     assert (tmp_path / "run" / "version_0" / "0").is_dir()
 
 
-def test_a_full_disk_keeps_the_older_checkpoint_and_stops_training_by_option(dataset, tmp_path):
+def test_a_full_disk_keeps_the_older_checkpoint_and_stops_training(dataset, tmp_path):
     small_entry(dataset, tmp_path / "run").train()
     script = tmp_path / "job.py"
     script.write_text(
@@ -190,9 +188,7 @@ def test_a_full_disk_keeps_the_older_checkpoint_and_stops_training_by_option(dat
     )
     resume = f"set_checkpoint_dir={str(tmp_path / 'run' / '1')!r}", "set_train_epochs=3"
     run = str(dataset), str(tmp_path / "run"), *resume
-    done = run_ranks(script, 0, *run, "set_save_error='continue'", "--", *run, check=False)
-    assert "training continues without this checkpoint" in done.stderr
-    assert re.search(r"run 1 failed: .* after step \d+, but its last state is not saved", done.stderr)
+    done = run_ranks(script, 0, *run, check=False)
     assert "result: " not in done.stdout
     assert done.returncode == 1
     assert "File too large" in done.stderr
@@ -203,7 +199,7 @@ def test_a_full_disk_keeps_the_older_checkpoint_and_stops_training_by_option(dat
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_the_command_exits_with_3_and_a_last_line_if_the_last_state_is_not_saved(dataset, tmp_path, ranks):
+def test_the_command_exits_with_3_and_a_last_line_if_a_state_is_not_saved(dataset, tmp_path, ranks):
     script = tmp_path / "limited.py"
     script.write_text(
         "import os, resource, signal, sys\n"
@@ -215,16 +211,12 @@ def test_the_command_exits_with_3_and_a_last_line_if_the_last_state_is_not_saved
     flags = [
         "--data.dataset_dir", dataset, "--model.name", "SmallResNet", "--model.image_shape", "[3,16,16]",
         "--model.emb_size", "8", "--train.epochs", "1", "--checkpoint.save_dir", tmp_path / "run",
-        "--checkpoint.on_error", "continue", "--train.log_period", "1", "--data.num_workers", "0",
+        "--train.log_period", "1", "--data.num_workers", "0",
     ]  # fmt: skip
     done = run_ranks(script, ranks, "train", *map(str, flags), check=False)
     assert done.returncode == 3 or "ended with exit code 3" in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("plsc:")]
-    assert re.fullmatch(
-        r"plsc: error: the run has ended after step 1, but its last state is not saved: .*File too large.*; "
-        r"there is no checkpoint",
-        lines[-1],
-    )
+    assert "File too large" in lines[-1]
     assert "last checkpoint" not in done.stdout
     assert "loss_epoch" in (tmp_path / "run/metrics.jsonl").read_text()
 
@@ -245,7 +237,6 @@ class Closed:
 def test_a_run_without_its_last_checkpoint_raises_after_its_loggers_are_closed(dataset, tmp_path):
     logger, events = Closed(), []
     ins = small_entry(dataset, tmp_path / "run")
-    ins.set_save_error("continue")
     ins.set_loggers(logger)
 
     def block(context):
@@ -256,31 +247,11 @@ def test_a_run_without_its_last_checkpoint_raises_after_its_loggers_are_closed(d
     ins.add_callback(block, "epoch_end")
     ins.add_callback(lambda context: events.append("run_end"), "run_end")
     ins.add_callback(lambda context: events.append("exception"), "exception")
-    message = r"run/1 exists and is not a checkpoint.*newest one is .*run/0$"
-    with pytest.raises(NotSavedError, match=message) as raised:
+    with pytest.raises(CheckpointError, match="is not a checkpoint") as raised:
         ins.train()
     assert logger.is_closed
-    assert events == ["run_end"]
-    assert raised.value.code == raised.value.exit_code == 3
-    result = raised.value.result
-    assert (result.epochs, result.checkpoint) == (2, tmp_path / "run/0")
-
-
-def test_a_signal_during_which_the_state_is_not_saved_does_not_claim_that_it_is(dataset, tmp_path):
-    ins = small_entry(dataset, tmp_path / "run")
-    ins.set_save_error("continue")
-    steps = -(-len((dataset / "label.txt").read_text().splitlines()) // 8)
-
-    def stop(context):
-        if context.step == steps + 1:
-            (tmp_path / f"run/1-step{steps + 1}").touch()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    ins.add_callback(stop, "after_step")
-    message = r"last state is not saved: .*newest one is .*run/0$"
-    with pytest.raises(TrainingInterrupted, match=message) as raised:
-        ins.train()
-    assert raised.value.exit_code == 143
+    assert events == ["exception"]
+    assert raised.value.exit_code == 3
 
 
 def test_losing_a_store_raises_at_the_end_and_its_advice_works_when_it_is_back(
@@ -299,6 +270,7 @@ def test_losing_a_store_raises_at_the_end_and_its_advice_works_when_it_is_back(
     ins.add_callback(lose, "after_step")
     with pytest.raises(NotSavedError, match=r"not uploaded to \S+: 0, 1 \(complete in \S+run\)") as raised:
         ins.train()
+    assert raised.value.code == raised.value.exit_code == 3
     assert raised.value.result.unsent == [tmp_path / "run/0", tmp_path / "run/1"]
     push = re.search(r"plsc (checkpoint push \S+ \S+)$", str(raised.value))[1].split()
     assert main(push) == 1

@@ -324,7 +324,7 @@ def hostile(spec):
                   [{"pattern": "fc", "lr_factor": 2.0}],
                   [{"pattern": "fc", "rule": "constant", "val": 1}], [{"name": "a", "path": URL}],
                   "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
-                  "adagrad", "cosine", "arcface", "continue", "max", "training", "block", "processes",
+                  "adagrad", "cosine", "arcface", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7},
                   {"incr_ratio": 7.0}, {"a": 7.0}, "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
