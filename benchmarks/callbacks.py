@@ -10,6 +10,7 @@ mean, which includes the logged steps, in percent of the run without anything.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import tempfile
 import time
@@ -111,7 +112,7 @@ def run(add: Callable[[Entry], None], steps: int, batch: int, size: int) -> list
         ins.set_num_workers(0)
         ins.set_model_save_dir(folder)
         ins.set_save_every_n_epochs(0)
-        ins.set_quiet(True)
+        logging.getLogger("plsc").setLevel(logging.WARNING)
         ins.set_loggers()
         add(ins)
         ins.add_callback(clock)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -105,7 +106,7 @@ def run_protocols(unseen: Path, run: Path, checkpoint: Path) -> str:
     ins.set_checkpoint_dir(str(checkpoint))
     ins.set_flip(False)
     ins.set_test_batch_size(500)
-    ins.set_quiet(True)
+    logging.getLogger("plsc").setLevel(logging.WARNING)
     lists = {name: unseen / f"{name}.csv" for name in ("gallery", "distractors")}
     arguments: dict[str, dict[str, Any]] = {
         "pairs": {"pairs": unseen / "pairs.txt"},

@@ -469,7 +469,7 @@ class Entry(OriginalSetters):
         )
         world = self._world
         try:
-            with on_terminal(self.options.runtime.quiet), FailureWatch(world):
+            with on_terminal(), FailureWatch(world):
                 return action(self.options, world, user)
         except BaseException as error:
             record_failure(error)

@@ -45,18 +45,16 @@ class Terminal(logging.Handler):
 
 
 @contextlib.contextmanager
-def on_terminal(quiet: bool = False) -> Iterator[Terminal]:
+def on_terminal() -> Iterator[Terminal]:
     """Print the messages logged in the block, unless the script has configured logging.
 
-    quiet: print only warnings and errors. A root logger with a handler but the default level WARNING does not
-    count as configured: notebooks start with one.
+    A root logger with a handler but the default level WARNING does not count as configured: notebooks start
+    with one.
     """
     terminal, level = Terminal(), logger.level
     if not logger.hasHandlers() or not (level or logger.isEnabledFor(logging.INFO)):
         logger.addHandler(terminal)
         logger.setLevel(level or logging.INFO)
-    if quiet:
-        logger.setLevel(logging.WARNING)
     try:
         yield terminal
     finally:

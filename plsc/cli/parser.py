@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import re
 import shlex
 import typing
@@ -137,8 +138,7 @@ class CommandParser(argparse.ArgumentParser):
             self._add(one, is_flags_only)
         if self._takes_options:
             self.add_argument("--config", action=_Note, metavar="FILE", help="YAML file of options")
-            quiet = "print only warnings and errors"
-            self.add_argument("--quiet", dest="runtime.quiet", action=_Note, nargs=0, help=quiet)
+            self.add_argument("--quiet", action="store_true", help="print only warnings and errors")
             groups = {spec.group: self.add_argument_group(spec.group) for spec in all_options()}
             for spec in all_options():
                 groups[spec.group].add_argument(
@@ -172,6 +172,8 @@ class CommandParser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             problem = "unknown flag" if flag.startswith("-") else "unexpected argument"
             self.error(f"{problem} {flag}{self._hint(flag.lstrip('-'))}")
+        if getattr(namespace, "quiet", False):
+            logging.getLogger("plsc").setLevel(logging.WARNING)  # until `on_terminal` ends
         options = Options()
         values = {name: one.default for name, one in self._arguments.items() if one.default is not REQUIRED}
         for name, text in namespace.given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from plsc.config.text import render_options
 from plsc.errors import OptionError
 from plsc.names import PROTOCOLS
 from plsc.storage.publish import replacing
+
+logger = logging.getLogger(__name__)
 
 
 def _entry(options: Options) -> Any:
@@ -24,9 +27,8 @@ def _entry(options: Options) -> Any:
 def _train(options: Options) -> None:
     entry = _entry(options)
     result = entry.train()
-    if entry.is_main and not options.runtime.quiet:
-        steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-        print(f"trained {steps}; last checkpoint {result.checkpoint or '(none saved)'}")
+    if entry.is_main:
+        logger.info("trained %d steps; last checkpoint %s", result.steps, result.checkpoint or "(none saved)")
 
 
 def _test(options: Options, **how: Any) -> None:

@@ -57,7 +57,6 @@ class RuntimeOptions:
     timeout: float = declare(
         1800.0, "seconds that a rank waits for other ranks", "set_timeout(seconds)", more_than(0)
     )
-    quiet: bool = declare(False, "print only warnings and errors", "set_quiet(flag)")
     dtype: str = of_model(
         "float32",
         "dtype of weights and computation: float32, or float64 for numerical checks",

@@ -460,9 +460,6 @@ class Setters:
     def set_timeout(self, seconds: float) -> None:
         """Set ``runtime.timeout``: seconds that a rank waits for other ranks. Default: 1800.0."""
 
-    def set_quiet(self, flag: bool) -> None:
-        """Set ``runtime.quiet``: print only warnings and errors. Default: False."""
-
     def set_dtype(self, dtype: str) -> None:
         """Set ``runtime.dtype``: dtype of weights and computation: float32, or float64 for numerical
         checks. Default: 'float32'.

@@ -345,7 +345,7 @@ NEVER = {
     "data.format_arguments", "data.landmarks", "head.weights_file",
     "train.test_batch_size",
     "train.loggers", "train.callbacks", "train.limit_test_batches",
-    "train.fast_dev_run", "runtime.quiet",
+    "train.fast_dev_run",
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",

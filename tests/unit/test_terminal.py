@@ -46,10 +46,12 @@ def test_where_the_user_has_configured_logging_the_terminal_is_left_to_him(messa
     assert not any(capsys.readouterr())
 
 
-def test_quiet_leaves_warnings(capsys):
-    with on_terminal(), on_terminal(quiet=True):
-        LOGGER.info("epoch 1")
-        LOGGER.warning("the loss increases")
+def test_the_level_of_the_logger_leaves_warnings(capsys):
+    with on_terminal():
+        logging.getLogger("plsc").setLevel(logging.WARNING)
+        with on_terminal():
+            LOGGER.info("epoch 1")
+            LOGGER.warning("the loss increases")
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "plsc: warning: the loss increases\n")
 
