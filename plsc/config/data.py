@@ -150,15 +150,10 @@ class DataOptions:
     )
     num_workers: int = declare(
         2,
-        "threads or processes per rank that load images; 0: load between steps",
+        "threads per rank (processes for a Dataset or transform of yours) that load images; 0: load between "
+        "steps",
         "set_num_workers(num)",
         between(0, 1024),
-    )
-    loader: str = declare(
-        "auto",
-        "how images are loaded: threads, processes (for custom Python code) or auto",
-        "set_loader(kind)",
-        one_of("auto", "threads", "processes"),
     )
     order: str = of_run(
         "global",

@@ -165,13 +165,8 @@ class Setters:
         """
 
     def set_num_workers(self, num: int) -> None:
-        """Set ``data.num_workers``: threads or processes per rank that load images; 0: load between steps.
-        Default: 2.
-        """
-
-    def set_loader(self, kind: str) -> None:
-        """Set ``data.loader``: how images are loaded: threads, processes (for custom Python code) or auto.
-        Default: 'auto'.
+        """Set ``data.num_workers``: threads per rank (processes for a Dataset or transform of yours) that
+        load images; 0: load between steps. Default: 2.
         """
 
     def set_order(self, order: str, **arguments: Any) -> None:

@@ -13,7 +13,6 @@ from plsc.data.samples import BatchReader, Recipe, Request
 from plsc.data.sources.base import Source
 from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.data.workers import WorkerProcesses, in_order
-from plsc.errors import OptionError
 
 __all__ = ["Batch", "ReaderLoader", "SourceLoader", "choose_kind", "to_input"]
 
@@ -26,7 +25,7 @@ class SourceLoader:
 
     Args:
         kind: ``threads`` decode into reused memory. ``processes`` are for Python code of the user, which
-            threads cannot run in parallel. ``auto``: see `choose_kind`.
+            threads cannot run in parallel. None: see `choose_kind`.
         num_workers: number of threads or processes. They prefetch a limited number of batches. With 0 the
             caller reads the batches.
 
@@ -40,14 +39,15 @@ class SourceLoader:
         rank: int,
         recipe: Recipe,
         *,
-        kind: str = "auto",
+        kind: str | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
         self.plan = plan
         self.rank = rank
         self.source = source
-        self.kind, self.reason = choose_kind(kind, source, recipe, num_workers)
+        chosen, self.reason = choose_kind(source, recipe)
+        self.kind = kind or chosen
         self.num_workers = num_workers
         shares_generators = self.kind == "threads" and num_workers > 0
         draws = _is_dataset(source) and not shares_generators
@@ -111,19 +111,11 @@ def _is_dataset(source: Source) -> bool:
     return isinstance(inner, TorchDatasetSource)
 
 
-def choose_kind(asked: str, source: Source, recipe: Recipe, num_workers: int) -> tuple[str, str]:
+def choose_kind(source: Source, recipe: Recipe) -> tuple[str, str]:
     """Return ``threads`` or ``processes``, and the reason for the log.
 
-    Raises OptionError for threads with a transform: it would draw random numbers from global generators that
-    all threads, including the training, share.
+    A transform or Dataset may draw from global random generators, which all threads share.
     """
-    if asked == "threads" and recipe.transform is not None and num_workers:
-        raise OptionError(
-            "data.loader is 'threads', but your transform draws from Python's and torch's global generators, "
-            "which threads share; use 'processes', or set_num_workers(0)"
-        )
-    if asked != "auto":
-        return asked, "as set by set_loader"
     if recipe.transform is not None:
         return "processes", "because of your transform"
     if _is_dataset(source):

@@ -258,11 +258,6 @@ def _open_generator(
         raise OptionError(
             "train_transform cannot be used with a generator reader; transform the images in the reader"
         )
-    if data.loader == "threads" and data.num_workers:
-        raise OptionError(
-            "data.loader is 'threads', but a generator reader uses the global random generators, which "
-            "threads share; use 'processes', or set_num_workers(0)"
-        )
     num_samples = data.train_image_num or _length_of(reader)
     # The forked process cannot start workers itself.
     has_workers = getattr(getattr(reader, "__self__", None), "num_workers", 0) > 0
@@ -397,13 +392,12 @@ def source_loader(
 ) -> SourceLoader:
     """Return the loader of a source, with a cache if `data.cache` is set."""
     data = options.data
-    kind, reason = choose_kind(data.loader, source, recipe, data.num_workers)
+    kind, reason = choose_kind(source, recipe)
     if (wanted := cache_place(data.cache)) is not None:
         if kind == "processes" and data.num_workers:
-            way_out = "set_num_workers(0)" if data.loader == "auto" else "set_loader('auto')"
             raise OptionError(
                 f"data.cache '{data.cache}' works only with threads, but this run loads images with "
-                f"processes, {reason}; {way_out}, or remove the cache"
+                f"processes, {reason}; set_num_workers(0), or remove the cache"
             )
         place, limit = wanted
         cache: MemoryCache | DiskCache = MemoryCache(limit)
@@ -416,7 +410,6 @@ def source_loader(
         plan,
         rank,
         recipe,
-        kind=data.loader,
         num_workers=data.num_workers,
         pin_memory=world.device.type == "cuda",
     )

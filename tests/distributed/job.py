@@ -1,8 +1,9 @@
 """A training script for tests: job.py DATASET SAVE_DIR [setter=value ...] [-- another run ...]
 
-Values are Python literals. `setter*=(1, 2)` passes several arguments; `NAME=text` sets an environment
-variable, `retry_seconds=3` how long a failing transfer is retried. `verb=test` or `verb=predict` runs that
-instead of train, with `arguments=(2,)`. Failures of all runs but the last are printed.
+Values are Python literals. `setter*=(1, 2)` passes several arguments; `transform=1` sets a transform that
+changes nothing; `NAME=text` sets an environment variable, `retry_seconds=3` how long a failing transfer is
+retried. `verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. Failures of all runs
+but the last are printed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from plsc import Entry
@@ -51,6 +53,8 @@ def run(dataset: str, save_dir: str, *settings: str) -> None:
             arguments = ast.literal_eval(value)
         elif name == "retry_seconds":
             directories._RETRY_SECONDS = float(value)
+        elif name == "transform":
+            ins.train_transform = torch.clone
         elif name.isupper():
             os.environ[name] = value
         elif name.endswith("*"):

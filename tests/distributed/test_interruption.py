@@ -162,7 +162,7 @@ def test_an_error_on_one_rank_reaches_the_others_with_its_message(dataset, tmp_p
 def long_run(dataset, save_dir, *launcher):
     """Return the command of a run of which only a signal saves a checkpoint."""
     settings = "set_train_epochs=1000000", "set_save_every_n_epochs=1000000"
-    workers = "set_num_workers=1", "set_loader='processes'"
+    workers = "set_num_workers=1", "transform=1"  # in a process
     return [sys.executable, *launcher, str(JOB), str(dataset), str(save_dir), *settings, *workers]
 
 

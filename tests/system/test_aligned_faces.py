@@ -45,7 +45,6 @@ def trained(folders, tmp_path_factory):
     [
         {},
         {"set_num_workers": 0},
-        {"set_loader": "processes"},
         {"set_cache": "memory:1G"},
         {"set_val_dir": "photos", "set_with_test": True},
     ],

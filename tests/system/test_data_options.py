@@ -62,7 +62,6 @@ def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tm
     assert "data: 2 threads per rank load images in the background" in capsys.readouterr().out
     same = [
         {"set_num_workers": 0},
-        {"set_loader": "processes"},
         {"set_cache": "memory:1G"},
         {"set_cache": f"{tmp_path}:1M"},
     ]

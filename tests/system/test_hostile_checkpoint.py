@@ -341,7 +341,7 @@ NEVER = {
     "runtime.rank", "runtime.world_size",
     "runtime.cpu_threads", "model.pretrained", "model.initialization",
     "data.dataset_dir", "data.val_targets", "data.val_dir", "data.num_workers",
-    "data.loader", "data.cache",
+    "data.cache",
     "data.format_arguments", "data.landmarks", "head.weights_file",
     "train.test_batch_size",
     "train.loggers", "train.callbacks", "train.limit_test_batches",

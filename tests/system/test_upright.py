@@ -35,7 +35,7 @@ def trained(folders, tmp_path_factory):
     return entry(folders[0], tmp_path_factory.mktemp("run")).train().checkpoint
 
 
-@pytest.mark.parametrize("settings", [{}, {"set_loader": "processes"}, {"set_cache": "memory:1G"}])
+@pytest.mark.parametrize("settings", [{}, {"set_cache": "memory:1G"}])
 def test_training_on_turned_images_is_training_on_upright_ones(folders, trained, tmp_path, settings):
     found = plsc.load_network(entry(folders[1], tmp_path, **settings).train().checkpoint).state_dict()
     expected = plsc.load_network(trained).state_dict()

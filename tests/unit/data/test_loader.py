@@ -19,7 +19,7 @@ from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.data.workers import THREAD_NAME
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from tests.distributed.launch import Ranks
 from tests.distributed.test_interruption import wait_for
 
@@ -413,9 +413,6 @@ def test_the_kind_of_loader_is_chosen_from_the_pipeline(label_folder):
     assert (
         own.describe() == "data: 2 processes per rank load images in the background, because of your Dataset"
     )
-    with pytest.raises(OptionError, match="which threads share"):
-        loader(files, kind="threads", num_workers=2, transform=add_noise)
-    loader(files, kind="threads", num_workers=0, transform=add_noise)
 
 
 class Buggy(Noisy):
