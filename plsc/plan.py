@@ -200,10 +200,9 @@ def _config_of(options: Mapping[str, Any]) -> Config:
     loss_type = config.head.loss_type
     if config.head.class_num is None:
         raise OptionError("head.class_num is not set, and a plan reads no data; call set_class_num(num)")
-    if not loss_type.startswith("dist_") or config.runtime.dtype != "float32":
+    if not loss_type.startswith("dist_"):
         raise OptionError(
-            f"head.loss_type is {loss_type}, runtime.dtype is {config.runtime.dtype}; a plan supports only "
-            "sharded heads (a loss dist_...) in float32"
+            f"head.loss_type is {loss_type}; a plan supports only sharded heads (a loss dist_...)"
         )
     return config
 

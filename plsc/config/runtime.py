@@ -16,7 +16,6 @@ from plsc.config.option import (
     described_fields,
     more_than,
     need,
-    of_model,
     of_run,
     one_of,
     specs_of,
@@ -56,12 +55,6 @@ class RuntimeOptions:
     )
     timeout: float = declare(
         1800.0, "seconds that a rank waits for other ranks", "set_timeout(seconds)", more_than(0)
-    )
-    dtype: str = of_model(
-        "float32",
-        "dtype of weights and computation: float32, or float64 for numerical checks",
-        "set_dtype(dtype)",
-        one_of("float32", "float64"),
     )
     cpu_threads: int = declare(
         0,

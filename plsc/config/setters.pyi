@@ -455,11 +455,6 @@ class Setters:
     def set_timeout(self, seconds: float) -> None:
         """Set ``runtime.timeout``: seconds that a rank waits for other ranks. Default: 1800.0."""
 
-    def set_dtype(self, dtype: str) -> None:
-        """Set ``runtime.dtype``: dtype of weights and computation: float32, or float64 for numerical
-        checks. Default: 'float32'.
-        """
-
     def set_cpu_threads(self, num: int) -> None:
         """Set ``runtime.cpu_threads``: CPU threads per rank; 0: PyTorch's default (torchrun: 1, plsc
         launch: cores / ranks). Default: 0.

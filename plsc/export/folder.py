@@ -112,7 +112,7 @@ def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
         return map_tensors(_describe_tensor, network.example_input)
     about: dict[str, Any] = {
         "shape": ["batch", *config.model.image_shape],
-        "dtype": config.runtime.dtype,
+        "dtype": "float32",
         "channels": "RGB" if config.model.image_shape[0] == 3 else "gray",
         "resize": "turned upright by EXIF orientation; bilinear with antialiasing, without a crop",
         "preprocessing": "(x - 127.5) / 128",

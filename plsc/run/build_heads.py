@@ -105,7 +105,7 @@ def build_trained_head(
 
     counts: images per class, int64 [C], for `head.class_margins`; None if unknown.
     """
-    head, dtype = options.head, getattr(torch, options.runtime.dtype)
+    head = options.head
     margin = margin_of(options)
     if head.class_margins is not None:
         margin.set_class_margins(_class_margins(head.class_margins, counts), counts)
@@ -114,8 +114,6 @@ def build_trained_head(
         classes = range(*class_range(class_num, world.rank, world.size))
         folder = rank_folder(head.weights_file, world.rank)
         file = WeightsFile(folder, classes, options.model.emb_size, options.train.seed)
-    if dtype is not torch.float64:
-        dtype = getattr(torch, head.row_dtype)
     built = build_head(
         head.loss_type,
         class_num,
@@ -124,7 +122,7 @@ def build_trained_head(
         centers=head.sub_centers,
         sampling=sampling_of(options),
         execution=Execution(head_products(options), int(head.keep_mb * 2**20), kernels=head.kernels),
-        row_dtype=dtype,
+        row_dtype=getattr(torch, head.row_dtype),
         offload=head.offload,
         file=file,
         on_nonfinite="pass",  # the training loop checks the loss, and names the images

@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 def check_network_options(options: Config, ranks: int) -> None:
     """Raise OptionError for options of speed and precision that cannot be combined."""
     precision = options.precision
-    if precision.mode != "float32" and options.runtime.dtype == "float64":
-        raise OptionError(
-            f"precision.mode is {precision.mode}, but runtime.dtype is float64; remove one of the two options"
-        )
     excluded = (
         (
             options.model.sync_batch_norm and ranks > 1,
@@ -102,9 +98,9 @@ def build_network(
     if custom is not None or ":" in options.model.name:
         check_model(model, options.model.image_shape, options.model.emb_size)
     copy_expanded_buffers(model)
-    device, dtype = place or world.device, getattr(torch, options.runtime.dtype)
+    device = place or world.device
     # Module.to() would also convert complex tensors, and drop their imaginary part.
-    model._apply(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
+    model._apply(lambda tensor: tensor.to(device, torch.float32 if tensor.is_floating_point() else None))
     set_memory_format(model, options, world.device)
     return model
 
@@ -155,7 +151,7 @@ def set_memory_format(network: BaseModel, options: Config, device: torch.device)
 
 def _pays(network: nn.Module, options: Config, device: torch.device) -> bool:
     """Return whether channels last is faster: on CPUs, and on GPUs in 16 bits."""
-    if options.runtime.dtype == "float64" or getattr(network, "example_input", None) is not None:
+    if getattr(network, "example_input", None) is not None:
         return False
     if not any(isinstance(module, nn.Conv2d) for module in network.modules()):
         return False

@@ -258,9 +258,6 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     parameters = sum(p.numel() for p in run.network.parameters())
     samples = run.data.num_samples
     images = "images from a reader" if samples is None else f"{samples:,} images"
-    mode = training_mode(run.options, run.world.device)
-    if mode == "float32":
-        mode = run.options.runtime.dtype
     network = type(run.network).__name__ if run.is_custom else run.options.model.name
     head, kernels = run.head, ""
     if isinstance(head, ShardedHead):
@@ -271,7 +268,7 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
         f"training {network} ({parameters:,} parameters), loss {run.options.head.loss_type}, "
         f"{head.class_num:,} classes, {images}, "
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
-        f"{mode}{kernels}"
+        f"{training_mode(run.options, run.world.device)}{kernels}"
     )
     resumed = [f"resuming from {checkpoint[0]} at step {run.position.step}"] if checkpoint else []
     return [text, *resumed, _rates(run), *run.notes]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +22,7 @@ from plsc.run.user_parts import UserParts
 from plsc.state.saving import Saver
 from plsc.state.start import open_directories, open_start
 from plsc.train.loop import Trainer
+from tests.float64 import compute_in_float64
 
 STEPS = 5
 
@@ -96,7 +98,7 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
             "model.emb_size": 12, "model.sync_batch_norm": True, "optim.lr": 2.0 * 12 / 1024,
             "optim.warmup_steps": 0, "optim.clip_norm": 0.0, "optim.schedule": "constant", "head.scale": 16.0,
             "train.global_batch_size": 12, "train.steps": STEPS,
-            "train.log_period": 1, "runtime.dtype": "float64",
+            "train.log_period": 1,
             "checkpoint.save_dir": world.broadcast_object(folder), **CASES[case],
         }  # fmt: skip
         options = Options()
@@ -117,8 +119,10 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
 
 def train_all(dataset: str, world: World) -> dict[str, torch.Tensor]:
     found = {}
-    for case in CASES:
-        found |= train_case(dataset, world, case)
+    with pytest.MonkeyPatch.context() as patch:
+        compute_in_float64(patch)
+        for case in CASES:
+            found |= train_case(dataset, world, case)
     return found
 
 

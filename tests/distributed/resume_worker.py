@@ -23,6 +23,7 @@ from plsc.run.user_parts import UserParts
 from plsc.state.tensors import collect_tensors
 from tests.distributed.train_worker import draw_independent_of_ranks
 from tests.distributed.worker import run_worker, smaller_world
+from tests.float64 import compute_in_float64
 from tests.resuming import Steady, different, losses_of, options_of, saved_at, tensors_of, train
 
 RANKS = (1, 2, 3, 4)
@@ -123,7 +124,7 @@ class Plain(Steady):
 def check_route(worlds: dict[int, World | None], dataset: Path, folder: Path, case: str) -> None:
     """A run on 4, 3, 1, 2 ranks in turn has the losses and weights of an uninterrupted run on 4."""
     settings = {
-        "runtime.dtype": "float64", "model.sync_batch_norm": True, "train.epochs": 3,
+        "model.sync_batch_norm": True, "train.epochs": 3,
         "train.global_batch_size": 10, "head.scale": 16.0, **CASES[case],
     }  # fmt: skip
     if case == "sampled-softmax":
@@ -259,6 +260,7 @@ def main() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if "sampled" in case:
                 patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
+            compute_in_float64(patch)
             check_route(worlds, dataset, folder / case, case)
     check_bound_data(worlds, dataset, folder / "bound")
     full.close()

@@ -33,6 +33,7 @@ from plsc.state.saving import Saver
 from plsc.state.start import open_directories, open_start
 from plsc.train.loop import Trainer
 from tests.distributed.worker import run_worker, smaller_world
+from tests.float64 import compute_in_float64
 
 GLOBAL_BATCH = 24
 
@@ -117,12 +118,13 @@ def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
         "train.steps": STEPS,
         "train.log_period": 1,
         "train.calc_acc": True,
-        "runtime.dtype": dtype,
     }
     if not loss_type.endswith("softmax"):
         settings["head.scale"] = 16.0
     settings.update(MORE.get(case, {}))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if dtype == "float64":
+            compute_in_float64(patch)
         if case == "sampled-fp64":
             patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
         folder = world.broadcast_object(folder)

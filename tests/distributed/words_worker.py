@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.run.user_parts import UserParts
 from tests.distributed.worker import run_worker, smaller_world
+from tests.float64 import compute_in_float64
 from tests.resuming import different, losses_of, options_of, saved_at, train
 
 WORDS, CLASSES, DIMENSION = 20, 9, 6
@@ -75,7 +77,7 @@ def train_case(world: World, folder: Path, case: str, **more):
     network, optimizer, settings = CASES[case]
     options = options_of(
         folder, folder / "run", head__class_num=CLASSES, head__loss_type="dist_softmax",
-        model__emb_size=DIMENSION, runtime__dtype="float64", train__global_batch_size=BATCH,
+        model__emb_size=DIMENSION, train__global_batch_size=BATCH,
         train__epochs=EPOCHS, data__order="sequential", data__last_batch="keep", optim__lr=0.1,
         optim__optimizer=optimizer, optim__weight_decay=0.01, **settings, **more,
     )  # fmt: skip
@@ -84,6 +86,7 @@ def train_case(world: World, folder: Path, case: str, **more):
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    compute_in_float64(pytest.MonkeyPatch())
     full = World.from_environment("cpu")
     for ranks in (1, 2, 3):
         world = smaller_world(full, ranks)

@@ -28,6 +28,7 @@ from plsc.cli import main
 from plsc.errors import CheckpointError
 from plsc.models.base_model import BaseModel
 from tests.distributed.launch import clean_environment, run_ranks
+from tests.float64 import compute_in_float64
 from tests.images import write_dataset
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,6 @@ def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained
     """Return the losses of all steps and the last checkpoint; one step per epoch."""
     ins = Entry()
     ins.set_seed(3)
-    ins.set_dtype("float64")
     ins.set_model(Plain())
     ins.set_emb_size(8)
     ins.set_image_shape((3, 16, 16))
@@ -96,6 +96,13 @@ def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained
 def losses_of(save_dir):
     lines = (save_dir / "metrics.jsonl").read_text().splitlines()
     return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_float64():
+    with pytest.MonkeyPatch.context() as patch:
+        compute_in_float64(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -349,7 +349,6 @@ NEVER = {
 }  # fmt: skip
 MODEL = {
     "model.name", "model.emb_size", "model.image_shape", "model.dropout", "model.neck", "data.flip",
-    "runtime.dtype",
 }  # fmt: skip
 
 

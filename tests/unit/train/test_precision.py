@@ -246,9 +246,6 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     assert head_products(made) == "bfloat16"
     made.set("head.products", "float32")
     assert head_products(made) == "float32"
-    made.set("runtime.dtype", "float64")
-    with pytest.raises(OptionError, match=r"mode is float16, but runtime.dtype is float64"):
-        check_combinations(made, 1)
     named = options(dataset, tmp_path / "b", precision__black_list=("norn",), speed__compile=True)
     with pytest.raises(OptionError, match="compile cannot be used with precision"):
         check_combinations(named, 1)
