@@ -16,6 +16,7 @@ from plsc.run.run import build_run
 from plsc.run.user_parts import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.step import Step
+from tests.overflowing import scale_in_any_mode
 
 SHAPE = (3, 16, 16)
 CLASSES, BATCH = 12, 8
@@ -31,7 +32,7 @@ CHANGES: dict[str, tuple[dict[str, Any], float]] = {
     "fused": ({"optim.optimizer_arguments": {"fused": True}}, 1e-6),
     "foreach": ({"optim.optimizer_arguments": {"foreach": True, "fused": False}}, 1e-6),
     "loss scaling": (
-        {"precision.loss_scaling": "always", "precision.scaling_arguments": {"init_loss_scaling": 1024.0}},
+        {"precision.scaling_arguments": {"init_loss_scaling": 1024.0}},
         0.0,
     ),
     "sampled": ({"head.sample_ratio": 0.5}, 0.0),
@@ -105,7 +106,9 @@ def losses(
     """Return the losses of some steps of a run with these options."""
     torch.manual_seed(0)
     user = UserParts(train_reader=Images(), model=model() if model else None)
-    run = build_run(options_with(values).resolve(), world or World.single(), user)
+    with pytest.MonkeyPatch.context() as patch:
+        scale_in_any_mode(patch)
+        run = build_run(options_with(values).resolve(), world or World.single(), user)
     run.network.train()
     step, found = Step(run), []
     for batch in itertools.islice(run.data.loader.epoch(0), steps):

@@ -17,6 +17,7 @@ from torch import nn
 
 from plsc.checkpoint.save import local_of
 from plsc.models import BaseModel
+from plsc.run import run as build
 from plsc.state.tensors import collect_tensors
 from plsc.train.step import Step
 from tests.resuming import train
@@ -90,6 +91,16 @@ def train_scripted(options, world, script: str, network=Scripted):
         patch.setattr(Step, "make", scripted)
         patch.setattr(Step, "_find_overflow", finding_overflow)
         return train(options, world, network)
+
+
+def scale_in_any_mode(patch: pytest.MonkeyPatch) -> None:
+    """From now on the loss of runs with scaling arguments is scaled, not only in float16 on a GPU."""
+    mode = build.training_mode
+
+    def scaling_mode(options, device):
+        return "float16" if options.precision.scaling_arguments else mode(options, device)
+
+    patch.setattr(build, "training_mode", scaling_mode)
 
 
 def logged(save_dir: Path, *names: str) -> dict[str, list]:

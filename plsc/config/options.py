@@ -207,6 +207,7 @@ _GONE: dict[str, Any] = {
     "head.initial_norm": None,
     "parallel.backbone": "replicated",
     "precision.evaluation": "float32",
+    "precision.loss_scaling": "auto",
     "runtime.dtype": "float32",
     "speed.bucket_mb": 25.0,
     "speed.channels_last": "auto",

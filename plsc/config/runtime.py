@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.config.option import (
-    Need,
     arguments_of,
     at_least,
     between,
@@ -96,13 +95,6 @@ class ScalingArguments:
     use_dynamic_loss_scaling: bool = declare(True, "adapt the scale; False: constant")
 
 
-_SCALED = Need(
-    "precision.mode",
-    "the loss is scaled",
-    lambda config: config.precision.mode == "float16" or config.precision.loss_scaling == "always",
-)
-
-
 @dataclass(frozen=True)
 class PrecisionOptions:
     """Mixed precision, and the loss scaling that float16 needs."""
@@ -114,18 +106,12 @@ class PrecisionOptions:
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
     )
-    loss_scaling: str = of_run(
-        "auto",
-        "when the loss is scaled: auto (in float16) or always (to test skipped steps)",
-        "set_loss_scaling(when, **scaling_arguments)",
-        one_of("auto", "always"),
-    )
     scaling_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
         f"how the loss is scaled: {described_fields(ScalingArguments)}",
         "set_loss_scaling(**scaling_arguments)",
         arguments_of(ScalingArguments, "precision.scaling_arguments"),
-        needs=_SCALED,
+        needs=need("precision.mode", "float16"),
     )
     white_list: tuple[str, ...] = of_run(
         (),

@@ -291,9 +291,13 @@ class Setters:
         scaling, on CPUs bfloat16) or bfloat16. Default: 'float32'.
         """
 
-    def set_loss_scaling(self, when: str, **arguments: Any) -> None:
-        """Set ``precision.loss_scaling``: when the loss is scaled: auto (in float16) or always (to test
-        skipped steps). Default: 'auto'.
+    def set_loss_scaling(self, **arguments: Any) -> None:
+        """Set ``precision.scaling_arguments``: how the loss is scaled: init_loss_scaling (initial loss
+        scale); incr_every_n_steps (consecutive finite steps before the scale increases);
+        decr_every_n_nan_or_inf (consecutive steps with nan or inf before the scale decreases);
+        incr_ratio (factor by which the scale increases, up to 2^24); decr_ratio (factor by which the
+        scale decreases, down to 1); use_dynamic_loss_scaling (adapt the scale; False: constant); only
+        if precision.mode is float16. Default: None.
         """
 
     def set_precision_white_list(self, names: Sequence[str]) -> None:

@@ -130,8 +130,7 @@ def mode_note(options: Config, device: torch.device) -> str:
     used = training_mode(options, device)
     if used == mode:
         return ""
-    scaling = "" if options.precision.loss_scaling == "always" else ", without loss scaling"
-    return f"note: precision.mode {mode} is only for GPUs: this CPU uses {used}{scaling}"
+    return f"note: precision.mode {mode} is only for GPUs: this CPU uses {used}, without loss scaling"
 
 
 def set_memory_format(network: BaseModel, options: Config, device: torch.device) -> None:

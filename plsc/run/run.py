@@ -144,6 +144,7 @@ def build_run(
     )
     warmup = length.until(options.optim.warmup_epochs)
     rate = build_schedule(options, base_rate, total_steps, warmup, user.schedule)
+    mode = training_mode(options, world.device)
     run = Run(
         options=options,
         world=world,
@@ -155,7 +156,7 @@ def build_run(
         position=Position(),
         total_steps=total_steps,
         evaluated=[f"{target.name} {metric}" for target in targets for metric in target.METRICS],
-        scaler=_build_scaler(options, world.device),
+        scaler=LossScaler.of(options.precision) if mode == "float16" else None,
         rate=rate,
         data=data,
         targets=targets,
@@ -168,14 +169,6 @@ def build_run(
     )
     run.notes += filter(None, _likely_mistakes(run))
     return run
-
-
-def _build_scaler(options: Config, device: torch.device) -> LossScaler | None:
-    """Return the loss scaler, or None if the precision mode needs none."""
-    is_needed = training_mode(options, device) == "float16"
-    if not (is_needed or options.precision.loss_scaling == "always"):
-        return None
-    return LossScaler.of(options.precision)
 
 
 def check_combinations(options: Config, ranks: int) -> None:

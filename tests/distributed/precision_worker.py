@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from plsc.parallel.world import World
 from tests.distributed.resume_worker import smaller_world
-from tests.overflowing import logged, train_scripted
+from tests.overflowing import logged, scale_in_any_mode, train_scripted
 from tests.resuming import different, options_of, saved_at
 
 # Two overflows in a row halve the scale, three finite steps double it. g, p, e: see tests/overflowing.py.
@@ -28,7 +29,7 @@ SETTINGS = {
     "train__global_batch_size": 6, "train__epochs": 1, "head__loss_type": "dist_adaface",
     "optim__step_boundaries": BOUNDARIES, "optim__lr_decay_factor": FACTOR, "optim__lr": RATE,
     "optim__schedule": "step",
-    "precision__loss_scaling": "always", "precision__scaling_arguments": SCALING,
+    "precision__scaling_arguments": SCALING,
 }  # fmt: skip
 FIXED = {"precision__scaling_arguments": {**SCALING, "use_dynamic_loss_scaling": False}}
 SAMPLED = {
@@ -78,6 +79,7 @@ def check_heads_and_resume(world: World, dataset: Path, folder: Path) -> None:
 
 def main() -> None:
     dataset, folder = map(Path, sys.argv[1:])
+    scale_in_any_mode(pytest.MonkeyPatch())
     full = World.from_environment("cpu")
     worlds = {1: smaller_world(full, 1), 2: smaller_world(full, 2), 3: full}
     for world in worlds.values():

@@ -323,7 +323,7 @@ def hostile(spec):
                   [0.5, 1.5], [0.5, 0.6], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [4, 5], ["*"], {"eps": 0.5},
                   [{"pattern": "fc", "lr_factor": 2.0}],
                   [{"pattern": "fc", "rule": "constant", "val": 1}], [{"name": "a", "path": URL}],
-                  "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "always", "adamw",
+                  "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "adamw",
                   "adagrad", "cosine", "arcface", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7},

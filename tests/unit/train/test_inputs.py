@@ -22,6 +22,7 @@ from plsc.parallel.world import World
 from plsc.run.build_data import open_training_data
 from plsc.run.user_parts import UserParts
 from plsc.state.network import load_network
+from tests.overflowing import scale_in_any_mode
 from tests.resuming import different, options_of, train
 
 WORLD = World.single()
@@ -197,12 +198,13 @@ def test_a_loss_that_is_nan_saves_the_input(tmp_path):
     assert int(saved["scale"].isnan().sum()) == 1
 
 
-def test_sparse_gradients_are_unscaled_clipped_and_measured_as_dense_ones(tmp_path):
+def test_sparse_gradients_are_unscaled_clipped_and_measured_as_dense_ones(tmp_path, monkeypatch):
     user = UserParts(train_reader=TensorDataset(IDS, LABELS))
     more = {"optim__clip_norm": 0.01, "optim__momentum": 0.0, "optim__weight_decay": 0.0}
-    for name, scaling in (("plain", "auto"), ("scaled", "always")):
+    scale_in_any_mode(monkeypatch)
+    for name, scaling in (("plain", None), ("scaled", {"init_loss_scaling": 8.0})):
         folder = tmp_path / name
-        train(options(folder, precision__loss_scaling=scaling, **more), WORLD, Words, user)
+        train(options(folder, precision__scaling_arguments=scaling, **more), WORLD, Words, user)
     assert different(tmp_path / "plain/run/0", tmp_path / "scaled/run/0") == []
     norms = []
     for is_sparse in (True, False):

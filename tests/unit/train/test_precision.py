@@ -25,7 +25,7 @@ from plsc.train.loop import exchange_status
 from plsc.train.losses import LossReader
 from plsc.train.step import Step
 from tests.images import write_dataset, write_pair_file
-from tests.overflowing import Scripted, logged, train_scripted
+from tests.overflowing import Scripted, logged, scale_in_any_mode, train_scripted
 from tests.resuming import different, options_of, saved_at, tensors_of, train
 
 WORLD = World.single()
@@ -34,7 +34,7 @@ STEPS = 10
 
 def scaled(init_loss_scaling=64.0, **more):
     arguments = {"init_loss_scaling": init_loss_scaling, **more}
-    return {"precision__loss_scaling": "always", "precision__scaling_arguments": arguments}
+    return {"precision__scaling_arguments": arguments}
 
 
 SCALED = scaled()
@@ -46,6 +46,11 @@ HEADS = {
         "optim__clip_norm": 0.5, "head__row_dtype": "bfloat16",
     },
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _scaling(monkeypatch):
+    scale_in_any_mode(monkeypatch)
 
 
 @pytest.fixture(scope="module")
