@@ -21,7 +21,6 @@ from plsc.actions.protocols import ProtocolData, run_protocol
 from plsc.actions.test import run_test
 from plsc.actions.train import run_training
 from plsc.config import Options, find_option
-from plsc.config.model import Initialization
 from plsc.config.optim import OptimOptions, ParameterGroup
 from plsc.config.option import name_of
 from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
@@ -29,6 +28,7 @@ from plsc.config.train import listed_names
 from plsc.data.transform import Transform
 from plsc.errors import OptionError, record_failure
 from plsc.models import BaseModel
+from plsc.models.parameters import Initialization
 from plsc.optim.optimizers import Factory
 from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
@@ -80,6 +80,7 @@ class Entry(OriginalSetters):
         self._model: BaseModel | None = None
         self._optimizer: Factory | None = None
         self._schedule: ScheduleFunction | None = None
+        self._initializations: list[Initialization] = []
         self._store: dist.Store | None = None
         self._callbacks: list[Callback] = []
         self._loggers: tuple[Logger, ...] = ()
@@ -175,7 +176,7 @@ class Entry(OriginalSetters):
         self.set_parameter_groups((*self.options.optim.groups, group.as_dict()))
 
     def set_initialization(self, pattern: str, rule: str, **arguments: Any) -> None:
-        """Add an initialisation rule for parameters to ``model.initialization``.
+        """Add an initialisation rule for parameters. Raises OptionError for an unknown rule.
 
         Args:
             pattern: as in `add_parameter_group`; the first matching rule is used.
@@ -183,9 +184,7 @@ class Entry(OriginalSetters):
                 orthogonal, normal, trunc_normal, uniform or constant.
             **arguments: arguments of that function.
         """
-        rules = self.options.model.initialization
-        one = Initialization(pattern, rule, arguments)
-        self.set_initializations((*rules, one.as_dict()))
+        self._initializations.append(Initialization(pattern, rule, arguments))
 
     def set_seed(self, seed: int) -> None:
         """Set ``train.seed``, the random seed of the run, and seed torch's generator.
@@ -464,6 +463,7 @@ class Entry(OriginalSetters):
             self.train_transform,
             self._optimizer,
             self._schedule,
+            tuple(self._initializations),
             tuple(self._callbacks),
             self._loggers,
         )

@@ -40,12 +40,6 @@ class Setters:
         torch.save. Default: None.
         """
 
-    def set_initializations(self, rules: Sequence[dict[str, Any]]) -> None:
-        """Set ``model.initialization``: initialisation rules: a list of mappings with pattern, rule (of
-        torch.nn.init, such as kaiming_normal) and its arguments; set_initialization adds one. Default:
-        ().
-        """
-
     def set_loss_type(self, loss_type: str, **arguments: Any) -> None:
         """Set ``head.loss_type``: loss: softmax, normface, arcface, cosface, sphereface, combined,
         adaface, magface, curricularface; with the prefix dist_, class weights are sharded, else

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from plsc.config.model import Initialization
 from plsc.config.patterns import find_parameters, label_parameters
-from plsc.errors import OptionError, refusing
+from plsc.errors import OptionError, refusing, suggest
 from plsc.models.base_model import BaseModel
 from plsc.seeds import hash_key
 
-_OPTION = "model.initialization"
+RULES = (
+    "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "orthogonal", "normal",
+    "trunc_normal", "uniform", "constant",
+)  # fmt: skip
+"""The initialisation rules, all functions of torch.nn.init."""
+
+_OF_MATRICES = ("xavier_", "kaiming_", "orthogonal")  # need parameters of two dimensions or more
+_OPTION = "set_initialization"
 _STREAM = 11  # part of the key, to separate these draws from other uses of the seed
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """An initialisation rule for the parameters that match a pattern (see `plsc.config.patterns`).
+
+    rule: one of `RULES`; OptionError for any other. arguments: those of the function of torch.nn.init.
+    """
+
+    pattern: str
+    rule: str
+    arguments: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise OptionError(f"unknown initialisation rule {self.rule!r}; {suggest(str(self.rule), RULES)}")
 
 
 def initialise_by_rule(network: nn.Module, rules: Sequence[Initialization], seed: int) -> None:
@@ -35,7 +58,7 @@ def initialise_by_rule(network: nn.Module, rules: Sequence[Initialization], seed
     taken: set[str] = set()
     for rule in rules:
         found = find_parameters(rule.pattern, labels, _OPTION)
-        if rule.wants_matrices:
+        if rule.rule.startswith(_OF_MATRICES):
             found = [name for name in found if named[name].ndim > 1]
             if not found:
                 raise OptionError(
@@ -55,8 +78,7 @@ def _initialise(parameter: nn.Parameter, name: str, rule: Initialization, seed: 
     if "generator" in inspect.signature(function).parameters:
         generator = torch.Generator().manual_seed(hash_key(seed, _STREAM, zlib.crc32(name.encode())))
         arguments["generator"] = generator
-    shape = list(drawn.shape)
-    with refusing(f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {shape}"):
+    with refusing(f"{_OPTION}: the rule {rule.rule} cannot be used for {name} {list(drawn.shape)}"):
         function(drawn, **arguments)
     with torch.no_grad():
         parameter.copy_(drawn)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from plsc.config import Config
-from plsc.config.model import read_initializations
 from plsc.config.train import listed_names
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, check_model
@@ -17,7 +17,13 @@ from plsc.models.base_model import Custom, unwrap, use_channels_last
 from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
 from plsc.models.dry_run import dry_run, never_used
-from plsc.models.parameters import copy_expanded_buffers, freeze, initialise_by_rule, unfreeze
+from plsc.models.parameters import (
+    Initialization,
+    copy_expanded_buffers,
+    freeze,
+    initialise_by_rule,
+    unfreeze,
+)
 from plsc.models.recomputation import recompute_activations
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.optim.optimizers import Assignment, assign_parameters
@@ -55,14 +61,13 @@ def check_network_options(options: Config, ranks: int) -> None:
 
 
 def build_trained_network(
-    options: Config, world: World, custom: BaseModel | None
+    options: Config, world: World, custom: BaseModel | None, rules: Sequence[Initialization] = ()
 ) -> tuple[BaseModel, Assignment, SampleNumbers]:
     """Return the backbone for training, its parameter groups, and the sample numbers for dropout."""
     network = build_network(options, world, custom)
     unwrap(network)  # remove changes that an earlier run made to a custom network
     unfreeze(network)
     lists = look_up_lists(network, options)
-    rules = read_initializations(options.model.initialization)
     initialise_by_rule(network, rules, options.train.seed)
     # Patterns match names and types of the plain network: the next lines replace modules.
     assignment = assign_parameters(network, options.optim)

@@ -105,7 +105,7 @@ def build_run(
         if world.device.type == "cuda":  # without it, torch rejects matrix products on CUDA
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The named or custom network; its parameters are assigned to groups, some are frozen.
-    network, assignment, samples = build_trained_network(options, world, user.model)
+    network, assignment, samples = build_trained_network(options, world, user.model, user.initializations)
     if world.device.type == "cuda" and network.example_input is None:
         # Images have few shapes: time cuDNN's algorithms for each, unless runs have to be equal.
         torch.backends.cudnn.benchmark = not options.train.deterministic

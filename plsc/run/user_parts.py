@@ -8,6 +8,7 @@ from typing import Any
 
 from plsc.data.transform import Transform
 from plsc.models import BaseModel
+from plsc.models.parameters import Initialization
 from plsc.optim.optimizers import Factory
 from plsc.run.build_updates import ScheduleFunction
 from plsc.run.callbacks import Callback
@@ -28,5 +29,6 @@ class UserParts:
     train_transform: Transform | None = None
     optimizer: Factory | None = None
     schedule: ScheduleFunction | None = None
+    initializations: tuple[Initialization, ...] = ()
     callbacks: tuple[Callback, ...] = ()
     loggers: tuple[Logger, ...] = ()

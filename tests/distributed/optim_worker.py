@@ -16,6 +16,7 @@ from torch import nn
 
 from plsc.config import Options
 from plsc.models import BaseModel
+from plsc.models.parameters import Initialization
 from plsc.parallel.world import World
 from plsc.run.run import build_run
 from plsc.run.user_parts import UserParts
@@ -75,7 +76,6 @@ CASES = {
         "optim.optimizer": "adamw", "optim.freeze": ("stem", "conv.1"),
         "optim.decay_norm_and_bias": False,
         "train.micro_batches": 2, "head.weight_decay": 0.1, "head.optimizer": "adamw",
-        "model.initialization": ({"pattern": "conv", "rule": "kaiming_normal"},),
     },
     "adafactor, dense": {
         "optim.optimizer": "adafactor", "head.loss_type": "arcface", "head.lr_factor": 0.5,
@@ -105,7 +105,9 @@ def train_case(dataset: str, world: World, case: str) -> dict[str, torch.Tensor]
         options.set_together(settings)
         config = options.resolve()
         torch.manual_seed(world.rank)  # all ranks get the network of rank 0
-        user = UserParts(Branches() if case == "branches" else Network(), optimizer=centred, schedule=rising)
+        rules = (Initialization("conv", "kaiming_normal", {}),) if "adamw" in case else ()
+        network = Branches() if case == "branches" else Network()
+        user = UserParts(network, optimizer=centred, schedule=rising, initializations=rules)
         run = build_run(config, world, user)
         directories = open_directories(config, world, open_start(config, world))
         Trainer(run, Saver(run, directories)).train()

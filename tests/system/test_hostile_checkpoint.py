@@ -339,7 +339,7 @@ def hostile(spec):
 NEVER = {
     "checkpoint", "memory", "runtime.device", "runtime.backend", "runtime.timeout", "runtime.init_method",
     "runtime.rank", "runtime.world_size",
-    "runtime.cpu_threads", "model.pretrained", "model.initialization",
+    "runtime.cpu_threads", "model.pretrained",
     "data.dataset_dir", "data.val_targets", "data.val_dir", "data.num_workers",
     "data.cache",
     "data.format_arguments", "data.landmarks", "head.weights_file",

@@ -5,12 +5,11 @@ import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.config.model import read_initializations
 from plsc.config.patterns import find_parameters, label_parameters
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.parameters import freeze, initialise_by_rule
+from plsc.models.parameters import Initialization, freeze, initialise_by_rule
 from plsc.optim.optimizers import assign_parameters
 
 
@@ -171,11 +170,15 @@ def test_a_synchronised_batch_norm_is_frozen_by_its_original_type_name():
     assert not network.stem[1].training
 
 
+def ruled(pattern, rule, **arguments):
+    return Initialization(pattern, rule, arguments)
+
+
 def initialised(*rules, seed=3):
     torch.manual_seed(0)
     network = Small()
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
-    initialise_by_rule(network, read_initializations(rules), seed)
+    initialise_by_rule(network, [ruled(**rule) for rule in rules], seed)
     changed = {n: p.detach() for n, p in network.named_parameters() if not p.equal(before[n])}
     return network, changed
 
@@ -207,23 +210,23 @@ def test_initialisation_depends_on_seed_and_name_and_changes_only_matches():
 )  # fmt: skip
 def test_rules_and_arguments_are_those_of_torch(rule, holds):
     network = nn.Sequential(nn.Linear(900, 16))
-    initialise_by_rule(network, read_initializations([{"pattern": "0.weight", **rule}]), 1)
+    initialise_by_rule(network, [ruled("0.weight", **rule)], 1)
     assert holds(network[0].weight.detach())
 
 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"rule": "xavier"}, "unknown rule 'xavier'"),
-        ({"rule": "normal", "sd": 1.0}, "has no argument 'sd'; known: mean, std"),
-        ({"rule": "normal", "std": "1"}, "std is '1'; expected a finite number"),
-        ({"rule": "constant"}, "needs the argument val"),
+        ({"rule": "xavier"}, "unknown initialisation rule 'xavier'"),
+        ({"rule": "normal", "sd": 1.0}, "argument 'sd'"),
+        ({"rule": "normal", "std": "1"}, "cannot be used for fc.weight"),
+        ({"rule": "constant"}, "argument: 'val'"),
         ({"rule": "kaiming_normal", "mode": "fan"}, "cannot be used for fc.weight"),
         ({"rule": "normal", "std": -1.0}, "cannot be used for fc.weight"),
         ({"rule": "orthogonal", "pattern": "*.bias"}, "needs parameters with 2 or more dimensions"),
         (
             {"rule": "normal", "pattern": "ffc"},
-            "model.initialization: the pattern 'ffc' matches no",
+            "set_initialization: the pattern 'ffc' matches no",
         ),
     ],
 )
@@ -237,7 +240,6 @@ def test_the_setter_adds_rules_that_apply_to_built_in_networks():
     ins = Entry()
     ins.set_initialization("type:Conv2d", "kaiming_normal", mode="fan_out")
     ins.set_initialization("neck", "normal", std=0.01)
-    assert len(ins.options.model.initialization) == 2
     network = build_model("SmallResNet", 8, (1, 16, 16))
-    initialise_by_rule(network, read_initializations(ins.options.model.initialization), 0)
+    initialise_by_rule(network, ins._initializations, 0)
     assert float(network.neck.fc.weight.detach().std()) == pytest.approx(0.01, rel=0.2)

@@ -129,7 +129,6 @@ KINDS = {
             "optim__schedule": f"{__name__}:falling",
             "optim__warmup_steps": 2,
             "head__weight_decay": 0.01,
-            "model__initialization": ({"pattern": "conv.weight", "rule": "orthogonal"},),
         },
         None,
     ),
@@ -411,7 +410,6 @@ def test_groups_patterns_and_arguments_come_from_flags_and_files(tmp_path):
         "--optim.groups", "[{pattern: stem, lr_factor: 0.1}, {pattern: neck, eps: 1.0e-6}]",
         "--optim.freeze", "[stages.0]", "--optim.optimizer", "adamw",
         "--optim.optimizer_arguments", "{amsgrad: true}",
-        "--model.initialization", "[{pattern: neck.fc, rule: normal, std: 0.01}]",
     ]  # fmt: skip
     options = options_from(*flags)
     assert options.optim.groups[1] == {"pattern": "neck", "eps": 1e-6}
