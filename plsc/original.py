@@ -85,6 +85,10 @@ class OriginalSetters(Setters):
             build_margin(kind, **own_options, **(values["head.loss_arguments"] or {}))
         self.options.set_together(values)
 
+    def set_warmup_epochs(self, num: int) -> None:
+        """Set ``optim.warmup_steps`` in epochs."""
+        self.set_warmup_steps(f"{num}ep" if num else 0)
+
     def set_model_parallel(self, flag: bool) -> None:
         """Shard the class weights over the ranks, or not: the prefix dist_ of ``head.loss_type``."""
         if not isinstance(flag, bool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,6 +162,11 @@ def _increasing_steps(steps: tuple[int, ...]) -> str | None:
     return None if rising and all(s > 0 for s in steps) else "increasing positive step numbers"
 
 
+def _warmup(value: int | str) -> str | None:
+    good = re.fullmatch(r"[1-9]\d*ep", value) if isinstance(value, str) else value >= 0
+    return None if good else "a number of at least 0, or epochs such as '2ep'"
+
+
 def _schedule(name: str) -> str | None:
     module, colon, function = name.partition(":")
     if name in SCHEDULES or (colon and module and function):
@@ -258,14 +264,13 @@ class OptimOptions:
         "set_lr_schedule(**schedule_arguments)",
         arguments_of(ScheduleArguments, "optim.schedule_arguments"),
     )
-    warmup_epochs: int = of_run(0, "epochs of linear warm-up", "set_warmup_epochs(num)", at_least(0))
-    warmup_steps: int | None = of_run(
+    warmup_steps: int | str | None = of_run(
         None,
-        "steps of linear warm-up, instead of warmup_epochs; when neither is set: "
+        "steps of linear warm-up, such as 500, or epochs, such as 2ep; None: "
         f"{WARMUP_SHARE:.0%} of the run, at most {WARMUP_STEPS}; {WARMUP_STEPS_OF_UNKNOWN_LENGTH} if the "
         "length is unknown; 0 with a custom schedule",
         "set_warmup_steps(num)",
-        at_least(0),
+        _warmup,
     )
     step_boundaries: tuple[int, ...] = of_run(
         (100000, 160000, 220000),

@@ -205,6 +205,7 @@ _GONE: dict[str, Any] = {
     "data.images_per_class": 4,
     "data.pool_samples": 65536,
     "head.initial_norm": None,
+    "optim.warmup_epochs": 0,
     "parallel.backbone": "replicated",
     "precision.evaluation": "float32",
     "precision.loss_scaling": "auto",

@@ -251,13 +251,10 @@ class Setters:
         multi_step, constant, or 'package.module:function'. Default: 'cosine'.
         """
 
-    def set_warmup_epochs(self, num: int) -> None:
-        """Set ``optim.warmup_epochs``: epochs of linear warm-up. Default: 0."""
-
-    def set_warmup_steps(self, num: int | None) -> None:
-        """Set ``optim.warmup_steps``: steps of linear warm-up, instead of warmup_epochs; when neither is
-        set: 10% of the run, at most 1000; 100 if the length is unknown; 0 with a custom schedule.
-        Default: None.
+    def set_warmup_steps(self, num: int | str | None) -> None:
+        """Set ``optim.warmup_steps``: steps of linear warm-up, such as 500, or epochs, such as 2ep; None:
+        10% of the run, at most 1000; 100 if the length is unknown; 0 with a custom schedule. Default:
+        None.
         """
 
     def set_step_boundaries(self, boundaries: Sequence[int]) -> None:

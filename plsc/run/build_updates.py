@@ -45,12 +45,6 @@ ScheduleFunction = Callable[..., float]
 def check_optim(options: Config) -> None:
     """Raise OptionError for contradicting options of optimizer and schedule."""
     optim = options.optim
-    both = {"optim.warmup_epochs", "optim.warmup_steps"} <= options.explicit
-    if both and optim.warmup_epochs and optim.warmup_steps is not None:
-        raise OptionError(
-            f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}; "
-            "set only one of them"
-        )
     falling = schedule_arguments(optim)
     if optim.schedule == "exponential" and not falling.end_factor:
         raise OptionError(
@@ -93,23 +87,16 @@ def default_warmup(total_steps: int | None) -> int:
 def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Config:
     """Return the configuration with resolved schedule, learning rate, warm-up and clipping, for checkpoints.
 
-    Of warmup_epochs and warmup_steps, the unused one is cleared. total_steps: None if unknown.
+    total_steps: None if unknown.
     """
     options = options.changed({"optim.schedule": _schedule(options, total_steps)})
     optim, warmup = options.optim, options.optim.warmup_steps
-    last = schedule_arguments(optim).steps
-    if optim.warmup_epochs and (warmup is None or "optim.warmup_steps" not in options.explicit):
-        values: dict[str, Any] = {"optim.warmup_steps": None}
-    else:
-        if warmup is None:
-            ends = [end for end in (total_steps, last) if end is not None]
-            # A custom schedule includes its warm-up; warmup_epochs may have been set to 0.
-            has_none = ":" in optim.schedule or (
-                "optim.warmup_epochs" in options.explicit and "optim.warmup_steps" not in options.explicit
-            )
-            warmup = 0 if has_none else default_warmup(min(ends, default=None))
-        values = {"optim.warmup_epochs": 0, "optim.warmup_steps": warmup}
-    values["optim.lr"] = rate = optim.lr or default_rate(global_batch)
+    if warmup is None:
+        ends = [end for end in (total_steps, schedule_arguments(optim).steps) if end is not None]
+        # A custom schedule includes its warm-up.
+        warmup = 0 if ":" in optim.schedule else default_warmup(min(ends, default=None))
+    rate = optim.lr or default_rate(global_batch)
+    values = {"optim.warmup_steps": warmup, "optim.lr": rate}
     if optim.clip_norm is None:
         values["optim.clip_norm"] = min(CLIP_NORM, CLIPPED_STEP / rate)
     return options.changed(values)
@@ -171,22 +158,25 @@ def build_schedule(
     options: Config,
     base: float,
     total_steps: int | None,
-    warmup_of_epochs: int | None,
+    until: Callable[[int], int | None],
     function: ScheduleFunction | None,
 ) -> Schedule:
     """Return the schedule of the learning rate; base: the full learning rate.
 
-    total_steps; warmup_of_epochs: steps of `optim.warmup_epochs`; None if the length of a generator reader is
-    unknown. function: replaces `optim.schedule`. Raises OptionError if the schedule needs an unknown number
+    total_steps: None if the length of a generator reader is unknown. until: `Length.until`, for a warm-up in
+    epochs. function: replaces `optim.schedule`. Raises OptionError if the schedule needs an unknown number
     of steps.
     """
     optim = options.optim
-    if optim.warmup_epochs and warmup_of_epochs is None:
-        raise OptionError(
-            "optim.warmup_epochs needs the length of an epoch, which is unknown for a generator reader; call "
-            "set_train_image_num, or use set_warmup_steps"
-        )
-    warmup = optim.warmup_steps or warmup_of_epochs or 0
+    warmup = optim.warmup_steps or 0
+    if isinstance(warmup, str):
+        steps = until(int(warmup.removesuffix("ep")))
+        if steps is None:
+            raise OptionError(
+                f"optim.warmup_steps is {warmup!r}, but the length of an epoch is unknown for a generator "
+                "reader; call set_train_image_num, or set_warmup_steps with a number of steps"
+            )
+        warmup = steps
     if ":" in optim.schedule:
         return Schedule(base, _custom_shape(optim.schedule, total_steps, function), warmup)
     if optim.schedule == "constant":

@@ -142,8 +142,7 @@ def build_run(
     optimizer, base_rate = build_updates(
         options, parameters, assignment, head, rows, world.device, user.optimizer
     )
-    warmup = length.until(options.optim.warmup_epochs)
-    rate = build_schedule(options, base_rate, total_steps, warmup, user.schedule)
+    rate = build_schedule(options, base_rate, total_steps, length.until, user.schedule)
     mode = training_mode(options, world.device)
     run = Run(
         options=options,

@@ -224,7 +224,6 @@ def test_every_kind_of_source_trains(dataset, tmp_path):
             reader=read_arrays(dataset),
             set_class_num=6,
             set_warmup_epochs=1,
-            set_warmup_steps=None,
         )
     original = jpeg_reader.arc_train(str(dataset), 6, image_shape=(3, 16, 16))
     train("jpeg_reader", reader=original, set_class_num=6)

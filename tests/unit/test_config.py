@@ -121,7 +121,7 @@ def test_every_option_has_a_setter_that_sets_it_and_a_meaning(spec):
         ("set_margin", -0.5, "at least 0"),
         ("set_dataset_dir", None, "expected a string"),
         ("set_model_save_dir", "a\0b", "expected a string"),
-        ("set_warmup_steps", 2**63, "expected an integer"),
+        ("set_log_period", 2**63, "expected an integer"),
         ("set_model_name", "ResNet51", "did you mean 'ResNet50'"),
         ("set_model_name", "resnets/ResNet50", "'torchvision/NAME'"),
         ("set_lr_decay_factor", 0, "between 1e-06 and 1"),

@@ -256,7 +256,7 @@ def _manifest(
     weights: Source, options: Options, classes: int, ranks: int, batch: int | None, source: str
 ) -> Manifest:
     saved = options.as_dict()
-    for name in ("lr", "schedule", "warmup_epochs", "warmup_steps"):  # a run uses its own values
+    for name in ("lr", "schedule", "warmup_steps"):  # a run uses its own values
         del saved["optim"][name]
     return Manifest(
         plsc_version=__version__,

@@ -10,6 +10,7 @@ from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.run.build_updates import build_schedule, check_optim, default_rate, with_rate
+from plsc.run.position import Length
 
 
 def schedule(function=None, total=None, epoch=None, **changes):
@@ -17,8 +18,8 @@ def schedule(function=None, total=None, epoch=None, **changes):
     for name, value in changes.items():
         options.set(f"optim.{name}", value)
     base = options.optim.lr or default_rate(1024)
-    warmup = None if epoch is None else epoch * options.optim.warmup_epochs
-    return build_schedule(options, base, total, warmup, function)
+    until = Length(0, 0, epoch).until
+    return build_schedule(options, base, total, until, function)
 
 
 def halving(step, total_steps):
@@ -64,35 +65,41 @@ def test_the_default_clip_norm_depends_on_the_learning_rate(changes, norm):
 
 
 @pytest.mark.parametrize(
-    ("changes", "total", "epochs_and_steps"),
+    ("changes", "total", "steps"),
     [
-        ({}, 370, (0, 37)),
-        ({}, 10**6, (0, 1000)),
-        ({}, None, (0, 100)),
-        ({"schedule_arguments": {"steps": 50}}, 370, (0, 5)),
-        ({"schedule": "my_package.rates:falling"}, 370, (0, 0)),
-        ({"warmup_steps": 0}, 370, (0, 0)),
-        ({"warmup_epochs": 0}, 370, (0, 0)),
-        ({"warmup_epochs": 2}, 370, (2, None)),
+        ({}, 370, 37),
+        ({}, 10**6, 1000),
+        ({}, None, 100),
+        ({"schedule_arguments": {"steps": 50}}, 370, 5),
+        ({"schedule": "my_package.rates:falling"}, 370, 0),
+        ({"warmup_steps": 0}, 370, 0),
+        ({"warmup_steps": "2ep"}, 370, "2ep"),
     ],
 )
-def test_the_default_warm_up_is_a_fraction_of_the_run(changes, total, epochs_and_steps):
-    optim = resolved(changes, total=total)
-    assert (optim.warmup_epochs, optim.warmup_steps) == epochs_and_steps
+def test_the_default_warm_up_is_a_fraction_of_the_run(changes, total, steps):
+    assert resolved(changes, total=total).warmup_steps == steps
 
 
 @pytest.mark.parametrize(
-    ("saved", "changes", "epochs_and_steps"),
+    ("saved", "changes", "steps"),
     [
-        ({"warmup_epochs": 0, "warmup_steps": 12}, {}, (0, 12)),
-        ({"warmup_epochs": 0, "warmup_steps": 12}, {"warmup_epochs": 1}, (1, None)),
-        ({"warmup_epochs": 2, "warmup_steps": None}, {"warmup_steps": 5}, (0, 5)),
-        ({"warmup_epochs": 2, "warmup_steps": 0}, {}, (2, None)),  # of format 2
+        ({"warmup_epochs": 0, "warmup_steps": 12}, {}, 12),  # an option that is gone
+        ({"warmup_steps": 12}, {"warmup_steps": "1ep"}, "1ep"),
+        ({"warmup_steps": "2ep"}, {"warmup_steps": 5}, 5),
     ],
 )
-def test_the_warm_up_of_the_script_replaces_that_of_the_checkpoint(saved, changes, epochs_and_steps):
-    optim = resolved(changes, saved)
-    assert (optim.warmup_epochs, optim.warmup_steps) == epochs_and_steps
+def test_the_warm_up_of_the_script_replaces_that_of_the_checkpoint(saved, changes, steps):
+    assert resolved(changes, saved).warmup_steps == steps
+
+
+def test_warm_up_epochs_are_steps_and_no_halves():
+    ins = Entry()
+    ins.set_warmup_epochs(2)
+    assert ins.options.optim.warmup_steps == "2ep"
+    with pytest.raises(OptionError, match="epochs such as '2ep'"):
+        ins.set_warmup_epochs(1.5)
+    ins.set_warmup_epochs(0)
+    assert ins.options.optim.warmup_steps == 0
 
 
 @pytest.mark.parametrize("name", ["step", "multi_step"])
@@ -102,7 +109,7 @@ def test_the_rate_decays_at_each_boundary(name):
     assert [rate(step) for step in (0, 9, 10, 19, 20)] == pytest.approx(values)
 
 
-@pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_epochs": 2, "epoch": 2}])
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_steps": "2ep", "epoch": 2}])
 def test_warm_up_increases_linearly_to_the_base_rate(warmup):
     rate = schedule(schedule="constant", **warmup)
     assert [rate(step) for step in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
@@ -177,7 +184,6 @@ def test_a_custom_schedule_that_fails_later_raises_with_the_step(factor, message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"warmup_epochs": 1, "warmup_steps": 5}, "set only one of them"),
         ({"schedule": "exponential"}, "never reaches"),
         ({"schedule_arguments": {"cycles": 2}, "schedule": "step"}, "schedule step has no argument 'cycles'"),
     ],
@@ -200,7 +206,7 @@ def test_the_error_for_an_unknown_number_of_steps_says_how_to_set_it():
     with pytest.raises(OptionError, match=r"set_lr_schedule.*, set_train_steps"):
         schedule(schedule="cosine")
     with pytest.raises(OptionError, match="set_warmup_steps"):
-        schedule(warmup_epochs=2)
+        schedule(warmup_steps="2ep")
     with pytest.raises(OptionError, match="did you mean 'cosine'"):
         schedule(schedule="cosin")
     with pytest.raises(OptionError, match="defined in the training script"):

@@ -52,7 +52,7 @@ def test_a_longer_resumed_run_keeps_the_default_rate_and_warm_up(dataset, tmp_pa
     said = "learning rate 0.0005859 (from the checkpoint), schedule constant, warm-up 1 step, "
     assert said in capsys.readouterr().out
     saved = read_manifest(tmp_path / "b/39").options["optim"]
-    assert (saved["lr"], saved["warmup_epochs"], saved["warmup_steps"]) == (base, 0, 1)
+    assert (saved["lr"], saved["warmup_steps"]) == (base, 1)
 
 
 def test_the_rate_that_is_set_is_that_of_backbone_and_class_weights(dataset, tmp_path, capsys):

@@ -86,8 +86,7 @@ def kinds_of_data(dataset):
         "adam, polynomial": (
             {
                 "optim__optimizer": "adam", "head__optimizer": "adamw", "optim__lr": 0.005,
-                "optim__schedule": "polynomial", "optim__warmup_epochs": 1,
-                "optim__warmup_steps": None,
+                "optim__schedule": "polynomial", "optim__warmup_steps": "1ep",
             },
             None,
         ),

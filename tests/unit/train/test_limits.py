@@ -100,7 +100,7 @@ FALLING = {
 def unlimited(dataset, tmp_path_factory):
     """Four epochs of six steps, every step saved."""
     folder = tmp_path_factory.mktemp("unlimited")
-    schedule = {"optim__schedule": "cosine", "optim__warmup_epochs": 1, "optim__warmup_steps": None}
+    schedule = {"optim__schedule": "cosine", "optim__warmup_steps": "1ep"}
     train(options_of(dataset, folder / "whole", **FALLING, **schedule), WORLD)
     small = {**FALLING, **schedule, "train__limit_train_batches": 2}
     train(options_of(dataset, folder / "limited", **small), WORLD)
