@@ -229,7 +229,8 @@ class Entry(OriginalSetters):
                 f"amp_lists is {amp_lists!r}; expected plsc.AutoMixedPrecisionLists(custom_white_list, "
                 "custom_black_list), or None"
             )
-        lists = amp_lists or AutoMixedPrecisionLists()
+        amp_lists = amp_lists or AutoMixedPrecisionLists()
+        lists = {name: sorted(set(names)) for name, names in vars(amp_lists).items() if names}
         given = ScalingArguments(
             init_loss_scaling, incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio,
             use_dynamic_loss_scaling,
@@ -240,8 +241,7 @@ class Entry(OriginalSetters):
             {
                 "precision.mode": "float16" if use_fp16 else "float32",
                 "precision.scaling_arguments": changed or None,
-                "precision.white_list": lists.white_list,
-                "precision.black_list": lists.black_list,
+                "precision.lists": lists or None,
             }
         )
 

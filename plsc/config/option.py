@@ -182,7 +182,7 @@ def _is_harmless(value: Any, key: str = "") -> bool:
     if isinstance(value, dict):
         return all(_is_harmless(item, str(name)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
-        return all(_is_harmless(item, key or "pattern") for item in value)
+        return all(_is_harmless(item, "pattern") for item in value)
     if isinstance(value, str) and key == "pattern":
         return _PATTERN.fullmatch(value) is not None
     return not isinstance(value, str) or (not key and ":" not in value)
@@ -248,7 +248,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return an item of a mapping as JSON and YAML give it back: lists for tuples, strings for paths."""
-    return list(value) if isinstance(value, tuple) else getattr(value, "__fspath__", lambda: value)()
+    return list(value) if isinstance(value, (tuple, set)) else getattr(value, "__fspath__", lambda: value)()
 
 
 def is_finite_number(value: Any) -> bool:

@@ -209,6 +209,8 @@ _GONE: dict[str, Any] = {
     "parallel.backbone": "replicated",
     "precision.evaluation": "float32",
     "precision.loss_scaling": "auto",
+    "precision.white_list": [],
+    "precision.black_list": [],
     "runtime.dtype": "float32",
     "speed.bucket_mb": 25.0,
     "speed.channels_last": "auto",

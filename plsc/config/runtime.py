@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +10,13 @@ from plsc.config.option import (
     arguments_of,
     at_least,
     between,
+    check_fields,
     declare,
     described_fields,
     more_than,
     need,
     of_run,
     one_of,
-    specs_of,
 )
 from plsc.errors import OptionError
 
@@ -96,6 +95,28 @@ class ScalingArguments:
 
 
 @dataclass(frozen=True)
+class AutoMixedPrecisionLists:
+    """Operators and modules that always compute in 16 bits, and those that always compute in float32.
+
+    A name is an operator (see the table in docs/precision.md), or a pattern with ``*`` and ``?`` for module
+    names, such as ``neck.*``, or module classes, such as ``BatchNorm2d``. A name that matches nothing is an
+    error when the network is built. Raises OptionError for anything but lists of names, and for a name in
+    both lists.
+    """
+
+    custom_white_list: tuple[str, ...] | None = declare(None, "those in 16 bits", check=_names)
+    custom_black_list: tuple[str, ...] | None = declare(None, "those in float32", check=_names)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if both := {*(self.custom_white_list or ())} & {*(self.custom_black_list or ())}:
+            raise OptionError(
+                f"{', '.join(sorted(both))}: in both the white list (16 bits) and the black list (float32); "
+                "remove each name from one of them"
+            )
+
+
+@dataclass(frozen=True)
 class PrecisionOptions:
     """Mixed precision, and the loss scaling that float16 needs."""
 
@@ -113,59 +134,13 @@ class PrecisionOptions:
         arguments_of(ScalingArguments, "precision.scaling_arguments"),
         needs=need("precision.mode", "float16"),
     )
-    white_list: tuple[str, ...] = of_run(
-        (),
-        "operators and modules (docs/precision.md) that compute in 16 bits",
-        "set_precision_white_list(names)",
-        _names,
+    lists: dict[str, Any] | None = of_run(  # noqa: RUF009
+        None,
+        f"operators and modules, see docs/precision.md: {described_fields(AutoMixedPrecisionLists)}",
+        "set_precision_lists(**lists)",
+        arguments_of(AutoMixedPrecisionLists, "precision.lists"),
         needs=need("precision.mode", "float16", "bfloat16"),
     )
-    black_list: tuple[str, ...] = of_run(
-        (),
-        "operators and modules (docs/precision.md) that compute in float32",
-        "set_precision_black_list(names)",
-        _names,
-        needs=need("precision.mode", "float16", "bfloat16"),
-    )
-
-
-class AutoMixedPrecisionLists:
-    """Operators and modules that always compute in 16 bits, and those that always compute in float32.
-
-    Args:
-        custom_white_list: names of what computes in 16 bits.
-        custom_black_list: names of what computes in float32.
-
-    A name is an operator (see the table in docs/precision.md), or a pattern with ``*`` and ``?`` for module
-    names, such as ``neck.*``, or module classes, such as ``BatchNorm2d``. A name that matches nothing is an
-    error when the network is built. Raises OptionError for anything but lists of names, and for a name in
-    both lists.
-    """
-
-    def __init__(
-        self, custom_white_list: Iterable[str] | None = None, custom_black_list: Iterable[str] | None = None
-    ) -> None:
-        self.white_list = _sorted("white_list", custom_white_list)
-        self.black_list = _sorted("black_list", custom_black_list)
-        check_apart(self.white_list, self.black_list)
-
-    def __repr__(self) -> str:
-        return f"AutoMixedPrecisionLists({list(self.white_list)}, {list(self.black_list)})"
-
-
-def check_apart(white: Iterable[str], black: Iterable[str]) -> None:
-    """Raise OptionError if a name is in both lists."""
-    both = sorted(set(white) & set(black))
-    if both:
-        raise OptionError(
-            f"{', '.join(both)}: in both the white list (16 bits) and the black list (float32); remove each "
-            "name from one of them"
-        )
-
-
-def _sorted(option: str, names: Iterable[str] | None) -> tuple[str, ...]:
-    spec = specs_of("precision", PrecisionOptions)[f"precision.{option}"]
-    return tuple(sorted(set(spec.checked(names or ()))))
 
 
 def _parts(text: str) -> str | None:

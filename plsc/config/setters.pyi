@@ -291,14 +291,10 @@ class Setters:
         if precision.mode is float16. Default: None.
         """
 
-    def set_precision_white_list(self, names: Sequence[str]) -> None:
-        """Set ``precision.white_list``: operators and modules (docs/precision.md) that compute in 16 bits;
-        only if precision.mode is float16 or bfloat16. Default: ().
-        """
-
-    def set_precision_black_list(self, names: Sequence[str]) -> None:
-        """Set ``precision.black_list``: operators and modules (docs/precision.md) that compute in float32;
-        only if precision.mode is float16 or bfloat16. Default: ().
+    def set_precision_lists(self, **arguments: Any) -> None:
+        """Set ``precision.lists``: operators and modules, see docs/precision.md: custom_white_list (those
+        in 16 bits); custom_black_list (those in float32); only if precision.mode is float16 or
+        bfloat16. Default: None.
         """
 
     def set_train_batch_size(self, batch_size: int) -> None:

@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from plsc.config.runtime import check_apart
 from plsc.errors import OptionError, did_you_mean
 from plsc.models.base_model import ForwardWrapper
 
@@ -44,13 +43,12 @@ class PrecisionLists:
 
         Raises OptionError for a name that matches nothing, and for modules that are in both lists.
         """
-        check_apart(white, black)
-        white_modules, white_operators = _resolve(network, "white_list", white)
-        black_modules, black_operators = _resolve(network, "black_list", black)
+        white_modules, white_operators = _resolve(network, "custom_white_list", white)
+        black_modules, black_operators = _resolve(network, "custom_black_list", black)
         both = [name for name in white_modules if name in black_modules]
         if both:
             raise OptionError(
-                f"precision.white_list and precision.black_list both match {both[0] or 'the whole network'}"
+                f"both lists of precision.lists match {both[0] or 'the whole network'}"
                 f"{f' and {len(both) - 1} more modules' if len(both) > 1 else ''}; remove them from one list"
             )
         return PrecisionLists(white_modules, black_modules, white_operators, black_operators)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from plsc.config import Config
+from plsc.config.option import read_arguments
+from plsc.config.runtime import AutoMixedPrecisionLists
 from plsc.config.train import listed_names
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model, check_model
@@ -51,8 +53,8 @@ def check_network_options(options: Config, ranks: int) -> None:
             "train.callbacks check_shape or check_content: compiled code does not call the layers",
         ),
         (
-            precision.white_list or precision.black_list,
-            "precision.white_list or black_list: compiled code does not call the modules that they name",
+            precision.lists,
+            "precision.lists: compiled code does not call the modules that they name",
         ),
     )
     for is_set, why in excluded if options.speed.compile else ():
@@ -112,8 +114,8 @@ def build_network(
 
 def look_up_lists(network: nn.Module, options: Config) -> PrecisionLists:
     """Resolve the names in the precision lists. Raises OptionError for a name that matches nothing."""
-    precision = options.precision
-    return PrecisionLists.resolve(network, precision.white_list, precision.black_list)
+    lists = read_arguments(AutoMixedPrecisionLists, options.precision.lists, "precision.lists")
+    return PrecisionLists.resolve(network, lists.custom_white_list or (), lists.custom_black_list or ())
 
 
 def use_lists(network: nn.Module, lists: PrecisionLists, options: Config, device: torch.device) -> None:

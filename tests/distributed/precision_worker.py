@@ -35,7 +35,7 @@ FIXED = {"precision__scaling_arguments": {**SCALING, "use_dynamic_loss_scaling":
 SAMPLED = {
     "head__sample_ratio": 0.5, "train__micro_batches": 2, "optim__clip_norm": 0.5,
     "head__optimizer": "adamw", "model__sync_batch_norm": True,
-    "precision__mode": "bfloat16", "precision__black_list": ("batch_norm",),
+    "precision__mode": "bfloat16", "precision__lists": {"custom_black_list": ["batch_norm"]},
 }  # fmt: skip
 DENSE = {"head__loss_type": "curricularface", "optim__clip_norm": 0.5}
 

@@ -327,7 +327,8 @@ def hostile(spec):
                   "adagrad", "cosine", "arcface", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7},
-                  {"incr_ratio": 7.0}, {"a": 7.0}, "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
+                  {"incr_ratio": 7.0}, {"custom_black_list": ["relu"]}, {"a": 7.0},
+                  "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value

@@ -63,6 +63,7 @@ MAPPINGS = {
     "data.order_arguments": (("balanced",), {"balance": 0.2}),
     "data.augmentation": ((), {"crop_padding": 2, "colour_jitter": [0.1, 0.2, 0.3]}),
     "optim.schedule_arguments": (("cosine",), {"cycles": 2}),
+    "precision.lists": ((), {"custom_white_list": ["softmax"]}),
     "precision.scaling_arguments": ((), {"incr_ratio": 3.0}),
 }
 

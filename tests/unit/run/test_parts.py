@@ -234,14 +234,14 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     assert idle_note(options) == ""
     for path, value in {
         "optim.schedule": "cosine", "optim.step_boundaries": (5,),
-        "precision.black_list": ["softmax"], "precision.scaling_arguments": {"decr_ratio": 0.25},
+        "precision.lists": {"custom_black_list": ["softmax"]},
+        "precision.scaling_arguments": {"decr_ratio": 0.25},
         "optim.optimizer": "adam", "optim.momentum": 0.5,
     }.items():  # fmt: skip
         options.set(path, value)
     assert idle_note(options) == (
         "note: these options have no effect in this run: optim.step_boundaries (optim.schedule is cosine), "
-        "precision.scaling_arguments (precision.mode is float32), precision.black_list (precision.mode is "
-        "float32)"
+        "precision.scaling_arguments (precision.mode is float32), precision.lists (precision.mode is float32)"
     )
     for path, value in {
         "head.optimizer": "adagrad", "optim.schedule": "step",
@@ -332,7 +332,7 @@ def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning
 def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no_first(dataset, tmp_path):
     network, lists = Stages(), ("conv", "norm", "exp")
     first = {
-        "precision__mode": "bfloat16", "precision__black_list": (*lists, "Dropout"),
+        "precision__mode": "bfloat16", "precision__lists": {"custom_black_list": [*lists, "Dropout"]},
         "optim__freeze": ("conv", "norm"), "memory__recompute": "conv,norm",
     }  # fmt: skip
     assert two_steps(network, dataset, tmp_path, **first)[1] == [torch.float32] * 2
@@ -340,7 +340,7 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
     for changes, types in (
         ({"precision__mode": "bfloat16"}, [torch.bfloat16] * 2),
         (
-            {"precision__mode": "bfloat16", "precision__black_list": ("dropout",)},
+            {"precision__mode": "bfloat16", "precision__lists": {"custom_black_list": ["dropout"]}},
             [torch.bfloat16, torch.float32],
         ),
         ({"memory__recompute": "conv"}, [torch.float32] * 2),

@@ -209,11 +209,11 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
     ins.set_mixed_precision(True, 128, 1000, 3, 4, 0.25, False, lists)
     assert (precision := ins.options.precision).mode == "float16"
     assert LossScaler.of(precision) == LossScaler(128.0, 1000, 3, 4.0, 0.25, False)
-    assert (precision.white_list, precision.black_list) == (("softmax",), ("BatchNorm2d",))
+    assert precision.lists == {"custom_white_list": ["softmax"], "custom_black_list": ["BatchNorm2d"]}
     ins.set_mixed_precision(True)
     precision = ins.options.precision
     assert LossScaler.of(precision) == LossScaler(1.0, 2000, 2, 2.0, 0.5, True)
-    assert (precision.white_list, precision.black_list) == ((), ())
+    assert precision.lists is None
     ins.set_mixed_precision(use_fp16=False)
     assert ins.options.precision.mode == "float32"
 
@@ -251,7 +251,9 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     assert head_products(made) == "bfloat16"
     made.set("head.products", "float32")
     assert head_products(made) == "float32"
-    named = options(dataset, tmp_path / "b", precision__black_list=("norn",), speed__compile=True)
+    named = options(
+        dataset, tmp_path / "b", precision__lists={"custom_black_list": ["norn"]}, speed__compile=True
+    )
     with pytest.raises(OptionError, match="compile cannot be used with precision"):
         check_combinations(named, 1)
     named.set("speed.compile", False)
@@ -289,7 +291,9 @@ def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, t
 def test_lists_and_recomputation_go_together(dataset, tmp_path):
     settings = {
         "model__name": "SmallResNet", "precision__mode": "bfloat16", "train__steps": 3, "model__emb_size": 32,
-        "precision__black_list": ("BatchNorm2d", "relu", "stages.2"), "precision__white_list": ("prelu",),
+        "precision__lists": {
+            "custom_black_list": ["BatchNorm2d", "relu", "stages.2"], "custom_white_list": ["prelu"]
+        },
     }  # fmt: skip
     for name, stages in (("plain", "none"), ("again", "all")):
         made = options(dataset, tmp_path / name, memory__recompute=stages, **settings)
