@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "adaface": {"set_loss_type": "dist_adaface", "set_margin": 0.3, "set_scale": 32.0},
     "softmax": {"set_loss_type": "dist_softmax"},
     "arcface, sampled 0.1": {**ARCFACE, "set_sample_ratio": 0.1},
-    "arcface, bf16 products": {**ARCFACE, "set_head_products": "bfloat16"},
+    "arcface, bf16 products": {**ARCFACE, "set_head_execution": {"products": "bfloat16"}},
     "arcface, bf16 rows": {**ARCFACE, "set_row_dtype": "bfloat16"},
     "arcface, bf16 rows, int8 momentum": {
         **ARCFACE,
@@ -58,7 +58,7 @@ def train(way: str, seed: int, data: Path, run: Path) -> None:
     ins.set_emb_size(128)
     ins.set_dropout(0.0)
     for setter, value in WAYS[way].items():
-        getattr(ins, setter)(value)
+        getattr(ins, setter)(**value) if isinstance(value, dict) else getattr(ins, setter)(value)
     ins.set_global_batch_size(GLOBAL_BATCH)
     ins.set_train_epochs(EPOCHS)
     ins.set_lr(RATE)

@@ -70,6 +70,7 @@ class TrainWay:
 _BF16 = {"precision.mode": "bfloat16"}
 _FP16 = {"precision.mode": "float16"}
 _COMPILED = {"speed.compile": True}
+_KEPT = {"head.execution": {"keep_mb": 4096.0}}
 
 
 def ways(device: str) -> list[TrainWay]:
@@ -81,8 +82,11 @@ def ways(device: str) -> list[TrainWay]:
         TrainWay("plsc, fp32, compiled", options=_COMPILED),
         TrainWay("plsc, bf16", options=_BF16),
         TrainWay("plsc's backbone alone, bf16", options=_BF16, has_head=False),
-        TrainWay("plsc, bf16, kept", options={**_BF16, "head.keep_mb": 4096.0}),
-        TrainWay("plsc, bf16, kept, compiled", options={**_BF16, **_COMPILED, "head.keep_mb": 4096.0}),
+        TrainWay("plsc, bf16, kept", options={**_BF16, **_KEPT}),
+        TrainWay(
+            "plsc, bf16, kept, compiled",
+            options={**_BF16, **_COMPILED, **_KEPT},
+        ),
     ]
     if device == "cuda":
         found += [

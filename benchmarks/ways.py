@@ -344,7 +344,7 @@ def _cut_whole(store: Store) -> Built:
 def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = False, **how: Any) -> Way:
     planned: dict[str, Any] = {"head.sample_ratio": how.get("ratio", 1.0)}
     if how.get("keep"):
-        planned["head.keep_mb"] = EVERYTHING / 2**20
+        planned["head.execution"] = {"keep_mb": EVERYTHING / 2**20}
     if how.get("loss"):
         planned["head.loss_type"] = f"dist_{how['loss']}"
     if how.get("light"):

@@ -258,7 +258,7 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
     ratio = max(sample_ratios(head.sample_ratio).values())
     n = max(math.ceil(local * ratio), min(b, local)) * k  # the classes of the batch are included
     kept = 2 * n * b
-    if kept > max(head.keep_mb * 2**20, KEPT_BYTES if head.hard_share else 0):
+    if kept > max((head.execution or {}).get("keep_mb", 0) * 2**20, KEPT_BYTES if head.hard_share else 0):
         kept = 0
     lists = {"lists of hard negatives": LIST_BYTES} if head.hard_share else {}
 

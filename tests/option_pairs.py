@@ -37,7 +37,7 @@ CHANGES: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "sampled": ({"head.sample_ratio": 0.5}, 0.0),
     "recomputation": ({"memory.recompute": "all"}, 0.0),
-    "kept": ({"head.keep_mb": 64.0}, 1e-4),
+    "kept": ({"head.execution": {"keep_mb": 64.0}}, 1e-4),
 }
 """By what part an option may change the first step's loss, by rounding; the second's thrice that."""
 
@@ -51,7 +51,7 @@ CHANGES_OF_GPUS: dict[str, tuple[dict[str, Any], float]] = {
         {"precision.mode": "float16", "precision.scaling_arguments": {"init_loss_scaling": 256.0}},
         2e-2,
     ),
-    "plain kernels": ({"head.kernels": "torch"}, 1e-4),
+    "plain kernels": ({"head.execution": {"kernels": "torch"}}, 1e-4),
     "compiled": ({"speed.compile": True}, 1e-3),
 }
 """Options that mean something on a GPU alone, or cost too much elsewhere."""

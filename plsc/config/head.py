@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plsc.config.option import Need, at_least, between, declare, more_than, need, not_empty, of_run, one_of
+from plsc.config.option import (
+    Need,
+    arguments_of,
+    at_least,
+    between,
+    declare,
+    described_fields,
+    more_than,
+    need,
+    not_empty,
+    of_run,
+    one_of,
+)
 from plsc.names import LOSS_TYPES, MARGINS, NO_MARGIN
 
 
@@ -73,6 +85,19 @@ _WITH_MARGIN = Need(
     "the loss has a margin",
     lambda config: config.head.loss_type.removeprefix("dist_") not in NO_MARGIN,
 )
+
+
+@dataclass(frozen=True)
+class ExecutionArguments:
+    """How the head computes; changes results only by rounding."""
+
+    products: str = declare(
+        "auto", "of float32 or bfloat16; auto: by precision.mode", check=one_of("auto", "float32", "bfloat16")
+    )
+    keep_mb: float = declare(0.0, "MiB per rank to cache softmax terms", check=between(0, 2**40))
+    kernels: str = declare(
+        "auto", "torch, native (C) or triton", check=one_of("auto", "torch", "native", "triton")
+    )
 
 
 @dataclass(frozen=True)
@@ -196,25 +221,10 @@ class HeadOptions:
             _LOCAL,
         ),
     )
-    products: str = of_run(
-        "auto",
-        "dtype of the inputs of the head's matrix products: float32, bfloat16, or auto (bfloat16 if "
-        "precision.mode has 16 bits)",
-        "set_head_products(dtype)",
-        one_of("auto", "float32", "bfloat16"),
-        needs=SHARDED,
-    )
-    keep_mb: float = of_run(
-        0.0,
-        "MiB per rank to cache softmax terms for the update, in 16 bits",
-        "set_head_keep_mb(mebibytes)",
-        between(0, 2**40),
-        needs=SHARDED,
-    )
-    kernels: str = of_run(
-        "auto",
-        "implementation of the head: auto, torch, native (C, for CPUs) or triton (for GPUs)",
-        "set_head_kernels(name)",
-        one_of("auto", "torch", "native", "triton"),
+    execution: dict[str, Any] | None = of_run(  # noqa: RUF009
+        None,
+        f"how the head computes: {described_fields(ExecutionArguments)}",
+        "set_head_execution(**execution)",
+        arguments_of(ExecutionArguments, "head.execution"),
         needs=SHARDED,
     )

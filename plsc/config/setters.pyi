@@ -124,20 +124,10 @@ class Setters:
         the class weights (plsc checkpoint copy adds them). Default: None.
         """
 
-    def set_head_products(self, dtype: str) -> None:
-        """Set ``head.products``: dtype of the inputs of the head's matrix products: float32, bfloat16, or
-        auto (bfloat16 if precision.mode has 16 bits); only if class weights are sharded (a loss
-        dist_...). Default: 'auto'.
-        """
-
-    def set_head_keep_mb(self, mebibytes: float) -> None:
-        """Set ``head.keep_mb``: MiB per rank to cache softmax terms for the update, in 16 bits; only if
-        class weights are sharded (a loss dist_...). Default: 0.0.
-        """
-
-    def set_head_kernels(self, name: str) -> None:
-        """Set ``head.kernels``: implementation of the head: auto, torch, native (C, for CPUs) or triton
-        (for GPUs); only if class weights are sharded (a loss dist_...). Default: 'auto'.
+    def set_head_execution(self, **arguments: Any) -> None:
+        """Set ``head.execution``: how the head computes: products (of float32 or bfloat16; auto: by
+        precision.mode); keep_mb (MiB per rank to cache softmax terms); kernels (torch, native (C) or
+        triton); only if class weights are sharded (a loss dist_...). Default: None.
         """
 
     def set_dataset_dir(self, directory: str, **arguments: Any) -> None:

@@ -16,7 +16,8 @@ from plsc.checkpoint.load import missing_weights
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Role
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options
-from plsc.config.head import sample_ratios
+from plsc.config.head import ExecutionArguments, sample_ratios
+from plsc.config.option import read_arguments
 from plsc.errors import CheckpointError, OptionError, refusing
 from plsc.heads import (
     MARGINS,
@@ -121,7 +122,7 @@ def build_trained_head(
         margin=margin,
         centers=head.sub_centers,
         sampling=sampling_of(options),
-        execution=Execution(head_products(options), int(head.keep_mb * 2**20), kernels=head.kernels),
+        execution=execution_of(options),
         row_dtype=getattr(torch, head.row_dtype),
         offload=head.offload,
         file=file,
@@ -164,12 +165,12 @@ def load_head(path: Path, manifest: Manifest, world: World) -> Head:
     return head
 
 
-def head_products(options: Config) -> str:
-    """Return the data type of the inputs of matrix products in sharded heads: 'float32' or 'bfloat16'."""
-    products = options.head.products
-    if products != "auto":
-        return products
-    return "float32" if options.precision.mode == "float32" else "bfloat16"
+def execution_of(options: Config) -> Execution:
+    """Return how a sharded head computes."""
+    own = read_arguments(ExecutionArguments, options.head.execution, "head.execution")
+    by_mode = "float32" if options.precision.mode == "float32" else "bfloat16"
+    products = by_mode if own.products == "auto" else own.products
+    return Execution(products, int(own.keep_mb * 2**20), kernels=own.kernels)
 
 
 def _row_optimizer(options: Config, head: ShardedHead) -> RowOptimizer:

@@ -21,7 +21,7 @@ from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.schedule import Schedule
 from plsc.parallel.world import World
 from plsc.run.build_data import TrainingData, open_training_data
-from plsc.run.build_heads import build_trained_head, head_products, margin_of
+from plsc.run.build_heads import build_trained_head, margin_of
 from plsc.run.build_network import (
     build_trained_network,
     check_network_options,
@@ -253,8 +253,9 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     network = type(run.network).__name__ if run.is_custom else run.options.model.name
     head, kernels = run.head, ""
     if isinstance(head, ShardedHead):
-        wanted, products = run.options.head.kernels, getattr(torch, head_products(run.options))
-        backend = choose_backend(wanted, run.world.device, head.weight.dtype, products, None, 1)
+        how = head.execution
+        assert isinstance(how.products, torch.dtype)
+        backend = choose_backend(how.kernels, run.world.device, head.weight.dtype, how.products, None, 1)
         kernels = f", kernels {backend.describe()}"
     text = (
         f"training {network} ({parameters:,} parameters), loss {run.options.head.loss_type}, "

@@ -140,7 +140,7 @@ CASES = {
         "asks for 16777216 images of shape [3, 16, 16] per rank and step",
     ),
     "a buffer is larger than numbers": (
-        "train", {"head": {"keep_mb": 1e308}}, "head.keep_mb is 1e+308"
+        "train", {"head": {"execution": {"keep_mb": 1e308}}}, "keep_mb is 1e+308"
     ),
     "a data file is elsewhere": (
         "predict", {"files": {"../faces/label.txt": {"bytes": 1, "crc32": 1}}}, "plain file name"
@@ -327,7 +327,7 @@ def hostile(spec):
                   "adagrad", "cosine", "arcface", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7},
-                  {"incr_ratio": 7.0}, {"custom_black_list": ["relu"]}, {"a": 7.0},
+                  {"incr_ratio": 7.0}, {"keep_mb": 7.0}, {"custom_black_list": ["relu"]}, {"a": 7.0},
                   "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:

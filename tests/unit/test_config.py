@@ -58,6 +58,7 @@ def test_the_lines_of_the_docs_restore_the_training_of_plsc_0_1(tmp_path):
 
 MAPPINGS = {
     "head.loss_arguments": (("adaface",), {"h": 0.4}),
+    "head.execution": ((), {"kernels": "torch"}),
     "head.class_margins": ((), {"a": 0.5, "b": 0.05}),
     "data.format_arguments": (("folder",), {"class_depth": 2}),
     "data.order_arguments": (("balanced",), {"balance": 0.2}),

@@ -154,7 +154,7 @@ def test_softmax_terms_are_kept_exactly_if_the_head_keeps_them(missing):
             "head.class_num": 8192,
             "model.emb_size": 8,
             "train.batch_size": 64,
-            "head.keep_mb": budget / 2**20,
+            "head.execution": {"keep_mb": budget / 2**20},
         }
     )
     assert planned.step.get("kept softmax terms") == (None if kept is None else kept.nbytes)
@@ -169,7 +169,12 @@ def test_operations_of_the_head_equal_those_of_the_real_products(keep_mb, factor
         step(head, 6, 16)
         updates.step()
     planned = plan_head(
-        {"head.class_num": 50, "model.emb_size": 16, "train.batch_size": 6, "head.keep_mb": float(keep_mb)}
+        {
+            "head.class_num": 50,
+            "model.emb_size": 16,
+            "train.batch_size": 6,
+            "head.execution": {"keep_mb": float(keep_mb)},
+        }
     )
     assert planned.operations == counter.get_total_flops() == factor * 6 * 50 * 16
 

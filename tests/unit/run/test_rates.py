@@ -170,7 +170,7 @@ def test_margins_per_class_are_a_formula_or_a_file(values, dataset, tmp_path):
 def test_log_and_checkpoint_name_the_kernels_of_the_head(kernels, dataset, tmp_path, capsys):
     if kernels == "native" and native.unavailable():
         pytest.skip(native.unavailable())
-    train(options(dataset, tmp_path / "a", train__epochs=1, head__kernels=kernels), WORLD)
+    train(options(dataset, tmp_path / "a", train__epochs=1, head__execution={"kernels": kernels}), WORLD)
     name = "torch" if kernels == "torch" else native.fastest_engine(torch.float32)
     assert f", 1 rank on cpu, float32, kernels {name}" in capsys.readouterr().out.splitlines()[0]
     assert name in read_manifest(tmp_path / "a/0").heads[""].computed_by

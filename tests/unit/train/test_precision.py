@@ -14,7 +14,7 @@ from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
 from plsc.run import build_network as network
 from plsc.run import run as build
-from plsc.run.build_heads import head_products
+from plsc.run.build_heads import execution_of
 from plsc.run.run import build_run, check_combinations
 from plsc.run.targets import evaluate_targets, load_targets
 from plsc.run.user_parts import UserParts
@@ -183,7 +183,7 @@ def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_toleran
     # Loss, gradient, change of the class weights, relative to their norms.
     for settings, tolerances in (
         ({"precision__mode": "bfloat16"}, (0.005, 0.15, 0.05)),
-        ({"head__products": "bfloat16"}, (0.001, 0.01, 0.01)),
+        ({"head__execution": {"products": "bfloat16"}}, (0.001, 0.01, 0.01)),
     ):
         found = first_step(dataset, tmp_path / "b", **settings)
         for mine, right, tolerance in zip(found, exact, tolerances, strict=True):
@@ -248,9 +248,9 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     run = build_run(made, WORLD, UserParts(model=Scripted()))
     assert run.scaler is None
     assert "\n".join(run.notes).count("float16 is only for GPUs: this CPU uses bfloat16") == 1
-    assert head_products(made) == "bfloat16"
-    made.set("head.products", "float32")
-    assert head_products(made) == "float32"
+    assert execution_of(made).products is torch.bfloat16
+    made.set("head.execution", {"products": "float32"})
+    assert execution_of(made).products is torch.float32
     named = options(
         dataset, tmp_path / "b", precision__lists={"custom_black_list": ["norn"]}, speed__compile=True
     )
