@@ -23,8 +23,7 @@ import pyarrow as pa
 from plsc.data.sources.base import printable
 from plsc.data.sources.tar import read_members
 from plsc.errors import DataError
-from plsc.storage.blocks import streamed
-from plsc.storage.cache import fingerprint_of
+from plsc.storage.blocks import fingerprint_of, streamed
 from plsc.storage.publish import publishing, publishing_folder
 from plsc.storage.regular import open_regular
 from plsc.storage.urls import shown

@@ -1,25 +1,40 @@
-"""Random access to the bytes of a file, local or remote: ``open_bytes(location).read_at(offset, length)``.
-
-A remote file is read in blocks of 4 MiB, which are cached (see `plsc.storage.cache.BlockCache`).
-"""
+"""Random access to the bytes of a file, local or remote: ``open_bytes(location).read_at(offset, length)``."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import os
-import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from plsc.errors import DataError
-from plsc.storage.cache import BLOCK_BYTES, BlockCache, Fingerprint, fingerprint_of, local_fingerprint
 from plsc.storage.regular import AnyPath, open_regular, without_mark
 from plsc.storage.retry import with_retries
 from plsc.storage.urls import is_url, open_filesystem, shown
 
-_LOCKS = 16
+_AHEAD = 4 * 2**20  # bytes
+
+
+# fsspec clients' names for what changes with the content, the most reliable first.
+_VERSION_KEYS = (
+    *("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"),
+    *("modificationTime", "modification_time", "modified", "created"),
+)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The size of a file in bytes, and a string that changes when the content does.
+
+    Local: the times of modification and of change, in nanoseconds. Remote: the store's ETag, or its
+    modification time.
+    """
+
+    size: int
+    version: str
 
 
 class Bytes(Protocol):
@@ -27,6 +42,7 @@ class Bytes(Protocol):
 
     size: int
     location: str
+    fingerprint: Fingerprint
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`; DataError if the range is outside the file."""
@@ -38,6 +54,11 @@ def open_bytes(location: str | Path, folder: AnyPath | None = None) -> Bytes:
     return RemoteBytes(str(location)) if is_url(location) else LocalBytes(location, folder)
 
 
+def fingerprint_of(location: str | Path) -> Fingerprint:
+    """Return the fingerprint of a local file or fsspec URL; DataError if missing or not a regular file."""
+    return open_bytes(location).fingerprint
+
+
 class LocalBytes:
     """A local file, read with pread: threads share no file position and do not wait for each other.
 
@@ -47,30 +68,29 @@ class LocalBytes:
     def __init__(self, path: str | Path, folder: AnyPath | None = None) -> None:
         self.location = str(path)
         self._open(folder)
-        self.size = self._fingerprint.size
 
     def _open(self, folder: AnyPath | None = None) -> None:
         try:
             with open_regular(self.location, folder, buffering=0) as file:
                 self._descriptor = os.dup(file.fileno())
-        except FileNotFoundError:
-            raise DataError(f"{self.location} does not exist") from None
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.location} cannot be read: {getattr(error, 'strerror', error)}") from error
-        self._fingerprint = local_fingerprint(Path(self.location), self._descriptor)
+        except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            reason = "does not exist" if is_missing else f"cannot be read: {error.strerror}"
+            raise DataError(f"{self.location} {reason}") from error
+        status = os.fstat(self._descriptor)
+        self.size = status.st_size
+        # Tools that unpack or copy set the modification time; nothing sets the time of the last change.
+        self.fingerprint = Fingerprint(self.size, f"{status.st_mtime_ns}-{status.st_ctime_ns}")
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`; DataError if the range is outside the file."""
         _check_range(self, offset, length)
-        try:
-            data = os.pread(self._descriptor, length, offset)
-            while len(data) < length:  # one call returns at most 2 GiB
-                more = os.pread(self._descriptor, length - len(data), offset + len(data))
-                if not more:
-                    raise DataError(f"{self.location} became shorter while in use; start again")
-                data += more
-        except OSError as error:
-            raise DataError(f"{self.location} cannot be read ({error.strerror})") from error
+        data = os.pread(self._descriptor, length, offset)
+        while len(data) < length:  # one call returns at most 2 GiB
+            more = os.pread(self._descriptor, length - len(data), offset + len(data))
+            if not more:
+                raise DataError(f"{self.location} became shorter while in use; start again")
+            data += more
         return data
 
     def fileno(self) -> int:
@@ -83,81 +103,71 @@ class LocalBytes:
             os.close(descriptor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"location": self.location, "fingerprint": self._fingerprint}
+        return {"location": self.location, "fingerprint": self.fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.location = state["location"]
         self._open()
-        if self._fingerprint != state["fingerprint"]:
+        if self.fingerprint != state["fingerprint"]:
             raise DataError(f"{self.location} changed while in use; start again")
-        self.size = self._fingerprint.size
 
 
 class RemoteBytes:
-    """A file in a remote store, read in cached blocks.
+    """A file in a remote store. A failed request is retried for up to a minute.
 
-    Two threads that need the same block fetch it once. A failed fetch is retried for up to a minute.
-    is_kept: False disables the cache, for a file that is read once from start to end.
+    Requests that follow each other are read ahead; any other one fetches its bytes alone, because samples in
+    random order would have the file transferred many times.
     """
 
-    def __init__(self, url: str, fingerprint: Fingerprint | None = None, *, is_kept: bool = True) -> None:
+    def __init__(self, url: str, fingerprint: Fingerprint | None = None) -> None:
         self.location = url
-        self._fingerprint = fingerprint or fingerprint_of(url)
-        self.size = self._fingerprint.size
-        self._is_kept = is_kept
-        self._cache = BlockCache(url, self._fingerprint, is_kept=is_kept)
-        self._process = -1
         self._connect()
+        if fingerprint is None:
+            info: dict[str, Any] = with_retries(
+                lambda: self._filesystem.info(self._path), f"{shown(url)} cannot be looked up"
+            )
+            size = info.get("size")
+            if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
+                raise DataError(f"{shown(url)} is not a plain file of known size")
+            version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+            fingerprint = Fingerprint(size, version.strip('"'))
+        self.fingerprint, self.size = fingerprint, fingerprint.size
 
     def _connect(self) -> None:
-        """Open the client; a forked process needs its own client and unlocked locks."""
-        if self._process == os.getpid():
-            return
         self._filesystem, self._path = open_filesystem(self.location)
-        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self._last: tuple[int, bytes] = (0, b"")
         self._process = os.getpid()
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`; DataError if they cannot be read."""
         _check_range(self, offset, length)
-        self._connect()
-        parts = []
-        while length > 0:
-            block, start = divmod(offset, BLOCK_BYTES)
-            wanted = min(length, BLOCK_BYTES - start)
-            parts.append(self._read_in_block(block, start, wanted))
-            offset, length = offset + wanted, length - wanted
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        if self._process != os.getpid():  # a forked process needs its own client
+            self._connect()
+        start, data = self._last
+        begin = offset - start
+        if begin < 0 or begin + length > len(data):
+            is_next = 0 <= begin <= len(data) + _AHEAD // 4  # threads read in no exact order
+            stop = min(self.size, offset + max(length, _AHEAD)) if is_next else offset + length
+            begin, data = 0, self._fetch(offset, stop)
+            self._last = offset, data
+        return data[begin : begin + length]
 
-    def _read_in_block(self, block: int, start: int, length: int) -> bytes:
-        found = self._cache.read(block, start, length)
-        if found is not None:
-            return found
-        with self._locks[block % _LOCKS]:
-            found = self._cache.read(block, start, length)  # another thread may have fetched it
-            if found is not None:
-                return found
-            data = self._fetch(block)
-            self._cache.write(block, data)
-        return data[start : start + length]
-
-    def _fetch(self, block: int) -> bytes:
-        start = block * BLOCK_BYTES
-        end = min(start + BLOCK_BYTES, self.size)
-
+    def _fetch(self, start: int, stop: int) -> bytes:
         def fetch() -> bytes:
-            data: bytes = self._filesystem.cat_file(self._path, start=start, end=end)
-            if len(data) != end - start:
-                raise OSError(f"received {len(data)} bytes of {end - start}")
+            data: bytes = (
+                self._filesystem.cat_file(self._path, start=start, end=stop) if start < stop else b""
+            )
+            if len(data) != stop - start:
+                raise OSError(f"received {len(data)} bytes of {stop - start}")
             return data
 
         return with_retries(fetch, f"{shown(self.location)} cannot be read at byte {start}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"location": self.location, "fingerprint": self._fingerprint, "is_kept": self._is_kept}
+        return {"location": self.location, "fingerprint": self.fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["location"], state["fingerprint"], is_kept=state["is_kept"])  # type: ignore[misc]
+        self.__init__(state["location"], state["fingerprint"])  # type: ignore[misc]
 
 
 class BytesFile(io.RawIOBase):
@@ -203,9 +213,8 @@ def buffered(data: Bytes, buffer_bytes: int = 2**20) -> io.BufferedReader:
 
 
 def streamed(location: str | Path, folder: AnyPath | None = None) -> io.BufferedReader:
-    """Open a local file (as `open_regular`) or fsspec URL to be read once, from start to end, uncached."""
-    data = RemoteBytes(str(location), is_kept=False) if is_url(location) else LocalBytes(location, folder)
-    return buffered(data, BLOCK_BYTES)
+    """Open a local file (as `open_regular`) or fsspec URL to be read once, from start to end."""
+    return buffered(open_bytes(location, folder), _AHEAD)
 
 
 def text_lines(file: BinaryIO, name: str, most: int) -> Iterator[tuple[int, int, bytes]]:

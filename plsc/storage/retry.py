@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from fsspec.callbacks import Callback
 
 from plsc.errors import DataError, PlscError, shown
 
@@ -73,39 +75,33 @@ def reason_of(error: BaseException) -> str:
 _LOOK_SECONDS = 0.5
 
 
-class TransferProgress:
-    """Count the bytes of a transfer, report them, and keep the time of the last one."""
+class Progress(Callback):
+    """Report the bytes of a transfer, as a callback of fsspec, and keep the time of the last ones."""
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        super().__init__()
         self.last = time.monotonic()
-        self._on_bytes = on_bytes
-        self._count = 0
+        self._on_bytes, self._reported = on_bytes, 0
 
-    def begin(self) -> None:
-        """Start a try: subtract the bytes of an earlier try."""
-        self.beat(-self._count)
-
-    def beat(self, count: int) -> None:
-        """Add `count` transferred bytes."""
+    def call(self, *_: Any, **__: Any) -> None:
+        """Report what has changed; fewer bytes if another try has begun."""
         self.last = time.monotonic()
-        self._count += count
-        if self._on_bytes is not None and count:
-            self._on_bytes(count)
+        new, self._reported = self.value - self._reported, self.value
+        if self._on_bytes is not None and new:
+            self._on_bytes(new)
 
-    def end(self, total: int) -> None:
-        """Report all `total` bytes as transferred, also those that the client did not report."""
-        self.beat(total - self._count)
+    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Progress:
+        """Return itself, for the only file of a transfer."""
+        return self
 
 
-def with_timeout(
-    call: Callable[[], Answer], silence: float, progress: TransferProgress | None = None
-) -> Answer:
+def with_timeout(call: Callable[[], Answer], silence: float, progress: Progress | None = None) -> Answer:
     """Run ``call()`` in a thread and return its result; TimeoutError after `silence` seconds without a byte.
 
     Python cannot end the thread of an abandoned call. It is a daemon, so it does not keep the process alive.
     """
-    progress = progress or TransferProgress()
-    progress.begin()
+    progress = progress or Progress()
+    progress.absolute_update(0)
     outcome: Future[Answer] = Future()
 
     def run() -> None:

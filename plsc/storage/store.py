@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
@@ -32,7 +31,7 @@ from plsc.storage.publish import (
     hidden_name,
     sync,
 )
-from plsc.storage.retry import TransferProgress, with_retries, with_timeout
+from plsc.storage.retry import Progress, with_retries, with_timeout
 from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
 
 logger = logging.getLogger(__name__)
@@ -149,26 +148,26 @@ class Store:
 
     def put(self, local: Path, name: str, on_bytes: OnBytes | None = None) -> None:
         """Upload a local file. on_bytes gets the number of new bytes, negative when a try failed."""
-        progress = TransferProgress(on_bytes)
+        progress = Progress(on_bytes)
         size = local.stat().st_size
 
         def call() -> None:
-            self._filesystem.put_file(str(local), self._at(name), callback=_ProgressCallback(progress))
+            self._filesystem.put_file(str(local), self._at(name), callback=progress)
             self._sync(name)
 
         self._call(call, f"{name} cannot be written", progress)
         self._check_size(name, size)
-        progress.end(size)
+        progress.absolute_update(size)
 
     def get(self, name: str, local: Path, on_bytes: OnBytes | None = None) -> None:
         """Download a file to a local path."""
-        progress = TransferProgress(on_bytes)
+        progress = Progress(on_bytes)
 
         def call() -> None:
-            self._filesystem.get_file(self._at(name), str(local), callback=_ProgressCallback(progress))
+            self._filesystem.get_file(self._at(name), str(local), callback=progress)
 
         self._call(call, f"{name} cannot be read", progress)
-        progress.end(local.stat().st_size)
+        progress.absolute_update(local.stat().st_size)
 
     def make_folder(self, name: str = "") -> None:
         """Create a folder and its parents, where the store has folders.
@@ -247,9 +246,7 @@ class Store:
         if there != size:
             raise DataError(f"{shown(self.child(name))} has {there} bytes after writing {size}; try again")
 
-    def _call(
-        self, call: Callable[[], Answer], what: str, progress: TransferProgress | None = None
-    ) -> Answer:
+    def _call(self, call: Callable[[], Answer], what: str, progress: Progress | None = None) -> Answer:
         if not self.is_remote:
             try:
                 return call()
@@ -262,25 +259,6 @@ class Store:
             attempts=_BY_TIME,
             total_seconds=self._total_seconds,
         )
-
-
-class _ProgressCallback(Callback):
-    """Forward fsspec's progress to a `TransferProgress`."""
-
-    def __init__(self, progress: TransferProgress) -> None:
-        super().__init__()
-        self._progress = progress
-        self._position = 0
-
-    def relative_update(self, inc: int = 1) -> None:
-        self._progress.beat(inc)
-
-    def absolute_update(self, value: int) -> None:
-        self._progress.beat(max(0, value - self._position))
-        self._position = value
-
-    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Any:
-        return self
 
 
 _SECONDS_BETWEEN = 10.0

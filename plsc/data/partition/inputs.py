@@ -20,8 +20,7 @@ from plsc.data.files import folder_of, read_file_list
 from plsc.data.lines import Buffers, LineReader, Lines, Stream, is_base64
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
-from plsc.storage.blocks import streamed
-from plsc.storage.cache import Fingerprint, fingerprint_of
+from plsc.storage.blocks import Fingerprint, fingerprint_of, streamed
 from plsc.storage.regular import open_regular
 from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, open_filesystem, shown

@@ -21,7 +21,8 @@ from safetensors.numpy import save
 
 from plsc.data.native import crc32
 from plsc.errors import DataError
-from plsc.storage.cache import cache_folder, fingerprint_of
+from plsc.storage.blocks import fingerprint_of
+from plsc.storage.cache import cache_folder
 from plsc.storage.publish import replacing
 from plsc.storage.regular import open_regular
 from plsc.storage.urls import base_name, is_url, shown

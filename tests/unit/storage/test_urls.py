@@ -261,4 +261,4 @@ def test_a_server_cannot_fill_the_memory_with_a_compressed_or_long_answer():
         with pytest.raises(DataError, match="bytes"):
             read_image(f"{url}/long.jpg")
         with pytest.raises(DataError, match="sent"):
-            RemoteBytes(f"{url}/long.jpg", is_kept=False).read_at(2**22, 1)
+            RemoteBytes(f"{url}/long.jpg").read_at(2**22, 1)
