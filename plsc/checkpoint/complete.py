@@ -20,10 +20,9 @@ from plsc.checkpoint.manifest import (
     read_manifest,
 )
 from plsc.checkpoint.rollback import mark_of
-from plsc.checkpoint.save import check_destination, check_space
+from plsc.checkpoint.save import check_destination
 from plsc.checkpoint.shard_file import Entry, bytes_of, shard_name, write_shard
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
-from plsc.errors import CheckpointError
 from plsc.storage.publish import publishing_folder
 
 _ROWS = 2**16  # class weights that are read at a time
@@ -52,8 +51,6 @@ def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manife
             path = temporary / shard_name(rank, "weights")
             infos, files[path.name] = _write(file, manifest, path)
             tensors |= infos
-        if tensors == manifest.tensors:
-            raise CheckpointError(f"{source} has its class weights already; copy the folder")
         result = dataclasses.replace(manifest, tensors=tensors, files=files)
         (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
     return result
@@ -83,7 +80,6 @@ def _write(file: WeightsFile, manifest: Manifest, path: Path) -> tuple[dict[str,
     weight, class_num = Role(CLASS_WEIGHTS, "weight"), manifest.head.class_num
     with file:
         file.open(mark_of(manifest.step, manifest.run_id))
-        check_space(path.parent, file.nbytes, "free some space, or write elsewhere")
         infos, entries = {}, []
         for name, column in file.columns.items():
             role = weight if name == "weight" else Role(CLASS_OPTIMIZER, name, weight.key)

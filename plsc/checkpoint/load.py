@@ -20,7 +20,6 @@ from plsc.checkpoint.manifest import (
     CLASS_NAMES,
     CLASS_WEIGHTS,
     EMA,
-    MANIFEST_NAME,
     Manifest,
     Role,
     TensorInfo,
@@ -229,18 +228,15 @@ class _Files:
     def read(self, path: Path, begin: int, out: np.ndarray) -> None:
         """Fill `out` with the bytes from offset `begin`. Raises CheckpointError."""
         left = out.reshape(-1).data
-        try:
-            if path not in self._open:
-                if len(self._open) == _MOST_OPEN:
-                    self._open.pop(next(iter(self._open))).close()
-                self._open[path] = open_regular(path, path.parent, buffering=0)
-            while left:
-                count = os.preadv(self._open[path].fileno(), [left], begin)
-                if not count:
-                    raise CheckpointError(f"{path} became shorter while being read")
-                left, begin = left[count:], begin + count
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if path not in self._open:
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[path] = open_regular(path, path.parent, buffering=0)
+        while left:
+            count = os.preadv(self._open[path].fileno(), [left], begin)
+            if not count:
+                raise CheckpointError(f"{path} became shorter while being read")
+            left, begin = left[count:], begin + count
 
     def close(self) -> None:
         while self._open:
@@ -304,18 +300,11 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
     No tensor data are read.
 
     Raises:
-        CheckpointError: a file is missing, unexpected or damaged; a tensor or row is missing or doubled.
+        CheckpointError: a file is missing or damaged; a tensor or row is missing or doubled.
     """
     try:
-        names = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
-        if names != manifest.files.keys():
-            odd = min(names ^ manifest.files.keys())
-            raise CheckpointError(
-                f"{folder / odd} is {'not in the manifest' if odd in names else 'missing'}; choose another "
-                "checkpoint, or remove unexpected files"
-            )
-        for name, info in manifest.files.items():
-            open_regular(folder / name, folder, info.bytes).close()
+        for name, file in manifest.files.items():
+            open_regular(folder / name, folder, file.bytes).close()
     except OSError as error:
         raise CheckpointError(
             f"cannot read {error.filename}: {error.strerror}; choose another checkpoint"
@@ -323,40 +312,30 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
     parts: dict[str, list[Part]] = {key: [] for key in manifest.tensors}
     for name in manifest.shards:
         for part in read_header(folder / name):
-            if part.key not in parts:
-                raise CheckpointError(f"{part.path}: tensor {part.key!r:.80} is not in the manifest")
-            parts[part.key].append(part)
-    for key, some in parts.items():
-        some.sort(key=lambda part: (part.start, part.stop))
-        _check_parts(folder, key, manifest.tensors[key], some)
+            parts.setdefault(part.key, []).append(part)
+    for key, info in manifest.tensors.items():
+        parts[key].sort(key=lambda part: (part.start, part.stop))
+        filled = [part for part in parts[key] if part.stop > part.start]  # a rank may have no rows
+        starts, stops = [0, *(part.stop for part in filled)], [part.start for part in filled]
+        kinds = {(part.dtype, len(part.shape), part.shape[1:]) for part in parts[key]}
+        if (
+            not (info.sharded or len(parts[key]) == 1)
+            or kinds - {(info.dtype, len(info.shape), info.shape[1:])}
+            or starts != [*stops, info.shape[0] if info.shape else 1]
+        ):
+            raise CheckpointError(
+                f"{folder}: a part of tensor {key!r:.80}, {info.dtype} {list(info.shape)}, is missing, "
+                "stored twice or of another kind"
+            )
     return parts
-
-
-def _check_parts(folder: Path, key: str, info: TensorInfo, parts: list[Part]) -> None:
-    """Raise CheckpointError unless the parts, sorted, are all rows of a tensor, each once."""
-    filled = [part for part in parts if part.stop > part.start]  # a rank may have no rows
-    starts, stops = [0, *(part.stop for part in filled)], [part.start for part in filled]
-    kinds = {(part.dtype, len(part.shape), part.shape[1:]) for part in parts}
-    if (
-        not (info.sharded or len(parts) == 1)
-        or kinds - {(info.dtype, len(info.shape), info.shape[1:])}
-        or starts != [*stops, info.shape[0] if info.shape else 1]
-    ):
-        raise CheckpointError(
-            f"{folder}: a part of tensor {key!r:.80}, {info.dtype} {list(info.shape)}, is missing, stored "
-            "twice or of another kind"
-        )
 
 
 def _check_requested(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
     for role, value in tensors.items():
         want, have = info_of(role, value), manifest.tensors.get(role.key)
-        if have is None:
+        if have is None or (want.shape, want.dtype) != (have.shape, have.dtype):
+            state = "missing" if have is None else f"{have.dtype} {list(have.shape)}"
             raise CheckpointError(
-                f"{folder} has no tensor {role.key!r}; it was saved by another network or run"
-            )
-        if (want.shape, want.dtype) != (have.shape, have.dtype):
-            raise CheckpointError(
-                f"{role.key!r} in {folder} is {have.dtype} {list(have.shape)}, but this run needs "
-                f"{want.dtype} {list(want.shape)}; use the options it was saved with"
+                f"{role.key!r} in {folder} is {state}, but this run needs {want.dtype} {list(want.shape)}; "
+                "use the network and options it was saved with"
             )

@@ -212,17 +212,8 @@ class Manifest:
         return sorted(name for name in self.files if name.endswith(SUFFIX))
 
     def to_json(self) -> str:
-        """Return the manifest as JSON text.
-
-        Raises:
-            CheckpointError: options or scalars are not valid JSON, such as an object or a NaN.
-        """
-        try:
-            return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the options or scalars of a checkpoint must be finite JSON values: {error}"
-            ) from error
+        """Return the manifest as JSON text. Raises TypeError or ValueError for an object or a NaN."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -233,14 +224,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             or of another format.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"there is no checkpoint folder {folder}; expected a path such as saved_model/5"
-        )
     if not (folder / MANIFEST_NAME).is_file():
         raise CheckpointError(
-            f"{folder} has no {MANIFEST_NAME}: it is not a checkpoint, or was not saved completely; "
-            "expected a folder such as saved_model/5"
+            f"there is no complete checkpoint in {folder}: it has no {MANIFEST_NAME}; expected a folder such "
+            "as saved_model/5"
         )
     return parse_manifest(folder / MANIFEST_NAME, str(folder / MANIFEST_NAME))
 

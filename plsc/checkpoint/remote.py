@@ -13,7 +13,7 @@ from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result, r
 from plsc.checkpoint.load import check_checksums, check_files
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, FileInfo, Manifest, parse_manifest, read_manifest
 from plsc.checkpoint.retention import checkpoints_in, list_checkpoints, manifest_in
-from plsc.checkpoint.save import check_replaceable, check_space, finish_folder
+from plsc.checkpoint.save import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
@@ -127,7 +127,6 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     def fetch_share() -> None:
         files = {name: manifest.files[name] for name in sorted(manifest.files)[index::count]}
         total = sum(info.bytes for info in files.values())
-        check_space(work, total, "free some space, or set PLSC_CACHE_DIR to a larger disk")
         transfer = Transfer(f"fetching {store.shown}", total, world.is_main)
         for name, info in files.items():
             _fetch_file(store, name, info, work, transfer)
@@ -169,16 +168,12 @@ def _fetch_file(store: Store, name: str, info: FileInfo, work: Path, transfer: T
     if local.is_file() and local.stat().st_size == info.bytes and checksum(local) == info:
         transfer.add(info.bytes)
         return
-    there = store.size(name)
-    where = shown(store.child(name))
-    if there != info.bytes:
-        state = "is missing" if there is None else f"has {there} bytes; expected {info.bytes}"
-        raise CheckpointError(f"{where} {state}; choose another checkpoint")
     with replacing(local) as part:
         store.get(name, part, transfer.add)
         if checksum(part) != info:
             raise CheckpointError(
-                f"{where} is damaged: its checksum differs from the saved one; choose another checkpoint"
+                f"{shown(store.child(name))} is damaged: its checksum differs from the saved one; choose "
+                "another checkpoint"
             )
 
 

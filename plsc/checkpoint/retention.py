@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, Manifest, parse_manifest
 from plsc.config.option import is_finite_number
-from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.errors import CheckpointError, DataError
 from plsc.storage.publish import MANIFEST_NAME, FolderLock
 from plsc.storage.store import Store, withdraw
 from plsc.storage.urls import shown
@@ -21,27 +21,16 @@ BEST_NAME = "best.json"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep: the `last` newest, and the `top` best by a metric; -1 keeps all.
+    """Which checkpoints to keep: the `last` newest, at least one, and the `top` best by a metric; -1: all.
 
     Attributes:
         monitor: name of the metric; checkpoints without it do not count as best. None: rank none. The lowest
             loss and the highest value of any other metric are the best.
-
-    Raises:
-        OptionError: invalid counts.
     """
 
     last: int = 5
     top: int = 0
     monitor: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.last < -1 or self.top < -1:
-            raise OptionError(f"cannot keep {min(self.last, self.top)} checkpoints; -1 keeps all")
-        if self.last == 0 and (self.top == 0 or self.monitor is None):
-            raise OptionError(
-                "keep_last 0 keeps no checkpoint; set keep_last to at least 1, or save_top_k and monitor"
-            )
 
     def ranking(self, checkpoints: Sequence[tuple[str, Manifest]]) -> list[tuple[str, float]]:
         """Return names and values of the checkpoints that have the metric, best first, then oldest first."""
@@ -52,10 +41,10 @@ class Retention:
     def kept(self, checkpoints: Sequence[tuple[str, Manifest]]) -> set[str]:
         """Return the names to keep. checkpoints: names and manifests, oldest first."""
         names = [name for name, _ in checkpoints]
-        if -1 in (self.last, self.top):
+        if min(self.last, self.top) < 0:
             return set(names)
         best = [name for name, _ in self.ranking(checkpoints)[: self.top]]
-        return {*names[max(0, len(names) - self.last) :], *best}
+        return {*names[-max(1, self.last) :], *best}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from plsc.checkpoint.all_ranks import on_every_rank
 from plsc.checkpoint.manifest import SUFFIX, FileInfo, Manifest, Role, TensorInfo, parse_manifest
 from plsc.checkpoint.retention import manifest_in
-from plsc.checkpoint.shard_file import DTYPES, Entry, entry_of, shard_name, write_shard
+from plsc.checkpoint.shard_file import Entry, entry_of, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError, shown
 from plsc.heads.host_copies import host_copies
 from plsc.parallel.world import World
@@ -80,12 +80,9 @@ def local_of(value: Tensor | ShardedTensor) -> Tensor:
 
 
 def info_of(role: Role, value: Tensor | ShardedTensor) -> TensorInfo:
-    """Return the manifest's entry for a tensor; CheckpointError if checkpoints do not support its dtype."""
-    dtype = local_of(value).dtype
-    if dtype not in DTYPES.values():
-        raise CheckpointError(f"{role.key} has dtype {dtype}, which a checkpoint cannot store")
-    is_sharded = isinstance(value, ShardedTensor)
-    return TensorInfo(tuple(value.shape), str(dtype).removeprefix("torch."), is_sharded, role)
+    """Return the manifest's entry for a tensor."""
+    dtype = str(local_of(value).dtype).removeprefix("torch.")
+    return TensorInfo(tuple(value.shape), dtype, isinstance(value, ShardedTensor), role)
 
 
 def save_checkpoint(
@@ -114,13 +111,16 @@ def save_checkpoint(
             _make(hidden, folder, manifest.run_id)
         return hidden
 
+    def describe() -> dict[str, Any]:
+        return {role.key: asdict(info_of(role, value)) for role, value in snapshot.tensors.items()}
+
     temporary = on_every_rank(world, doing, begin, _ADVICE)[0]
     is_owner = world.is_main
     try:
         is_owner = on_every_rank(
             world, doing, lambda: _is_owner(temporary, folder, manifest.run_id, world, is_shared), _ADVICE
         )[world.rank]
-        infos = on_every_rank(world, doing, lambda: _describe(snapshot), _ADVICE)
+        infos = on_every_rank(world, doing, describe, _ADVICE)
         lower = {key for part in infos[: world.rank] for key in part}
         shard = temporary / shard_name(world.rank, f"step{manifest.step}")
         files = on_every_rank(world, doing, lambda: _write(shard, snapshot, lower), _ADVICE)
@@ -164,10 +164,6 @@ def _is_owner(temporary: Path, folder: Path, run_id: str, world: World, is_share
     return False
 
 
-def _describe(snapshot: Snapshot) -> dict[str, Any]:
-    return {role.key: asdict(info_of(role, value)) for role, value in snapshot.tensors.items()}
-
-
 def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, Any]:
     """Write this rank's file, unless it is empty. lower: keys of the tensors that lower ranks have."""
     entries = []
@@ -199,33 +195,31 @@ def check_replaceable(store: Store, name: str, run_id: str | None = None) -> Non
     With `run_id`, only a checkpoint of that run may be replaced. An empty folder may be, and in an
     object store one with only data files; files, links and other folders never are.
     """
-    if not store.is_link(name) and not store.exists(name):
-        return
-    inside = [] if store.is_link(name) else store.names(name)
-    if not inside and not store.is_link(name) and store.size(name) is None:
-        return
+    is_link = store.is_link(name)
+    inside = [] if is_link else store.names(name)
     if MANIFEST_NAME in inside:
         there = ""
         with contextlib.suppress(CheckpointError):  # a damaged checkpoint belongs to no run
             there = manifest_in(store, name)[0].run_id
-        if run_id is not None and there not in ("", run_id):
-            raise CheckpointError(
-                f"{shown(store.child(name))} is a checkpoint of another run; save elsewhere, or delete it"
-            )
-    elif store.can_rename or not all(file.endswith(SUFFIX) for file in inside):
+        is_free = run_id is None or there in ("", run_id)
+    elif inside:
+        is_free = not store.can_rename and all(file.endswith(SUFFIX) for file in inside)
+    else:
+        is_free = not is_link and (not store.exists(name) or store.size(name) is None)
+    if not is_free:
         raise CheckpointError(
-            f"{shown(store.child(name))} exists and is not a checkpoint; move it away, or save elsewhere"
+            f"{shown(store.child(name))} exists and is not a checkpoint of this run; move it away, or save "
+            "elsewhere"
         )
 
 
 def check_destination(source: Path, destination: Path) -> None:
-    """Raise OptionError unless a new checkpoint can be created there, outside `source`."""
-    if destination.exists() or destination.is_symlink():
-        raise OptionError(f"{destination} already exists; choose another path")
-    if not destination.absolute().parent.is_dir():  # a URL, too
-        raise OptionError(f"{destination.parent} is not a folder; create it first")
-    if destination.resolve().is_relative_to(source.resolve()):
-        raise OptionError(f"{destination} is inside the checkpoint {source}; write next to it")
+    """Raise OptionError unless a new checkpoint can be in an existing folder, outside of `source`."""
+    is_inside = destination.resolve().is_relative_to(source.resolve())
+    if is_inside or not destination.absolute().parent.is_dir():  # a URL, too
+        raise OptionError(
+            f"{destination.parent} is not a folder, or inside the checkpoint {source}; write next to it"
+        )
 
 
 def write_shards(folder: Path, shards: Sequence[Sequence[Entry]]) -> dict[str, FileInfo]:
@@ -233,17 +227,11 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]]) -> dict[str, F
 
     Raises CheckpointError, before anything is written, if the disk has too little space.
     """
-    needed = sum(entry.size for entries in shards for entry in entries)
-    check_space(folder, needed, "free some space, or write elsewhere")
+    needed, free = sum(entry.size for some in shards for entry in some), shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(f"{folder} has {free} bytes free, but {needed} are needed")
     return {
         shard_name(rank): write_shard(folder / shard_name(rank), entries)
         for rank, entries in enumerate(shards)
         if entries
     }
-
-
-def check_space(folder: Path, needed: int, advice: str) -> None:
-    """Raise CheckpointError if the disk of `folder` has fewer than `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(f"{folder} has {free} bytes free, but {needed} are needed; {advice}")

@@ -180,12 +180,6 @@ GROUP = Group(
                 ),
                 Argument("loss_type", str, None, "loss type; default: that of the layout"),
                 Argument("class_num", int, None, "expected number of classes; another number is an error"),
-                Argument(
-                    "global_batch_size",
-                    int,
-                    None,
-                    "global batch size of the run that resumes the checkpoint; by default 128 per rank",
-                ),
             ),
         ),
         "list": Command("list the checkpoints of a run", run_list, (_RUN,)),

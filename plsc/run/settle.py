@@ -56,7 +56,8 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     saved: int = manifest.scalars.get("global_batch", 0)
     if saved < ranks:
         raise OptionError(
-            f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer ranks"
+            f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer ranks, "
+            "or start from its weights with set_pretrained()"
         )
     _check_batch(options, path, saved // ranks)
     train = options.train

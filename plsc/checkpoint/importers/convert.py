@@ -16,16 +16,7 @@ from plsc.checkpoint.importers.insightface import iresnet_source, is_insightface
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
 from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
 from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1
-from plsc.checkpoint.importers.source import (
-    BIAS,
-    BIAS_MOMENTUM,
-    WEIGHT,
-    WEIGHT_MOMENTUM,
-    Network,
-    RowParts,
-    Source,
-    join_rows,
-)
+from plsc.checkpoint.importers.source import BIAS, WEIGHT, Network, RowParts, Source, join_rows
 from plsc.checkpoint.importers.tensor_files import read_state_dict
 from plsc.checkpoint.manifest import MANIFEST_NAME, HeadInfo, Manifest, TensorInfo, role_of_key
 from plsc.checkpoint.retention import METRICS_KEY
@@ -40,7 +31,6 @@ from plsc.version import __version__
 
 SAFETENSORS, STATE_DICT = "safetensors", "state_dict"
 LAYOUTS = ("auto", INSIGHTFACE, PLSC1, SAFETENSORS, STATE_DICT)
-_ZEROS = 1 << 20  # numbers
 
 
 @dataclass(frozen=True)
@@ -74,11 +64,10 @@ def import_checkpoint(
     network: Network | None = None,
     loss_type: str | None = None,
     class_num: int | None = None,
-    global_batch_size: int | None = None,
 ) -> Imported:
     """Write the checkpoint folder ``target`` from the weights at ``source``; class weights are streamed.
 
-    State that the files do not contain is initialised, and the summary says so.
+    It has neither optimizer state nor a position: train from it with `set_pretrained`.
 
     Args:
         layout: one of LAYOUTS.
@@ -86,17 +75,14 @@ def import_checkpoint(
         network: the network, if the files do not name it.
         loss_type: overrides the loss type of the files.
         class_num: expected number of classes; any if None.
-        global_batch_size: of the run that will resume from it; default 128 per rank.
 
     Raises:
-        OptionError: an unknown layout or network, ranks below 1, or an existing target.
+        OptionError: an unknown layout or network.
         CheckpointError: files are missing, duplicated, damaged, malicious or inconsistent, or the target
             cannot be written. Nothing is published.
     """
     if layout not in LAYOUTS:
         raise OptionError(f"unknown layout {layout!r}; {suggest(layout, LAYOUTS)}")
-    if ranks < 1:
-        raise OptionError(f"ranks is {ranks}; expected at least 1")
     target = Path(target)
     check_destination(Path(source), target)
     weights = _read_source(Path(source), layout, network or Network())
@@ -107,9 +93,7 @@ def import_checkpoint(
         raise CheckpointError(f"{source} has {classes} classes; expected {class_num}; are files missing?")
     tensors, options, match = _network_of(weights, str(source))
     _check_head(weights, options)
-    rows = _rows_to_write(weights)
-    manifest = _manifest(weights, options, classes, ranks, global_batch_size, str(source))
-    _write(target, tensors, rows, manifest)
+    _write(target, tensors, weights, _manifest(weights, options, classes, max(1, ranks), str(source)))
     return Imported(
         target,
         weights.layout,
@@ -142,14 +126,12 @@ def _read_source(path: Path, layout: str, given: Network) -> Source:
 def _recognise(path: Path) -> str:
     if not path.is_dir():
         return SAFETENSORS if path.suffix == ".safetensors" else STATE_DICT
-    if (path / MANIFEST_NAME).exists():
-        raise CheckpointError(f"{path} is already a checkpoint; load it without importing it")
     layouts = [(INSIGHTFACE, is_insightface(path)), (PLSC1, is_plsc1(path))]
     recognised = [name for name, is_one in layouts if is_one]
-    if len(recognised) != 1:
+    if len(recognised) != 1 or (path / MANIFEST_NAME).exists():
         raise CheckpointError(
-            f"{path} has {' and '.join(recognised) if recognised else 'no known layout'}; "
-            f"name one with --layout ({', '.join(LAYOUTS[1:])}), or give a single file"
+            f"{path} is a checkpoint already, or has no known layout, or several; name one with --layout "
+            f"({', '.join(LAYOUTS[1:])}), or give a single file"
         )
     return recognised[0]
 
@@ -211,11 +193,6 @@ def _network_of(weights: Source, source: str) -> tuple[dict[str, Tensor], Option
             f"{'; '.join(match.lines()[1:])}; download it again, or name its network with --model"
         )
     tensors = {f"backbone.{name}": value for name, value in state.items()}
-    momentum = {name: torch.zeros_like(state[name]) for name in weights.momentum if name in state}
-    match_into(momentum, weights.momentum, f"{source}: momentum")
-    tensors.update({f"momentum.backbone.{name}": value for name, value in momentum.items()})
-    if not momentum:
-        weights.notes.append("no backbone momentum found; it starts at zero")
     return tensors, options, match
 
 
@@ -223,38 +200,18 @@ def _check_head(weights: Source, options: Options) -> None:
     if WEIGHT not in weights.rows:
         weights.notes.append("no class weights found; a new head will be initialised")
         return
-    shape = weights.rows[WEIGHT].shape
-    if len(shape) != 2 or shape[1] != options.model.emb_size:
+    shape, bias = weights.rows[WEIGHT].shape, weights.rows.get(BIAS)
+    is_softmax = options.head.loss_type.removeprefix("dist_") == "softmax"
+    if shape[1:] != (options.model.emb_size,) or (bias and bias.shape) != (shape[:1] if is_softmax else None):
         raise CheckpointError(
-            f"the class weights have the shape {str(list(shape))[:80]}; expected [classes, "
-            f"{options.model.emb_size}]"
+            f"the class weights have the shape {list(shape)!s:.80}, the biases {bias and list(bias.shape)}; "
+            f"expected [classes, {options.model.emb_size}], and biases only for softmax: the loss type is "
+            f"{options.head.loss_type}"
         )
-    if (options.head.loss_type.removeprefix("dist_") == "softmax") != (BIAS in weights.rows):
-        raise CheckpointError(
-            f"the loss type is {options.head.loss_type}, but the files have "
-            f"{'biases' if BIAS in weights.rows else 'no biases'}; only softmax has biases"
-        )
-    if BIAS in weights.rows and weights.rows[BIAS].shape != shape[:1]:
-        raise CheckpointError(f"the biases have the shape {list(weights.rows[BIAS].shape)}, not {[shape[0]]}")
     options.set("head.class_num", shape[0])
 
 
-def _rows_to_write(weights: Source) -> dict[str, tuple[RowParts | None, tuple[int, ...]]]:
-    """Return by checkpoint key the rows (None: zeros) and shapes of the state that SGD needs to resume."""
-    rows: dict[str, tuple[RowParts | None, tuple[int, ...]]] = {}
-    for key, state in ((WEIGHT, WEIGHT_MOMENTUM), (BIAS, BIAS_MOMENTUM)):
-        if key in weights.rows:
-            shape = weights.rows[key].shape
-            rows[key] = weights.rows[key], shape
-            rows[state] = weights.rows.get(state), shape
-            if state not in weights.rows:
-                weights.notes.append(f"no momentum of {key} found; it starts at zero")
-    return rows
-
-
-def _manifest(
-    weights: Source, options: Options, classes: int, ranks: int, batch: int | None, source: str
-) -> Manifest:
+def _manifest(weights: Source, options: Options, classes: int, ranks: int, source: str) -> Manifest:
     saved = options.as_dict()
     for name in ("lr", "schedule", "warmup_steps"):  # a run uses its own values
         del saved["optim"][name]
@@ -275,49 +232,30 @@ def _manifest(
         options=saved,
         scalars={
             METRICS_KEY: {},
-            "global_batch": batch or options.train.batch_size * ranks,
-            "steps_per_epoch": None,
-            "optimizer": "SGD",
-            "optimizer_numbers": {},
             "imported": {"layout": weights.layout, "from": Path(source).name, "notes": weights.notes},
         },
     )
 
 
-def _write(
-    target: Path,
-    tensors: dict[str, Tensor],
-    rows: dict[str, tuple[RowParts | None, tuple[int, ...]]],
-    manifest: Manifest,
-) -> None:
+def _write(target: Path, tensors: dict[str, Tensor], weights: Source, manifest: Manifest) -> None:
     """Write the data files and then the manifest to a hidden folder, and publish it as the target."""
-    shards = []
-    for rank, (start, stop) in enumerate(manifest.head.class_ranges):
-        entries = [_part(key, parts, shape, start, stop) for key, (parts, shape) in rows.items()]
-        if rank == 0:
-            entries += [entry_of(key, tensor) for key, tensor in tensors.items()]
-        shards.append(entries)
+    shards = [
+        [_part(key, parts, start, stop) for key, parts in weights.rows.items()]
+        for start, stop in manifest.head.class_ranges
+    ]
+    shards[0] += [entry_of(key, tensor) for key, tensor in tensors.items()]
     infos = {key: info_of(role_of_key(key), tensor) for key, tensor in tensors.items()}
-    infos |= {key: TensorInfo(shape, "float32", True, role_of_key(key)) for key, (_, shape) in rows.items()}
+    infos |= {
+        key: TensorInfo(parts.shape, "float32", True, role_of_key(key)) for key, parts in weights.rows.items()
+    }
     with publishing_folder(target) as temporary:
-        files = write_shards(temporary, shards)
-        complete = dataclasses.replace(manifest, tensors=infos, files=files)
+        complete = dataclasses.replace(manifest, tensors=infos, files=write_shards(temporary, shards))
         (temporary / MANIFEST_NAME).write_text(complete.to_json(), encoding="utf-8")
 
 
-def _part(key: str, parts: RowParts | None, shape: tuple[int, ...], start: int, stop: int) -> Entry:
-    local = (stop - start, *shape[1:])
-
+def _part(key: str, parts: RowParts, start: int, stop: int) -> Entry:
     def chunks() -> Iterator[memoryview]:
-        if parts is None:
-            left = torch.Size(local).numel()
-            zeros = torch.zeros(min(left, _ZEROS))
-            while left > 0:
-                yield from tensor_chunks(zeros[:left])()
-                left -= len(zeros)
-            return
         for row, piece in parts.pieces(start, stop):
-            what = f"{key} from class {row}"
-            yield from tensor_chunks(check_finite(piece, what).float())()
+            yield from tensor_chunks(check_finite(piece, f"{key} from class {row}").float())()
 
-    return Entry(key, torch.float32, local, start, chunks)
+    return Entry(key, torch.float32, (stop - start, *parts.shape[1:]), start, chunks)

@@ -1,8 +1,8 @@
 """Read checkpoints of PLSC 0.1, saved by Paddle 1.x: a folder with one file per variable.
 
 ``dist@arcface@rank@00000.w_0`` [D, C_local] holds the class weights of a rank as columns (softmax: also
-``.b_0`` [C_local]), ``..._velocity_0`` their momentum, ``meta.json`` the counts. The backbone's layers are
-numbered per kind in the order of creation: ``conv2d_0.w_0``, ``batch_norm_0.{w_0,b_0,w_1,w_2}``,
+``.b_0`` [C_local]), ``meta.json`` the counts; the momentum, ``..._velocity_0``, is not read. The backbone's
+layers are numbered per kind in the order of creation: ``conv2d_0.w_0``, ``batch_norm_0.{w_0,b_0,w_1,w_2}``,
 ``prelu_0.w_0``, ``fc_0.{w_0,b_0}``. https://github.com/PaddlePaddle/PLSC, plsc/models/dist_algo.py and
 plsc/utils/parameter_converter.py of version 0.1.
 """
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from plsc.checkpoint.importers.source import (
     BIAS,
-    BIAS_MOMENTUM,
     WEIGHT,
-    WEIGHT_MOMENTUM,
     Network,
     Source,
     files_by_rank,
@@ -36,8 +34,7 @@ from plsc.models.resnet import DEPTHS
 from plsc.storage.records import read_record
 
 LAYOUT = "plsc1"
-_ROWS = re.compile(r"dist@([A-Za-z0-9_]+)@rank@(\d{1,6})\.([wb])_0(_velocity_0)?")
-_VELOCITY = "_velocity_0"
+_ROWS = re.compile(r"dist@([A-Za-z0-9_]+)@rank@\d{1,6}\.[wb]_0")
 _LONGEST_META = 1 << 16
 # Per kind of layer: Paddle's name, and Paddle's suffix for each of our suffixes.
 _KINDS: dict[type[nn.Module], tuple[str, dict[str, str]]] = {
@@ -64,47 +61,27 @@ def read_plsc1(path: Path, given: Network) -> Source:
     """
     loss, kind = _loss_type(path)
     rows = {}
-    for key, part, velocity in (
-        (WEIGHT, "w", ""),
-        (WEIGHT_MOMENTUM, "w", _VELOCITY),
-        (BIAS, "b", ""),
-        (BIAS_MOMENTUM, "b", _VELOCITY),
-    ):
-        pattern = re.compile(rf"dist@{re.escape(kind)}@rank@(\d{{1,6}})\.{part}_0{velocity}")
-        files = files_by_rank(path, pattern, f"{part}_0{velocity} of the head")
-        tensors = [read_paddle_file(file) for file in files.values()]
-        if tensors:
-            dimensions = 2 if part == "w" else 1
-            for file, tensor in zip(files.values(), tensors, strict=True):
-                if tensor.ndim != dimensions:
-                    raise CheckpointError(
-                        f"{file} has the shape {list(tensor.shape)}; expected {dimensions} dimensions"
-                    )
-            rows[key] = join_rows([t.t() for t in tensors], f"the variable {key} of {path}")
-    if WEIGHT not in rows:
-        raise CheckpointError(f"{path} has no class weights dist@{kind}@rank@<rank>.w_0")
+    for key, part in ((WEIGHT, "w"), (BIAS, "b"))[: 2 if loss == "dist_softmax" else 1]:
+        pattern = re.compile(rf"dist@{re.escape(kind)}@rank@(\d{{1,6}})\.{part}_0")
+        files = files_by_rank(path, pattern, f"{part}_0 of the head")
+        if tensors := [read_paddle_file(file).movedim(0, -1) for file in files.values()]:
+            rows[key] = join_rows(tensors, f"the variable {key} of {path}")
+    if WEIGHT not in rows or len(rows[WEIGHT].shape) != 2:
+        raise CheckpointError(f"{path} has no class weights [D, classes] dist@{kind}@rank@<rank>.w_0")
     class_num, emb_size = rows[WEIGHT].shape
     _check_meta(path, class_num, emb_size, len(rows[WEIGHT].parts))
-    notes = _drop_partial(path, rows)
-    if (path / "meta.pickle").exists():
-        notes.append("meta.pickle was not read, because a pickle can run code")
-    network, backbone, momentum = _read_backbone(path, given, emb_size)
-    if not backbone:
-        notes.append("no backbone found, only the head")
-    if loss != "dist_softmax":
-        rows.pop(BIAS, None)
-        rows.pop(BIAS_MOMENTUM, None)
-    return Source(LAYOUT, network, backbone, bool(backbone), rows, momentum, loss_type=loss, notes=notes)
+    network, backbone = _read_backbone(path, given, emb_size)
+    notes = [] if backbone else ["no backbone found, only the head"]
+    return Source(LAYOUT, network, backbone, bool(backbone), rows, loss_type=loss, notes=notes)
 
 
 def _loss_type(path: Path) -> tuple[str, str]:
-    matches = [match for match in map(_ROWS.fullmatch, names_in(path)) if match]
+    matches = filter(None, map(_ROWS.fullmatch, names_in(path)))
     kinds = sorted({match[1] for match in matches})
     if len(kinds) != 1:
-        found = f"those of {', '.join(kinds)[:80]}" if kinds else "none"
         raise CheckpointError(
-            f"{path}: expected files dist@<loss>@rank@<rank>.w_0 of one loss, found {found}; files of "
-            "paddle.save (.pdparams) are pickles and are not supported"
+            f"{path}: expected files dist@<loss>@rank@<rank>.w_0 of one loss, not those of {kinds!s:.80}; "
+            "files of paddle.save (.pdparams) are pickles and are not supported"
         )
     return ("dist_softmax" if kinds[0] == "softmax" else "dist_arcface"), kinds[0]
 
@@ -123,36 +100,19 @@ def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
         )
 
 
-def _drop_partial(path: Path, rows: dict[str, Any]) -> list[str]:
-    """Remove state that does not cover all classes; return notes."""
-    notes = []
-    for key in (WEIGHT_MOMENTUM, BIAS, BIAS_MOMENTUM):
-        wanted = rows[WEIGHT].shape[: 1 if key != WEIGHT_MOMENTUM else 2]
-        if key in rows and rows[key].shape != wanted:
-            if key == BIAS:
-                raise CheckpointError(f"{path}: {rows[key].shape[0]} biases for {wanted[0]} classes")
-            del rows[key]
-            notes.append(f"{key} does not cover all classes; it starts at zero")
-    return notes
-
-
-def _read_backbone(
-    path: Path, given: Network, emb_size: int
-) -> tuple[Network, dict[str, Tensor], dict[str, Tensor]]:
-    """Return the network, its tensors and their momentum by our names. The many files are read at once."""
+def _read_backbone(path: Path, given: Network, emb_size: int) -> tuple[Network, dict[str, Tensor]]:
+    """Return the network, and its tensors by our names. The many files are read at once."""
     names = set(names_in(path))
     convolutions = sum(re.fullmatch(r"conv2d_\d+\.w_0", name) is not None for name in names)
     if not convolutions and given.name is None:
-        return Network(None, emb_size), {}, {}
+        return Network(None, emb_size), {}
     network = given.or_else(_recognise(path, names, convolutions, emb_size))
     tensors: dict[str, Tensor] = {}
-    momentum: dict[str, Tensor] = {}
     for ours, theirs, is_matrix in _variables(network):
-        for name, into in ((theirs, tensors), (theirs + _VELOCITY, momentum)):
-            if name in names:
-                tensor = read_paddle_file(path / name)
-                into[ours] = (tensor.t() if is_matrix else tensor).contiguous()
-    return network, tensors, momentum
+        if theirs in names:
+            tensor = read_paddle_file(path / theirs)
+            tensors[ours] = (tensor.t() if is_matrix else tensor).contiguous()
+    return network, tensors
 
 
 def _recognise(path: Path, names: set[str], convolutions: int, emb_size: int) -> Network:

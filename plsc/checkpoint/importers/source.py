@@ -1,4 +1,4 @@
-"""What every importer returns: a network's tensors, class weights in parts, momentum."""
+"""What every importer returns: a network's tensors, and class weights in parts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from plsc.errors import CheckpointError
-from plsc.heads.rules import MOMENTUM
 
 WEIGHT, BIAS = "head.weight", "head.bias"
-WEIGHT_MOMENTUM, BIAS_MOMENTUM = f"rows.weight.{MOMENTUM}", f"rows.bias.{MOMENTUM}"
 _PIECE_BYTES = 8 << 20
 
 
@@ -85,8 +83,7 @@ class Source:
         network: the fields that the files name.
         backbone: its tensors, by our names.
         is_whole: no backbone tensor may be missing.
-        rows: class weights, biases and their momentum, by checkpoint key.
-        momentum: of the backbone's parameters, by the same names.
+        rows: class weights and biases, by checkpoint key.
         options: of the run, such as model.dropout.
         notes: for the user.
     """
@@ -96,7 +93,6 @@ class Source:
     backbone: Mapping[str, Tensor]
     is_whole: bool
     rows: dict[str, RowParts] = field(default_factory=dict)
-    momentum: Mapping[str, Tensor] = field(default_factory=dict)
     loss_type: str = "dist_arcface"
     options: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -105,34 +101,19 @@ class Source:
 def files_by_rank(folder: Path, pattern: re.Pattern[str], what: str) -> dict[int, Path]:
     """Return the files whose whole name matches, by rank (the pattern's first group).
 
-    Raises:
-        CheckpointError: a rank has two files, or a rank below the highest has none.
+    Raises CheckpointError if a rank has two files, or a rank below the highest has none.
     """
-    files: dict[int, Path] = {}
-    for name in names_in(folder):
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        rank = int(match[1])
-        if rank in files:
-            raise CheckpointError(
-                f"{folder} has {what} of rank {rank} twice: {files[rank].name} and {name}; remove one"
-            )
-        files[rank] = folder / name
-    missing = [rank for rank in range(len(files)) if rank not in files]
-    if missing:
-        raise CheckpointError(
-            f"{folder} has {what} of {len(files)} ranks, but none of rank {missing[0]}; add the missing file"
-        )
-    return dict(sorted(files.items()))
+    matches = filter(None, map(pattern.fullmatch, names_in(folder)))
+    files = sorted((int(match[1]), folder / match[0]) for match in matches)
+    ranks = [rank for rank, _ in files]
+    if ranks != [*range(len(ranks))]:
+        raise CheckpointError(f"{folder} has {what} of the ranks {ranks}; expected each rank from 0 once")
+    return dict(files)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names in a folder; CheckpointError if it cannot be read."""
-    try:
-        return sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    """Return the sorted names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
 
 
 def square_side(cells: int, downsampling: int) -> int | None:

@@ -17,7 +17,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -138,16 +138,12 @@ def _read_torch_file(file: Path) -> Any:
         if is_zip:
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
-            longest = max((r.file_size for r in records if r.filename.endswith(".pkl")), default=0)
-            if longest > _LONGEST_PICKLE:
-                raise CheckpointError(
-                    f"{file} describes its tensors in {longest} bytes; expected at most {_LONGEST_PICKLE}; "
-                    f"{_ADVICE}"
-                )
-            if min(record.header_offset for record in records):  # torch would see another archive
-                raise CheckpointError(f"{file} has something before its first record; download it again")
-            if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-                raise CheckpointError(f"{file} is compressed or damaged; torch.save never compresses")
+            if (
+                max(r.file_size for r in records if r.filename.endswith(".pkl")) > _LONGEST_PICKLE
+                or min(record.header_offset for record in records)  # torch would see another archive
+                or any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            ):
+                raise ValueError("not what torch.save writes")
         with warnings.catch_warnings(), file.open("rb") as stream:
             warnings.simplefilter("ignore")  # about storages and TorchScript
             if is_zip:
@@ -157,8 +153,6 @@ def _read_torch_file(file: Path) -> Any:
             # Of a map of the older format, torch does not try whether it is a tar, in quadratic time.
             source: Any = file if is_zip else mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             return torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
-    except CheckpointError:
-        raise
     except Exception as error:  # a damaged file fails in many ways
         # torch's own message advises to disable the protection.
         asked = re.search(r"GLOBAL:? ([\w.]{1,100})", str(error))
@@ -166,7 +160,7 @@ def _read_torch_file(file: Path) -> Any:
             f"{file} requests {asked[1]}, which tensors never need; it is malicious, or contains more than "
             f"tensors: then {_ADVICE}"
             if asked
-            else f"{file} is damaged or not a torch.save file; download it again"
+            else f"{file} is damaged or no file of torch.save; download it again, or {_ADVICE}"
         ) from error
 
 
@@ -233,58 +227,31 @@ def read_paddle_file(path: Path) -> Tensor:
         CheckpointError: the file is missing, of another format, or its size does not match its dimensions.
     """
     file = check_regular(path)
-    size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(20 + _LONGEST_DESCRIPTION)
     try:
-        kind, shape, begin = _paddle_header(head)
-    except (ValueError, struct.error) as error:
-        raise CheckpointError(
-            f"{path} is not a Paddle 1.x variable: {error}; expected a file of fluid.io.save_vars"
-        ) from error
-    dtype = np.dtype(_PADDLE_TYPES[kind])
-    needed = begin + math.prod(shape) * dtype.itemsize
-    if needed != size:
-        raise CheckpointError(
-            f"{path} has {size} bytes, but its dimensions {str(list(shape))[:80]} need {needed}; it is "
-            "truncated or damaged; download it again"
-        )
-    if 0 in shape:
-        tensor = torch.from_numpy(np.empty(shape, dtype))
-    else:
+        version, levels, inner, length = struct.unpack_from("<IQIi", head)
+        message, fields = iter(head[20 : 20 + length]), {0x08: list[int](), 0x10: list[int]()}
+        for tag in message:
+            value = shift = 0
+            for byte in message:  # a varint of protobuf
+                value |= (byte & 127) << shift
+                shift += 7
+                if byte < 128:
+                    break
+            fields[tag].append(value)
+        (kind,), shape = fields.values()
+        dtype, begin = np.dtype(_PADDLE_TYPES[kind]), 20 + length
+        needed = begin + math.prod(shape) * dtype.itemsize
+        if version or levels or inner or needed != file.stat().st_size:
+            raise ValueError(f"values of the shape {shape!s:.80} would need {needed} bytes")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about memory that is not writable
-            tensor = torch.from_numpy(np.memmap(file, dtype, "r", begin, shape))
+            empty = 0 in shape  # which cannot be mapped
+            values = np.empty(shape, dtype) if empty else np.memmap(file, dtype, "r", begin, (*shape,))
+            tensor = torch.from_numpy(values)
+    except (ValueError, KeyError, OverflowError, struct.error) as error:
+        raise CheckpointError(
+            f"{path} is truncated, damaged, or not a Paddle 1.x variable (save_vars): {error!s:.200}"
+        ) from error
     return tensor.view(torch.bfloat16) if kind == _PADDLE_BFLOAT16 else tensor
-
-
-def _paddle_header(head: bytes) -> tuple[int, tuple[int, ...], int]:
-    """Return the type code, the dimensions and the offset of the data."""
-    version, levels, inner, length = struct.unpack_from("<IQIi", head)
-    if version or levels or inner or not 0 < length <= _LONGEST_DESCRIPTION:
-        raise ValueError(f"it begins with {head[:20].hex(' ')}")
-    kind, dims = -1, []
-    message = iter(head[20 : 20 + length])
-    for tag in message:
-        value = _varint(message)
-        if tag == 0x08:
-            kind = value
-        elif tag == 0x10:
-            dims.append(value)
-        else:
-            raise ValueError(f"its description has an unknown field {tag:#x}")
-    if kind not in _PADDLE_TYPES:
-        raise ValueError(f"its values have the unknown type {kind}")
-    if len(dims) > 8 or any(size >= 1 << 48 for size in dims):
-        raise ValueError(f"its dimensions are {str(dims)[:80]}")
-    return kind, tuple(dims), 20 + length
-
-
-def _varint(message: Iterator[int]) -> int:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = next(message, 128)
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value
-    raise ValueError("its description is cut short")

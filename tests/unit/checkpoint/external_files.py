@@ -41,7 +41,7 @@ def random_network(name, emb_size, image_shape, seed=0):
     return model
 
 
-def save_arcface_torch(folder, rows, momentum, ranks, backbone, backbone_momentum=None):
+def save_arcface_torch(folder, rows, ranks, backbone):
     """Write what train_v2.py writes with save_all_states: checkpoint_gpu_<rank>.pt and model.pt."""
     folder.mkdir()
     for rank in range(ranks):
@@ -53,10 +53,7 @@ def save_arcface_torch(folder, rows, momentum, ranks, backbone, backbone_momentu
             lr=0.1,
             momentum=0.9,
         )
-        optimizer.state[module.weight]["momentum_buffer"] = momentum[part].clone()
-        for name, parameter in backbone.named_parameters():
-            if parameter.requires_grad and backbone_momentum is not None:
-                optimizer.state[parameter]["momentum_buffer"] = backbone_momentum[name]
+        optimizer.state[module.weight]["momentum_buffer"] = rows[part] * 2
         schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, 10)
         checkpoint = {
             "epoch": 3,
@@ -86,7 +83,7 @@ def varint(number):
     return out + bytes([number])
 
 
-def save_plsc1(folder, rows, ranks, *, momentum=None, bias=None, loss="arcface", backbone=None):
+def save_plsc1(folder, rows, ranks, *, bias=None, loss="arcface", backbone=None):
     """Write what PLSC 0.1 writes at the end of an epoch: one file per variable, and meta.json."""
     folder.mkdir()
     share = -(-len(rows) // ranks)
@@ -94,8 +91,7 @@ def save_plsc1(folder, rows, ranks, *, momentum=None, bias=None, loss="arcface",
         part = slice(rank * share, (rank + 1) * share)
         name = f"dist@{loss}@rank@{rank:05d}"
         (folder / f"{name}.w_0").write_bytes(paddle_bytes(rows[part].t()))
-        if momentum is not None:
-            (folder / f"{name}.w_0_velocity_0").write_bytes(paddle_bytes(momentum[part].t()))
+        (folder / f"{name}.w_0_velocity_0").write_bytes(paddle_bytes(rows[part].t() * 2))
         if bias is not None:
             (folder / f"{name}.b_0").write_bytes(paddle_bytes(bias[part]))
     for name, tensor in ({} if backbone is None else paddle_names(backbone)).items():

@@ -284,14 +284,13 @@ def test_invalid_arguments_are_refused(small, tmp_path):
     assert "Is a directory" in refusal(folder, new, drop=tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "is not a regular file" in refusal(folder, new, drop=tmp_path / "pipe")
-    for taken in (folder, folder.parent):
-        assert "already exists" in refusal(folder, taken, grow=1)
+    assert "already exists" in refusal(folder, folder.parent, grow=1)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert "already exists" in refusal(folder, tmp_path / "dangling", grow=1)
-    assert "is inside" in refusal(folder, folder / "b", grow=1)
+    assert "inside" in refusal(folder, folder / "b", grow=1)
     assert "is not a folder" in refusal(folder, tmp_path / "none" / "b", grow=1)
     assert "is not a folder" in refusal(folder, "s3://bucket/b", grow=1)
-    assert "no checkpoint folder" in refusal(tmp_path / "none", new, grow=1)
+    assert "has no manifest" in refusal(tmp_path / "none", new, grow=1)
     assert "bytes free" in refusal(folder, new, grow=10**12)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
 
@@ -320,7 +319,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     file.write_text(file.read_text().replace('"head.weight"', '"head.w"'))
     assert "the role of" in refusal(folder.parent / "c", new, grow=1)
     file.write_text(file.read_text().replace('"head.w"', '"heads.a.weight"').replace('"of": ""', '"of": "a"'))
-    assert "not in the manifest" in refusal(folder.parent / "c", new, grow=1)
+    assert "'heads.a.weight'" in refusal(folder.parent / "c", new, grow=1)
     broken = torch.zeros(4, 6)
     broken[2, 3] = torch.nan
     write_checkpoint(folder.parent / "d", {"head.weight": broken}, {}, [4])

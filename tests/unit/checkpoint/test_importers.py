@@ -27,7 +27,6 @@ from tests.unit.checkpoint.external_files import (
 CLASSES, EMB = 11, 16
 GENERATOR = torch.Generator().manual_seed(5)
 ROWS = torch.randn(CLASSES, EMB, generator=GENERATOR)
-MOMENTUM = torch.randn(CLASSES, EMB, generator=GENERATOR)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,9 +46,7 @@ def iresnet():
 
 @pytest.fixture(scope="module")
 def arcface_torch(iresnet, tmp_path_factory):
-    momentum = {name: torch.full_like(p, 0.5) for name, p in iresnet.named_parameters()}
-    folder = tmp_path_factory.mktemp("arcface") / "run"
-    return save_arcface_torch(folder, ROWS, MOMENTUM, 3, iresnet, momentum)
+    return save_arcface_torch(tmp_path_factory.mktemp("arcface") / "run", ROWS, 3, iresnet)
 
 
 @pytest.fixture(scope="module")
@@ -90,24 +87,22 @@ def test_arcface_torch_is_imported_for_any_number_of_ranks(arcface_torch, iresne
     tensors, manifest = tensors_of(tmp_path / "ck")
     same_backbone(tensors, iresnet)
     assert torch.equal(tensors["head.weight"], ROWS)
-    assert torch.equal(tensors["rows.weight.momentum_buffer"], MOMENTUM)
-    assert torch.equal(tensors["momentum.backbone.conv1.weight"], torch.full((8, 3, 3, 3), 0.5))
-    assert "momentum.backbone.features.weight" not in tensors
+    assert {key.split(".")[0] for key in tensors} == {"backbone", "head"}
     assert manifest.heads[""].class_ranges == [list(pair) for pair in class_ranges(CLASSES, ranks)]
     assert (manifest.class_num, manifest.emb_size, manifest.world_size) == (CLASSES, EMB, ranks)
     assert manifest.options["model"]["name"] == "IResNet18"
     assert manifest.options["model"]["image_shape"] == [3, 16, 16]
     assert imported.match.share == 1.0
-    assert imported.notes == ["saved at epoch 3, step 1234"]
+    assert imported.notes == []
 
 
 @pytest.mark.parametrize("prefix", ["", "rank_"])
-def test_older_partial_fc_shards_are_imported_with_momentum(iresnet, tmp_path, prefix):
+def test_older_partial_fc_shards_are_imported(iresnet, tmp_path, prefix):
     folder = tmp_path / "old"
     folder.mkdir()
     for rank, part in enumerate([slice(0, 6), slice(6, 11)]):
         torch.save(ROWS[part].clone(), folder / f"{prefix}{rank}_softmax_weight.pt")
-        torch.save(MOMENTUM[part].clone(), folder / f"{prefix}{rank}_softmax_weight_mom.pt")
+        torch.save(ROWS[part] * 2, folder / f"{prefix}{rank}_softmax_weight_mom.pt")
     state = {f"module.{name}": value for name, value in iresnet.state_dict().items()}
     torch.save({"conv1.weight": torch.zeros(1)}, folder / "100backbone.pth")
     torch.save(state, folder / "200backbone.pth")  # the later one of two steps
@@ -115,31 +110,15 @@ def test_older_partial_fc_shards_are_imported_with_momentum(iresnet, tmp_path, p
     tensors, _ = tensors_of(tmp_path / "ck")
     same_backbone(tensors, iresnet)
     assert torch.equal(tensors["head.weight"], ROWS)
-    assert torch.equal(tensors["rows.weight.momentum_buffer"], MOMENTUM)
-
-
-def test_missing_momentum_starts_at_zero_and_is_reported(iresnet, tmp_path):
-    folder = tmp_path / "old"
-    folder.mkdir()
-    torch.save(ROWS, folder / "rank_0_softmax_weight.pt")
-    torch.save(iresnet.state_dict(), folder / "backbone.pth")
-    imported = import_checkpoint(folder, tmp_path / "ck")
-    tensors, _ = tensors_of(tmp_path / "ck")
-    assert not tensors["rows.weight.momentum_buffer"].any()
-    assert imported.notes == [
-        "no backbone momentum found; it starts at zero",
-        "no momentum of head.weight found; it starts at zero",
-    ]
 
 
 @pytest.mark.parametrize("saved_by", [1, 3, 4])
 def test_plsc1_class_weights_and_resnet_are_imported(resnet, tmp_path, saved_by):
-    source = save_plsc1(tmp_path / "old", ROWS, saved_by, momentum=MOMENTUM, backbone=resnet)
+    source = save_plsc1(tmp_path / "old", ROWS, saved_by, backbone=resnet)
     imported = import_checkpoint(source, tmp_path / "ck", ranks=2)
     tensors, manifest = tensors_of(tmp_path / "ck")
     same_backbone(tensors, resnet)
     assert torch.equal(tensors["head.weight"], ROWS)
-    assert torch.equal(tensors["rows.weight.momentum_buffer"], MOMENTUM)
     assert (imported.network, imported.class_num) == ("ResNet18", CLASSES)
     assert manifest.options["model"]["image_shape"] == [3, 32, 32]
     assert imported.layout == "plsc1"
@@ -224,22 +203,9 @@ def broken(arcface_torch, tmp_path):
     return shutil.copytree(arcface_torch, tmp_path / "broken")
 
 
-def test_momentum_of_only_sampled_rows_is_not_imported(broken, tmp_path):
-    path = broken / "checkpoint_gpu_0.pt"
-    checkpoint = torch.load(path, weights_only=True)
-    head = checkpoint["state_optimizer"]["param_groups"][-1]["params"][0]
-    checkpoint["state_optimizer"]["state"][head]["momentum_buffer"] = torch.ones(2, EMB)
-    torch.save(checkpoint, path)
-    imported = import_checkpoint(broken, tmp_path / "ck")
-    assert "no momentum of head.weight found; it starts at zero" in imported.notes
-    tensors, _ = tensors_of(tmp_path / "ck")
-    assert not tensors["rows.weight.momentum_buffer"].any()
-    assert torch.equal(tensors["head.weight"], ROWS)
-
-
 def test_a_missing_shard_is_detected(broken, tmp_path):
     (broken / "checkpoint_gpu_1.pt").unlink()
-    assert "none of rank 1" in refusal(broken, tmp_path / "ck")
+    assert "of the ranks [0, 2]" in refusal(broken, tmp_path / "ck")
 
 
 def test_a_missing_last_shard_is_detected_by_size_or_number_of_classes(broken, tmp_path):
@@ -249,7 +215,7 @@ def test_a_missing_last_shard_is_detected_by_size_or_number_of_classes(broken, t
 
 def test_a_repeated_or_misplaced_shard_is_detected(broken, tmp_path):
     shutil.copy(broken / "checkpoint_gpu_2.pt", broken / "checkpoint_gpu_02.pt")
-    assert "of rank 2 twice" in refusal(broken, tmp_path / "ck")
+    assert "of the ranks [0, 1, 2, 2]" in refusal(broken, tmp_path / "ck")
     (broken / "checkpoint_gpu_02.pt").unlink()
     (broken / "checkpoint_gpu_0.pt").rename(broken / "x")
     (broken / "checkpoint_gpu_2.pt").rename(broken / "checkpoint_gpu_0.pt")
@@ -291,7 +257,7 @@ def test_damaged_plsc1_files_give_a_one_line_error(tmp_path):
     column = source / "dist@arcface@rank@00001.w_0"
     whole = column.read_bytes()
     column.write_bytes(whole[:-4])
-    assert "is truncated or damaged" in refusal(source, tmp_path / "ck")
+    assert "is truncated" in refusal(source, tmp_path / "ck")
     (source / "dist@softmax@rank@00000.w_0").write_bytes(whole)
     assert "of one loss" in refusal(source, tmp_path / "ck")
     (source / "dist@softmax@rank@00000.w_0").unlink()
@@ -312,7 +278,6 @@ def test_a_plsc1_backbone_with_a_layer_missing_is_refused(resnet, tmp_path):
     ("options", "message"),
     [
         ({"layout": "onnx"}, "unknown layout 'onnx'"),
-        ({"ranks": 0}, "expected at least 1"),
         ({"layout": "insightface"}, "has neither checkpoint_gpu_"),
         ({}, "no known layout"),
     ],

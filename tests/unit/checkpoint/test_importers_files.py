@@ -132,14 +132,14 @@ def test_a_tensor_whose_bytes_are_missing_is_refused(saved, tmp_path):
 
 def test_a_file_of_which_zipfile_and_torch_see_different_archives_is_refused(saved):
     saved.write_bytes(b"PK\3\4" + bytes(26) + saved.read_bytes())
-    assert "first record" in refusal(read_tensors, saved)
+    assert "is damaged" in refusal(read_tensors, saved)
 
 
 def test_a_compressed_record_is_refused(saved, tmp_path):
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for info in old.infolist():
             new.writestr(info.filename, old.read(info), zipfile.ZIP_DEFLATED)
-    assert "is compressed or damaged" in refusal(read_tensors, tmp_path / "b.pt")
+    assert "is damaged" in refusal(read_tensors, tmp_path / "b.pt")
 
 
 def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
@@ -216,7 +216,7 @@ def test_what_tensors_never_need_is_not_called(tmp_path, name, argument):
 
 def test_a_long_pickle_is_refused_and_shared_values_are_read(tmp_path):
     long = pickle.dumps("x" * (5 << 20))
-    assert "expected at most" in refusal(read_tensors, with_pickle(tmp_path / "e.pt", long))
+    assert "is damaged" in refusal(read_tensors, with_pickle(tmp_path / "e.pt", long))
     state, betas = {f"{n}": torch.ones(2) for n in range(2000)}, (0.9, 0.99)
     value = {"model": state, "ema": state, "groups": [{"betas": betas} for _ in range(2000)]}
     torch.save(value, tmp_path / "a.pt")
@@ -263,31 +263,26 @@ def test_a_paddle_variable_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"", "is not a Paddle 1.x variable"),
-        (b"\x80\x02" + bytes(40), "it begins with 80 02"),
-        (paddle_with(levels=1 << 60), "it begins with"),
-        (paddle_with(length=-1), "it begins with"),
-        (paddle_with(length=1 << 30), "it begins with"),
-        (paddle_with(data=bytes(23)), "is truncated or damaged"),
-        (paddle_with(data=bytes(25)), "is truncated or damaged"),
-        (paddle_with(length=5), "its description is cut short"),
-        (paddle_with(description=b"\x08\x63\x10\x02\x10\x03"), "the unknown type 99"),
-        (paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"), "has an unknown field 0x1a"),
-        (
-            paddle_with(length=12, description=b"\x08\x05\x10" + b"\xff" * 8 + b"\x7f"),
-            "its dimensions are",
-        ),
-        (
-            paddle_with(length=14, description=b"\x08\x05" + b"\x10\xff\xff\xff\xff\x0f" * 2),
-            "is truncated or damaged",
-        ),
+        b"",
+        b"\x80\x02" + bytes(40),
+        paddle_with(levels=1 << 60),
+        paddle_with(length=-1),
+        paddle_with(length=1 << 30),
+        paddle_with(data=bytes(23)),
+        paddle_with(data=bytes(25)),
+        paddle_with(length=5),
+        paddle_with(description=b"\x08\x63\x10\x02\x10\x03"),
+        paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"),
+        paddle_with(length=12, description=b"\x08\x05\x10" + b"\xff" * 8 + b"\x7f"),
+        paddle_with(length=14, description=b"\x08\x05" + b"\x10\xff\xff\xff\xff\x0f" * 2),
+        paddle_with(length=16, description=b"\x08\x05\x10\x00\x10" + b"\xff" * 10 + b"\x7f", data=b""),
     ],
 )
-def test_a_damaged_paddle_variable_is_refused(tmp_path, content, message):
+def test_a_damaged_paddle_variable_is_refused(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
-    assert message in refusal(read_paddle_file, tmp_path / "a")
+    assert "not a Paddle 1.x variable" in refusal(read_paddle_file, tmp_path / "a")
 
 
 def test_a_damaged_safetensors_file_is_refused(tmp_path):

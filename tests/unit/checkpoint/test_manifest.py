@@ -37,7 +37,7 @@ def test_a_manifest_is_read_back(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
 def test_values_that_json_cannot_represent_are_refused_before_writing(value):
-    with pytest.raises(CheckpointError, match="finite JSON values"):
+    with pytest.raises((ValueError, TypeError), match="JSON"):
         Manifest("0", 1, 1, 1, 1, 1, {"": HeadInfo(1, [[0, 1]])}, scalars={"x": value}).to_json()
 
 
@@ -49,11 +49,10 @@ def refusal(folder):
     return str(caught.value)
 
 
-def test_a_missing_folder_a_file_and_a_missing_manifest_have_distinct_messages(tmp_path):
+def test_a_missing_folder_a_file_and_a_missing_manifest_are_no_checkpoint(tmp_path):
     (tmp_path / "file").touch()
-    assert "no checkpoint folder" in refusal(tmp_path / "absent")
-    assert "no checkpoint folder" in refusal(tmp_path / "file")
-    assert "has no manifest.json" in refusal(tmp_path)
+    for path in (tmp_path / "absent", tmp_path / "file", tmp_path):
+        assert "has no manifest.json" in refusal(path)
 
 
 def test_a_manifest_that_is_a_pipe_does_not_block(tmp_path):

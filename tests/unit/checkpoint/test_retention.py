@@ -6,7 +6,6 @@ import torch
 from plsc.checkpoint import Manifest, Retention, Snapshot, list_checkpoints, save_checkpoint
 from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.checkpoint.retention import prune
-from plsc.errors import OptionError
 from plsc.parallel.world import World
 from plsc.storage.store import Store
 
@@ -58,7 +57,9 @@ def test_metrics_that_are_not_numbers_are_ignored(tmp_path):
     assert Retention(1, 1, "loss").ranking(found) == [("2", 5.0)]
 
 
-@pytest.mark.parametrize("wrong", [{"last": 0}, {"last": -2}, {"top": -2}, {"last": 0, "top": 1}])
-def test_settings_that_keep_nothing_or_are_invalid_are_refused(wrong):
-    with pytest.raises(OptionError, match=r"keep|kept|expected"):
-        Retention(**wrong)
+def test_the_newest_checkpoint_is_always_kept(tmp_path):
+    save(tmp_path, "1", 1, loss=5.0)
+    save(tmp_path, "2", 2, loss=7.0)
+    found = [(path.name, manifest) for path, manifest in list_checkpoints(tmp_path)]
+    assert Retention(0).kept(found) == {"2"}
+    assert Retention(0, 1, "loss").kept(found) == {"1", "2"}

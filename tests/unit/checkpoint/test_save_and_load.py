@@ -18,6 +18,7 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from plsc.checkpoint.load import OpenCheckpoint
 from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError
@@ -94,7 +95,7 @@ def test_a_parameter_is_loaded_in_place_and_can_be_trained(saved):
 @pytest.mark.parametrize(
     ("tensors", "sharded", "message"),
     [
-        ({"absent": torch.zeros(1)}, {}, "has no tensor 'absent'"),
+        ({"absent": torch.zeros(1)}, {}, "is missing"),
         ({"model.a": torch.zeros(3, 4)}, {}, "is float32 [4, 3], but this run needs float32 [3, 4]"),
         ({"model.a": torch.zeros(4, 3).double()}, {}, "this run needs float64"),
         (
@@ -151,14 +152,12 @@ def test_garbage_instead_of_data_is_refused(saved, garbage):
     assert data_file(saved).name in refusal(saved)
 
 
-def test_a_missing_and_an_extra_file_are_reported(saved):
-    extra = saved / "extra.safetensors"
-    extra.write_bytes(data_file(saved).read_bytes())
-    assert f"{extra} is not in the manifest" in refusal(saved)
-    extra.unlink()
+def test_a_missing_file_is_reported_and_another_one_is_ignored(saved):
     file = data_file(saved)
+    (saved / "extra.safetensors").write_bytes(file.read_bytes())
+    OpenCheckpoint(saved)
     file.unlink()
-    assert f"{file} is missing" in refusal(saved)
+    assert str(file) in refusal(saved)
 
 
 def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
@@ -212,8 +211,6 @@ def test_a_tensor_that_differs_from_the_manifest_is_detected(saved):
     tensors["head.weight"] = sharded["head.weight"].local
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
     assert "'model.n'" in forge(saved, {**tensors, "model.n": torch.tensor(1.5)}, places)
-    more, where = {**tensors, "x": torch.zeros(2)}, {**places, "x": at(0)}
-    assert "'x' is not in the manifest" in forge(saved, more, where)
 
 
 def test_the_same_rows_in_two_files_are_detected(saved):
