@@ -33,7 +33,6 @@ from plsc.heads.weights import decode_rows
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular
 
-MAP_NAME = "classes.tsv"  # maps old to new class numbers; see plsc.checkpoint.classes.map
 _MOST_OPEN = 64  # files open at a time
 
 

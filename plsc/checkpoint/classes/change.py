@@ -16,16 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from plsc.checkpoint.classes.map import MAP_NAME, write_map
-from plsc.checkpoint.classes.plan import (
-    ClassList,
-    ClassNumbers,
-    Plan,
-    plan_drop,
-    plan_grow,
-    plan_merge,
-    plan_reorder,
-    read_class_list,
-)
+from plsc.checkpoint.classes.plan import ClassList, ClassNumbers, Plan, make_plan
 from plsc.checkpoint.classes.rows import (
     Change,
     Directions,
@@ -37,7 +28,6 @@ from plsc.checkpoint.classes.rows import (
 )
 from plsc.checkpoint.load import (
     OpenCheckpoint,
-    StoredTensor,
     check_checksums,
     class_name_tensors,
     read_class_names,
@@ -46,7 +36,6 @@ from plsc.checkpoint.manifest import (
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     MANIFEST_NAME,
-    OPTIMIZER,
     FileInfo,
     Manifest,
     Role,
@@ -54,11 +43,11 @@ from plsc.checkpoint.manifest import (
 )
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
-from plsc.checkpoint.shard_file import Chunks, Entry, tensor_chunks
+from plsc.checkpoint.shard_file import Entry, tensor_chunks
 from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.parallel.collectives import class_range, class_ranges
+from plsc.parallel.collectives import class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
 from plsc.version import __version__
@@ -102,23 +91,21 @@ def change_classes(
         DataError: a list is invalid.
         CheckpointError: `source` is damaged, or `destination` cannot be written. Nothing is published.
     """
-    wanted = {"grow": grow, "drop": drop, "merge": merge, "reorder": reorder}
+    wanted: dict[str, Any] = {"grow": grow, "drop": drop, "merge": merge, "reorder": reorder}
     given = [name for name, value in wanted.items() if value is not None]
     if len(given) != 1:
         raise OptionError(
             f"{' and '.join(given) or 'no change'} given; expected one of grow, drop, merge and reorder"
         )
-    if rows not in ("mean", "target"):
-        raise OptionError(f"rows is {rows!r}; expected 'mean' or 'target'")
-    if rows != "mean" and merge is None:
-        raise OptionError(f"rows is {rows!r}, but no classes are merged; use it only with merge")
+    if rows != "mean" and (rows != "target" or merge is None):
+        raise OptionError(f"rows is {rows!r}; expected 'mean', or with merge 'target'")
     old, new = Path(source), Path(destination)
     check_destination(old, new)
     with OpenCheckpoint(old) as opened:
         manifest = opened.manifest
         classes = manifest.head.class_num
         moved = _with_class_rows(old, manifest)
-        plan, class_list = _plan(classes, given[0], wanted[given[0]])
+        plan, class_list = make_plan(given[0], classes, wanted[given[0]])
         changes = _changes(opened, plan, rows, directions)
         check_checksums(old, manifest, sorted(manifest.files))
         named = _new_names(old, manifest, plan, names)
@@ -137,37 +124,23 @@ def change_classes(
     return result
 
 
-def _plan(before: int, what: str, value: Any) -> tuple[Plan, ClassList | None]:
-    if what == "grow":
-        return plan_grow(before, value), None
-    columns = 2 if what == "merge" else 1
-    class_list = read_class_list(value, what, columns, before)
-    make = {"drop": plan_drop, "merge": plan_merge, "reorder": plan_reorder}[what]
-    return make(before, class_list), class_list
-
-
 def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
-    """Return the keys of the tensors with one row per class; CheckpointError if there are none."""
-    info = manifest.tensors.get(_WEIGHT)
-    if info is None or len(info.shape) not in (2, 3):
-        raise CheckpointError(f"{folder} has no class weights ({_WEIGHT}); choose another checkpoint")
-    keys = {key for key, info in manifest.tensors.items() if _has_class_rows(info, manifest)}
-    for key in sorted(keys):
-        shape = manifest.tensors[key].shape
-        if shape[:1] != (manifest.class_num,):
-            raise CheckpointError(
-                f"{folder}: {key!r} has the shape {list(shape)}, but there are {manifest.class_num} "
-                "classes; choose another checkpoint"
-            )
-    return keys
-
-
-def _has_class_rows(info: TensorInfo, manifest: Manifest) -> bool:
-    """Return whether a tensor is a class weight, or its optimizer state with one row per class."""
-    if info.role.kind == OPTIMIZER and info.shape[:1] == (manifest.class_num,):
+    """Return the keys of the tensors with one row per class: class weights, and their optimizer state."""
+    weight = manifest.tensors.get(_WEIGHT)
+    keys = set()
+    for key, info in manifest.tensors.items():
         owner = manifest.tensors.get(info.role.of)
-        return owner is not None and owner.role.kind == CLASS_WEIGHTS
-    return info.role.kind in (CLASS_WEIGHTS, CLASS_OPTIMIZER)
+        is_of_rows = owner is not None and owner.role.kind == CLASS_WEIGHTS
+        is_whole = info.shape[:1] == (manifest.class_num,)
+        if info.role.kind in (CLASS_WEIGHTS, CLASS_OPTIMIZER) or (is_of_rows and is_whole):
+            keys.add(key)
+    odd = [key for key in keys if manifest.tensors[key].shape[:1] != (manifest.class_num,)]
+    if weight is None or len(weight.shape) not in (2, 3) or odd:
+        raise CheckpointError(
+            f"{folder} has no class weights ({_WEIGHT}), or {odd[:3]} do not have a row for each of the "
+            f"{manifest.class_num} classes; choose another checkpoint"
+        )
+    return keys
 
 
 def _changes(
@@ -196,16 +169,10 @@ def _seed(manifest: Manifest) -> int:
 
     After an earlier change it differs, because a dropped class may have had the same number.
     """
-    seed = _option(manifest, "train.seed")
+    value, option = manifest.options.get("train", {}).get("seed"), find_option("train.seed")
+    seed: Any = option.default if value is None else option.saved(value)
     changes = len(manifest.lineage)
     return hash_key(seed, changes) if changes else int(seed)
-
-
-def _option(manifest: Manifest, path: str) -> Any:
-    """Return an option of the saved run; the default if the checkpoint does not have it."""
-    group, name = path.split(".")
-    value, option = manifest.options.get(group, {}).get(name), find_option(path)
-    return option.default if value is None else option.saved(value)
 
 
 def _new_names(folder: Path, manifest: Manifest, plan: Plan, added: ClassNames | None) -> dict[Role, Tensor]:
@@ -251,17 +218,12 @@ def _entries(
             chunks = tensor_chunks(replaced[key]) if key in replaced else stored.bytes
             if key in moved:
                 chunks = rows_of(stored, plan, 0, plan.after, changes.get(key, ()))
-            files[stored.shard].append(_entry(stored, info.shape, 0, chunks))
+            files[stored.shard].append(Entry(key, stored.dtype, info.shape, 0, chunks))
             continue
-        for number, name in enumerate(names):
-            start, stop = class_range(plan.after, number, len(names))
+        for name, (start, stop) in zip(names, class_ranges(plan.after, len(names)), strict=True):
             chunks = rows_of(stored, plan, start, stop, changes.get(key, ()))
-            files[name].append(_entry(stored, (stop - start, *info.shape[1:]), start, chunks))
+            files[name].append(Entry(key, stored.dtype, (stop - start, *info.shape[1:]), start, chunks))
     return list(files.values())
-
-
-def _entry(stored: StoredTensor, shape: tuple[int, ...], start: int, chunks: Chunks) -> Entry:
-    return Entry(stored.key, stored.dtype, shape, start, chunks)
 
 
 def _lineage(

@@ -13,21 +13,16 @@ from typing import Annotated, TypedDict
 import numpy as np
 
 from plsc.checkpoint.classes.plan import Plan
-from plsc.checkpoint.load import MAP_NAME
 from plsc.checkpoint.manifest import FileInfo, read_manifest
+from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError
 from plsc.storage.records import read_record
-from plsc.storage.regular import open_regular
 
-
-class _File(TypedDict):
-    bytes: Annotated[int, (0, 2**36)]
-    crc32: int
+MAP_NAME = "classes.tsv"
 
 
 class _Renumbering(TypedDict):
     classes_before: Annotated[int, (1, 2**33)]
-    map: _File
 
 
 def write_map(path: Path, plan: Plan) -> FileInfo:
@@ -48,21 +43,15 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         CheckpointError: the last change did not renumber classes, or the map is damaged.
     """
-    folder = Path(path)
-    file, lineage = folder / MAP_NAME, read_manifest(folder).lineage
-    last = read_record(
-        _Renumbering, lineage[-1] if lineage else {}, f"{folder} has no {MAP_NAME}, or its last change"
-    )
+    file, manifest = Path(path, MAP_NAME), read_manifest(path)
+    last = manifest.lineage[-1] if manifest.lineage else {}
+    before = read_record(_Renumbering, last, f"the last change of {path}")["classes_before"]
     try:
-        with open_regular(file, folder, last["map"]["bytes"]) as stream:
-            data = stream.read()
-        pairs = np.array(data.split(), dtype=np.int64).reshape(-1, 2)
-        if zlib.crc32(data) != last["map"]["crc32"] or len(pairs) > last["classes_before"]:
-            raise ValueError
-        numbers = np.full(last["classes_before"], -1, dtype=np.int64)
+        if checksum(file, manifest.files[MAP_NAME].bytes) != manifest.files[MAP_NAME]:
+            raise ValueError("its checksum differs from the saved one")
+        pairs = np.array(file.read_bytes().split(), dtype=np.int64).reshape(-1, 2)
+        numbers = np.full(before, -1, dtype=np.int64)
         numbers[pairs[:, 0]] = pairs[:, 1]
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, IndexError, MemoryError) as error:
-        raise CheckpointError(f"{file} is damaged: it differs from what was saved") from error
+    except (OSError, KeyError, ValueError, IndexError, MemoryError) as error:
+        raise CheckpointError(f"{file} is missing or damaged: {error}") from error
     return numbers

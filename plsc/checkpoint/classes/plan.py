@@ -6,19 +6,20 @@ The memory of a plan is proportional to the given list, not to the number of cla
 from __future__ import annotations
 
 import hashlib
+import io
 import operator
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from plsc.errors import DataError, OptionError
-from plsc.storage.regular import open_regular, without_mark
+from plsc.errors import DataError
+from plsc.storage.blocks import streamed
+from plsc.storage.regular import without_mark
 
 ClassNumbers = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
 
@@ -101,60 +102,6 @@ class Plan:
             yield "".join(f"{a}\t{b}\n" for a, b in pairs).encode()
 
 
-def plan_grow(before: int, count: int) -> Plan:
-    """Return the plan for appending `count` classes; OptionError if it is less than 1."""
-    if count < 1:
-        raise OptionError(f"grow is {count}; expected the number of new classes, 1 or more")
-    return Plan("grow", before, before + count)
-
-
-def plan_drop(before: int, listed: ClassList) -> Plan:
-    """Return the plan for dropping classes. listed: [n, 1]. Raises DataError."""
-    dropped = listed.numbers[:, 0]
-    check_distinct(listed, dropped)
-    after = _check_enough(listed, before - len(dropped), before)
-    return Plan("drop", before, after, np.sort(dropped))
-
-
-def plan_merge(before: int, listed: ClassList) -> Plan:
-    """Return the plan for merging classes. listed: [n, 2], from and to. Raises DataError."""
-    joining, targets = listed.numbers[:, 0], listed.numbers[:, 1]
-    check_distinct(listed, joining, " as a class to merge")
-    order = np.argsort(joining)
-    removed, joins = joining[order], targets[order]
-    place = np.minimum(np.searchsorted(removed, targets), len(removed) - 1)
-    wrong = np.flatnonzero(removed[place] == targets)
-    if len(wrong):
-        row = int(wrong[0])
-        source, target, end = joining[row], targets[row], joins[place[row]]
-        raise listed.wrong(row, f"class {source} is merged into {target}, which is merged into {end}")
-    after = _check_enough(listed, before - len(removed), before)
-    new = joins - np.searchsorted(removed, joins)
-    by_target = np.argsort(new, kind="stable")
-    return Plan("merge", before, after, removed, joins, new[by_target], removed[by_target])
-
-
-def plan_reorder(before: int, listed: ClassList) -> Plan:
-    """Return the plan for a new order. listed: [n, 1], the old number of each new class.
-
-    Raises DataError unless it has every class once.
-    """
-    order = listed.numbers[:, 0]
-    check_distinct(listed, order)
-    if len(order) != before:
-        raise DataError(f"{listed.name} has {len(order)} of {before} classes; expected every class once")
-    return Plan("reorder", before, before, order=order)
-
-
-def _check_enough(listed: ClassList, after: int, before: int) -> int:
-    if after < 2:
-        raise DataError(f"{listed.name} leaves {after} of {before} classes; a classifier needs at least two")
-    return after
-
-
-# Lists of classes, from files or from Python.
-
-
 @dataclass(frozen=True)
 class ClassList:
     """Class numbers, int64 [n, columns], each in 0..classes - 1.
@@ -171,84 +118,90 @@ class ClassList:
         return DataError(f"{self.name}:{row + 1}: {what}")
 
 
+def make_plan(what: str, before: int, given: ClassNumbers | int) -> tuple[Plan, ClassList | None]:
+    """Return the plan for a change of `before` classes, and the list that it is made from.
+
+    what, given: an argument of `change_classes` and its value. Raises DataError.
+    """
+    if what == "grow":
+        count = operator.index(given)  # type: ignore[arg-type]
+        if count < 1:
+            raise DataError(f"grow is {count}; expected the number of new classes, 1 or more")
+        return Plan(what, before, before + count), None
+    listed = read_class_list(given, what, 2 if what == "merge" else 1, before)  # type: ignore[arg-type]
+    numbers = listed.numbers[:, 0]
+    order = np.argsort(numbers, kind="stable")
+    same = np.flatnonzero(numbers[order[1:]] == numbers[order[:-1]])
+    if len(same):
+        second = int(order[same + 1].min())  # of all repeated values, the first in the file
+        first = int(np.flatnonzero(numbers == numbers[second])[0])
+        raise listed.wrong(second, f"class {numbers[second]} is repeated; its first line is {first + 1}")
+    is_reorder, left = what == "reorder", before - len(numbers)
+    if left != 0 if is_reorder else left < 2:
+        raise DataError(
+            f"{listed.name} has {len(numbers)} of {before} classes; expected every class once"
+            if is_reorder
+            else f"{listed.name} leaves {left} of {before} classes; a classifier needs at least two"
+        )
+    if is_reorder:
+        return Plan(what, before, before, order=numbers), listed
+    removed = numbers[order]
+    if what == "drop":
+        return Plan(what, before, left, removed), listed
+    targets = listed.numbers[:, 1]
+    place = np.minimum(np.searchsorted(removed, targets), len(removed) - 1)
+    wrong = np.flatnonzero(removed[place] == targets)
+    if len(wrong):
+        row = int(wrong[0])
+        end = targets[order][place[row]]
+        raise listed.wrong(
+            row, f"class {numbers[row]} is merged into {targets[row]}, which is merged into {end}"
+        )
+    joins = targets[order]
+    new = joins - np.searchsorted(removed, joins)
+    by_target = np.argsort(new, kind="stable")
+    return Plan(what, before, left, removed, joins, new[by_target], removed[by_target]), listed
+
+
 def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) -> ClassList:
     """Read class numbers from a file or a Python value; what: name of the argument, for messages.
 
     A file has `columns` numbers per line, separated by white space. Blank lines are allowed only at the end.
     It needs 8 bytes of memory per number.
 
-    Raises:
-        DataError: a missing file, an invalid line, a class out of range, or an empty list.
+    Raises DataError for an invalid line, a class out of range, or an empty list.
     """
+    file: BinaryIO
     if isinstance(given, (str, os.PathLike)):
-        name = os.fspath(given)
-        flat, sha256 = _read(Path(name), columns)
-        numbers = np.asarray(flat).reshape(-1, columns)
+        name, file = os.fspath(given), streamed(os.fspath(given))
     else:
-        name = what
-        numbers = _from_python(given, columns)
-        lines = "".join(" ".join(map(str, row)) + "\n" for row in numbers.tolist())
-        sha256 = hashlib.sha256(lines.encode()).hexdigest()
-    class_list = ClassList(name, numbers, sha256)
-    if not len(numbers):
-        raise DataError(f"{name} is empty; expected one class per line")
-    outside = np.flatnonzero(((numbers < 0) | (numbers >= classes)).any(axis=1))
-    if len(outside):
-        row = numbers[outside[0]]
-        value = row[(row < 0) | (row >= classes)][0]
-        raise class_list.wrong(int(outside[0]), f"class {value} is outside 0..{classes - 1}")
-    return class_list
-
-
-def check_distinct(listed: ClassList, values: np.ndarray, what: str = "") -> None:
-    """Raise DataError if `values`, one per row, are not unique; what: follows the class in the message."""
-    order = np.argsort(values, kind="stable")
-    same = np.flatnonzero(values[order[1:]] == values[order[:-1]])
-    if len(same):
-        # Of all repeated values, the first in the file.
-        second = int(order[same + 1].min())
-        first = int(np.flatnonzero(values == values[second])[0])
-        raise listed.wrong(second, f"class {values[second]} is repeated{what}; its first line is {first + 1}")
-
-
-def _read(path: Path, columns: int) -> tuple[array[int], str]:
-    try:
-        with open_regular(path) as file:
-            return _parse(path, file, columns)
-    except OSError as error:
-        raise DataError(f"the list of classes {path} cannot be read: {error.strerror}") from error
-
-
-def _parse(path: Path, file: BinaryIO, columns: int) -> tuple[array[int], str]:
-    numbers = array("q")
-    digest = hashlib.sha256()
+        rows: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
+        lines = (" ".join(map(str, row if isinstance(row, Iterable) else [row])) for row in rows)
+        name, file = what, io.BytesIO("".join(f"{line}\n" for line in lines).encode())
+    flat, digest = array("q"), hashlib.sha256()
     blank = 0  # the first blank line
-    for line_number, line in enumerate(file, start=1):
-        digest.update(line)
-        words = (without_mark(line, str(path)) if line_number == 1 else line).split()
-        if not words:
-            blank = blank or line_number
-        elif (
-            blank
-            or len(words) != columns
-            or not all(word.isdigit() and len(word) <= _MAX_DIGITS for word in words)
-        ):
-            expected = "a class number" if columns == 1 else "two class numbers, 'from to'"
-            got = ascii(line.decode("utf-8", "replace").rstrip("\r\n")[:60])
-            raise DataError(
-                f"{path}:{blank or line_number}: expected {expected}, got {'a blank line' if blank else got}"
-            )
-        else:
-            numbers.extend(map(int, words))
-    return numbers, digest.hexdigest()
-
-
-def _from_python(given: Sequence[int] | Mapping[int, int] | np.ndarray, columns: int) -> np.ndarray:
-    values: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
-    numbers = array("q")
-    for row in values:
-        part = [row] if columns == 1 else [*row]
-        if len(part) != columns:
-            raise DataError(f"{part} has {len(part)} classes; expected {columns}")
-        numbers.extend(map(operator.index, part))
-    return np.asarray(numbers, np.int64).reshape(-1, columns)
+    with file:
+        for line_number, line in enumerate(file, start=1):
+            digest.update(line)
+            words = (without_mark(line, name) if line_number == 1 else line).split()
+            if not words:
+                blank = blank or line_number
+            elif (
+                blank
+                or len(words) != columns
+                or not all(word.isdigit() and len(word) <= _MAX_DIGITS for word in words)
+            ):
+                expected = "a class number" if columns == 1 else "two class numbers, 'from to'"
+                got = "a blank line" if blank else ascii(line.decode("utf-8", "replace").rstrip("\r\n")[:60])
+                raise DataError(f"{name}:{blank or line_number}: expected {expected}, got {got}")
+            else:
+                flat.extend(map(int, words))
+    class_list = ClassList(name, np.asarray(flat).reshape(-1, columns), digest.hexdigest())
+    outside = np.argwhere(class_list.numbers >= classes)
+    if not flat:
+        raise DataError(f"{name} is empty; expected one class per line")
+    if len(outside):
+        row, column = outside[0]
+        value = class_list.numbers[row, column]
+        raise class_list.wrong(int(row), f"class {value} is outside 0..{classes - 1}")
+    return class_list

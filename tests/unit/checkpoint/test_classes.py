@@ -157,7 +157,7 @@ def test_the_lineage_has_each_change_and_new_rows_never_repeat(small):
     assert 0.002 < float(new.std()) < 0.03
     # A head of 10 classes initialised classes 7, 8 and 9 with other rows, which have moved since.
     assert not torch.isclose(new, initial_rows(SEED, 7, 10, 6)).any()
-    with pytest.raises(CheckpointError, match="has no classes"):
+    with pytest.raises(CheckpointError, match="missing"):
         read_class_map(folder.parent / "c")
 
 
@@ -219,7 +219,7 @@ REFUSED = {
         "1 2\n3 3\n": "{list}:2: class 3 is merged into 3",
         "1 2\n2 3\n": "{list}:1: class 1 is merged into 2, which is merged into 3",
         "1 2\n2 1\n": "{list}:1: class 1 is merged into 2, which is merged into 1",
-        "1 2\n1 3\n": "{list}:2: class 1 is repeated as a class to merge; its first line is 1",
+        "1 2\n1 3\n": "{list}:2: class 1 is repeated; its first line is 1",
         "1 12\n": "{list}:1: class 12 is outside 0..9",
         "".join(f"{c} 9\n" for c in range(9)): "leaves 1 of 10 classes",
     },
@@ -272,15 +272,14 @@ def test_invalid_arguments_are_refused(small, tmp_path):
     for count in (0, -1):
         assert "grow is" in refusal(folder, new, grow=count)
     assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
-    assert "expected 2" in refusal(folder, new, merge=[[1, 2, 3], [4, 5, 0]])
-    assert "use it only with merge" in refusal(folder, new, drop=[1], rows="target")
+    assert "merge:1: expected two" in refusal(folder, new, merge=[[1, 2, 3], [4, 5, 0]])
+    assert "with merge" in refusal(folder, new, drop=[1], rows="target")
     assert "one per new class" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
-    for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], 3, [[1], [2, 3]], np.array([2**63], np.uint64)):
-        with pytest.raises((TypeError, OverflowError)):
-            change_classes(folder, new, drop=wrong)
+    for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], [True], [[1], [2, 3]], np.array([2**63], np.uint64)):
+        assert "expected a class number" in refusal(folder, new, drop=wrong)
     assert "is empty" in refusal(folder, new, drop=[])
     assert "drop:2: class 10 is outside" in refusal(folder, new, drop=[1, 10])
-    assert "cannot be read" in refusal(folder, new, drop=tmp_path / "none.txt")
+    assert "does not exist" in refusal(folder, new, drop=tmp_path / "none.txt")
     assert "Is a directory" in refusal(folder, new, drop=tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "is not a regular file" in refusal(folder, new, drop=tmp_path / "pipe")
@@ -310,7 +309,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
         path.write_text(json.dumps({**manifest, **fields}))
         return refusal(folder, new, grow=1)
 
-    assert "there are 11 classes" in changed(heads={"": {**manifest["heads"][""], "class_num": 11}})
+    assert "11 classes" in changed(heads={"": {**manifest["heads"][""], "class_num": 11}})
     assert "train.seed is 'a'" in changed(options={"train": {"seed": "a"}})
     assert "lineage is 3, expected a list" in changed(lineage=3)
     assert "expected an object" in changed(lineage=[3])
@@ -345,7 +344,7 @@ def test_a_map_that_is_damaged_is_refused(small):
     sound = (new / "classes.tsv").read_bytes()
     for damaged in (sound[:-1], sound.replace(b"9", b"8", 1), b"a" * len(sound), b""):
         (new / "classes.tsv").write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"is damaged|bytes; expected"):
+        with pytest.raises(CheckpointError, match="damaged"):
             read_class_map(new)
     (new / "classes.tsv").unlink()
     with pytest.raises(CheckpointError, match=r"classes\.tsv"):
