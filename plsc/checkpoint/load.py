@@ -20,6 +20,7 @@ from plsc.checkpoint.manifest import (
     CLASS_NAMES,
     CLASS_WEIGHTS,
     EMA,
+    MANIFEST_NAME,
     Manifest,
     Role,
     TensorInfo,
@@ -299,9 +300,11 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
     No tensor data are read.
 
     Raises:
-        CheckpointError: a file is missing or damaged; a tensor or row is missing or doubled.
+        CheckpointError: a file is missing, unknown or damaged; a tensor or row is missing or doubled.
     """
     try:
+        if unknown := {path.name for path in folder.iterdir()} - manifest.files.keys() - {MANIFEST_NAME}:
+            raise CheckpointError(f"{folder / min(unknown)} is not in the manifest; remove it")
         for name, file in manifest.files.items():
             open_regular(folder / name, folder, file.bytes).close()
     except OSError as error:

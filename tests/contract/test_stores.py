@@ -161,10 +161,10 @@ def test_an_incomplete_checkpoint_is_refused_and_nothing_is_replaced(url, tmp_pa
         fetch(f"{url}/1", WORLD, tmp_path / "here")
     (tmp_path / "short").write_bytes(content[:-3])
     store.put(tmp_path / "short", f"1/{data}")
-    with pytest.raises(CheckpointError, match=r"bytes; expected \d+"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         fetch(f"{url}/1", WORLD, tmp_path / "here")
     store.delete(f"1/{data}")
-    with pytest.raises(CheckpointError, match="is missing"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         fetch(f"{url}/1", WORLD, tmp_path / "here")
     manifest = json.loads(text)
     manifest["files"] = {"../../out": manifest["files"][data]}

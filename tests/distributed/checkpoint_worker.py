@@ -135,7 +135,7 @@ def disagree(world: World, folder: Path) -> None:
         load_tensors(folder / "1", by_role(tensors), world)
     except CheckpointError as error:
         assert f"rank {last}: " in str(error)  # noqa: PT017
-        assert "has no tensor 'absent'" in str(error)  # noqa: PT017
+        assert "'absent'" in str(error)  # noqa: PT017
     else:
         raise AssertionError("a missing tensor was not noticed")
 

@@ -18,7 +18,6 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from plsc.checkpoint.load import OpenCheckpoint
 from plsc.checkpoint.manifest import HeadInfo, role_of_key
 from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError
@@ -152,10 +151,12 @@ def test_garbage_instead_of_data_is_refused(saved, garbage):
     assert data_file(saved).name in refusal(saved)
 
 
-def test_a_missing_file_is_reported_and_another_one_is_ignored(saved):
+def test_a_missing_and_an_extra_file_are_reported(saved):
     file = data_file(saved)
-    (saved / "extra.safetensors").write_bytes(file.read_bytes())
-    OpenCheckpoint(saved)
+    extra = saved / "extra.safetensors"
+    extra.write_bytes(file.read_bytes())
+    assert f"{extra} is not in the manifest" in refusal(saved)
+    extra.unlink()
     file.unlink()
     assert str(file) in refusal(saved)
 
