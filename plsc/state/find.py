@@ -34,19 +34,15 @@ class _Best(TypedDict):
 def open_load_dir(options: Options | Config, world: World) -> OpenedCheckpoint:
     """Return the local folder of the checkpoint to load, downloaded if necessary, and its manifest.
 
-    A collective. Raises OptionError if no checkpoint is set, CheckpointError if it does not exist.
+    A collective. Raises OptionError if no checkpoint is set or saved, CheckpointError if it does not exist.
     """
     opened = open_to_resume(options, world)
-    if opened is not None:
-        return opened
-    if options.checkpoint.load_dir is None:
+    if opened is None:
         raise OptionError(
-            "no checkpoint is set; call set_checkpoint_dir with its folder, such as saved_model/7"
+            f"no checkpoint is set, or {shown(options.checkpoint.save_dir)} contains no checkpoint; call "
+            "set_checkpoint_dir with the folder of one, such as saved_model/7"
         )
-    raise CheckpointError(
-        f"checkpoint.load_dir is {LAST!r}, but {shown(options.checkpoint.save_dir)} contains no checkpoint; "
-        "train first, or set the path of a checkpoint"
-    )
+    return opened
 
 
 def open_to_resume(options: Options | Config, world: World) -> OpenedCheckpoint | None:
@@ -197,8 +193,8 @@ def _find_in(run_folder: RunFolder, wanted: str | None) -> _Location | None:
     is_here, is_there = (name in (entry for entry, _ in checkpoints) for checkpoints in (here, there))
     if not (is_here or is_there):
         raise CheckpointError(
-            f"{run_folder.local.child(BEST_NAME)} names {name!r}, which does not exist; set the path of a "
-            "checkpoint"
+            f"{run_folder.local.child(BEST_NAME)} is missing, or names {name!r}, which does not exist; set "
+            "the path of a checkpoint"
         )
     is_newer_there = is_there and remote_age > local_age
     return (
@@ -208,14 +204,10 @@ def _find_in(run_folder: RunFolder, wanted: str | None) -> _Location | None:
 
 
 def _name_of_best(stores: list[Store]) -> str:
-    """Return the name of the best checkpoint from the first best.json."""
+    """Return the name of the best checkpoint from the first best.json, '' if there is none."""
     for store in stores:
-        where, data = f"{store.shown}/{BEST_NAME}", store.read(BEST_NAME, _LARGEST_BEST)
+        data = store.read(BEST_NAME, _LARGEST_BEST)
         if data is not None:
-            break
-    else:
-        raise CheckpointError(
-            f"{where} does not exist, so the best checkpoint is unknown; set the path of a checkpoint"
-        )
-    # Use only the last part: the folder may have moved, and paths outside of it are not allowed.
-    return PurePath(read_record(_Best, data, where)["path"]).name
+            # Use only the last part: the folder may have moved, and paths outside of it are not allowed.
+            return PurePath(read_record(_Best, data, f"{store.shown}/{BEST_NAME}")["path"]).name
+    return ""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import fetch
@@ -99,12 +100,21 @@ def read_model(
     network = build_network(config, world, custom)
     check_file(folder, WEIGHTS_NAME, about.get("weights"))
     try:
-        network.load_state_dict(load_file(folder / WEIGHTS_NAME))
-    except (SafetensorError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{folder} does not fit: {' '.join(str(error).split())[:400]}; pass the network that was trained"
-        ) from error
+        weights = load_file(folder / WEIGHTS_NAME)
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / WEIGHTS_NAME} is damaged: {str(error)[:400]}") from error
+    _load(network, weights, folder)
     return network, config
+
+
+def _load(network: BaseModel, weights: dict[str, Tensor], path: Path) -> None:
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} does not fit: {' '.join(str(error).split())[:400]}; use the network, embedding size and "
+            "image shape that were trained"
+        ) from error
 
 
 def open_trained(
@@ -128,11 +138,5 @@ def open_trained(
             )
     network = build_network(config, world, custom)
     use_lists(network, look_up_lists(network, config), config, world.device)
-    try:
-        network.load_state_dict(load_weights(path))
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{path} does not fit: {' '.join(str(error).split())[:400]}; use the network, embedding size and "
-            "image shape that were trained"
-        ) from error
+    _load(network, load_weights(path), path)
     return network, config, (path, manifest)

@@ -52,16 +52,14 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         saved_info = manifest.tensors.get(role.key)
         if saved_info is not None and replace(info_of(role, value), sharded=saved_info.sharded) == saved_info:
             of_callbacks[role] = value
-    try:
-        load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
-    except CheckpointError as error:
-        lines = [line for line in run.options.differences if line.startswith("head.")]
-        raise CheckpointError("; ".join([str(error), *lines])) from error
+    load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
     check_counts(path, wanted)
     if isinstance(run.head, ShardedHead):
         run.head.step = manifest.step  # seeds sampling and rounding
         run.head.computed_by = run.head.resumed_from = manifest.head.computed_by
-    _restore_position(run, path, manifest)
+    position = run.position
+    position.step, position.updates = manifest.step, scalars.get("updates", manifest.step)
+    position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
     if run.scaler is not None and (scale := scalars.get("loss_scaling")) is not None:
         run.scaler.load(scale)
     others = _other_tensors(run, path, manifest, of_callbacks)
@@ -109,15 +107,8 @@ def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -
     return lines
 
 
-def _restore_position(run: Run, path: Path, manifest: Manifest) -> None:
-    position, updates = run.position, manifest.scalars.get("updates", manifest.step)
-    if updates > manifest.step:
-        raise CheckpointError(f"{path} counts {updates} updates in {manifest.step} steps")
-    position.step, position.updates = manifest.step, updates
-    position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
-
-
 def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for another network, head, optimizer or batch, or within an epoch other data."""
     options, scalars = run.options, manifest.scalars
     optimizer, before, now = type(run.optimizer).__name__, manifest.head, describe_head(run)
     expected: dict[str, Any] = {
@@ -126,45 +117,24 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
         "embedding size": (manifest.emb_size, options.model.emb_size),
         "optimizer": (scalars.get("optimizer", optimizer), optimizer),
         "global batch": (scalars.get("global_batch"), global_batch_size(options, run.world.size)),
+        "updates": (min(scalars.get("updates", 0), manifest.step), scalars.get("updates", 0)),
+        "network": (manifest.options.get("model", {}).get("name"), options.model.name),
     }
+    saved = {info.role.name: info.shape for info in manifest.tensors.values() if info.role.kind == BACKBONE}
+    own = {name: tuple(value.shape) for name, value in run.network.state_dict().items()}
+    names = [name for name in own | saved if not _is_extra(Role(BACKBONE, name))]
+    odd = [name for name in names if saved.get(name) != own.get(name)]
+    if odd and expected["network"][0] == expected["network"][1]:
+        expected["network"] = tuple(f"{odd[0]} of shape {shapes.get(odd[0])}" for shapes in (saved, own))
+    elif not odd:
+        del expected["network"]
+    if manifest.step_in_epoch:
+        expected["images in the interrupted epoch"] = before.num_samples, now.num_samples
+    if manifest.step_in_epoch and run.data.is_of_ranks:
+        expected["ranks with their own data in the epoch:"] = manifest.world_size, run.world.size
     for what, (theirs, mine) in expected.items():
         if theirs != mine:
             raise CheckpointError(
-                f"{path} was saved with {what} {theirs}, but this run has {mine}; use the saved value to "
-                "resume, or load only the weights that fit with set_pretrained()"
+                f"{path} was saved with {what} {shown_value(theirs)}, but this run has {shown_value(mine)}; "
+                "use the saved value to resume, or load only the weights that fit with set_pretrained()"
             )
-    _check_network(run, path, manifest)
-    if not manifest.step_in_epoch:
-        return
-    if before.num_samples != now.num_samples:
-        raise CheckpointError(
-            f"{path} was saved in the middle of an epoch of {before.num_samples} images, but the dataset now "
-            f"has {now.num_samples}; resume from the end of an epoch, or restore the dataset"
-        )
-    if run.data.is_of_ranks and manifest.world_size != run.world.size:
-        raise CheckpointError(
-            f"{path} was saved in the middle of an epoch by {manifest.world_size} ranks, each with its own "
-            "data (order 'rank_files', or a reader that shards itself), but this run has "
-            f"{run.world.size} ranks; start {manifest.world_size} ranks, or resume from the end of an epoch"
-        )
-
-
-def _check_network(run: Run, path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if the network has other tensors than the saved network, or other shapes."""
-    saved = {info.role.name: info.shape for info in manifest.tensors.values() if info.role.kind == BACKBONE}
-    own = {name: tuple(value.shape) for name, value in run.network.state_dict().items()}
-    for name in own | saved:
-        before, here = saved.get(name), own.get(name)
-        if before == here or _is_extra(Role(BACKBONE, name)):
-            continue
-        networks = (manifest.options.get("model", {}).get("name"), run.options.model.name)
-        theirs, mine = (f"network {shown_value(network)}" for network in networks)
-        if networks[0] == networks[1]:
-            theirs, mine = (
-                f"a network without {name}" if shape is None else f"{name} of shape {list(shape)}"
-                for shape in (before, here)
-            )
-        raise CheckpointError(
-            f"{path} was saved with {theirs}, but this run has {mine}; use the saved network to resume, or "
-            "load only the weights that fit with set_pretrained()"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,10 @@ def make_state(
             state: _empty_state(info.role.key, state, info, parameter, optimizer)
             for state, info in infos.items()
         }
-        values = decode(numbers.get(name, {}), own)
-        for state, value in [*values.items(), *own.items()]:
-            if state in wanted:
-                _check_state(Role(OPTIMIZER, state, name).key, wanted[state], value)
-        optimizer.state[parameter].update({**values, **own})
-        _check_complete(name, {*values, *own}, wanted)
+        states = {**own, **decode(numbers.get(name, {}), own)}
+        for state, needed in wanted.items():
+            _check_state(Role(OPTIMIZER, state, name).key, needed, states.get(state))
+        optimizer.state[parameter].update(states)
 
 
 def _check_state(key: str, wanted: StateInfo | None, state: Any) -> None:
@@ -137,7 +135,7 @@ def _check_state(key: str, wanted: StateInfo | None, state: Any) -> None:
     is_tensor = isinstance(state, Tensor)
     saved = (tuple(state.shape), state.dtype) if is_tensor else not is_finite_number(state) or None
     if saved != wanted:
-        described = f"{state.dtype} {list(state.shape)}" if is_tensor else "not a tensor"
+        described = f"{state.dtype} {list(state.shape)}" if is_tensor else "missing, or not a tensor"
         expected = "a number"
         if wanted is not None:
             expected = f"{str(wanted[1]).removeprefix('torch.')} {list(wanted[0])}"
@@ -159,17 +157,6 @@ def check_counts(path: Path, tensors: Tensors) -> None:
                     f"{path}: the optimizer's step count {role.key} is {count}, expected a finite number of "
                     "at least 0; choose another checkpoint"
                 )
-
-
-def _check_complete(name: str, given: set[str], needed: Collection[str]) -> None:
-    """Raise CheckpointError if some of the states that the optimizer creates together are missing."""
-    missing = sorted(set(needed) - given)
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint has no optimizer state {', '.join(missing)} for {name}, which the optimizer "
-            "needs with the settings of this run; use the optimizer settings that were saved, or load only "
-            "the weights with set_pretrained()"
-        )
 
 
 _COUNTS = ("step", "mu_product")  # scalars that torch usually keeps on the CPU

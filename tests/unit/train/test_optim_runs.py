@@ -362,7 +362,7 @@ def test_another_optimizer_cannot_take_the_state_and_is_told_what_can(dataset, t
     train(options_of(dataset, tmp_path / "run", **settings), WORLD)
     options = options_of(dataset, tmp_path / "next", checkpoint__load_dir=str(tmp_path / "run/0"))
     options.set("optim.optimizer", "adam")
-    with pytest.raises(CheckpointError, match=r"optimizer SGD, but this run has Adam.*set_pretrained"):
+    with pytest.raises(CheckpointError, match=r"optimizer 'SGD', but this run has 'Adam'.*set_pretrained"):
         train(options, WORLD)
 
 
@@ -371,7 +371,7 @@ def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
     train(options_of(dataset, tmp_path / "a", **adam), WORLD)
     again = {**adam, "train__epochs": 2, "checkpoint__load_dir": str(tmp_path / "a/0")}
     more = {"optim__optimizer_arguments": {"amsgrad": True}}
-    with pytest.raises(CheckpointError, match="no optimizer state max_exp_avg_sq for backbone"):
+    with pytest.raises(CheckpointError, match=r"max_exp_avg_sq\.backbone.* missing"):
         train(options_of(dataset, tmp_path / "b", **again, **more), WORLD)
     key = "optimizer.step.backbone.fc.weight"
     with pytest.raises(CheckpointError, match=r"step count .*fc\.weight is -1\.0, expected a finite number"):

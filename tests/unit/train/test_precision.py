@@ -283,7 +283,7 @@ def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, t
     restore(run, path, manifest)
     assert (run.scaler.scale, run.position.updates) == (64.0, 4)
     manifest.scalars["updates"] = 5
-    with pytest.raises(CheckpointError, match="5 updates in 4 steps"):
+    with pytest.raises(CheckpointError, match="updates 4"):
         restore(run, path, manifest)
     assert tensors_of(path)
 
