@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -61,7 +60,7 @@ class Role:
     def key(self) -> str:
         """The tensor's key in the checkpoint."""
         if self.kind in (CLASS_WEIGHTS, STATISTICS):
-            return f"{head_prefix(self.of)}.{self.name}"
+            return f"{f'heads.{self.of}' if self.of else 'head'}.{self.name}"
         if self.kind == OPTIMIZER:
             is_momentum = self.name == "momentum_buffer"
             return f"momentum.{self.of}" if is_momentum else f"optimizer.{self.name}.{self.of}"
@@ -74,32 +73,6 @@ class Role:
         if self.kind == CLASS_NAMES:
             return ".".join(filter(None, (CLASS_NAMES, self.of, self.name)))
         return f"{BACKBONE}.{self.name}" if self.kind == BACKBONE else self.name
-
-
-def head_prefix(name: str) -> str:
-    """Return the common prefix of a head's keys; name: empty for a single head."""
-    return f"heads.{name}" if name else "head"
-
-
-_PATTERNS = (
-    (BACKBONE, r"backbone\.(?P<name>.+)"),
-    (CLASS_WEIGHTS, r"(head|heads\.(?P<of>[^.]+))\.(?P<name>weight|bias)"),
-    (STATISTICS, r"(head|heads\.(?P<of>[^.]+))\.(?P<name>.+)"),
-    (OPTIMIZER, r"(momentum|optimizer\.(?P<name>[^.]+))\.(?P<of>.+)"),
-    (CLASS_OPTIMIZER, r"rows\.(?P<of>([^.]+\.)?(weight|bias))\.(?P<name>[^.]+)"),
-    (RANK, r"rank(?P<of>\d+)\.(?P<name>.+)"),
-    (EXTRA, r"(?P<name>.*)"),
-)
-
-
-def role_of_key(key: str) -> Role:
-    """Return the role of a tensor from its key, for importers."""
-    matches = ((kind, re.fullmatch(pattern, key, re.DOTALL)) for kind, pattern in _PATTERNS)
-    kind, match = next((kind, match) for kind, match in matches if match)
-    role = {name: text for name, text in match.groupdict().items() if text is not None}
-    if kind == CLASS_OPTIMIZER:
-        role["of"] = f"{'heads' if '.' in role['of'] else 'head'}.{role['of']}"
-    return Role(kind, **{"name": "momentum_buffer", **role})
 
 
 @dataclass(frozen=True)

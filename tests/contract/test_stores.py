@@ -24,7 +24,7 @@ from plsc.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import HeadInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo
 from plsc.checkpoint.remote import clean, fetch, push, upload, verify
 from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.errors import CheckpointError, DataError
@@ -32,6 +32,7 @@ from plsc.parallel.world import World
 from plsc.storage.cache import folder_for
 from plsc.storage.store import Store, staged
 from plsc.storage.urls import set_hdfs_user
+from tests.roles import role_of_key
 from tests.s3_server import s3_server, use_s3
 
 WORLD = World.single()

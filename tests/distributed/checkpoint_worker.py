@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
-from plsc.checkpoint.manifest import HeadInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo
 from plsc.errors import CheckpointError, DistributedError
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.world import World
 from tests.distributed.worker import run_worker, smaller_world
+from tests.roles import role_of_key
 
 ROW_COUNTS = (1, 2, 5, 9, 1001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)

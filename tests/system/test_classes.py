@@ -20,7 +20,7 @@ from plsc import Entry
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.classes.map import read_class_map
 from plsc.checkpoint.load import read_class_names
-from plsc.checkpoint.manifest import HeadInfo, Manifest, TensorInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo, Manifest, TensorInfo
 from plsc.checkpoint.remote import verify
 from plsc.checkpoint.shard_file import Entry as FileEntry
 from plsc.checkpoint.shard_file import shard_name, tensor_chunks, write_shard
@@ -30,6 +30,7 @@ from plsc.models.base_model import BaseModel
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.float64 import compute_in_float64
 from tests.images import write_dataset
+from tests.roles import role_of_key
 
 pytestmark = pytest.mark.slow
 

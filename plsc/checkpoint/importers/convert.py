@@ -18,7 +18,15 @@ from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
 from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1
 from plsc.checkpoint.importers.source import BIAS, WEIGHT, Network, RowParts, Source, join_rows
 from plsc.checkpoint.importers.tensor_files import read_state_dict
-from plsc.checkpoint.manifest import MANIFEST_NAME, HeadInfo, Manifest, TensorInfo, role_of_key
+from plsc.checkpoint.manifest import (
+    BACKBONE,
+    CLASS_WEIGHTS,
+    MANIFEST_NAME,
+    HeadInfo,
+    Manifest,
+    Role,
+    TensorInfo,
+)
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, entry_of, tensor_chunks
@@ -164,7 +172,7 @@ def _read_named(path: Path, layout: str, given: Network) -> Source:
 
 
 def _network_of(weights: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
-    """Return the unsharded tensors by checkpoint key, the options of the network, and what matched."""
+    """Return the tensors of the network, the options of the network, and what matched."""
     options = Options()
     for path, value in weights.options.items():
         options.set(path, value)
@@ -192,8 +200,7 @@ def _network_of(weights: Source, source: str) -> tuple[dict[str, Tensor], Option
             f"{source} is not a complete {model.name} for images {list(model.image_shape)}: "
             f"{'; '.join(match.lines()[1:])}; download it again, or name its network with --model"
         )
-    tensors = {f"backbone.{name}": value for name, value in state.items()}
-    return tensors, options, match
+    return state, options, match
 
 
 def _check_head(weights: Source, options: Options) -> None:
@@ -243,11 +250,14 @@ def _write(target: Path, tensors: dict[str, Tensor], weights: Source, manifest: 
         [_part(key, parts, start, stop) for key, parts in weights.rows.items()]
         for start, stop in manifest.head.class_ranges
     ]
-    shards[0] += [entry_of(key, tensor) for key, tensor in tensors.items()]
-    infos = {key: info_of(role_of_key(key), tensor) for key, tensor in tensors.items()}
-    infos |= {
-        key: TensorInfo(parts.shape, "float32", True, role_of_key(key)) for key, parts in weights.rows.items()
-    }
+    infos = {}
+    for name, tensor in tensors.items():
+        role = Role(BACKBONE, name)
+        infos[role.key] = info_of(role, tensor)
+        shards[0].append(entry_of(role.key, tensor))
+    for key, parts in weights.rows.items():
+        role = Role(CLASS_WEIGHTS, key.removeprefix("head."))
+        infos[key] = TensorInfo(parts.shape, "float32", True, role)
     with publishing_folder(target) as temporary:
         complete = dataclasses.replace(manifest, tensors=infos, files=write_shards(temporary, shards))
         (temporary / MANIFEST_NAME).write_text(complete.to_json(), encoding="utf-8")

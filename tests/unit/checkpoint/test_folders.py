@@ -17,12 +17,13 @@ from plsc.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import HeadInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo
 from plsc.checkpoint.remote import clean
 from plsc.checkpoint.retention import prune
 from plsc.parallel.world import World
 from plsc.storage.store import Store
 from tests.distributed.launch import run_code
+from tests.roles import role_of_key
 
 ROOT = Path(__file__).parents[3]
 MANIFEST = Manifest("0.1.0", 1, 1, 0, 1, 1, {"": HeadInfo(1, [[0, 1]])})

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from plsc.checkpoint import Manifest, Retention, Snapshot, list_checkpoints, save_checkpoint
-from plsc.checkpoint.manifest import HeadInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo
 from plsc.checkpoint.retention import prune
 from plsc.parallel.world import World
 from plsc.storage.store import Store
+from tests.roles import role_of_key
 
 
 def save(folder, name, step, **metrics):

@@ -18,10 +18,11 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import HeadInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo
 from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
+from tests.roles import role_of_key
 
 WORLD = World.single()
 MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 3, {"": HeadInfo(5, [[0, 5]])})

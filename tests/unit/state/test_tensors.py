@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.checkpoint.manifest import OPTIMIZER, TensorInfo, role_of_key
+from plsc.checkpoint.manifest import OPTIMIZER, TensorInfo
 from plsc.checkpoint.save import info_of
 from plsc.config.optim import OptimOptions
 from plsc.errors import CheckpointError
@@ -16,6 +16,7 @@ from plsc.optim.optimizers import OPTIMIZERS as BY_NAME
 from plsc.optim.optimizers import build_optimizer
 from plsc.state.tensors import collect_numbers, collect_tensors, make_state
 from tests.devices import GPU
+from tests.roles import role_of_key
 
 
 class CountingInNumbers(torch.optim.SGD):

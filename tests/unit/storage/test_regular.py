@@ -20,7 +20,7 @@ import torch
 from plsc.actions.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
 from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
 from plsc.checkpoint.classes.plan import read_class_list
-from plsc.checkpoint.manifest import HeadInfo, role_of_key
+from plsc.checkpoint.manifest import HeadInfo
 from plsc.cli import main
 from plsc.cli import run as command
 from plsc.data.pairs import read_pairs, write_pairs
@@ -37,6 +37,7 @@ from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
 from plsc.run.loggers import JsonLines
 from plsc.storage.regular import open_regular, read_regular
+from tests.roles import role_of_key
 from tests.unit.data.test_opening import make_lmdb
 from tests.unit.evaluate.test_template_files import FILES
 
