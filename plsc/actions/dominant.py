@@ -20,9 +20,9 @@ from plsc.run.build_heads import build_trained_head
 from plsc.run.run import Run, build_run
 from plsc.run.settle import settle
 from plsc.run.user_parts import UserParts
-from plsc.state.find import open_load_dir
 from plsc.state.restore import restore
 from plsc.state.snapshot import take_snapshot
+from plsc.state.start import open_load_dir
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError, DataError, kind_and_line
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.parallel.world import World
-from plsc.state.find import open_checkpoint
+from plsc.state.start import open_checkpoint
 from plsc.storage.publish import HIDDEN, replacing
 from plsc.storage.records import Size, Text, read_record
 from plsc.storage.urls import is_url

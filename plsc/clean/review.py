@@ -24,7 +24,7 @@ from plsc.data.sources import Source
 from plsc.data.split import halves_of
 from plsc.errors import CheckpointError, DataError
 from plsc.run.classes import check_unseen
-from plsc.state.find import open_checkpoint
+from plsc.state.start import open_checkpoint
 from plsc.storage.publish import refuse_existing, replacing
 from plsc.storage.urls import shown
 

@@ -25,7 +25,7 @@ from plsc.parallel.world import World
 from plsc.run.build_network import build_network, look_up_lists, use_lists
 from plsc.run.classes import OpenedCheckpoint
 from plsc.run.settle import adopt
-from plsc.state.find import open_checkpoint, open_load_dir
+from plsc.state.start import open_checkpoint, open_load_dir
 from plsc.storage.urls import is_url, shown
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.parallel.world import World
-from plsc.state.find import open_load_dir
+from plsc.state.start import open_load_dir
 from plsc.storage.store import Store
 from plsc.storage.urls import open_filesystem
 from plsc.train.loop import TrainResult

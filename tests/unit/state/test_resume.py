@@ -19,8 +19,8 @@ from plsc.parallel.world import World
 from plsc.run.callbacks import FunctionCallback
 from plsc.run.settle import settle
 from plsc.run.user_parts import UserParts
-from plsc.state.find import open_load_dir, open_to_resume
 from plsc.state.snapshot import pack_generators, unpack_generators
+from plsc.state.start import open_load_dir, resolve_checkpoint
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
 
@@ -203,7 +203,7 @@ def test_options_that_would_change_the_global_batch_are_refused(trained):
 
 def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(trained):
     options = options_of("unused", trained, checkpoint__load_dir="last")
-    assert open_to_resume(options, WORLD)[0] == trained / "1"
+    assert resolve_checkpoint(options, WORLD, ())[0][0] == trained / "1"
     assert open_load_dir(options, WORLD)[0] == trained / "1"
     options.set("checkpoint.load_dir", "best")
     file = trained / "best.json"
@@ -211,7 +211,7 @@ def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(tra
     assert open_load_dir(options, WORLD)[0] == trained / best
     # As a folder that was moved: only the name counts.
     file.write_text('{"path": "/somewhere/else/0", "metric": "loss", "value": 1.5}')
-    assert open_to_resume(options, WORLD)[0] == trained / "0"
+    assert resolve_checkpoint(options, WORLD, ())[0][0] == trained / "0"
     file.write_text('{"path": "7"}')
     with pytest.raises(CheckpointError, match="names '7', which does not exist"):
         open_load_dir(options, WORLD)
