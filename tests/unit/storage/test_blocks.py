@@ -11,14 +11,13 @@ import fsspec
 import numpy as np
 import pytest
 
-from plsc.errors import DataError
+from plsc.errors import DataError, OptionError
 from plsc.storage import retry
-from plsc.storage.blocks import BytesFile, buffered, open_bytes
+from plsc.storage.blocks import BLOCK_BYTES, BytesFile, buffered, cache_limit, open_bytes
 from plsc.storage.cache import cache_folder, folder_for
 from plsc.storage.retry import with_retries
 
-AHEAD = 4 * 2**20
-SIZE = 2 * AHEAD + 12345
+SIZE = 2 * BLOCK_BYTES + 12345
 CONTENT = np.random.default_rng(0).bytes(SIZE)
 
 
@@ -56,7 +55,7 @@ def check_random_reads(data, seed: int) -> None:
     numbers = random.Random(seed)
     for _ in range(30):
         offset = numbers.randrange(SIZE)
-        length = min(numbers.choice([0, 1, 5000, AHEAD + 7]), SIZE - offset)
+        length = min(numbers.choice([0, 1, 5000, BLOCK_BYTES + 7]), SIZE - offset)
         assert data.read_at(offset, length) == CONTENT[offset : offset + length]
 
 
@@ -103,8 +102,8 @@ def test_bytes_work_as_a_file(location):
     assert file.read() == CONTENT[-9:]
     file.seek(SIZE + 5)
     assert file.read(5) == b""
-    file.seek(AHEAD - 3)
-    assert file.read(2000) == CONTENT[AHEAD - 3 : AHEAD + 1997]
+    file.seek(BLOCK_BYTES - 3)
+    assert file.read(2000) == CONTENT[BLOCK_BYTES - 3 : BLOCK_BYTES + 1997]
     with pytest.raises(ValueError, match="negative"):
         BytesFile(open_bytes(location)).seek(-1)
 
@@ -131,32 +130,65 @@ def test_a_local_file_that_shrinks_or_changes_is_detected(tmp_path):
         pickle.loads(text)
 
 
-def test_requests_that_follow_each_other_are_read_ahead_and_others_fetch_their_bytes_alone(
-    tmp_path, monkeypatch
-):
-    data, fetched = open_bytes(in_memory(tmp_path)), []
-    memory = type(fsspec.filesystem("memory"))
-    cat_file = memory.cat_file
-
-    def counted(self, path, start, end):
-        fetched.append(end - start)
-        return cat_file(self, path, start=start, end=end)
-
-    monkeypatch.setattr(memory, "cat_file", counted)
-    for offset in range(0, 2**20, 10_000):
-        assert data.read_at(offset, 10_000) == CONTENT[offset : offset + 10_000]
-    assert fetched == [AHEAD]
-    for offset in (SIZE - 9000, 5000, SIZE - 7000):
-        assert data.read_at(offset, 1000) == CONTENT[offset : offset + 1000]
-    assert fetched[1:] == [1000, 1000, 1000]
-
-
-def test_a_changed_remote_file_is_read_anew(tmp_path):
+def test_blocks_come_from_the_cache_the_second_time(tmp_path, cache):
     location = in_memory(tmp_path)
+    open_bytes(location).read_at(BLOCK_BYTES - 5, 10)
+    assert sorted(path.name for path in cache.glob("blocks/*/*")) == ["0", "1"]
+    (path,) = cache.glob("blocks/*/0")
+    marked = bytearray(path.read_bytes())
+    marked[3] ^= 255
+    path.write_bytes(marked)
+    assert open_bytes(location).read_at(3, 1) == marked[3:4]
+
+
+def test_a_truncated_block_is_fetched_again(tmp_path, cache):
+    location = in_memory(tmp_path)
+    open_bytes(location).read_at(0, SIZE)
+    for path in cache.glob("blocks/*/*"):
+        os.truncate(path, 10)
     assert open_bytes(location).read_at(0, SIZE) == CONTENT
+
+
+def test_a_changed_remote_file_never_uses_old_blocks(tmp_path):
+    location = in_memory(tmp_path)
+    open_bytes(location).read_at(0, SIZE)
     other = bytes(reversed(CONTENT))
     fsspec.filesystem("memory").pipe("/blocks/file.bin", other)
     assert open_bytes(location).read_at(0, SIZE) == other
+
+
+def cached_bytes(cache: Path) -> int:
+    return sum(path.stat().st_size for path in cache.glob("blocks/*/*"))
+
+
+def test_the_cache_is_bounded_and_evicts_the_least_recently_used_blocks(cache, monkeypatch):
+    content = bytes(20 * BLOCK_BYTES)
+    fsspec.filesystem("memory").pipe("/blocks/long.bin", content)
+    limit = 8 * BLOCK_BYTES
+    monkeypatch.setenv("PLSC_CACHE_BYTES", str(limit))
+    data = open_bytes("memory://blocks/long.bin")
+    for block in range(20):
+        data.read_at(block * BLOCK_BYTES, 100)
+        assert cached_bytes(cache) <= limit
+    assert (sorted(int(path.name) for path in cache.glob("blocks/*/*")))[-1] == 19
+    assert cached_bytes(cache) > limit // 2
+
+
+def test_no_cache_is_kept_when_its_limit_is_0(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("PLSC_CACHE_BYTES", "0")
+    assert open_bytes(in_memory(tmp_path)).read_at(0, SIZE) == CONTENT
+    assert not cache.exists()
+
+
+def test_a_limit_that_is_not_a_number_is_refused(monkeypatch):
+    monkeypatch.setenv("PLSC_CACHE_BYTES", "16G")
+    with pytest.raises(OptionError, match="PLSC_CACHE_BYTES is '16G'"):
+        cache_limit()
+
+
+def test_reading_works_without_a_writable_cache(tmp_path, cache):
+    cache.write_bytes(b"a file is in the way")
+    assert open_bytes(in_memory(tmp_path)).read_at(0, SIZE) == CONTENT
 
 
 class Flaky:
@@ -214,13 +246,13 @@ def test_retries_do_not_change_the_global_random_generator(waits):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-@pytest.mark.parametrize("prepared", ["cache", "cache/index"])
+@pytest.mark.parametrize("prepared", ["cache", "cache/blocks"])
 def test_a_cache_folder_of_another_user_is_not_used(tmp_path, monkeypatch, prepared):
     monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / prepared).mkdir(parents=True)
     os.chown(tmp_path / prepared, 12345, -1)
     with pytest.raises(DataError, match="another user"):
-        cache_folder("index")
+        cache_folder("blocks")
 
 
 def test_each_url_and_kind_has_its_own_cache_folder(tmp_path, monkeypatch):
