@@ -23,6 +23,7 @@ from plsc.data.lists import Listing, read_listing
 from plsc.data.sources import Source
 from plsc.data.split import halves_of
 from plsc.errors import CheckpointError, DataError
+from plsc.evaluate.identification import check_finite
 from plsc.run.classes import check_unseen
 from plsc.state.start import open_checkpoint
 from plsc.storage.publish import refuse_existing, replacing
@@ -86,8 +87,7 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
     views = []
     for one, rows, judged in zip(embeddings, places, unseen, strict=True):
         unit = one[EMBEDDINGS][np.array([rows[names[number]] for number in numbers.tolist()])]
-        if not np.isfinite(unit).all():
-            raise DataError(f"{one.folder} has embeddings that are nan or inf; use another network")
+        check_finite(unit, f"{one.folder}, image ", numbers)
         unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-9)
         views.append(View(unit, judged))
     pixels = read_pixels(source, numbers)

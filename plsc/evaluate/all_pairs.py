@@ -25,6 +25,7 @@ from plsc.data.native import function
 from plsc.errors import DataError
 from plsc.evaluate.curves import equal_error_rate
 from plsc.evaluate.groups import GroupRates, Groups, count, rates_at
+from plsc.evaluate.identification import norms_of
 from plsc.evaluate.report import Table
 from plsc.evaluate.verification import FARS, GRID, PairRates
 from plsc.parallel.collectives import sum_over_ranks
@@ -33,15 +34,6 @@ from plsc.parallel.world import World
 BINS = 2 * GRID + 1  # scores -1, -1 + 1 / GRID, ..., 1
 TILE = 4096  # embeddings per side of a tile of scores
 SMALLER_FARS = (1e-7, 1e-8, 1e-9)  # reported, besides FARS, if there are enough different pairs
-CHOICES = (
-    "Each image is compared with every other image once.",
-    "The score of a pair is the cosine of its embeddings: a float32 product of the normalised embeddings, "
-    "rounded to a multiple of 2^-20. A zero embedding has score 0.",
-    "TAR at FAR: at the lowest multiple of 2^-20 at which at most this share of the different pairs is "
-    "accepted. A score at the threshold is accepted.",
-    "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
-)
-_CHUNK = 8192  # embeddings per chunk in double precision
 _LOG_SECONDS = 10.0
 _MOST = 2**32 - 1  # scores that 32-bit counts can hold
 
@@ -78,7 +70,14 @@ class AllPairsResult(PairRates):
         return _roc(self.same, self.different)
 
     def _choices(self) -> list[str]:
-        return list(CHOICES)
+        return [
+            "Each image is compared with every other image once.",
+            "The score of a pair is the cosine of its embeddings: a float32 product of the normalised "
+            "embeddings, rounded to a multiple of 2^-20. A zero embedding has score 0.",
+            "TAR at FAR: at the lowest multiple of 2^-20 at which at most this share of the different pairs "
+            "is accepted. A score at the threshold is accepted.",
+            "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
+        ]
 
     def _tables(self) -> list[Table]:
         numbers = (self.images, self.classes, self.pairs, self.positives, self.negatives)
@@ -128,8 +127,9 @@ def all_pairs(
             different.
     """
     labels = np.asarray(labels)
-    _check(embeddings, labels)
-    norms = _norms(embeddings)
+    norms = norms_of(embeddings, "image", labels)
+    if not 1 < len(np.unique(labels)) < len(labels):
+        raise DataError("verification needs same and different pairs; there are none of a kind")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     tiles = _Tiles(embeddings, labels, norms, torch.device(device))
     with _exact_products(), _counter(torch.device(device)) as counter:
@@ -152,7 +152,7 @@ def all_pair_rates(
     """Return TAR and FAR per group at the thresholds of `all_pairs`, by its tiles; a collective."""
     fars, size = result._told_fars(), len(groups.names)
     limits = [round(result.threshold_at_far[far] * GRID) for far in fars]
-    tiles = _Tiles(embeddings, labels, _norms(embeddings), world.device)
+    tiles = _Tiles(embeddings, labels, norms_of(embeddings, "image"), world.device)
     of = torch.from_numpy(groups.of).to(world.device, torch.int32)
     counts = torch.zeros(size + 1, 2, len(fars) + 1, dtype=torch.int64, device=world.device)
     with _exact_products():
@@ -202,36 +202,6 @@ def _roc(same: np.ndarray, different: np.ndarray) -> tuple[np.ndarray, np.ndarra
     bins = np.append(np.flatnonzero(same + different), len(same))[::-1]  # the highest score first
     true_accepts, false_accepts = _accepts(same)[bins], _accepts(different)[bins]
     return false_accepts / false_accepts[-1], true_accepts / true_accepts[-1], (bins - GRID) / GRID
-
-
-def _check(embeddings: np.ndarray, labels: np.ndarray) -> None:
-    if embeddings.ndim != 2 or labels.shape != embeddings.shape[:1]:
-        raise DataError(
-            f"the embeddings have shape {list(embeddings.shape)} and the labels {list(labels.shape)}; "
-            "expected [N, embedding size] and [N]"
-        )
-    classes = len(np.unique(labels))
-    if 1 < classes < len(labels):
-        return
-    kind = "fewer than two images"
-    if len(labels) > 1:
-        kind = f"only {'same' if classes == 1 else 'different'} pairs"
-    raise DataError(f"verification needs same and different pairs; there are {kind}")
-
-
-def _norms(embeddings: np.ndarray) -> np.ndarray:
-    """Return the L2 norms, float64 [N], 1 for zero embeddings; raise DataError if not finite."""
-    norms = np.empty(len(embeddings))
-    for start in range(0, len(embeddings), _CHUNK):
-        chunk = embeddings[start : start + _CHUNK].astype(np.float64)
-        norms[start : start + _CHUNK] = np.linalg.norm(chunk, axis=1)
-    finite = np.isfinite(norms)
-    if not finite.all():
-        raise DataError(
-            f"embedding {int(np.argmin(finite))} is not finite; the training has diverged, or the weights "
-            "are damaged"
-        )
-    return np.where(norms == 0, 1, norms)
 
 
 _Tile = tuple[Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -294,10 +294,15 @@ def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:
             is in two classes.
     """
     embeddings, labels = np.asarray(embeddings), np.asarray(labels)
-    number, counts = _number_classes(embeddings, labels)
-    norms = norms_of(embeddings, "calibration")
+    norms = norms_of(embeddings, "calibration image", labels)
+    _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    if len(counts) < FEWEST_CLASSES:
+        raise DataError(
+            f"there are images of {len(counts)} classes; expected at least {FEWEST_CLASSES} classes that the "
+            "network was not trained on, better hundreds"
+        )
     order = np.argsort(number, kind="stable")
-    unit = (embeddings / np.where(norms == 0, 1, norms)[:, None])[order].astype(np.float32)
+    unit = (embeddings / norms[:, None])[order].astype(np.float32)
     grid, far, pair = _choose_thresholds(unit, number[order])
     if grid[-1] > 1:  # `_ROUNDING` above the highest score
         first, second = order[pair]
@@ -310,22 +315,6 @@ def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:
     for own, end in enumerate(np.cumsum(counts)):
         sums += _sum_class(unit[end - counts[own] : end] @ unit.T, own, number[order], counts, grid, enrolled)
     return Capacity(len(counts), len(unit), _rows(sums, grid, counts, enrolled))
-
-
-def _number_classes(embeddings: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the classes as numbers from 0, int64 [n], and their images, int64 [m]; check the input."""
-    if embeddings.ndim != 2 or labels.shape != embeddings.shape[:1]:
-        raise DataError(
-            f"the embeddings have shape {list(embeddings.shape)} and the labels {list(labels.shape)}; "
-            "expected [n, embedding size] and [n]"
-        )
-    _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    if len(counts) < FEWEST_CLASSES:
-        raise DataError(
-            f"there are images of {len(counts)} classes; expected at least {FEWEST_CLASSES} classes that the "
-            "network was not trained on, better hundreds"
-        )
-    return number, counts
 
 
 def _choose_thresholds(unit: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:

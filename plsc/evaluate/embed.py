@@ -17,6 +17,7 @@ from plsc.data.samples import BatchReader, Recipe
 from plsc.data.sources.base import Source
 from plsc.data.workers import in_order
 from plsc.errors import DataError, DistributedError
+from plsc.evaluate.identification import check_finite
 from plsc.heads.host_copies import Arriving
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import class_range
@@ -62,8 +63,6 @@ def embed_images(
         DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
         DistributedError: another rank failed for a reason other than the data.
     """
-    if not len(images):
-        raise DataError(f"{name}: there are no images to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
     if gather:  # whole batches: the last bits of an embedding depend on the size of its batch
@@ -130,12 +129,7 @@ def embed_batches(
         batch, embedding = coming.popleft()
         values = embedding.read().numpy()
         values = values.copy() if device.type == "cuda" else values  # frees the page-locked memory
-        finite = np.isfinite(values).all(axis=1)
-        if not finite.all():
-            raise DataError(
-                f"the embedding of {batch.names[int(np.argmin(finite))]} is not finite; the training has "
-                "diverged, or the weights are damaged"
-            )
+        check_finite(values, "", batch.names)
         return batch, values
 
     with closing(copied_in_side_stream(in_order(read, parts, num_threads), device)) as batches:

@@ -31,7 +31,6 @@ _COUNTED = {
     "TAR": "same pairs", "FAR": "different pairs", "TPIR": "mated searches", "FPIR": "non-mated searches",
     "rank-1": "mated searches",
 }  # fmt: skip
-_MOST_GROUPS = 1000
 _EXPECTED = "expected '<name or path of an image><tab><group>'"
 
 
@@ -145,10 +144,6 @@ def read_groups(path: str, images: Sequence[Any]) -> Groups:
         if problem:
             raise DataError(f"{shown(path)}:{number}: {problem}; fix the line")
     numbers = {group: number for number, group in enumerate(sorted(set(table.values())))}
-    if len(numbers) > _MOST_GROUPS:
-        raise DataError(
-            f"{shown(path)} has {len(numbers):,} groups; expected at most {_MOST_GROUPS}, merge some"
-        )
     found = [next((name for name in names if name in table), "") for names in _names_of(images)]
     unknown = sorted(table.keys() - set(found))
     if len(unknown) == len(table):

@@ -14,7 +14,7 @@ chunks, the number of ranks or the device, and equal embeddings have equal score
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -158,16 +158,12 @@ def identify(
     identity, searched = _number_identities(gallery_labels, probe_labels)
     gallery_rows = _Rows(gallery, identity, device, "gallery")
     probe_rows = _Rows(probes, searched, device, "probe")
-    if gallery_rows.size != probe_rows.size:
-        raise DataError(
-            f"the gallery has embeddings of {gallery_rows.size} values, the probes of {probe_rows.size}"
-        )
     non_mated = int((searched < 0).sum())  # they come first in the order of probe_rows
     if non_mated == len(searched):
         raise DataError("no probe has its identity in the gallery; identification needs mated searches")
-    run = partial(_share, gallery_rows, probe_rows, world=world, progress=progress)
-    top = run(_top_score, 0, non_mated)
-    mates = run(_rank_and_score, non_mated, len(searched))
+    rows, run = (gallery_rows, probe_rows), partial(share, world=world, progress=progress)
+    top = run(partial(_top_score, *rows), 0, non_mated)
+    mates = run(partial(_rank_and_score, *rows), non_mated, len(searched))
     # Back to the order of the arguments.
     top = top[np.argsort(probe_rows.order[:non_mated])]
     mates = mates[np.argsort(probe_rows.order[non_mated:])]
@@ -216,18 +212,10 @@ class _Rows:
     def __init__(
         self, embeddings: np.ndarray, identity: np.ndarray, device: torch.device | str, name: str
     ) -> None:
-        if embeddings.ndim != 2 or len(embeddings) != len(identity):
-            raise DataError(
-                f"the {name} embeddings have shape {list(embeddings.shape)} for {len(identity)} labels; "
-                "expected one row per label"
-            )
-        if not len(embeddings):
-            raise DataError(f"there are no {name} images")
         self._embeddings, self._device = embeddings, device
-        self._norms = norms_of(embeddings, name)
+        self._norms = norms_of(embeddings, name, identity)
         self.order = np.argsort(identity, kind="stable")
         self.identity = identity[self.order]
-        self.size = embeddings.shape[1]
 
     def __len__(self) -> int:
         return len(self.order)
@@ -247,22 +235,36 @@ def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def unit_rows(embeddings: np.ndarray, norms: np.ndarray, device: torch.device | str) -> Tensor:
     """Return the normalised embeddings, rounded to multiples of 2^-26, float64 [n, D]."""
     rows = torch.from_numpy(embeddings).to(device).double()
-    divisors = torch.from_numpy(np.where(norms == 0, 1, norms)).to(device)
+    divisors = torch.from_numpy(norms).to(device)
     return (rows / divisors[:, None]).mul_(_GRID).round_().div_(_GRID)
 
 
-def norms_of(embeddings: np.ndarray, name: str) -> np.ndarray:
-    """Return the L2 norms, float64 [N]; DataError, with `name`, for an embedding that is not finite."""
-    norms = np.empty(len(embeddings))
-    for start, stop in _chunks(0, len(embeddings)):
-        norms[start:stop] = np.linalg.norm(embeddings[start:stop].astype(np.float64), axis=1)
-    finite = np.isfinite(norms)
+def check_finite(values: np.ndarray, name: str, names: Sequence[Any] | np.ndarray) -> None:
+    """Raise DataError, with name and that of names [n], if one of values [n, ...] is not finite."""
+    finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     if not finite.all():
         raise DataError(
-            f"{name} embedding {int(np.argmin(finite))} is not finite; the training has "
+            f"the embedding of {name}{names[int(np.argmin(finite))]} is not finite; the training has "
             "diverged, or the weights are damaged"
         )
-    return norms
+
+
+def norms_of(embeddings: np.ndarray, name: str, labels: np.ndarray | None = None) -> np.ndarray:
+    """Return the L2 norms, float64 [N], 1 for zero embeddings.
+
+    Raises DataError if an embedding is not finite, or there is not one per label. name: of such an embedding.
+    """
+    if np.ndim(embeddings) != 2 or (labels is not None and len(labels) != len(embeddings)):
+        count = "" if labels is None else f" for {len(labels)} labels"
+        raise DataError(
+            f"the {name} embeddings have shape {list(np.shape(embeddings))}{count}; expected [N, D]"
+        )
+    norms = np.empty(len(embeddings))
+    for start in range(0, len(norms), _CHUNK):
+        chunk = embeddings[start : start + _CHUNK].astype(np.float64)
+        norms[start : start + _CHUNK] = np.linalg.norm(chunk, axis=1)
+    check_finite(norms, f"{name} ", range(len(norms)))
+    return np.where(norms == 0, 1, norms)
 
 
 def _number_identities(gallery_labels: np.ndarray, probe_labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -275,21 +277,19 @@ def _number_identities(gallery_labels: np.ndarray, probe_labels: np.ndarray) -> 
     return identity, np.where(np.isin(probe_labels, known), np.searchsorted(known, probe_labels), -1)
 
 
-_Search = Callable[[_Rows, _Rows, int, int], Tensor]
-
-
-def _share(
-    gallery: _Rows,
-    probes: _Rows,
-    search: _Search,
+def share(
+    search: Callable[[int, int], Tensor],
     start: int,
     stop: int,
     *,
     world: World | None,
-    progress: Callable[[str], None] | None,
+    progress: Callable[[str], None] | None = None,
     width: int = 2,
 ) -> np.ndarray:
-    """Search for these probes, each rank for a part of them; return the values of all, float64 [n, width]."""
+    """Return the values of start to stop - 1, float64 [n, width]; each rank searches for a part of them.
+
+    search: returns those of its arguments' range, [n, width].
+    """
     if start == stop:
         return np.empty((0, width))
     ranks = class_ranges(stop - start, world.size if world is not None else 1)
@@ -297,15 +297,15 @@ def _share(
     found = [torch.empty((0, width), dtype=torch.float64)]
     said = time.monotonic()
     for chunk in _chunks(first, last):
-        found.append(search(gallery, probes, *chunk).cpu())
+        found.append(search(*chunk).cpu())
         if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
             said = time.monotonic()
             progress(f"searches: {chunk[1] - first:,} of {last - first:,}")
-    mine = torch.cat(found)
+    own = torch.cat(found)
     if world is not None:
         sizes = [last - first for first, last in ranks]
-        mine = gather_rows(mine.to(world.device), sizes, world.head_group).cpu()
-    return mine.numpy()
+        own = gather_rows(own.to(world.device), sizes, world.head_group).cpu()
+    return own.numpy()
 
 
 def _top_score(gallery: _Rows, probes: _Rows, start: int, stop: int) -> Tensor:

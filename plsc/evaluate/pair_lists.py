@@ -140,12 +140,8 @@ def _parse(line: bytes) -> list[bytes]:
     by_comma = [one.strip(b'" ') for one in re.split(b"[,;]", line)]
     if len(by_comma) == 3 and by_comma[2].lower() in _FLAGS:  # else a path may contain a comma
         fields = by_comma
-    if len(fields) != 3 or not all(fields):
+    if len(fields) != 3 or not all(fields) or fields[2].lower() not in _FLAGS:
         raise ValueError(f"{_EXPECTED}, got '{printable(line[:200])}'")
-    if fields[2].lower() not in _FLAGS:
-        raise ValueError(
-            f"the flag is '{printable(fields[2][:50])}', expected 1 (same class) or 0 (different)"
-        )
     return [*fields[:2], _FLAGS[fields[2].lower()]]
 
 

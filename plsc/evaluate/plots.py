@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter
 
 from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
-from plsc.errors import DataError
+from plsc.errors import DataError, naming
 from plsc.evaluate.arrays import take_tensors
 from plsc.evaluate.curves import area_under_roc, roc_curve
 from plsc.storage.publish import replacing
@@ -181,7 +181,7 @@ def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[
     Incomplete lines (of a killed run) are ignored. If a resumed run repeats steps, the later line is used.
 
     Raises:
-        DataError: the file cannot be read or has no loss yet, or the plot cannot be written.
+        DataError: the file has no loss yet, or the plot cannot be written.
     """
     series, evaluations = _read_metrics(Path(metrics_jsonl))
     drawn: dict[str, Any] = {**series, **({"eval": evaluations} if evaluations else {})}
@@ -211,25 +211,22 @@ _Points = dict[int, float]  # step -> value
 def _read_metrics(path: Path) -> tuple[dict[str, _Points], dict[str, _Points]]:
     series: dict[str, _Points] = {}
     evaluations: dict[str, _Points] = {}
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                record = _record(line)
-                step = record.get("step")
-                if not _is_number(step) or step < 0:
-                    continue
-                for key in ("loss", "accuracy", "lr"):
-                    value = record.get(f"mean_{key}", record.get(key))
-                    if _is_number(value):
-                        series.setdefault(key, {})[int(step)] = value
-                evaluated = record.get("eval")
-                for name, result in evaluated.items() if isinstance(evaluated, dict) else ():
-                    found = result if isinstance(result, dict) else {}
-                    accuracy = found.get("accuracy", found.get("top1"))  # of a pair file or labelled images
-                    if _is_number(accuracy):
-                        evaluations.setdefault(name, {})[int(step)] = accuracy
-    except OSError as error:
-        raise DataError(f"cannot read metrics {path}: {error.strerror or error}") from error
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = _record(line)
+            step = record.get("step")
+            if not _is_number(step) or step < 0:
+                continue
+            for key in ("loss", "accuracy", "lr"):
+                value = record.get(f"mean_{key}", record.get(key))
+                if _is_number(value):
+                    series.setdefault(key, {})[int(step)] = value
+            evaluated = record.get("eval")
+            for name, result in evaluated.items() if isinstance(evaluated, dict) else ():
+                found = result if isinstance(result, dict) else {}
+                accuracy = found.get("accuracy", found.get("top1"))  # of a pair file or labelled images
+                if _is_number(accuracy):
+                    evaluations.setdefault(name, {})[int(step)] = accuracy
     if "loss" not in series:
         raise DataError(f"{path} has no loss to plot; expected one JSON object per line, with step and loss")
     return series, evaluations
@@ -373,10 +370,8 @@ def _pair(images: Sequence[bytes | Face], pair: int) -> np.ndarray:
     sheet = np.full((_SIDE, 2 * _SIDE + _GAP, 3), 255, np.uint8)
     for place, left in enumerate((0, _SIDE + _GAP)):
         index = 2 * int(pair) + place
-        try:
+        with naming("image {} of the pairs".format, index):
             picture = decode_image(images[index], (3, _SIDE, _SIDE))
-        except DataError as error:
-            raise DataError(f"image {index} of the pairs: {error}") from error
         square = sheet[:, left : left + _SIDE]
         square[:] = 200
         square[1:-1, 1:-1] = picture.permute(1, 2, 0).numpy()[1:-1, 1:-1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError
-from plsc.evaluate.identification import _chunks, _Rows, _share
+from plsc.evaluate.identification import _chunks, _Rows, share
 from plsc.evaluate.report import Result, Table
 from plsc.parallel.world import World
 
@@ -83,23 +83,23 @@ def retrieval(
         raise DataError("no class has two images; retrieval needs other images of the class of a query")
     by_size = np.argsort(-sizes, kind="stable")
     rows = _Rows(embeddings, np.argsort(by_size)[classes], device, "query")  # the largest class first
-    search = partial(_search, sizes[by_size][rows.identity] - 1)
+    search = partial(_search, sizes[by_size][rows.identity] - 1, rows)
     is_query = sizes[classes] > 1
     count = int(is_query.sum())
-    values = _share(rows, rows, search, 0, count, world=world, progress=progress, width=len(RATES))
+    values = share(search, 0, count, world=world, progress=progress, width=len(RATES))
     values = values[np.argsort(rows.order[:count])]  # in the order of the arguments
     means = dict(zip(RATES, values.mean(axis=0).tolist(), strict=True))
     counts = dict(zip(_COUNTS, (len(rows), len(sizes), count, len(rows) - count), strict=True))
     return RetrievalResult(**means, **counts, is_query=is_query, values=values)
 
 
-def _search(others: np.ndarray, images: _Rows, queries: _Rows, start: int, stop: int) -> Tensor:
+def _search(others: np.ndarray, images: _Rows, start: int, stop: int) -> Tensor:
     """Return `RATES` of these queries, float64 [stop - start, 3]; others: R of each image, descending."""
     most, middle = int(others[start]), (start + stop) // 2
     if start < middle and (stop - start) * most > _CELLS:
         parts = (start, middle), (middle, stop)
-        return torch.cat([_search(others, images, queries, *part) for part in parts])
-    x = queries.part(start, stop)
+        return torch.cat([_search(others, images, *part) for part in parts])
+    x = images.part(start, stop)
     classes = torch.from_numpy(images.identity).to(x.device)
     # The highest scores of right and of wrong results, descending, [stop - start, most]
     right = wrong = x.new_full((stop - start, most), -torch.inf)

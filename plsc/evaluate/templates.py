@@ -12,15 +12,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from plsc.errors import DataError
 from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.groups import GroupRates, Groups, pair_rates, search_rates
-from plsc.evaluate.identification import FPIRS, RANKS, IdentificationResult, identify, norms_of, unit_rows
+from plsc.evaluate.identification import (
+    FPIRS,
+    RANKS,
+    IdentificationResult,
+    check_finite,
+    identify,
+    norms_of,
+    share,
+    unit_rows,
+)  # fmt: skip
 from plsc.evaluate.report import Result, Table
 from plsc.evaluate.template_files import TemplateProtocol
 from plsc.evaluate.verification import FARS, PairRates, wilson_interval
-from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 
 _CHUNK = 8192  # images that are pooled at a time
@@ -245,13 +254,7 @@ def pool_templates(
     for start in range(0, len(order), _CHUNK):
         part = slice(start, start + _CHUNK)
         rows = np.asarray(embeddings[order[part]], np.float64)
-        finite = np.isfinite(rows).all(axis=1)
-        if not finite.all():
-            image = int(order[start + int(np.argmin(finite))])
-            raise DataError(
-                f"the embedding of image {image} of the templates is not finite; the training has diverged, "
-                "or the weights are damaged"
-            )
+        check_finite(rows, "template image ", order[part])
         numbers, firsts = np.unique(template[part], return_index=True)
         pooled[numbers] += np.add.reduceat(rows * factors[part, None], firsts)
     return pooled
@@ -262,17 +265,14 @@ def _pair_scores(
 ) -> np.ndarray:
     """Return the cosine of each pair, float64 [P]; each rank computes a part."""
     units = unit_rows(pooled, norms_of(pooled, "template"), device)
-    ranges = class_ranges(len(pairs), world.size if world is not None else 1)
-    first, last = ranges[world.rank if world is not None else 0]
-    scores = torch.empty(last - first, dtype=torch.float64)
-    for start in range(first, last, _PAIRS):
-        stop = min(start + _PAIRS, last)
-        one, other = torch.from_numpy(pairs[start:stop].astype(np.int64)).to(device).T
-        scores[start - first : stop - first] = (units[one] * units[other]).sum(1)
-    if world is not None:
-        sizes = [stop - start for start, stop in ranges]
-        scores = gather_rows(scores.to(world.device), sizes, world.head_group).cpu()
-    return scores.numpy()
+
+    def compare(start: int, stop: int) -> Tensor:
+        both = torch.from_numpy(pairs[start:stop].astype(np.int64)).to(device).split(_PAIRS)
+        return torch.cat([(units[one] * units[other]).sum(1) for one, other in (part.T for part in both)])[
+            :, None
+        ]
+
+    return share(compare, 0, len(pairs), world=world, width=1)[:, 0]
 
 
 def _pair_rates(scores: np.ndarray, is_same: np.ndarray) -> TemplatePairs:

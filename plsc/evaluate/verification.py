@@ -20,6 +20,7 @@ import numpy as np
 from plsc.data.sources.base import printable
 from plsc.errors import DataError
 from plsc.evaluate.curves import _area, _check_labels, _curve, equal_error_rate
+from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result, Section, Table, stem_of
 from plsc.storage.publish import replacing
 
@@ -28,15 +29,6 @@ THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
 FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # false accept rates at which the true accept rate is reported
 _CHUNK = 8192  # pairs per chunk in double precision
 _Z95 = 1.959963984540054  # 97.5% quantile of the normal distribution
-CHOICES = (
-    "The score of a pair is the cosine of its embeddings, computed in double precision and rounded to a "
-    "multiple of 2^-20; a score at the threshold is accepted.",
-    "Accuracy: mean and standard deviation over ten contiguous folds; each uses the threshold, on squared L2 "
-    "distances (2 - 2 x score) 0, 0.01, ..., 3.99, with the best accuracy on the other nine.",
-    "TAR at FAR: the highest true accept rate of all thresholds whose false accept rate is at most FAR.",
-    "Intervals: 95% Wilson score intervals of the TAR at that threshold, for independent pairs.",
-    "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
-)
 
 
 class PairRates(Result):
@@ -110,7 +102,17 @@ class VerificationResult(PairRates):
         return f"accuracy {self.accuracy:.4f} +- {self.accuracy_std:.4f}"
 
     def _choices(self) -> list[str]:
-        return list(CHOICES)
+        return [
+            "The score of a pair is the cosine of its embeddings, computed in double precision and rounded "
+            "to a multiple of 2^-20; a score at the threshold is accepted.",
+            "Accuracy: mean and standard deviation over ten contiguous folds; each uses the threshold, on "
+            "squared L2 distances (2 - 2 x score) 0, 0.01, ..., 3.99, with the best accuracy on the other "
+            "nine.",
+            "TAR at FAR: the highest true accept rate of all thresholds whose false accept rate is at most "
+            "FAR.",
+            "Intervals: 95% Wilson score intervals of the TAR at that threshold, for independent pairs.",
+            "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
+        ]
 
     def _tables(self) -> list[Table]:
         header = ("pairs", "same", "different", "accuracy", "threshold (cosine)", "AUC", "EER")
@@ -228,7 +230,7 @@ def scores(embeddings: np.ndarray) -> np.ndarray:
     Pair p is rows 2p and 2p + 1 of [2P, D]. A zero embedding has cosine 0 with every other.
 
     Raises:
-        DataError: an embedding is not finite, or their number is odd.
+        DataError: an embedding is not finite.
     """
     return _compare(embeddings)[0]
 
@@ -236,23 +238,13 @@ def scores(embeddings: np.ndarray) -> np.ndarray:
 def _compare(embeddings: np.ndarray, pairs: np.ndarray | None = None) -> tuple[np.ndarray, float]:
     """Return the cosines on the grid, float64 [P], and the mean norm of the embeddings."""
     embeddings = np.asarray(embeddings)
-    if embeddings.ndim != 2 or (pairs is None and len(embeddings) % 2):
-        raise DataError(
-            f"the embeddings have shape {list(embeddings.shape)}; expected [2 x pairs, embedding size]"
-        )
     rows = np.arange(len(embeddings)).reshape(-1, 2) if pairs is None else pairs
     cosines = np.empty(len(rows))
     total = 0.0
     for start in range(0, len(rows), _CHUNK):
         part = slice(start, start + _CHUNK)
         chunk = embeddings[rows[part]].astype(np.float64)  # [pairs, 2, D]
-        finite = np.isfinite(chunk).all(axis=(1, 2))
-        if not finite.all():
-            pair = start + int(np.argmin(finite))
-            raise DataError(
-                f"an embedding of pair {pair} is not finite; the training has diverged, or the weights are "
-                "damaged"
-            )
+        check_finite(chunk, "pair ", range(start, len(rows)))
         norms = np.linalg.norm(chunk, axis=2)
         total += float(norms.sum())
         chunk /= np.where(norms == 0, 1, norms)[:, :, None]

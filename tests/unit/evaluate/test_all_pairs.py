@@ -192,13 +192,13 @@ def test_the_report_shows_rates_thresholds_and_warnings(tmp_path):
 @pytest.mark.parametrize(
     ("embeddings", "labels", "message"),
     [
-        (np.zeros((0, 4)), np.zeros(0, int), "fewer than two images"),
-        (np.ones((1, 4)), np.zeros(1, int), "fewer than two images"),
-        (np.ones((3, 4)), np.zeros(3, int), "only same pairs"),
-        (np.ones((3, 4)), np.arange(3), "only different pairs"),
-        (np.ones((3, 4)), np.arange(2), r"shape \[3, 4\] and the labels \[2\]"),
+        (np.zeros((0, 4)), np.zeros(0, int), "same and different pairs"),
+        (np.ones((1, 4)), np.zeros(1, int), "same and different pairs"),
+        (np.ones((3, 4)), np.zeros(3, int), "same and different pairs"),
+        (np.ones((3, 4)), np.arange(3), "same and different pairs"),
+        (np.ones((3, 4)), np.arange(2), r"shape \[3, 4\] for 2 labels"),
         (np.ones(3), np.arange(3), r"shape \[3\]"),
-        (np.array([[1.0], [2], [np.nan]]), np.array([0, 0, 1]), "embedding 2 is not finite"),
+        (np.array([[1.0], [2], [np.nan]]), np.array([0, 0, 1]), "image 2 is not finite"),
     ],
 )
 def test_wrong_input_is_reported(embeddings, labels, message):

@@ -221,11 +221,11 @@ def test_bad_input_is_named():
     embeddings, labels = images_of(30, 3)
     with pytest.raises(DataError, match="19 classes; expected at least 20"):
         measure_capacity(embeddings[:57], labels[:57])
-    with pytest.raises(DataError, match=r"shape \[90, 16\] and the labels \[89\]"):
+    with pytest.raises(DataError, match=r"shape \[90, 16\] for 89 labels"):
         measure_capacity(embeddings, labels[:-1])
     broken = embeddings.copy()
     broken[7, 3] = np.nan
-    with pytest.raises(DataError, match="embedding 7 is not finite"):
+    with pytest.raises(DataError, match="image 7 is not finite"):
         measure_capacity(broken, labels)
     copied = embeddings.copy()
     copied[80] = 2 * copied[4]

@@ -86,7 +86,7 @@ def test_images_alone_in_their_class_are_searched_but_are_no_queries(tmp_path):
 @pytest.mark.parametrize(
     ("embeddings", "message"),
     [
-        (np.array([[1.0], [2], [np.nan]]), "query embedding 2 is not finite"),
+        (np.array([[1.0], [2], [np.nan]]), "query 2 is not finite"),
         (np.ones((4, 2)), r"query embeddings have shape \[4, 2\] for 3 labels"),
     ],
 )

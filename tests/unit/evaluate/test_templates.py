@@ -238,7 +238,7 @@ def test_unusable_embeddings_raise_an_error(tmp_path):
     with pytest.raises(DataError, match=r"have shape .* for"):
         evaluate_templates(embeddings[1:], protocol)
     embeddings[17, 1] = np.inf
-    with pytest.raises(DataError, match="embedding of image 17 of the templates is not finite"):
+    with pytest.raises(DataError, match="image 17 is not finite"):
         evaluate_templates(embeddings, protocol)
 
 

@@ -262,8 +262,6 @@ def test_invalid_verification_input_raises():
         verify(np.empty((0, 4)), np.empty(0, bool))
     with pytest.raises(DataError, match=r"shape \[20\].*shape \[19\]"):
         verify(embeddings, is_same[:19])
-    with pytest.raises(DataError, match="shape"):
-        verify(embeddings[:39], is_same)
     for bad in (np.nan, np.inf):
         embeddings[7, 3] = bad
         with pytest.raises(DataError, match="pair 3 is not finite"):
