@@ -6,10 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -213,36 +213,23 @@ def _read_metrics(path: Path) -> tuple[dict[str, _Points], dict[str, _Points]]:
     evaluations: dict[str, _Points] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            record = _record(line)
-            step = record.get("step")
-            if not _is_number(step) or step < 0:
-                continue
-            for key in ("loss", "accuracy", "lr"):
-                value = record.get(f"mean_{key}", record.get(key))
-                if _is_number(value):
-                    series.setdefault(key, {})[int(step)] = value
-            evaluated = record.get("eval")
-            for name, result in evaluated.items() if isinstance(evaluated, dict) else ():
-                found = result if isinstance(result, dict) else {}
-                accuracy = found.get("accuracy", found.get("top1"))  # of a pair file or labelled images
-                if _is_number(accuracy):
-                    evaluations.setdefault(name, {})[int(step)] = accuracy
+            # A killed run leaves an incomplete line; other files have anything.
+            with suppress(ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+                record = json.loads(line)
+                step = int(record["step"])
+                found = [
+                    (series, key, record.get(f"mean_{key}", record.get(key)))
+                    for key in ("loss", "accuracy", "lr")
+                ]
+                for name, result in record.get("eval", {}).items():  # accuracy of pairs, top1 of images
+                    value = (result or {}).get("accuracy", (result or {}).get("top1"))
+                    found.append((evaluations, name, value))
+                for points, key, value in found:
+                    if value is not None and math.isfinite(value):
+                        points.setdefault(key, {})[step] = value
     if "loss" not in series:
         raise DataError(f"{path} has no loss to plot; expected one JSON object per line, with step and loss")
     return series, evaluations
-
-
-def _record(line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) < 1e300 and math.isfinite(value)
 
 
 def _arrays(points: _Points) -> tuple[np.ndarray, np.ndarray]:

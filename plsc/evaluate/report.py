@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -40,7 +41,7 @@ class Section:
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
-class Result:
+class Result(ABC):
     """The result of a protocol: a frozen dataclass, whose arrays have ``repr=False``.
 
     METRICS: names of fields that a checkpoint stores, and that callbacks can monitor.
@@ -48,16 +49,16 @@ class Result:
 
     METRICS: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def summary(self) -> str:
         """Return a line for the log."""
-        raise NotImplementedError
 
     def _choices(self) -> list[str]:
         """Return how it was measured, one sentence each."""
-        raise NotImplementedError
+        return []
 
     def _tables(self) -> list[Table]:
-        raise NotImplementedError
+        return []
 
     def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
         """Return functions that draw a PNG file, by its name; stem: `stem_of(name)`."""

@@ -6,7 +6,7 @@ medium are averaged, then the media of the template (Whitelam et al., 2017; Maze
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,6 +51,28 @@ class TemplatePairs(PairRates):
     curve: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)  # FAR and TAR, thinned
     scores: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
 
+    def summary(self) -> str:
+        """Return the rates for the log."""
+        rates = (f"TAR {self.tar_at_far[far]:.4f} at FAR {far:g}" for far in self.resolved_fars())
+        return f"1:1 {' '.join(rates)}"
+
+    def _choices(self) -> list[str]:
+        return [
+            "TAR at FAR: the highest TAR of all thresholds whose FAR is at most the given one.",
+            "Intervals: 95% Wilson score intervals of the TAR, for independent pairs.",
+        ]
+
+    def _tables(self) -> list[Table]:
+        counted = f"{self.positives:,} same and {self.negatives:,} different pairs"
+        return [self.rates(title=f"1:1 ({counted}, AUC {self.auc:.5f})")]
+
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
+        from plsc.evaluate.plots import plot_rates  # imports matplotlib
+
+        curve, limits = {f"{name}  (AUC {self.auc:.3f})": self.curve}, (min(0.1, 1 / self.negatives), 1.0)
+        labels = "False accept rate", "True accept rate"
+        return {f"{stem}_roc.png": lambda path: plot_rates(curve, path, *labels, limits)}
+
 
 @dataclass(frozen=True)
 class TemplateSearch(Result):
@@ -62,6 +84,45 @@ class TemplateSearch(Result):
     tpir_at_fpir: dict[float, float]  # 1 - FNIR, of the FPIRs that every gallery resolves
     insightface: dict[str, float]  # rank-k and TPIR at FPIR as its ijb_evals.py, by the names of the rows
     galleries: dict[str, IdentificationResult]
+
+    def summary(self) -> str:
+        """Return the rates for the log."""
+        tpirs = "".join(f" TPIR {tpir:.4f} at FPIR {fpir:g}" for fpir, tpir in self.tpir_at_fpir.items())
+        return f"1:N rank-1 {self.rank1:.4f} rank-5 {self.rank5:.4f}{tpirs}"
+
+    def _choices(self) -> list[str]:
+        return [
+            f"1:N: mean over the galleries {', '.join(self.galleries)}; TPIR is 1 - FNIR.",
+            "Column insightface: as its ijb_evals.py since pull request 1739 (its ijb_1n.py merges the "
+            "galleries). TPIR: the share of mated searches whose mate is first, without a tie, and above "
+            "the floor(FPIR x n)-th highest of the top scores of the n non-mated searches; mean over the "
+            "galleries. rank-k: the mates found in all galleries, as a share of the probes.",
+            "insightface adds the embedding of the mirror image (flip; here: see Embedding), keeps the norms "
+            "of embeddings (as here), and weights them by the detector score (here: see above).",
+            *dict.fromkeys(choice for result in self.galleries.values() for choice in result._choices()),
+        ]
+
+    def _tables(self) -> list[Table]:
+        def row(title: str, mean: float, values: Iterable[float]) -> list[str]:
+            return [title, *(f"{value:.4f}" for value in (mean, self.insightface[title], *values))]
+
+        results = self.galleries.values()
+        rows = [
+            row(f"rank-{k}", getattr(self, f"rank{k}"), (getattr(one, f"rank{k}") for one in results))
+            for k in RANKS
+        ]
+        for fpir, tpir in self.tpir_at_fpir.items():
+            rows.append(row(f"TPIR at FPIR {fpir:g}", tpir, (1 - one.fnir_at_fpir[fpir] for one in results)))
+        counted = {"subjects": "identities", "mated searches": "mated", "non-mated searches": "non_mated"}
+        for what, name in counted.items():
+            rows.append([what, "", "", *(f"{getattr(one, name):,}" for one in results)])
+        return [Table(("1:N", "mean", "insightface", *self.galleries), rows)]
+
+    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
+        from plsc.evaluate.plots import plot_cmc  # imports matplotlib
+
+        cmcs = {gallery: result.cmc() for gallery, result in self.galleries.items()}
+        return {f"{stem}_cmc.png": lambda path: plot_cmc(cmcs, path)}
 
 
 @dataclass(frozen=True)
@@ -75,87 +136,30 @@ class TemplateResult(Result):
     verification: TemplatePairs | None
     identification: TemplateSearch | None
 
+    def _parts(self) -> list[Result]:
+        return [part for part in (self.verification, self.identification) if part is not None]
+
     def summary(self) -> str:
         """Return the rates for the log."""
-        parts = []
-        if self.verification is not None:
-            rates = self.verification.tar_at_far
-            resolved = self.verification.resolved_fars()
-            parts.append("1:1 " + " ".join(f"TAR {rates[far]:.4f} at FAR {far:g}" for far in resolved))
-        if (found := self.identification) is not None:
-            tpirs = "".join(f" TPIR {tpir:.4f} at FPIR {fpir:g}" for fpir, tpir in found.tpir_at_fpir.items())
-            parts.append(f"1:N rank-1 {found.rank1:.4f} rank-5 {found.rank5:.4f}{tpirs}")
-        return f"{'; '.join(parts)} ({self.templates:,} templates)"
+        return f"{'; '.join(part.summary() for part in self._parts())} ({self.templates:,} templates)"
 
     def _choices(self) -> list[str]:
         weights = "weighted by the score of the detector" if self.weighted else "not weighted"
-        choices = [
+        return [
             f"Embeddings of images, {weights}, not normalised, are averaged per medium, then the media per "
             "template.",
             "The score of two templates is the cosine of their embeddings.",
+            *(choice for part in self._parts() for choice in part._choices()),
         ]
-        if self.verification is not None:
-            choices += [
-                "TAR at FAR: the highest TAR of all thresholds whose FAR is at most the given one.",
-                "Intervals: 95% Wilson score intervals of the TAR, for independent pairs.",
-            ]
-        if self.identification is not None:
-            results = self.identification.galleries
-            choices += [
-                f"1:N: mean over the galleries {', '.join(results)}; TPIR is 1 - FNIR.",
-                "Column insightface: as its ijb_evals.py since pull request 1739 (its ijb_1n.py merges the "
-                "galleries). TPIR: the share of mated searches whose mate is first, without a tie, and above "
-                "the floor(FPIR x n)-th highest of the top scores of the n non-mated searches; mean over the "
-                "galleries. rank-k: the mates found in all galleries, as a share of the probes.",
-                "insightface adds the embedding of the mirror image (flip; here: see Embedding), keeps the "
-                f"norms of embeddings (as here), and weights them by the detector score (here: {weights}).",
-                *dict.fromkeys(choice for result in results.values() for choice in result._choices()),
-            ]
-        return choices
 
     def _tables(self) -> list[Table]:
         counts = [f"{self.images:,}", f"{self.media:,}", f"{self.templates:,}"]
-        tables = [Table(["Images", "Media", "Templates"], [counts])]
-        if (pairs := self.verification) is not None:
-            counted = f"{pairs.positives:,} same and {pairs.negatives:,} different pairs"
-            tables.append(pairs.rates(title=f"1:1 ({counted}, AUC {pairs.auc:.5f})"))
-        return tables + ([] if self.identification is None else _search_tables(self.identification))
+        own = Table(["Images", "Media", "Templates"], [counts])
+        return [own, *(table for part in self._parts() for table in part._tables())]
 
     def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
-        from plsc.evaluate.plots import plot_cmc, plot_rates  # imports matplotlib
-
-        pictures: dict[str, Callable[[Path], None]] = {}
-        if (pairs := self.verification) is not None:
-            limits = (min(0.1, 1 / pairs.negatives), 1.0)
-            pictures[f"{stem}_roc.png"] = lambda path: plot_rates(
-                {f"{name}  (AUC {pairs.auc:.3f})": pairs.curve}, path,
-                "False accept rate", "True accept rate", limits,
-            )  # fmt: skip
-        if self.identification is not None:
-            cmcs = {gallery: result.cmc() for gallery, result in self.identification.galleries.items()}
-            pictures[f"{stem}_cmc.png"] = lambda path: plot_cmc(cmcs, path)
-        return pictures
-
-
-def _search_tables(search: TemplateSearch) -> list[Table]:
-    results = search.galleries
-    ranks = [
-        (f"rank-{k}", f"{getattr(search, f'rank{k}'):.4f}", f"{search.insightface[f'rank-{k}']:.4f}",
-         *(f"{getattr(result, f'rank{k}'):.4f}" for result in results.values()))
-        for k in RANKS
-    ]  # fmt: skip
-    open_set = [
-        (f"TPIR at FPIR {fpir:g}", f"{tpir:.4f}", f"{search.insightface[f'TPIR at FPIR {fpir:g}']:.4f}",
-         *(f"{1 - result.fnir_at_fpir[fpir]:.4f}" for result in results.values()))
-        for fpir, tpir in search.tpir_at_fpir.items()
-    ]  # fmt: skip
-    counts = [
-        (what, "", "", *(f"{getattr(result, name):,}" for result in results.values()))
-        for what, name in (
-            ("subjects", "identities"), ("mated searches", "mated"), ("non-mated searches", "non_mated"),
-        )
-    ]  # fmt: skip
-    return [Table(("1:N", "mean", "insightface", *results), [*ranks, *open_set, *counts])]
+        parts = (part._pictures(name, stem) for part in self._parts())
+        return {file: draw for pictures in parts for file, draw in pictures.items()}
 
 
 def evaluate_templates(

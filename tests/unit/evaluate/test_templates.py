@@ -212,7 +212,7 @@ def test_report_has_both_protocols(tmp_path):
     result = evaluate_templates(embeddings, read_protocol(tmp_path))
     report = write_report(tmp_path / "report", "Templates", [result.section("IJB-C")]).read_text()
     assert "| 1:N | mean | insightface | G1 | G2 |" in report
-    assert "weights them by the detector score (here: not weighted)" in report
+    assert "Embeddings of images, not weighted, not normalised" in report
     assert "not weighted" in report
     values = json.loads((tmp_path / "report/report.json").read_text())["IJB-C"]
     assert values.items() >= result.as_dict().items()
