@@ -90,22 +90,18 @@ def load_weights(
     with OpenCheckpoint(path) as opened:
         tensors = {role: tensor for role, tensor in opened.select((kind,)).items() if not role.of}
         if not tensors or (kind == CLASS_WEIGHTS and Role(kind, "weight") not in tensors):
-            raise missing_weights(path, opened.manifest, kind)
+            raise missing_weights(path, kind)
         return {
             role.name: decode_rows(tensor.read()) if tensor.is_coded else tensor.read()
             for role, tensor in (opened.averaged(tensors) if averaged else tensors).items()
         }
 
 
-def missing_weights(
-    path: str | os.PathLike[str], manifest: Manifest, kind: str = CLASS_WEIGHTS
-) -> CheckpointError:
+def missing_weights(path: str | os.PathLike[str], kind: str = CLASS_WEIGHTS) -> CheckpointError:
     """Return the error about a checkpoint without tensors of a kind."""
-    if kind != CLASS_WEIGHTS:
-        return CheckpointError(f"{path} has no {kind} tensor; choose another checkpoint")
     return CheckpointError(
-        f"{path} has no class weights of its {manifest.head.class_num:,} classes; if they are in "
-        "head.weights_file, use the result of `plsc checkpoint copy`"
+        f"{path} has no {kind.replace('_', ' ')}; if they are in head.weights_file, use the result of `plsc "
+        "checkpoint copy`"
     )
 
 

@@ -139,19 +139,17 @@ class Journal:
             magic, last, expected = take("<u8", 3).tolist()
             checksums = take("<u4", self._pages)
             checksum = self._seed(mark, checksums)
-            if magic != _MAGIC or last > end:
-                raise wrong
-            end = last
-            while file.tell() < end:
+            is_sound, end = magic == _MAGIC and last <= end, last
+            while is_sound and file.tell() < end:
                 count = take("<i8", 1)
                 numbers = take("<i8", int(count[0]))
                 data = take("u1", len(numbers) * self._page_bytes).reshape(len(numbers), self._page_bytes)
                 checksum = crc32(numbers.data, crc32(count.data, checksum))
-                is_inside = ((numbers >= 0) & (numbers < self._pages)).all()
-                if not is_inside or (checksums_of(data) != checksums[numbers]).any():
-                    raise wrong
-                undo(numbers, data)
-            if checksum != expected:
+                is_sound = ((numbers >= 0) & (numbers < self._pages)).all()
+                is_sound = is_sound and (checksums_of(data) == checksums[numbers]).all()
+                if is_sound:
+                    undo(numbers, data)
+            if not is_sound or checksum != expected:
                 raise wrong
         return checksums
 

@@ -391,16 +391,15 @@ class WeightsFile:
         A run that was killed in its first save may have a journal of that save; it still has the first one.
         """
         saved = self._journal.marks()
-        if saved and START not in saved:
-            raise OptionError(
-                f"{self.folder} has the class weights of a run, of its checkpoint of step "
-                f"{step_of(saved[-1])}; resume that checkpoint, or set head.weights_file to another folder"
-            )
         others = {path.name for path in self.folder.iterdir()} - {".lock", NEW}  # of a killed run
-        if "header.json" in others:
+        if (saved and START not in saved) or (others and "header.json" not in others):
+            step = step_of(saved[-1]) if saved else 0
+            has = f"the class weights of a run, of its checkpoint of step {step}" if saved else "other files"
+            raise OptionError(
+                f"{self.folder} has {has}; resume it, or set head.weights_file to an empty folder"
+            )
+        if others:
             _read_header(self.folder)
-        elif others:
-            raise OptionError(f"{self.folder} has other files; set head.weights_file to an empty folder")
         self._journal.key = secrets.token_hex(8)
         self._write_header("")
         for mark in saved:
@@ -412,28 +411,30 @@ class WeightsFile:
 
     def _check_header(self, mark: str) -> None:
         """Raise CheckpointError unless the files belong to this run and have the state of the checkpoint."""
-        copy = "; or resume a copy from `plsc checkpoint copy` with head.weights_file in an empty folder"
+        reason = ""
         if not self.has(mark):
-            marks = self._journal.marks()
-            steps = " and ".join(str(step_of(other)) for other in marks if other != START)
-            there = f"step {steps}" if steps else "no checkpoint"
-            raise CheckpointError(
-                f"{self.folder} has the class weights of {there}, not of this checkpoint of step "
-                f"{step_of(mark)}; resume the newest checkpoint of the run that used them, on as many "
-                f"ranks{copy}"
+            steps = " and ".join(str(step_of(other)) for other in self._journal.marks() if other != START)
+            reason = (
+                f"has the class weights of step {steps or 'none'}, not of this checkpoint of step "
+                f"{step_of(mark)}; resume the newest checkpoint of the run that used them, on as many ranks"
             )
-        header = _read_header(self.folder)
-        layout = self._layout()
-        if odd := [name for name in layout if header.get(name) != layout[name]]:
+        else:
+            header, layout = _read_header(self.folder), self._layout()
+            if odd := [name for name in layout if header.get(name) != layout[name]]:
+                reason = (
+                    f"has class weights that have {odd[0]} {header.get(odd[0])}, but this run has "
+                    f"{layout[odd[0]]}; use the options and the number of ranks that they were made with"
+                )
+            elif header.get("boot") not in ("", _boot_id()):
+                reason = (
+                    "may lack some changes: the system was restarted while the class weights were in use; "
+                    "delete the folder and start again"
+                )
+            self._journal.key = str(header.get("id"))
+        if reason:
             raise CheckpointError(
-                f"the class weights in {self.folder} have {odd[0]} {header.get(odd[0])}, but this run has "
-                f"{layout[odd[0]]}; use the options and the number of ranks that they were made with{copy}"
-            )
-        self._journal.key = str(header.get("id"))
-        if header.get("boot") not in ("", _boot_id()):
-            raise CheckpointError(
-                f"the system was restarted while the class weights in {self.folder} were in use, so some of "
-                f"their changes may be lost; delete the folder and start again{copy}"
+                f"{self.folder} {reason}; or resume a copy from `plsc checkpoint copy`, with the weights in "
+                "an empty folder"
             )
 
     @contextlib.contextmanager

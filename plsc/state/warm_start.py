@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint import read_manifest
 from plsc.checkpoint.all_ranks import own_result
 from plsc.checkpoint.importers.matching import (
     Match,
@@ -84,38 +83,27 @@ def start_from_pretrained(run: Run) -> WarmStart | None:
 
 
 def _load(run: Run, path: Path, source: str) -> WarmStart:
-    if path.is_dir():
-        with OpenCheckpoint(path) as opened:
+    backbone: Mapping[str, Tensor | StoredTensor]
+    head: Mapping[str, RowParts | StoredTensor]
+    names, order = run.data.class_names, None
+    with ExitStack() as stack:
+        if path.is_dir():
+            opened = stack.enter_context(OpenCheckpoint(path))
             kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
             stored = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
-            weights = {role.name: tensor for role, tensor in stored.items() if role.kind == BACKBONE}
-            rows = {role.key: tensor for role, tensor in stored.items() if role.kind != BACKBONE}
-            return _take(run, weights, rows, _order(run, path), source)
-    backbone, tensors = read_state_dict(path, follow_links=True)
-    head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
-    return _take(run, backbone, head, None, source)
-
-
-def _take(
-    run: Run,
-    backbone: Mapping[str, Tensor | StoredTensor],
-    head: Mapping[str, RowParts | StoredTensor],
-    order: np.ndarray | None,
-    source: str,
-) -> WarmStart:
-    started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
-    _take_head(run.head, head, order, started)
+            backbone = {role.name: tensor for role, tensor in stored.items() if role.kind == BACKBONE}
+            head = {role.key: tensor for role, tensor in stored.items() if role.kind != BACKBONE}
+            saved = None if names is None else read_class_names(path, opened.manifest)
+            order = None if names is None or saved is None else saved.numbered(names)
+        else:
+            backbone, tensors = read_state_dict(path, follow_links=True)
+            head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
+        started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
+        _take_head(run.head, head, order, started)
     if not started.head:
         advice = "use the network and embedding size that were saved (set_model_name(), set_emb_size())"
         refuse_no_match(started.backbone, source, advice)
     return started
-
-
-def _order(run: Run, path: Path) -> np.ndarray | None:
-    """Return the index of each class in the checkpoint; None unless both have class names."""
-    names = run.data.class_names
-    saved = None if names is None else read_class_names(path, read_manifest(path))
-    return None if names is None or saved is None else saved.numbered(names)
 
 
 def _take_head(
@@ -126,7 +114,8 @@ def _take_head(
 ) -> None:
     """Load class weights and margin statistics if the classes are the same.
 
-    order: result of `_order`. Classes without names are the same if their number is equal.
+    order: the index of each class in the checkpoint; None unless both have class names. Classes without names
+    are the same if their number is equal.
     """
     order = np.arange(head.class_num) if order is None else order
     rows = {f"head.{name}": parameter.detach() for name, parameter in head.named_parameters()}

@@ -286,26 +286,18 @@ class Transfer:
             is_due = now - self._last_logged >= _SECONDS_BETWEEN
             if is_due:
                 self._last_logged = now
-        if is_due and self._is_logged:
-            share = min(1.0, self._done / max(1, self._total))
-            left = (self._total - self._done) / max(1.0, self.rate)
-            logger.info(
-                f"{self._what}: {share:.0%} of {format_bytes(self._total)}, {format_bytes(self.rate)}/s, "
-                f"{max(0.0, left):.0f} s left"
-            )
+        if is_due:
+            self._log(f"{min(1.0, self._done / max(1, self._total)):.0%} of {format_bytes(self._total)}")
 
     def end(self) -> None:
         """Log the total size, time and rate."""
-        if self._is_logged:
-            seconds = time.monotonic() - self._began
-            logger.info(
-                f"{self._what}: {format_bytes(self._total)} in {seconds:.1f} s, {format_bytes(self.rate)}/s"
-            )
+        self._log(format_bytes(self._total))
 
-    @property
-    def rate(self) -> float:
-        """Bytes per second so far."""
-        return self._done / max(1e-3, time.monotonic() - self._began)
+    def _log(self, text: str) -> None:
+        if self._is_logged:
+            seconds = max(1e-3, time.monotonic() - self._began)
+            rate = format_bytes(self._done / seconds)
+            logger.info(f"{self._what}: {text} in {seconds:.1f} s, {rate}/s")
 
 
 def format_bytes(count: float) -> str:
