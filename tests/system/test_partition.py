@@ -285,6 +285,23 @@ def test_a_dataset_on_s3_gives_the_same_parts_as_a_local_one(tmp_path, s3):
     assert "part_2.txt" in run(*arguments, "--verify", code=1)
 
 
+@pytest.mark.parametrize("listed", ["inside", "outside"])
+def test_inputs_on_s3_that_are_named_as_parts_are_no_leftovers(tmp_path, s3, listed):
+    """Output in the folder of the inputs would overwrite them, and delete them if it fails."""
+    store, lines = s3fs_client(), [b"AAAA\t0\n", b"BBBB\t1\n"]
+    for number, line in enumerate(lines):
+        store.pipe(f"{s3}/set/part_{number}.txt", line)
+    names = tmp_path / "names.txt"
+    names.write_text("part_0.txt\npart_1.txt\n")
+    arguments = ["--data_dir", f"{s3}/set", "--nranks", 2, "--output_dir", f"{s3}/set".replace("s3:", "s3a:")]
+    if listed == "inside":
+        store.put(str(names), f"{s3}/set/file_list.txt")
+    else:
+        arguments += ["--file_list", names]
+    assert "already exists" in run(*arguments, code=1)
+    assert [store.cat_file(f"{s3}/set/part_{number}.txt") for number in (0, 1)] == lines
+
+
 def test_a_missing_bucket_gives_a_one_line_error(tmp_path, s3):
     folder = write_set(tmp_path / "set", 30, (10, 20))
     printed = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)

@@ -50,7 +50,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     and OptionError.
     """
     inputs = list_inputs(options.data_dir, options.file_list, options.allowed)
-    _refuse_existing(options)
+    _refuse_existing(options, inputs)
     if options.dry_run:
         return _dry_run(options, inputs)
     with _output_named(options.output), ExitStack() as stack:
@@ -253,15 +253,17 @@ def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path
     return workspace, buckets.path
 
 
-def _refuse_existing(options: PartitionOptions) -> None:
+def _refuse_existing(options: PartitionOptions, inputs: list[Input]) -> None:
     output = options.output
     if is_url(output):
         store = _open_store(output)
         if not store.can_rename:
             store.make_folder()  # fails early if the bucket does not exist
             start = re.escape(options.output_name or "part_")
-            if all(re.fullmatch(rf"{start}\d+(\.txt)?|{re.escape(FILE_LIST)}", one) for one in store.names()):
-                return  # a killed run left parts without a manifest, which do not count as output
+            is_left = all(re.fullmatch(rf"{start}\d+(\.txt)?", one) for one in store.names())
+            places = {parent_of(one.location).partition("://")[2] for one in inputs}  # s3 and s3a are one
+            if is_left and output.partition("://")[2].rstrip("/") not in places:
+                return  # a killed run left parts without list and manifest, which do not count as output
     refuse_existing(output)
 
 
