@@ -47,7 +47,6 @@ article { border-top: var(--line); margin-top: 1rem; padding-top: 1rem; }
 .rows li { width: 6rem; overflow: hidden; font-size: .75rem; line-height: 1.3; }
 .rows div { display: grid; place-items: center; height: 6rem; background: light-dark(#f4f4f6, #232328); }
 .rows span { color: light-dark(#a63f00, #ff9a5c); text-align: center; }
-img[src^="data:image/png"] { image-rendering: pixelated; }
 </style>
 """
 
@@ -128,15 +127,11 @@ def _picture(source: Source, index: int) -> str:
     name = printable(source.name(index))
     last = "/".join(name.split("/")[-2:])
     short = last if len(last) <= _NAME else f"…{last[1 - _NAME :]}"
-    picture = thumbnail(source, index, _SIDE, may_enlarge=False)
+    picture = thumbnail(source, index, _SIDE)
     shown = "<span>cannot be decoded</span>"
     if picture is not None:
-        # Tiny pictures without losses, and enlarged by a whole number, so that their pixels are crisp.
-        scale = _SIDE // max(picture.size)
-        kind, options = ("png", {}) if scale > 1 else ("jpeg", {"quality": 85})
         file = io.BytesIO()
-        picture.save(file, kind, **options)
+        picture.save(file, "jpeg", quality=85)
         data = base64.b64encode(file.getvalue()).decode()
-        size = f'width="{picture.width * scale}" height="{picture.height * scale}"'
-        shown = f'<img src="data:image/{kind};base64,{data}" {size} alt="{html.escape(name)}">'
+        shown = f'<img src="data:image/jpeg;base64,{data}" alt="{html.escape(name)}">'
     return f'<li title="{html.escape(name)}"><div>{shown}</div>{html.escape(short)}</li>\n'

@@ -134,22 +134,18 @@ def clean(
     right = faults.sure_of_class(again, kept, wrong.subjects[:, 0])
     parts.insert(0, proposals.wrong(wrong, again.likely, right, kept))
     checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
+    fits = first.scores()[~np.isnan(first.own)] <= 0
+    fit = fits.mean() if len(fits) else 0
+    weak = " Many labels are wrong, or the network is too weak to find most faults."
     most = "more, if the network has learned them" if is_learned else f"{wrong.high:,.0f}"
     summary = [
         f"Embeddings: {checkpoints}. {judges}",
         *images.summary(),
-        _fit(first.scores()[~np.isnan(first.own)]),
+        f"{fit:.0%} of the images are nearest to their own class.{weak if fit < 0.8 else ''}",
         f"Estimated number of wrong labels: {wrong.low:,.0f} to {most} (95 % interval).",
         f"Search for neighbours: measured recall {first.recall:.3f}.",
     ]
     return _write(Path(out), f"Proposed changes of {images.place}", summary, parts, proposals)
-
-
-def _fit(scores: np.ndarray) -> str:
-    """Return how well the networks know the classes; scores: of the images, from `Labels.scores`."""
-    share = np.mean(scores <= 0) if len(scores) else 0
-    weak = " Many labels are wrong, or the network is too weak to find most faults."
-    return f"{share:.0%} of the images are nearest to their own class.{weak if share < 0.8 else ''}"
 
 
 def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, bool]:
@@ -213,23 +209,15 @@ class Proposals:
     def __init__(self, images: _Images) -> None:
         self._images, self._names = images, images.listing.classes
         self.divided = images
-        self._changes: dict[tuple[str, str], Change] = {}
-        self._questions: dict[tuple[str, str], Change] = {}
-
-    def changes(self) -> list[Change]:
-        """Return all changes, surest first."""
-        return sorted(self._changes.values(), key=lambda change: -change.score)
-
-    def questions(self) -> list[Change]:
-        """Return all questions about images and classes that no change has, kind by kind."""
-        return [one for subject, one in self._questions.items() if subject not in self._changes]
+        self.changes: dict[tuple[str, str], Change] = {}
+        self.questions: dict[tuple[str, str], Change] = {}
 
     def _add(self, change: Change) -> bool:
         """Add a change or a question; return whether there was no change of the same image or class."""
         if change.score < LEAST_SURE:
-            self._questions.setdefault(change.subject, replace(change, score=0.0))
-            return change.subject not in self._changes
-        return self._changes.setdefault(change.subject, change) is change
+            self.questions.setdefault(change.subject, replace(change, score=0.0))
+            return change.subject not in self.changes
+        return self.changes.setdefault(change.subject, change) is change
 
     def duplicates(self, found: Found, wrongness: np.ndarray) -> Part:
         """Remove the image of each pair whose label is more likely wrong; of one class, the second one."""
@@ -331,7 +319,8 @@ def _write(
     out: Path, title: str, summary: list[str], parts: Sequence[Part], proposals: Proposals
 ) -> list[str]:
     refuse_existing(str(out / CHANGES))
-    changes, questions = proposals.changes(), proposals.questions()
+    changes = sorted(proposals.changes.values(), key=lambda change: -change.score)
+    questions = [one for subject, one in proposals.questions.items() if subject not in proposals.changes]
     counts = ", ".join(f"{part.title.lower()} {part.total:,}" for part in parts)
     summary = [*summary, f"Proposals: {counts}. Questions: {len(questions):,}."]
     write_page(out / PAGE, title, summary, parts)

@@ -186,7 +186,7 @@ def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, s
     return len(chosen)
 
 
-def thumbnail(source: Source, index: int, side: int, *, may_enlarge: bool = True) -> PillowImage.Image | None:
+def thumbnail(source: Source, index: int, side: int) -> PillowImage.Image | None:
     """Return a sample, resized to fit a square of `side` pixels, in RGB; None if it is broken."""
     try:
         data, _ = source[index]
@@ -198,7 +198,5 @@ def thumbnail(source: Source, index: int, side: int, *, may_enlarge: bool = True
         pixels = ((pixels - low) * (255 / max(high - low, 1e-9))).byte()
     picture = PillowImage.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     scale = side / max(picture.size)
-    if scale > 1 and not may_enlarge:
-        return picture
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     return picture.resize(size, PillowImage.Resampling.BILINEAR)
