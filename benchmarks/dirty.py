@@ -227,7 +227,7 @@ def baselines(work: Path, images: Any, truth: Truth, cleanlab: str | None) -> No
         shares, likely = np.zeros(len(labels)), np.zeros(len(labels), np.int64)
         joint = np.zeros((len(names), len(names)))
         for view in images.views:
-            near, numbers, _ = nearest(view.unit, view.unit, k + 1)
+            numbers, _ = nearest(view.unit, view.unit, k + 1)
             rows = np.flatnonzero(view.unseen)
             voted = labels[numbers[rows]]
             voted[numbers[rows] == rows[:, None]] = -1
@@ -237,6 +237,7 @@ def baselines(work: Path, images: Any, truth: Truth, cleanlab: str | None) -> No
                 likely[row], shares[row] = counts.argmax(), (counts.max() - own) / k
                 joint[labels[row]] += counts
             if k == 5:
+                near = np.einsum("nd,nkd->nk", view.unit, view.unit[numbers])
                 cosines[f"view {len(cosines)}"] = near, numbers
         votes[f"k = {k}"] = shares, truth.wrong(likely)
         joint = joint + joint.T

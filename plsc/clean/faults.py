@@ -113,18 +113,18 @@ def _falling(values: np.ndarray) -> np.ndarray:
     return np.repeat(np.array(sums) / np.array(sizes), sizes)
 
 
-def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return cosines and numbers of the k nearest rows, [n, k], and the measured recall.
+def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """Return the numbers of the k nearest rows by cosine, int64 [n, k], and the measured recall.
 
     From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
-    queries; if that is a quarter of them, exact search is faster. A row may be repeated, with cosine -1.
+    queries; if that is a quarter of them, exact search is faster. The nearest row stands for missing ones.
     """
     faiss = import_faiss()
     from faiss.contrib.big_batch_search import big_batch_search
 
     k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
     if len(rows) <= _EXACT:
-        return (*faiss.knn(queries, rows, k, metric), 1.0)
+        return faiss.knn(queries, rows, k, metric)[1], 1.0
     rng = np.random.default_rng(0)
     lists = int(2 * np.sqrt(len(rows)))
     index = faiss.IndexIVFScalarQuantizer(
@@ -140,14 +140,14 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
     while recall < _RECALL:
         index.nprobe *= 2
         if index.nprobe >= lists // 4:
-            return (*faiss.knn(queries, rows, k, metric), 1.0)
+            return faiss.knn(queries, rows, k, metric)[1], 1.0
         recall = _recall(exact, index.search(some, k)[1])
     with redirect_stdout(None):  # it prints its progress
-        cosines, numbers = big_batch_search(index, queries, k)  # matrix products, list by list
-    return (*_without_gaps(cosines, numbers), recall)
+        _, numbers = big_batch_search(index, queries, k)  # matrix products, list by list
+    return np.where(numbers < 0, numbers[:, :1], numbers), recall
 
 
-def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, float]:
+def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> tuple[np.ndarray, float]:
     """Return, as `nearest`, the k images that are nearest to each of N images, itself included.
 
     Searched among those whose nearest class is one of the image's two nearest classes; or by `nearest`, if
@@ -171,17 +171,11 @@ def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> tuple[np.ndarray,
     recall = _recall(faiss.knn(unit[some], unit, min(k, len(unit)), metric)[1], heap.I[some])
     if recall < _RECALL:
         return nearest(unit, unit, k)
-    return (*_without_gaps(heap.D, heap.I), recall)
+    return np.where(heap.I < 0, heap.I[:, :1], heap.I), recall
 
 
 def _recall(exact: np.ndarray, found: np.ndarray) -> float:
     return float(np.mean([np.isin(a, b).mean() for a, b in zip(exact, found, strict=True)]))
-
-
-def _without_gaps(cosines: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Replace the missing neighbours of lists that have fewer than k rows by the nearest one, cosine -1."""
-    missing = numbers < 0
-    return np.where(missing, -1, cosines), np.where(missing, numbers[:, :1], numbers)
 
 
 def pairs_in(neighbours: np.ndarray) -> np.ndarray:
@@ -267,12 +261,12 @@ def compare_labels(
         centres = _Centres.of(view.unit, labels, kept, classes)
         unit = _normalised(centres.sums)
         judged = np.arange(len(labels)) if before is None else np.flatnonzero(view.unseen & some)
-        numbers = nearest(view.unit[judged], unit, 3)[1]
+        numbers = nearest(view.unit[judged], unit, 3)[0]
         if before is None:
             lists = np.stack(
                 [labels, np.where(numbers[:, 0] == labels, numbers[:, :2][:, -1], numbers[:, 0])], 1
             )
-            _, neighbour, recall = neighbours(view.unit, lists, _VOTERS + 1)
+            neighbour, recall = neighbours(view.unit, lists, _VOTERS + 1)
             near.append(neighbour)
             recalls.append(recall)
         else:
@@ -358,7 +352,7 @@ def same_classes(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, cl
     """
     every = [_Centres.of(view.unit, labels, kept, classes) for view in views]
     units = [_normalised(centres.sums) for centres in every]
-    both = distinct([pairs_in(nearest(unit, unit, _CLASSES)[1]) for unit in units])
+    both = distinct([pairs_in(nearest(unit, unit, _CLASSES)[0]) for unit in units])
     both = both[(every[0].counts[both] > 1).all(1)]
     score = np.mean([centres.sameness(*both.T) for centres in every], 0)
     halves = _halves(views, labels, kept, classes)
@@ -377,7 +371,7 @@ def shared_classes(unit: np.ndarray, labels: np.ndarray, classes: int, first: in
     kept = np.ones(len(unit), bool)
     centres = _Centres.of(unit, labels, kept, classes)
     means, numbers, rest = _normalised(centres.sums), np.arange(classes), classes - first
-    near = nearest(means, means, 2)[1]
+    near = nearest(means, means, 2)[0]
     best = np.where(near[:, 0] == numbers, near[:, -1], near[:, 0])
     several = centres.counts > 1
     ones = np.flatnonzero((best[best] == numbers) & (best > numbers) & several & several[best])

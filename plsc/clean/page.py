@@ -85,11 +85,10 @@ def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequ
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(f"{_HEAD}<title>{_text(title)}</title>\n</head>\n<body>\n<h1>{_text(title)}</h1>\n")
         file.writelines(f"<p>{_text(line)}</p>\n" for line in summary)
-        file.write('<nav aria-label="Contents">\n<ul>\n')
-        for number, part in enumerate(parts):
-            link = f'<a href="#part-{number}">{_text(part.title)}</a>'
-            file.write(f'<li>{link} <span class="count">{part.total:,}</span></li>\n')
-        file.write("</ul>\n</nav>\n<main>\n")
+        links = (f'<a href="#part-{number}">{_text(part.title)}</a>' for number, part in enumerate(parts))
+        counts = (f'<span class="count">{part.total:,}</span>' for part in parts)
+        items = "".join(f"<li>{link} {count}</li>\n" for link, count in zip(links, counts, strict=True))
+        file.write(f'<nav aria-label="Contents">\n<ul>\n{items}</ul>\n</nav>\n<main>\n')
         for number, part in enumerate(parts):
             file.writelines(_part(number, part))
         file.write("</main>\n</body>\n</html>\n")

@@ -133,15 +133,15 @@ def clean(
     again = faults.compare_labels(views, divided.labels, kept, len(divided.listing.classes), first)
     right = faults.sure_of_class(again, kept, wrong.subjects[:, 0])
     parts.insert(0, proposals.wrong(wrong, again.likely, right, kept))
-    checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
-    fits = first.scores()[~np.isnan(first.own)] <= 0
-    fit = fits.mean() if len(fits) else 0
+    judged = first.scores()[~np.isnan(first.own)]
+    share = np.mean(judged <= 0) if len(judged) else 0
     weak = " Many labels are wrong, or the network is too weak to find most faults."
+    checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
     most = "more, if the network has learned them" if is_learned else f"{wrong.high:,.0f}"
     summary = [
         f"Embeddings: {checkpoints}. {judges}",
         *images.summary(),
-        f"{fit:.0%} of the images are nearest to their own class.{weak if fit < 0.8 else ''}",
+        f"{share:.0%} of the images are nearest to their own class.{weak if share < 0.8 else ''}",
         f"Estimated number of wrong labels: {wrong.low:,.0f} to {most} (95 % interval).",
         f"Search for neighbours: measured recall {first.recall:.3f}.",
     ]
@@ -187,7 +187,7 @@ def overlap(
         open_images(place, [found], **reading) for place, found in zip((one, other), embeddings, strict=True)
     )
     mine_unit, their_unit = mine.views[0].unit, theirs.views[0].unit
-    _, numbers, recall = faults.nearest(mine_unit, their_unit, _EXAMPLES)
+    numbers, recall = faults.nearest(mine_unit, their_unit, _EXAMPLES)
     copies = planted_copies(mine.source, mine.numbers, mine.pixels)
     found = agreeing(mine.pixels, theirs.pixels, faults.pairs_in(numbers), copies)
     first, second = len(mine.listing.classes), len(theirs.listing.classes)

@@ -119,6 +119,8 @@ def test_planted_faults_are_found_and_the_changes_are_applied(world, run, checkp
     assert "images/broken.png" in next(line for line in shown if line.startswith("Without embedding"))
     page = (world / "out/report.html").read_text(encoding="utf-8")
     assert all(line in page for line in shown[:5])
+    told = re.search(r"(\d+)% of the images are nearest to their own class\.( Many.*too weak)?", page)
+    assert (int(told[1]) < 80) == bool(told[2])
     assert page.count("<img ") > 100
     command = shlex.split(shown[-1])
     assert run(" ".join(command[2:-1]) + " applied").startswith("wrote applied/list.tsv: ")

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.clean import review
 from plsc.clean.changes import read_changes, write_changes
 from plsc.clean.duplicates import Pixels
 from plsc.clean.faults import Found
@@ -147,9 +146,3 @@ def test_an_image_is_moved_to_the_part_of_a_divided_class_that_is_nearest(images
         ("move", "a/2.jpg", "a_3"),
         ("move", "b/0.jpg", "a_3"),
     }
-
-
-def test_a_network_that_is_too_weak_is_told_from_a_clean_dataset():
-    assert review._fit(np.array([-0.5, -0.1, 0.2, -0.3, -0.1])).startswith("80% of the images are nearest")
-    assert "too weak" not in review._fit(np.array([-0.5, -0.1, 0.2, -0.3, -0.1]))
-    assert "too weak" in review._fit(np.array([0.5, 0.1, -0.3]))
