@@ -31,7 +31,7 @@ _COUNTED = {
     "TAR": "same pairs", "FAR": "different pairs", "TPIR": "mated searches", "FPIR": "non-mated searches",
     "rank-1": "mated searches",
 }  # fmt: skip
-_EXPECTED = "expected '<name or path of an image><tab><group>'"
+_EXPECTED = "'<name or path of an image><tab><group>'"
 
 
 @dataclass(frozen=True)
@@ -136,19 +136,16 @@ def read_groups(path: str, images: Sequence[Any]) -> Groups:
     table: dict[str, str] = {}
     for number, line in lines_of(path):
         fields = [name_key(printable(field.strip())) for field in line.split(b"\t")]
-        problem = None
-        if len(fields) != 2 or not all(fields) or fields[1] == ACROSS:
-            problem = f"{_EXPECTED}, got '{printable(line[:200])}'"
-        elif table.setdefault(*fields) != fields[1]:
-            problem = f"'{fields[0]}' has the group '{fields[1]}', but '{table[fields[0]]}' in a line before"
-        if problem:
-            raise DataError(f"{shown(path)}:{number}: {problem}; fix the line")
+        is_pair = len(fields) == 2 and all(fields) and fields[1] != ACROSS
+        if not is_pair or table.setdefault(*fields) != fields[1]:
+            expected = f"'{fields[0]}' in the group '{table[fields[0]]}', as before" if is_pair else _EXPECTED
+            raise DataError(f"{shown(path)}:{number}: expected {expected}, got '{printable(line[:200])}'")
     numbers = {group: number for number, group in enumerate(sorted(set(table.values())))}
     found = [next((name for name in names if name in table), "") for names in _names_of(images)]
     unknown = sorted(table.keys() - set(found))
     if len(unknown) == len(table):
         first = next(_names_of(images))[0]
-        raise DataError(f"{shown(path)} names none of the images, such as '{first}'; {_EXPECTED}")
+        raise DataError(f"{shown(path)} names none of the images, such as '{first}'; expected {_EXPECTED}")
     notes = [f"Groups: {shown(path)}. Images without a group, left out below: {found.count(''):,}."]
     if unknown:
         notes.append(f"{len(unknown):,} of {len(table):,} names are of no image, such as '{unknown[0]}'.")

@@ -171,11 +171,8 @@ def identify(
     ranks, scores = mates[:, 0].astype(np.int64), mates[:, 1]
     curve = _open_set_curve(ranks, scores, top[:, 0], candidates) if non_mated else None
     fnirs, thresholds = _at_fpirs(curve, non_mated) if curve is not None else ({}, {})
-    within = {k: float(np.mean(ranks <= k)) for k in RANKS}
     return IdentificationResult(
-        rank1=within[1],
-        rank5=within[5],
-        rank10=within[10],
+        **{f"rank{k}": float(np.mean(ranks <= k)) for k in RANKS},
         fnir_at_fpir=fnirs,
         threshold_at_fpir=thresholds,
         mated=len(ranks),

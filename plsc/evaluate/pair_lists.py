@@ -161,15 +161,13 @@ class _Lfw:
 
     def parse(self, line: bytes) -> list[bytes]:
         """Return both paths and the flag; ValueError describes a bad line."""
-        fields = line.split(b"\t") if b"\t" in line else line.split()
-        fields = [one.strip() for one in fields]
-        first, second = fields[:2], [fields[0], fields[-1]] if len(fields) == 3 else fields[2:]
-        if len(fields) not in (3, 4) or not all(
-            one.isdigit() and len(one) <= 6 for one in (first[1], second[1])
-        ):
+        fields = [one.strip() for one in (line.split(b"\t") if b"\t" in line else line.split())]
+        is_same = len(fields) == 3
+        if is_same:
+            fields.insert(2, fields[0])
+        if len(fields) != 4 or not all(one.isdigit() and len(one) <= 6 for one in fields[1::2]):
             raise ValueError(f"{_EXPECTED_LFW}, got '{printable(line[:200])}'")
-        flag = b"1" if len(fields) == 3 else b"0"
-        return [self._path(*first), self._path(*second), flag]
+        return [self._path(*fields[:2]), self._path(*fields[2:]), b"1" if is_same else b"0"]
 
     def _path(self, name: bytes, number: bytes) -> bytes:
         stem = listed_path(b"%s/%s_%04d" % (name, name, int(number)), self._root)

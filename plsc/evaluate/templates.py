@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError
+from plsc.errors import DataError, naming
 from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.groups import GroupRates, Groups, pair_rates, search_rates
 from plsc.evaluate.identification import (
@@ -192,12 +192,10 @@ def evaluate_templates(
         probes, probe_subjects = pooled[protocol.probes.templates], protocol.probes.subjects
         for name, gallery in protocol.galleries.items():
             rows, subjects = pooled[gallery.templates], gallery.subjects
-            try:
+            with naming("gallery {} of {}".format, name, protocol.name):
                 results[name] = identify(
                     rows, subjects, probes, probe_subjects, world, device, progress=progress
                 )
-            except DataError as error:
-                raise error.at(f"gallery {name} of {protocol.name}") from None
         search = _mean_over_galleries(results)
     media = np.unique(np.stack([protocol.templates, protocol.media]), axis=1)
     return TemplateResult(
