@@ -285,7 +285,9 @@ def _name_of_best(stores: list[Store]) -> str:
         data = store.read(BEST_NAME, _LARGEST_BEST)
         if data is not None:
             # Use only the last part: the folder may have moved, and paths outside of it are not allowed.
-            return PurePath(read_record(_Best, data, f"{store.shown}/{BEST_NAME}")["path"]).name
+            return PurePath(
+                read_record(_Best, data, f"{store.shown}/{BEST_NAME}", most=_LARGEST_BEST)["path"]
+            ).name
     return ""
 
 

@@ -303,10 +303,7 @@ class BytesFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move to a position, which may be past the end; return it."""
-        base = (0, self._position, self._data.size)[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative position {base + offset}")
-        self._position = base + offset
+        self._position = (0, self._position, self._data.size)[whence] + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:

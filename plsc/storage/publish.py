@@ -53,13 +53,6 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def sync_tree(folder: Path) -> None:
-    """Flush a folder and all files and folders in it to the disk."""
-    for inside, _, files in os.walk(folder):
-        for name in (*files, "."):
-            sync(Path(inside, name))
-
-
 # Locks.
 
 
@@ -206,7 +199,7 @@ class Workspace:
             self._lock = self._claim(mode)
             for entry in list(self.path.iterdir()):
                 self.cleaned = True
-                _remove(entry)
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def __enter__(self) -> Workspace:
         return self
@@ -224,7 +217,9 @@ class Workspace:
         """
         with _as_data_error(target):
             if is_synced:
-                sync_tree(self.path)
+                for inside, _, files in os.walk(self.path):
+                    for name in (*files, "."):
+                        sync(Path(inside, name))
             if os.path.lexists(target):
                 raise DataError(f"{target} was created by another process in the meantime; it is unchanged")
             (self.path / inner).rename(target)
@@ -267,13 +262,6 @@ def refuse_existing(location: str) -> None:
         there = os.path.lexists(location)
     if there:
         raise DataError(f"{shown(location)} already exists; remove it, or choose another name")
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
-from plsc.checkpoint.importers.insightface import iresnet_source, is_insightface, is_iresnet, read_insightface
+from plsc.checkpoint.importers.insightface import STATES, iresnet_source, is_iresnet, read_insightface
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
 from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
-from plsc.checkpoint.importers.plsc1 import is_plsc1, read_plsc1
-from plsc.checkpoint.importers.source import BIAS, WEIGHT, Network, RowParts, Source, join_rows
+from plsc.checkpoint.importers.plsc1 import ROWS as PLSC1_ROWS
+from plsc.checkpoint.importers.plsc1 import read_plsc1
+from plsc.checkpoint.importers.source import BIAS, WEIGHT, Network, RowParts, Source, join_rows, names_in
 from plsc.checkpoint.importers.tensor_files import read_state_dict
 from plsc.checkpoint.manifest import (
     BACKBONE,
@@ -93,7 +93,15 @@ def import_checkpoint(
         raise OptionError(f"unknown layout {layout!r}; {suggest(layout, LAYOUTS)}")
     target = Path(target)
     check_destination(Path(source), target)
-    weights = _read_source(Path(source), layout, network or Network())
+    path, given = Path(source), network or Network()
+    layout = _recognise(path) if layout == "auto" else layout
+    if layout == INSIGHTFACE:
+        weights = read_insightface(path)
+    elif layout == PLSC1:
+        weights = read_plsc1(path, given)
+    else:
+        weights = _read_named(path, layout, given)
+    weights.network = given.or_else(weights.network)
     if loss_type is not None:
         weights.loss_type = loss_type
     classes = weights.rows[WEIGHT].shape[0] if WEIGHT in weights.rows else 0
@@ -101,7 +109,7 @@ def import_checkpoint(
         raise CheckpointError(f"{source} has {classes} classes; expected {class_num}; are files missing?")
     tensors, options, match = _network_of(weights, str(source))
     _check_head(weights, options)
-    _write(target, tensors, weights, _manifest(weights, options, classes, max(1, ranks), str(source)))
+    _write(target, tensors, weights, options, class_ranges(classes, max(1, ranks)), path.name)
     return Imported(
         target,
         weights.layout,
@@ -113,29 +121,12 @@ def import_checkpoint(
     )
 
 
-def _read_source(path: Path, layout: str, given: Network) -> Source:
-    """Return the weights at a path. layout: one of LAYOUTS; given: the network, if the files do not name it.
-
-    Raises:
-        CheckpointError: files are missing, duplicated, damaged, malicious, or of an unknown layout.
-    """
-    if layout == "auto":
-        layout = _recognise(path)
-    if layout == INSIGHTFACE:
-        weights = read_insightface(path)
-    elif layout == PLSC1:
-        weights = read_plsc1(path, given)
-    else:
-        weights = _read_named(path, layout, given)
-    weights.network = given.or_else(weights.network)
-    return weights
-
-
 def _recognise(path: Path) -> str:
     if not path.is_dir():
         return SAFETENSORS if path.suffix == ".safetensors" else STATE_DICT
-    layouts = [(INSIGHTFACE, is_insightface(path)), (PLSC1, is_plsc1(path))]
-    recognised = [name for name, is_one in layouts if is_one]
+    names = names_in(path)
+    patterns = {INSIGHTFACE: STATES, PLSC1: PLSC1_ROWS}
+    recognised = [name for name, of in patterns.items() if any(map(of.fullmatch, names))]
     if len(recognised) != 1 or (path / MANIFEST_NAME).exists():
         raise CheckpointError(
             f"{path} is a checkpoint already, or has no known layout, or several; name one with --layout "
@@ -218,38 +209,19 @@ def _check_head(weights: Source, options: Options) -> None:
     options.set("head.class_num", shape[0])
 
 
-def _manifest(weights: Source, options: Options, classes: int, ranks: int, source: str) -> Manifest:
+def _write(
+    target: Path,
+    tensors: dict[str, Tensor],
+    weights: Source,
+    options: Options,
+    ranges: list[tuple[int, int]],
+    source: str,
+) -> None:
+    """Write the data files and then the manifest to a hidden folder, and publish it as the target."""
     saved = options.as_dict()
     for name in ("lr", "schedule", "warmup_steps"):  # a run uses its own values
         del saved["optim"][name]
-    return Manifest(
-        plsc_version=__version__,
-        step=0,
-        epoch=0,
-        step_in_epoch=0,
-        world_size=ranks,
-        emb_size=options.model.emb_size,
-        heads={
-            "": HeadInfo(
-                classes,
-                [list(pair) for pair in class_ranges(classes, ranks)],
-                options.head.loss_type,
-            )
-        },
-        options=saved,
-        scalars={
-            METRICS_KEY: {},
-            "imported": {"layout": weights.layout, "from": Path(source).name, "notes": weights.notes},
-        },
-    )
-
-
-def _write(target: Path, tensors: dict[str, Tensor], weights: Source, manifest: Manifest) -> None:
-    """Write the data files and then the manifest to a hidden folder, and publish it as the target."""
-    shards = [
-        [_part(key, parts, start, stop) for key, parts in weights.rows.items()]
-        for start, stop in manifest.head.class_ranges
-    ]
+    shards = [[_part(key, parts, *some) for key, parts in weights.rows.items()] for some in ranges]
     infos = {}
     for name, tensor in tensors.items():
         role = Role(BACKBONE, name)
@@ -259,8 +231,23 @@ def _write(target: Path, tensors: dict[str, Tensor], weights: Source, manifest: 
         role = Role(CLASS_WEIGHTS, key.removeprefix("head."))
         infos[key] = TensorInfo(parts.shape, "float32", True, role)
     with publishing_folder(target) as temporary:
-        complete = dataclasses.replace(manifest, tensors=infos, files=write_shards(temporary, shards))
-        (temporary / MANIFEST_NAME).write_text(complete.to_json(), encoding="utf-8")
+        manifest = Manifest(
+            plsc_version=__version__,
+            step=0,
+            epoch=0,
+            step_in_epoch=0,
+            world_size=len(ranges),
+            emb_size=options.model.emb_size,
+            heads={"": HeadInfo(ranges[-1][1], [[*pair] for pair in ranges], options.head.loss_type)},
+            options=saved,
+            scalars={
+                METRICS_KEY: {},
+                "imported": {"layout": weights.layout, "from": source, "notes": weights.notes},
+            },
+            tensors=infos,
+            files=write_shards(temporary, shards),
+        )
+        (temporary / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
 def _part(key: str, parts: RowParts, start: int, stop: int) -> Entry:

@@ -31,16 +31,10 @@ from plsc.models.neck import DOWNSAMPLING
 from plsc.parallel.collectives import class_ranges
 
 LAYOUT = "insightface"
-_STATES = re.compile(r"checkpoint_gpu_(\d{1,6})\.pth?")
+_RANK_STATES = re.compile(r"checkpoint_gpu_(\d{1,6})\.pth?")
 _WEIGHTS = re.compile(r"(?:rank_)?(\d{1,6})_softmax_weight\.pth?")
+STATES = re.compile(f"{_RANK_STATES.pattern}|{_WEIGHTS.pattern}")
 _BACKBONE = re.compile(r"(\d*)_?backbone\.pth?|model\.pth?")
-
-
-def is_insightface(path: Path) -> bool:
-    """Return whether a folder has files with these names; their content is not read."""
-    return path.is_dir() and any(
-        pattern.fullmatch(name) for name in names_in(path) for pattern in (_STATES, _WEIGHTS)
-    )
 
 
 def is_iresnet(state: Mapping[str, object]) -> bool:
@@ -56,7 +50,7 @@ def read_insightface(path: Path) -> Source:
     """
     if not path.is_dir():
         return iresnet_source(read_state_dict(path, follow_links=True)[0], str(path))
-    states = files_by_rank(path, _STATES, "the state")
+    states = files_by_rank(path, _RANK_STATES, "the state")
     files = states or files_by_rank(path, _WEIGHTS, "class weights")
     backbones = [(not m[1], int(m[1] or 0), m[0]) for m in map(_BACKBONE.fullmatch, names_in(path)) if m]
     if not files or not (states or backbones):

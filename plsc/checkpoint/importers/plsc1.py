@@ -34,7 +34,7 @@ from plsc.models.resnet import DEPTHS
 from plsc.storage.records import read_record
 
 LAYOUT = "plsc1"
-_ROWS = re.compile(r"dist@([A-Za-z0-9_]+)@rank@\d{1,6}\.[wb]_0")
+ROWS = re.compile(r"dist@([A-Za-z0-9_]+)@rank@\d{1,6}\.[wb]_0")
 _LONGEST_META = 1 << 16
 # Per kind of layer: Paddle's name, and Paddle's suffix for each of our suffixes.
 _KINDS: dict[type[nn.Module], tuple[str, dict[str, str]]] = {
@@ -46,11 +46,6 @@ _KINDS: dict[type[nn.Module], tuple[str, dict[str, str]]] = {
         {"weight": "w_0", "bias": "b_0", "running_mean": "w_1", "running_var": "w_2"},
     ),
 }
-
-
-def is_plsc1(path: Path) -> bool:
-    """Return whether a folder has class weights with these names; their content is not read."""
-    return path.is_dir() and any("dist@" in name and "@rank@" in name for name in names_in(path))
 
 
 def read_plsc1(path: Path, given: Network) -> Source:
@@ -76,7 +71,7 @@ def read_plsc1(path: Path, given: Network) -> Source:
 
 
 def _loss_type(path: Path) -> tuple[str, str]:
-    matches = filter(None, map(_ROWS.fullmatch, names_in(path)))
+    matches = filter(None, map(ROWS.fullmatch, names_in(path)))
     kinds = sorted({match[1] for match in matches})
     if len(kinds) != 1:
         raise CheckpointError(

@@ -104,8 +104,10 @@ def test_bytes_work_as_a_file(location):
     assert file.read(5) == b""
     file.seek(BLOCK_BYTES - 3)
     assert file.read(2000) == CONTENT[BLOCK_BYTES - 3 : BLOCK_BYTES + 1997]
-    with pytest.raises(ValueError, match="negative"):
-        BytesFile(open_bytes(location)).seek(-1)
+    raw = BytesFile(open_bytes(location))
+    raw.seek(-1)
+    with pytest.raises(DataError, match="cannot read"):
+        raw.read(1)
 
 
 @pytest.mark.parametrize("name", ["gone", "."])
