@@ -124,7 +124,8 @@ def make_state(
             state: _empty_state(info.role.key, state, info, parameter, optimizer)
             for state, info in infos.items()
         }
-        states = {**own, **decode(numbers.get(name, {}), own)}
+        values = decode(numbers.get(name, {}), own)  # takes from `own` what is within lists
+        states = {**own, **values}
         for state, needed in wanted.items():
             _check_state(Role(OPTIMIZER, state, name).key, needed, states.get(state))
         optimizer.state[parameter].update(states)

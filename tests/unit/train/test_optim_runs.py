@@ -10,7 +10,6 @@ import torch
 import yaml
 
 from plsc.checkpoint import load_weights, read_manifest
-from plsc.checkpoint.manifest import role_of_key
 from plsc.config.text import render_options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
@@ -22,6 +21,7 @@ from plsc.state.tensors import check_counts
 from tests.command_line import options_from
 from tests.images import write_dataset
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
+from tests.roles import role_of_key
 
 WORLD = World.single()
 
