@@ -25,7 +25,7 @@ from plsc.checkpoint import (
     load_tensors,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import HeadInfo, Role, role_of_key
+from plsc.checkpoint.manifest import BACKBONE, CLASS_OPTIMIZER, CLASS_WEIGHTS, HeadInfo, Role
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.machine import BackgroundThread
 from plsc.parallel.world import World
@@ -46,14 +46,15 @@ class Way:
 def make_state(rows: int, dimension: int, world: World, *, fill: bool) -> Snapshot:
     """Return weight and momentum, float32 [rows, dimension], and a replicated tensor of 1 MB."""
     start, stop = class_range(rows, world.rank, world.size)
-    tensors: dict[Role, Tensor | ShardedTensor] = {role_of_key("backbone.w"): torch.ones(262_144)}
-    for key in ("head.weight", "rows.weight.momentum"):
+    tensors: dict[Role, Tensor | ShardedTensor] = {Role(BACKBONE, "w"): torch.ones(262_144)}
+    weight = Role(CLASS_WEIGHTS, "weight")
+    for role in (weight, Role(CLASS_OPTIMIZER, "momentum", weight.key)):
         local = torch.empty(stop - start, dimension).fill_(-1)  # touches every page
         if fill:
             for first in range(0, len(local), _BLOCK):
                 part = local[first : first + _BLOCK]
-                part.copy_(_rows_at(key, start + first, len(part), dimension))
-        tensors[role_of_key(key)] = ShardedTensor(local, rows, start)
+                part.copy_(_rows_at(role.key, start + first, len(part), dimension))
+        tensors[role] = ShardedTensor(local, rows, start)
     ranges = [list(pair) for pair in class_ranges(rows, world.size)]
     manifest = Manifest("0", 1, 0, 1, world.size, dimension, {"": HeadInfo(rows, ranges)})
     return Snapshot(tensors, manifest)

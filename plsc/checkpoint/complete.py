@@ -76,7 +76,6 @@ def _files_of(manifest: Manifest, folder: Path) -> Iterator[tuple[int, WeightsFi
 
 
 def _write(file: WeightsFile, manifest: Manifest, path: Path) -> tuple[dict[str, TensorInfo], FileInfo]:
-    """Write the class weights of one rank to a data file of a checkpoint."""
     weight, class_num = Role(CLASS_WEIGHTS, "weight"), manifest.head.class_num
     with file:
         file.open(mark_of(manifest.step, manifest.run_id))

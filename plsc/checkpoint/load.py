@@ -284,10 +284,7 @@ def check_checksums(folder: Path, manifest: Manifest, names: Iterable[str]) -> N
     """Read the named data files; CheckpointError if a checksum differs from the manifest's."""
     for name in names:
         if checksum(folder / name) != manifest.files[name]:
-            raise CheckpointError(
-                f"{folder / name} is damaged: its checksum differs from the saved one; choose another "
-                "checkpoint"
-            )
+            raise CheckpointError(f"{folder / name} is damaged: its checksum differs from the saved one")
 
 
 def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
@@ -304,9 +301,7 @@ def check_files(folder: Path, manifest: Manifest) -> dict[str, list[Part]]:
         for name, file in manifest.files.items():
             open_regular(folder / name, folder, file.bytes).close()
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {error.filename}: {error.strerror}; choose another checkpoint"
-        ) from error
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
     parts: dict[str, list[Part]] = {key: [] for key in manifest.tensors}
     for name in manifest.shards:
         for part in read_header(folder / name):

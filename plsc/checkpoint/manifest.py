@@ -216,7 +216,5 @@ def parse_manifest(data: bytes | Path, source: str) -> Manifest:
     manifest = read_record(Manifest, data, source, CheckpointError, LARGEST_MANIFEST)
     for key, info in manifest.tensors.items():
         if info.role.key != key:
-            raise CheckpointError(
-                f"{source}: the role of {key!r:.80} is {info.role!r:.200}, which does not match"
-            )
+            raise CheckpointError(f"{source}: the role of {key!r:.80} is {info.role!r:.200}")
     return manifest

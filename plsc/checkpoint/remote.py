@@ -171,10 +171,8 @@ def _fetch_file(store: Store, name: str, info: FileInfo, work: Path, transfer: T
     with replacing(local) as part:
         store.get(name, part, transfer.add)
         if checksum(part) != info:
-            raise CheckpointError(
-                f"{shown(store.child(name))} is damaged: its checksum differs from the saved one; choose "
-                "another checkpoint"
-            )
+            where = shown(store.child(name))
+            raise CheckpointError(f"{where} is damaged: its checksum differs from the saved one")
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plsc.checkpoint.manifest import OPTIMIZER, Role
 from plsc.checkpoint.shard_file import bytes_of
-from plsc.errors import CheckpointError, kind_and_line
+from plsc.errors import CheckpointError
 from plsc.optim.optimizers import FULL_RATE, has_own_state_dict
 from plsc.run.run import Run
 from plsc.state.tensors import REST, named_parameters, states_of
@@ -113,22 +113,15 @@ def restore_rest(run: Run, scalars: dict[str, Any], tensors: dict[str, Tensor]) 
         run.world.device,
         lambda name, key: states[key][1][name] if name else named[key],
     )
-    if len(groups) not in (0, len(optimizer.param_groups)):
-        raise CheckpointError(
-            f"{what} was saved with {len(groups)} parameter groups, but this run has "
-            f"{len(optimizer.param_groups)}; use the parameter groups that were saved"
-        )
-    for values, saved in ((vars(optimizer), attributes), *zip(optimizer.param_groups, groups, strict=False)):
+    places = zip(optimizer.param_groups, groups or [{}] * len(optimizer.param_groups), strict=True)
+    for values, saved in ((vars(optimizer), attributes), *places):
         values.update(_changed(saved, {}))
     if not has_own_state_dict(optimizer):
         optimizer.state.update(own)
         return
     kept = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     here = optimizer.state_dict()
-    try:
-        optimizer.load_state_dict({**here, **own})
-    except Exception as error:  # of any type
-        raise CheckpointError(f"{what} does not fit: {kind_and_line(error)[:300]}") from error
+    optimizer.load_state_dict({**here, **own})
     optimizer.state.update(kept)  # torch changes data types
     again, others = collect_rest(run)
     same = (bytes_of(one.cpu()).equal(bytes_of(tensors[role.name])) for role, one in others.items())

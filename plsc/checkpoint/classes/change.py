@@ -229,7 +229,6 @@ def _entries(
 def _lineage(
     source: Path, plan: Plan, class_list: ClassList | None, rows: str, by_directions: bool
 ) -> dict[str, Any]:
-    """Return the manifest's entry for this change."""
     entry: dict[str, Any] = {
         "what": plan.what,
         "source": source.resolve().name,

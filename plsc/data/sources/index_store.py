@@ -107,7 +107,7 @@ def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
         # Lists of several files may differ in more than the first name.
         of_list = "" if len(files) == 1 else f".{_digest(_names(files), 8)}"
         places.append(Path(first).absolute().parent / f".{name}{of_list}.plsc-index")
-    with contextlib.suppress(DataError):
+    with contextlib.suppress(DataError, OSError):
         places.append(cache_folder("index") / f"{digest}.{name}.plsc-index")
     return places
 
