@@ -41,6 +41,27 @@ with open(sys.argv[1], "w") as file:
     json.dump(results, file)
 """
 
+LOOK = """
+import os, sys
+from pathlib import Path
+from plsc.data.partition import PartitionOptions, spark
+
+def look(context, *_):
+    context.parallelize(range(9), 2).groupBy(bool).collect()
+    process = Path("/proc", str(context._jvm.java.lang.ProcessHandle.current().pid()))
+    sockets = {os.readlink(one) for one in (process / "fd").iterdir() if one.is_symlink()}
+    for table in ("tcp", "tcp6"):
+        for fields in map(str.split, (process / "net" / table).read_text().splitlines()[1:]):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                print("listens", fields[1].split(":")[0])
+    [folder] = Path(sys.argv[1]).iterdir()
+    print("shuffled", oct(folder.stat().st_mode)[-3:], len(list(folder.rglob("shuffle*.data"))))
+    print("login", context.getConf().get("spark.authenticate"))
+
+spark._write = look
+spark.write(PartitionOptions(data_dir="x", nranks=1, tmp_dir=sys.argv[1]), [], "")
+"""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def pyspark() -> None:
@@ -171,6 +192,19 @@ def test_from_hdfs_to_hdfs(tmp_path, folder, hdfs):
     }
     assert found["spark"] == found["local"]
     assert len(names) == 5
+
+
+def test_other_machines_and_users_cannot_read_the_lines(tmp_path):
+    """Of a local master, also of the default one: Java listens on loopback alone, and has a login."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, str(tmp_path)], capture_output=True, text=True, env=environment()
+    )
+    found = [line.split() for line in done.stdout.splitlines()]
+    addresses = {values[0][-8:] for name, *values in found if name == "listens"}
+    assert addresses == {"0100007F"}, done.stdout + done.stderr
+    assert ["shuffled", "700", "2"] in found
+    assert ["login", "true"] in found
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_invalid_spark_master_gives_one_error(tmp_path):

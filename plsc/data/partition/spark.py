@@ -8,6 +8,7 @@ rank, sorted there by its key, and written, with a single Spark shuffle of the d
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -32,6 +33,8 @@ _BLOCK = 4 * 2**20
 _SPLIT_BYTES = 64 * 2**20
 _LOOK = 2**16  # bytes read at a time when searching a newline
 Key = tuple[int, int, int]  # rank, 1 for padding, order within that
+# Until the process ends: Spark uses its first folder also for later sessions.
+_private_folder = functools.cache(tempfile.TemporaryDirectory)
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,28 @@ def write(
     """
     try:
         from py4j.protocol import Py4JError
+        from pyspark import SparkConf, SparkContext
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
     except ImportError:
         raise OptionError("--engine spark requires PySpark; run pip install 'plsc[spark]'") from None
     builder = SparkSession.builder.appName("plsc data partition")
-    if options.master and options.master.startswith("local"):
-        # Use this interpreter, which has plsc. For a cluster, its configuration decides.
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if options.master:
         builder = builder.master(options.master)
-    spill = max(64, options.memory // 2**20)
+    settings = {"spark.python.worker.memory": f"{max(64, options.memory // 2**20)}m"}
     session = None
     try:
-        session = builder.config("spark.python.worker.memory", f"{spill}m").getOrCreate()
+        SparkContext._ensure_initialized()  # starts Java, which knows the default master
+        if (options.master or SparkConf().get("spark.master", "")).startswith("local"):
+            # Use this interpreter, which has plsc. For a cluster, its configuration decides.
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+            # By default, other machines can connect, without a login, and other users can read all lines.
+            settings |= {"spark.authenticate": "true", "spark.ui.enabled": "false"}
+            settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+            settings["spark.local.dir"] = _private_folder(dir=options.tmp_dir).name
+        for name, value in settings.items():
+            builder = builder.config(name, value)
+        session = builder.getOrCreate()
         return _write(session.sparkContext, options, inputs, target)
     except (Py4JError, PySparkException) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
