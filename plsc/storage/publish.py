@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, TypedDict
 
 from plsc.errors import DataError, PlscError
 from plsc.storage.records import Text, read_record
+from plsc.storage.regular import open_regular
 from plsc.storage.retry import reason_of, with_retries
 from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, shown
 
@@ -78,12 +79,12 @@ class FolderLock:
 
     def __init__(self, folder: Path, note: dict[str, Any] | None = None) -> None:
         """Acquire the lock. Raise DataError, naming the other process, if it is taken."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with _as_data_error(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / _LOCK_NAME, flags, 0o666)
+        with _as_data_error(folder / _LOCK_NAME):  # such as a pipe
+            self._file = open_regular(folder / _LOCK_NAME, buffering=0, mode="ab")
         give_up = time.monotonic() + _PATIENCE
-        while not _try_lock(fcntl.lockf, self._descriptor):
+        while not _try_lock(fcntl.lockf, self._file.fileno()):
             if time.monotonic() > give_up:
                 self.release()
                 there = lock_note(folder)
@@ -93,15 +94,13 @@ class FolderLock:
                 )
             time.sleep(0.1)
         content = {"host": socket.gethostname(), "pid": os.getpid(), **(note or {})}
-        with _as_data_error(folder / _LOCK_NAME):  # such as a pipe
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
+        with _as_data_error(folder / _LOCK_NAME):
+            self._file.truncate(0)
+            self._file.write(json.dumps(content).encode())
 
     def release(self) -> None:
         """Release the lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
 
 class _Holder(TypedDict):

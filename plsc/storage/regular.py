@@ -28,7 +28,7 @@ def open_regular(
     """Open a regular file to be read in binary; OSError, with the reason in `strerror`, if it is refused.
 
     folder: its folder; None if the user named the file. size: the bytes that it must have. mode: or ``r+b``,
-    or ``ab``, which may create the file and refuses a link.
+    or ``ab``, which may create the file and refuses a link; both refuse a file with a second name.
     """
 
     def open_flags(name: str, flags: int) -> int:  # without O_NONBLOCK, opening a named pipe would block
@@ -41,6 +41,8 @@ def open_regular(
     status, reason = os.fstat(file.fileno()), ""
     if not stat.S_ISREG(status.st_mode):
         reason = "it is not a regular file"
+    elif mode != "rb" and status.st_nlink > 1:
+        reason = "it has another name (a hard link), maybe outside its folder; replace it by a copy"
     elif size not in (None, status.st_size):
         reason = f"it has {status.st_size} bytes; expected {size}"
     elif folder is not None:

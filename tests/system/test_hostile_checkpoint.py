@@ -21,6 +21,7 @@ from plsc.config import Options, all_options
 from plsc.errors import CheckpointError, DataError
 from plsc.state.snapshot import pack_generators, unpack_generators
 from plsc.storage.publish import FolderLock, lock_note
+from plsc.storage.regular import open_regular
 from plsc.storage.store import Store, clean
 from tests.images import write_dataset, write_pair_file
 
@@ -276,6 +277,19 @@ def test_a_lock_that_is_a_pipe_or_device_is_not_read(tmp_path):
     (tmp_path / ".lock").unlink()
     (tmp_path / ".lock").symlink_to("/dev/zero")
     assert lock_note(tmp_path) == {}
+
+
+@pytest.mark.parametrize("write", ["lock", "ab", "r+b"])
+def test_a_file_with_another_name_is_not_written(write, tmp_path):
+    """An unpacked archive may have hard links that lead outside."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "thesis").write_text("mine")
+    os.link(tmp_path / "thesis", tmp_path / "run" / ".lock")
+    with pytest.raises((DataError, OSError), match="hard link"):
+        FolderLock(tmp_path / "run") if write == "lock" else open_regular(tmp_path / "run/.lock", mode=write)
+    assert (tmp_path / "thesis").read_text() == "mine"
+    (tmp_path / "thesis").unlink()
+    FolderLock(tmp_path / "run").release()
 
 
 def in_save_dir(work):
