@@ -94,6 +94,11 @@ def test_the_error_for_a_non_finite_embedding_has_its_index(value):
         embed(Diverged())
 
 
+def test_no_images_raise_a_data_error():
+    with pytest.raises(DataError, match="no images to embed"):
+        embed(Network(), [])
+
+
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
     """Run all cases on three ranks in one launch; return the output folder."""
