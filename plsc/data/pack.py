@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from plsc.data.sources.base import printable
-from plsc.data.sources.tar import read_members
+from plsc.data.sources.tar import DEEPEST, read_members
 from plsc.errors import DataError
 from plsc.storage.blocks import fingerprint_of, streamed
 from plsc.storage.publish import publishing, publishing_folder
@@ -133,19 +133,20 @@ def _check_suffix(location: str) -> None:
         raise DataError(f"{shown(location)}: expected a name that ends in .tar.zst")
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def _files_below(folder: Path, levels: int = DEEPEST) -> Iterator[Path]:
     """Yield all folders and files, sorted; a folder comes before its content."""
     with os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
         path = Path(entry.path)
-        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()) or not levels:
             raise DataError(
-                f"{printable(entry.path)} is a link, a pipe or a device; replace it by a plain file"
+                f"{printable(entry.path)} is a link, a pipe or a device, or in over {DEEPEST} nested "
+                "folders; replace it by a plain file"
             )
         yield path
         if entry.is_dir():
-            yield from _files_below(path)
+            yield from _files_below(path, levels - 1)
 
 
 def _entry(name: str, status: os.stat_result, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:

@@ -34,6 +34,7 @@ _DIGITS = re.compile(rb"\d{200}")  # quadratic in tarfile before Python 3.12.6 (
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
 _MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
 _MOST_LISTED = 5
+DEEPEST = 200  # nested folders; Python allows some hundred recursive calls
 _MOST_NAMES = 2**24  # of classes, also those without samples here
 _ADJACENT = "members of a sample must be adjacent: tar --sort=name"
 
@@ -250,6 +251,7 @@ def _checked(member: TarInfo, title: str) -> TarInfo:
     """Return a member with a relative path as its name; DataError if it is not a plain file or folder."""
     is_plain = member.type == tarfile.REGTYPE and member.sparse is None  # the usual case
     is_known = is_plain or member.isdir() or (member.isreg() and not member.issparse())
+    is_known &= member.name.count("/") < DEEPEST
     if not is_plain and member.isdir():
         member.size = 0
     name = member.name
@@ -261,6 +263,6 @@ def _checked(member: TarInfo, title: str) -> TarInfo:
         member.name = "/".join(parts)
     if not is_known or member.size < 0:
         raise DataError(
-            f"{title}: '{printable(name[:200])}' leads out of the archive, or is no plain file (a link?)"
+            f"{title}: '{printable(name[:200])}' leads out of the archive, is too deep, or no plain file"
         )
     return member

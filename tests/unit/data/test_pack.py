@@ -128,6 +128,23 @@ def test_members_that_lead_out_of_the_folder_are_refused_and_nothing_is_left(tmp
     assert [p.name for p in tmp_path.iterdir()] == ["a.tar.zst"]
 
 
+def test_folders_are_packed_and_unpacked_up_to_a_depth(tmp_path):
+    """Beyond, Python's recursion limit ends both with a traceback."""
+    archive, deep = tmp_path / "a.tar.zst", tmp_path / "deep" / "/".join(["a"] * 199)
+    deep.mkdir(parents=True)
+    (deep / "x").touch()
+    pack(tmp_path / "deep", str(archive))
+    unpack(str(archive), tmp_path / "out", 10**7)
+    assert content(tmp_path / "out") == content(tmp_path / "deep")
+    (deep / "b").mkdir()
+    (deep / "b" / "x").touch()
+    with pytest.raises(DataError, match="nested"):
+        pack(tmp_path / "deep", str(tmp_path / "b.tar.zst"))
+    write_archive(archive, [(member("a/" * 1900 + "x"), b"")])
+    with pytest.raises(DataError, match="too deep"):
+        unpack(str(archive), tmp_path / "again", 10**7)
+
+
 def test_an_archive_without_checksums_is_refused(tmp_path):
     path = write_archive(tmp_path / "a.tar.zst", [(member("file"), b"content")])
     with pytest.raises(DataError, match="has no checksums"):
