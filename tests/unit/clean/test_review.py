@@ -42,7 +42,7 @@ def pairs(*subjects):
 
 
 def described(proposals):
-    return {(one.change, one.image or one.of, one.to) for one in proposals.changes()}
+    return {(one.change, one.image or one.of, one.to) for one in proposals.changes.values()}
 
 
 @st.composite
@@ -78,8 +78,8 @@ def test_apply_accepts_what_clean_proposes(
     proposals.mixed(*mixed)
     proposals.wrong(wrong, (LABELS + np.array(steps)) % 6, scores[wrong.subjects[:, 0]], KEPT)
     folder = tmp_path_factory.mktemp("changes")
-    write_changes(folder / "changes.tsv", proposals.changes())
-    written = [replace(one, score=0, reason="") for one in proposals.changes()]
+    write_changes(folder / "changes.tsv", proposals.changes.values())
+    written = [replace(one, score=0, reason="") for one in proposals.changes.values()]
     assert read_changes(folder / "changes.tsv", images.listing)[0] == written
 
 
@@ -89,7 +89,7 @@ def test_one_image_is_left_of_several_that_are_the_same(images):
     for order in (((0, 1), (1, 3), (0, 3)), ((0, 3), (0, 1), (1, 3)), ((1, 3), (0, 3), (0, 1))):
         proposals = Proposals(images)
         proposals.duplicates(pairs(*order), scores)
-        assert len(proposals.changes()) == 2
+        assert len(proposals.changes) == 2
 
 
 def test_of_a_duplicate_in_two_classes_the_likely_wrong_one_is_removed(images):
@@ -128,10 +128,10 @@ def test_what_is_not_sure_is_shown_and_changes_nothing(images):
         proposals.mixed(Found(unsure, np.array([[2]])), {2: np.array([6])}),
         proposals.wrong(Found(unsure, np.array([[4]])), LABELS[::-1], np.ones(1), KEPT),
     ]
-    assert not proposals.changes()
+    assert not proposals.changes
     assert (proposals.divided.labels == LABELS).all()
     assert [(part.total, len(part.proposals)) for part in parts] == [(0, 1)] * 3
-    questions = {(one.change, one.image or one.of, one.score) for one in proposals.questions()}
+    questions = {(one.change, one.image or one.of, one.score) for one in proposals.questions.values()}
     assert questions == {("merge", "a_2", 0), ("move", "b/0.jpg", 0), ("move", "a_2/1.jpg", 0)}
 
 
