@@ -42,12 +42,12 @@ from plsc.clean.duplicates import find_duplicates, planted_copies
 from plsc.clean.faults import (
     compare_labels,
     mixed_classes,
-    nearest,
     same_classes,
     sure_of_class,
     wrong_labels,
 )
 from plsc.clean.review import Proposals, open_images
+from plsc.gallery.vectors import nearest
 
 
 def train(data: Path, images: Path | None, run: Path, seed: int, epochs: int = 4) -> Path:

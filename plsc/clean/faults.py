@@ -11,16 +11,13 @@ known: see `Found.of`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 import numpy as np
 
 from plsc.data.split import place_in_class
-from plsc.gallery.vectors import import_faiss
+from plsc.gallery.vectors import RECALL, SAMPLE, import_faiss, nearest, recall_of
 
-_EXACT = 20_000  # rows that are searched without inverted lists
-_RECALL, _SAMPLE = 0.98, 1000
 _CLASSES = 10  # neighbours of a class that may be the same
 _MEMBERS = 256  # images of a class that are compared with each other
 _ROWS, _CHUNK = 2**14, 2**11
@@ -113,40 +110,6 @@ def _falling(values: np.ndarray) -> np.ndarray:
     return np.repeat(np.array(sums) / np.array(sizes), sizes)
 
 
-def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Return the numbers of the k nearest rows by cosine, int64 [n, k], and the measured recall.
-
-    From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
-    queries; if that is a quarter of them, exact search is faster. The nearest row stands for missing ones.
-    """
-    faiss = import_faiss()
-    from faiss.contrib.big_batch_search import big_batch_search
-
-    k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
-    if len(rows) <= _EXACT:
-        return faiss.knn(queries, rows, k, metric)[1], 1.0
-    rng = np.random.default_rng(0)
-    lists = int(2 * np.sqrt(len(rows)))
-    index = faiss.IndexIVFScalarQuantizer(
-        faiss.IndexFlatIP(rows.shape[1]), rows.shape[1], lists, faiss.ScalarQuantizer.QT_fp16, metric, False
-    )
-    index.cp.niter = 5
-    trained = rng.choice(len(rows), min(len(rows), 39 * lists), replace=False)
-    index.train(rows[trained])
-    index.add(rows)
-    some = queries[rng.choice(len(queries), min(_SAMPLE, len(queries)), replace=False)]
-    exact = faiss.knn(some, rows, k, metric)[1]
-    recall, index.nprobe = 0.0, 2
-    while recall < _RECALL:
-        index.nprobe *= 2
-        if index.nprobe >= lists // 4:
-            return faiss.knn(queries, rows, k, metric)[1], 1.0
-        recall = _recall(exact, index.search(some, k)[1])
-    with redirect_stdout(None):  # it prints its progress
-        _, numbers = big_batch_search(index, queries, k)  # matrix products, list by list
-    return np.where(numbers < 0, numbers[:, :1], numbers), recall
-
-
 def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> tuple[np.ndarray, float]:
     """Return, as `nearest`, the k images that are nearest to each of N images, itself included.
 
@@ -167,15 +130,11 @@ def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> tuple[np.ndarray,
             cosines, found = faiss.knn(unit[some], unit[rows], min(k, len(rows)), metric)
             heap.add_result_subset(some, cosines, rows[found])
     heap.finalize()
-    some = np.random.default_rng(0).choice(len(unit), min(_SAMPLE, len(unit)), replace=False)
-    recall = _recall(faiss.knn(unit[some], unit, min(k, len(unit)), metric)[1], heap.I[some])
-    if recall < _RECALL:
+    some = np.random.default_rng(0).choice(len(unit), min(SAMPLE, len(unit)), replace=False)
+    recall = recall_of(faiss.knn(unit[some], unit, min(k, len(unit)), metric)[1], heap.I[some])
+    if recall < RECALL:
         return nearest(unit, unit, k)
     return np.where(heap.I < 0, heap.I[:, :1], heap.I), recall
-
-
-def _recall(exact: np.ndarray, found: np.ndarray) -> float:
-    return float(np.mean([np.isin(a, b).mean() for a, b in zip(exact, found, strict=True)]))
 
 
 def pairs_in(neighbours: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from plsc.data.sources import Source
 from plsc.data.split import halves_of
 from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.identification import check_finite
+from plsc.gallery.vectors import nearest
 from plsc.run.classes import check_unseen
 from plsc.state.start import open_checkpoint
 from plsc.storage.publish import refuse_existing, replacing
@@ -187,7 +188,7 @@ def overlap(
         open_images(place, [found], **reading) for place, found in zip((one, other), embeddings, strict=True)
     )
     mine_unit, their_unit = mine.views[0].unit, theirs.views[0].unit
-    numbers, recall = faults.nearest(mine_unit, their_unit, _EXAMPLES)
+    numbers, recall = nearest(mine_unit, their_unit, _EXAMPLES)
     copies = planted_copies(mine.source, mine.numbers, mine.pixels)
     found = agreeing(mine.pixels, theirs.pixels, faults.pairs_in(numbers), copies)
     first, second = len(mine.listing.classes), len(theirs.listing.classes)

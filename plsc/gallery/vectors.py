@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,8 @@ Chunks = Callable[[], Iterator[np.ndarray]]
 ROOM = 128
 """Bytes before the codes of `Int8`: the header of faiss is written there, in memory."""
 _LARGEST = 127 * 256 + 127  # both bytes of a value are in -128..127
+_EXACT = 20_000  # rows that `nearest` searches without inverted lists
+RECALL, SAMPLE = 0.98, 1000  # of an approximate search, measured on a sample
 _MULTIPLIED = 1536  # values of the queries from which faiss multiplies matrices; its default is 128,000
 
 
@@ -132,6 +135,45 @@ def _index_over(codes: np.ndarray, count: int, size: int) -> Any:
     codes[first:ROOM] = header
     reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(codes[first:]), len(codes) - first)
     return faiss.read_index(reader)
+
+
+def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """Return the numbers of the k nearest rows by cosine, int64 [n, k], and the measured recall.
+
+    From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
+    queries; if that is a quarter of them, exact search is faster. The nearest row stands for missing ones.
+    """
+    faiss = import_faiss()
+    from faiss.contrib.big_batch_search import big_batch_search
+
+    k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
+    if len(rows) <= _EXACT:
+        return faiss.knn(queries, rows, k, metric)[1], 1.0
+    rng = np.random.default_rng(0)
+    lists = int(2 * np.sqrt(len(rows)))
+    index = faiss.IndexIVFScalarQuantizer(
+        faiss.IndexFlatIP(rows.shape[1]), rows.shape[1], lists, faiss.ScalarQuantizer.QT_fp16, metric, False
+    )
+    index.cp.niter = 5
+    trained = rng.choice(len(rows), min(len(rows), 39 * lists), replace=False)
+    index.train(rows[trained])
+    index.add(rows)
+    some = queries[rng.choice(len(queries), min(SAMPLE, len(queries)), replace=False)]
+    exact = faiss.knn(some, rows, k, metric)[1]
+    recall, index.nprobe = 0.0, 2
+    while recall < RECALL:
+        index.nprobe *= 2
+        if index.nprobe >= lists // 4:
+            return faiss.knn(queries, rows, k, metric)[1], 1.0
+        recall = recall_of(exact, index.search(some, k)[1])
+    with redirect_stdout(None):  # it prints its progress
+        _, numbers = big_batch_search(index, queries, k)  # matrix products, list by list
+    return np.where(numbers < 0, numbers[:, :1], numbers), recall
+
+
+def recall_of(exact: np.ndarray, found: np.ndarray) -> float:
+    """Return the share of the neighbours in lists [n, k] that other lists have."""
+    return float(np.mean([np.isin(a, b).mean() for a, b in zip(exact, found, strict=True)]))
 
 
 def import_faiss() -> Any:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plsc.clean import faults
 from plsc.clean.faults import (
     Labels,
     View,
     compare_labels,
     mixed_classes,
-    nearest,
     neighbours,
     same_classes,
     shared_classes,
     sure_of_class,
     wrong_labels,
 )
+from plsc.gallery import vectors
+from plsc.gallery.vectors import nearest
 
 
 def embed(truth, noise=1.0, seed=0, size=32):
@@ -220,9 +220,9 @@ def test_the_measured_recall_of_inverted_lists_is_that_of_an_exact_search(monkey
     unit = embed(np.repeat(np.arange(300), 10), 1.5)
     cosines = unit @ unit.T
     exact = np.argsort(-cosines, 1)[:, :6]
-    monkeypatch.setattr(faults, "_EXACT", 100)
+    monkeypatch.setattr(vectors, "_EXACT", 100)
     for least in (0.1, 0.98):
-        monkeypatch.setattr(faults, "_RECALL", least)
+        monkeypatch.setattr(vectors, "RECALL", least)
         numbers, recall = nearest(unit, unit, 6)
         true = np.mean([np.isin(one, two).mean() for one, two in zip(exact, numbers, strict=True)])
         assert recall == pytest.approx(true, abs=0.02)
@@ -248,9 +248,9 @@ def test_neighbours_are_those_of_an_exact_search_whatever_the_lists(is_right):
 
 
 def test_a_row_is_repeated_if_the_inverted_lists_have_too_few(monkeypatch):
-    monkeypatch.setattr(faults, "_EXACT", 10)
-    monkeypatch.setattr(faults, "_RECALL", 0.0)
-    monkeypatch.setattr(faults, "_SAMPLE", 1)
+    monkeypatch.setattr(vectors, "_EXACT", 10)
+    monkeypatch.setattr(vectors, "RECALL", 0.0)
+    monkeypatch.setattr(vectors, "SAMPLE", 1)
     unit = embed(np.arange(400))
     numbers, _ = nearest(unit, unit, 100)
     assert numbers.min() >= 0
