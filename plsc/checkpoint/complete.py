@@ -62,7 +62,7 @@ def verify_weights(manifest: Manifest) -> None:
     Raises CheckpointError: they are missing, damaged or of another checkpoint; DataError: a run uses them.
     """
     folder = manifest.options.get("head", {}).get("weights_file")
-    for _, file in _files_of(manifest, Path(folder)) if folder else ():
+    for _, file in _files_of(manifest, Path(str(folder))) if folder else ():
         file.verify(mark_of(manifest.step, manifest.run_id))
 
 

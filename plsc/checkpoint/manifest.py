@@ -102,7 +102,7 @@ class HeadInfo:
     """
 
     class_num: int
-    class_ranges: list[list[int]]
+    class_ranges: list[tuple[int, int]]
     loss_type: str = ""
     num_samples: int | None = None
     computed_by: str | None = None

@@ -101,7 +101,7 @@ def describe_head(run: Run) -> HeadInfo:
     head = run.head
     return HeadInfo(
         head.class_num,
-        [list(pair) for pair in class_ranges(head.class_num, run.world.size if head.is_sharded else 1)],
+        class_ranges(head.class_num, run.world.size if head.is_sharded else 1),
         run.options.head.loss_type,
         run.data.num_samples,
         getattr(head, "computed_by", None),

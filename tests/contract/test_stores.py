@@ -46,7 +46,7 @@ def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) ->
         role_of_key("backbone.w"): torch.full((3,), float(step)),
         role_of_key("head.weight"): ShardedTensor(torch.full((rows, 4), float(step)), rows, 0),
     }
-    manifest = Manifest("0", step, 1, 0, 1, 4, {"": HeadInfo(rows, [[0, rows]])}, {}, {"metrics": metrics})
+    manifest = Manifest("0", step, 1, 0, 1, 4, {"": HeadInfo(rows, [(0, rows)])}, {}, {"metrics": metrics})
     return save_checkpoint(folder, name, Snapshot(tensors, manifest), WORLD)
 
 

@@ -52,7 +52,7 @@ def by_role(tensors):
 
 
 def make_manifest(world: World, step: int = 1) -> Manifest:
-    ranges = [list(pair) for pair in class_ranges(5, world.size)]
+    ranges = class_ranges(5, world.size)
     return Manifest("0", step, 1, 0, world.size, 6, {"": HeadInfo(5, ranges)}, {"a": {"b": 1}}, {"loss": 0.5})
 
 

@@ -57,7 +57,7 @@ def test_killing_a_rank_during_a_save_keeps_the_old_checkpoint_and_stops_all_ran
 def test_the_manifest_has_global_shapes_and_ranges(cases):
     folder = cases[0] / "3"
     manifest = read_manifest(folder / "1")
-    assert manifest.heads[""].class_ranges == [[0, 2], [2, 4], [4, 5]]
+    assert manifest.heads[""].class_ranges == [(0, 2), (2, 4), (4, 5)]
     assert manifest.tensors["1001/torch.bfloat16"].shape == (1001, 3, 2)
     assert manifest.tensors["1001/torch.bfloat16"].sharded
     assert manifest.tensors["own/2"].shape == (2,)

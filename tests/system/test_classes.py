@@ -218,7 +218,7 @@ def test_two_ranks_resume_reordered_classes_by_their_names(tmp_path):
     (tmp_path / "order.txt").write_text("4\n2\n0\n1\n3\n")
     run_ranks("tests/system/classes_worker.py", 2, str(dataset), str(tmp_path))
     manifest = verify(tmp_path / "changed")
-    assert (len(manifest.shards), manifest.heads[""].class_ranges) == (2, [[0, 3], [3, 5]])
+    assert (len(manifest.shards), manifest.heads[""].class_ranges) == (2, [(0, 3), (3, 5)])
     expected = losses_of(tmp_path / "undisturbed")
     assert losses_of(tmp_path / "second") == pytest.approx(expected, rel=1e-3)
 
@@ -408,7 +408,7 @@ def write_large(folder, classes, dimension=512):
     keys = ("head.weight", "rows.weight.momentum_buffer")
     shape = (classes, dimension)
     tensors = {key: TensorInfo(shape, "float32", True, role_of_key(key)) for key in keys}
-    ranges = [[0, half], [half, classes]]
+    ranges = [(0, half), (half, classes)]
     manifest = Manifest(
         "0", 1, 1, 0, 2, dimension, {"": HeadInfo(classes, ranges)}, tensors=tensors, files=files
     )

@@ -74,7 +74,7 @@ def seen(network, shape):
 def difference(folder, network, shape, precision, kind="onnx", flip=False):
     images = seen(network, shape)
     config = Options().resolve().changed({"model.image_shape": shape, "model.emb_size": 64})
-    manifest = Manifest("0", 1, 0, 0, 1, 64, {"": HeadInfo(2, [[0, 2]])})
+    manifest = Manifest("0", 1, 0, 0, 1, 64, {"": HeadInfo(2, [(0, 2)])})
     about = write_weights(folder, network, config, manifest)
     served = as_served(network, flip)
     about["graph"] = write_graph(folder, served, kind, precision, images)

@@ -265,7 +265,7 @@ def _new_manifest(
             "": dataclasses.replace(
                 manifest.head,
                 class_num=plan.after,
-                class_ranges=[list(pair) for pair in class_ranges(plan.after, ranks)],
+                class_ranges=class_ranges(plan.after, ranks),
             )
         },
         options=options,

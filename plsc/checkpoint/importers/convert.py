@@ -238,7 +238,7 @@ def _write(
             step_in_epoch=0,
             world_size=len(ranges),
             emb_size=options.model.emb_size,
-            heads={"": HeadInfo(ranges[-1][1], [[*pair] for pair in ranges], options.head.loss_type)},
+            heads={"": HeadInfo(ranges[-1][1], ranges, options.head.loss_type)},
             options=saved,
             scalars={
                 METRICS_KEY: {},

@@ -76,7 +76,7 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
         key = f"rank{rank}.backbone.mean"
         infos[key] = TensorInfo((4,), "float32", False, role_of_key(key))
     starts = [0, *ends[:-1]]
-    ranges = [list(pair) for pair in zip(starts, ends, strict=True)] if is_sharded else [[0, classes]]
+    ranges = list(zip(starts, ends, strict=True)) if is_sharded else [(0, classes)]
     manifest = Manifest(
         plsc_version="0",
         step=30,

@@ -26,7 +26,7 @@ from tests.distributed.launch import run_code
 from tests.roles import role_of_key
 
 ROOT = Path(__file__).parents[3]
-MANIFEST = Manifest("0.1.0", 1, 1, 0, 1, 1, {"": HeadInfo(1, [[0, 1]])})
+MANIFEST = Manifest("0.1.0", 1, 1, 0, 1, 1, {"": HeadInfo(1, [(0, 1)])})
 KILLED = -signal.SIGKILL
 
 

@@ -18,7 +18,7 @@ GOOD = Manifest(
     step_in_epoch=5,
     world_size=2,
     emb_size=6,
-    heads={"": HeadInfo(5, [[0, 3], [3, 5]], "dist_arcface", 20, "native")},
+    heads={"": HeadInfo(5, [(0, 3), (3, 5)], "dist_arcface", 20, "native")},
     options={"head": {"margin": 0.5, "names": ["ä"]}},
     scalars={"best": None},
     tensors={
@@ -38,7 +38,7 @@ def test_a_manifest_is_read_back(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
 def test_values_that_json_cannot_represent_are_refused_before_writing(value):
     with pytest.raises((ValueError, TypeError), match="JSON"):
-        Manifest("0", 1, 1, 1, 1, 1, {"": HeadInfo(1, [[0, 1]])}, scalars={"x": value}).to_json()
+        Manifest("0", 1, 1, 1, 1, 1, {"": HeadInfo(1, [(0, 1)])}, scalars={"x": value}).to_json()
 
 
 def refusal(folder):
@@ -86,6 +86,7 @@ def test_invalid_json_is_refused(text, tmp_path):
         ("plsc_version", 3, "plsc_version is 3"),
         ("heads", [3], "heads is [3]"),
         ("heads", {"": {}}, "'class_num' is missing"),
+        ("heads", {"": {"class_num": 1, "class_ranges": [[0]]}}, "'class_ranges' of"),
         ("options", [], "options is []"),
         ("scalars", "x" * 100_000, "scalars is 'xxx"),
         ("tensors", {"w": 1}, "'w' of tensors"),

@@ -13,7 +13,7 @@ from tests.roles import role_of_key
 
 def save(folder, name, step, **metrics):
     scalars = {"metrics": metrics} if metrics else {}
-    manifest = Manifest("0", step, 1, 0, 1, 1, {"": HeadInfo(1, [[0, 1]])}, {}, scalars)
+    manifest = Manifest("0", step, 1, 0, 1, 1, {"": HeadInfo(1, [(0, 1)])}, {}, scalars)
     weights = {role_of_key("w"): torch.full((2,), float(step))}
     return save_checkpoint(folder, name, Snapshot(weights, manifest), World.single())
 

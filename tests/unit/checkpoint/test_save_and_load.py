@@ -25,7 +25,7 @@ from plsc.parallel.world import World
 from tests.roles import role_of_key
 
 WORLD = World.single()
-MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 3, {"": HeadInfo(5, [[0, 5]])})
+MANIFEST = Manifest("0.1.0", 7, 1, 0, 1, 3, {"": HeadInfo(5, [(0, 5)])})
 
 
 def make_state():

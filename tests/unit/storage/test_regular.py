@@ -205,7 +205,7 @@ def image_list(folder: Path) -> Case:
 
 def manifest(folder: Path) -> Case:
     values = {role_of_key("backbone.a"): torch.ones(3)}
-    about = Manifest("0.1.0", 7, 1, 0, 1, 3, {"": HeadInfo(5, [[0, 5]])})
+    about = Manifest("0.1.0", 7, 1, 0, 1, 3, {"": HeadInfo(5, [(0, 5)])})
     path = save_checkpoint(folder, "1", Snapshot(values, about), World.single())
     return Case(path / "manifest.json", lambda: load_weights(path)["a"].tolist())
 
