@@ -16,6 +16,7 @@ from plsc.clean.faults import (
     sure_of_class,
     wrong_labels,
 )
+from plsc.clean import faults
 from plsc.gallery import vectors
 from plsc.gallery.vectors import nearest
 
