@@ -26,7 +26,7 @@ EPOCHS, HELD_OUT, SEEDS = 12, 10, (1, 2, 3)
 WAYS: dict[str, dict[str, object]] = {
     "as they come": {},
     "balanced 0.5": {"data.order": "balanced"},
-    "balanced 0": {"data.order": "balanced", "data.order_arguments": {"balance": 0.0}},
+    "balanced 0": {"data.order": {"name": "balanced", "balance": 0.0}},
     "4 images per class": {"data.order": "classes"},
     "margins per class": {"head.class_margins": {"a": 0.5, "b": 0.05}},
 }

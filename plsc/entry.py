@@ -20,8 +20,8 @@ from plsc.actions.predict_images import Images
 from plsc.actions.protocols import ProtocolData, run_protocol
 from plsc.actions.test import run_test
 from plsc.actions.train import run_training
-from plsc.config import Options, find_option
-from plsc.config.optim import OptimOptions, ParameterGroup
+from plsc.config import Options
+from plsc.config.optim import ParameterGroup
 from plsc.config.option import name_of
 from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
 from plsc.config.train import listed_names
@@ -34,7 +34,7 @@ from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.run.build_data import as_reader
-from plsc.run.build_updates import ScheduleFunction, check_schedule_function, schedule_arguments
+from plsc.run.build_updates import ScheduleFunction, check_schedule_function
 from plsc.run.callbacks import Callback, Context, FunctionCallback
 from plsc.run.loggers import Logger
 from plsc.run.user_parts import UserParts
@@ -132,7 +132,7 @@ class Entry(OriginalSetters):
         self.options.set_together({"optim.optimizer": name, "optim.optimizer_arguments": arguments or None})
         self._optimizer = factory
 
-    def set_lr_schedule(self, schedule: str | ScheduleFunction, **arguments: Any) -> None:
+    def set_lr_schedule(self, schedule: str | dict[str, Any] | ScheduleFunction, **arguments: Any) -> None:
         """Set the learning rate schedule, by name or by a function.
 
         Args:
@@ -140,15 +140,12 @@ class Entry(OriginalSetters):
                 learning rate after `step` updates. The function must depend only on the step, so that a
                 resumed run gets the same values. If it has an argument `total_steps`, it also receives the
                 number of steps of the run, or None if that is unknown.
-            **arguments: of a named schedule, such as cycles of cosine (sets ``optim.schedule_arguments``).
+            **arguments: of a named schedule, such as cycles of cosine.
         """
-        function = None if isinstance(schedule, str) else schedule
+        function = None if isinstance(schedule, (str, dict)) else schedule
         if function is not None:
             check_schedule_function(function)
-        name = schedule if isinstance(schedule, str) else name_of(schedule)
-        find_option("optim.schedule").checked(name)
-        schedule_arguments(OptimOptions(schedule=name, schedule_arguments=arguments))
-        super().set_lr_schedule(name, **arguments)
+        super().set_lr_schedule(schedule if function is None else name_of(function), **arguments)
         self._schedule = function
 
     def add_parameter_group(

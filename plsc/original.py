@@ -8,19 +8,19 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plsc.config.option import shown_value
+from plsc.config.option import name_and_arguments, shown_value
 from plsc.config.options import all_options
 from plsc.config.setters import Setters
 from plsc.errors import OptionError
 from plsc.heads.margins import MARGINS, build_margin
 
+STEPS = ("step", "multi_step")
 NO_MARGINS = (1.0, 0.0, 0.0)
 PLSC_MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "sphereface": (1.35, 0.0, 0.0)}
 """Margins m1, m2 and m3 of PLSC in cos(m1 theta + m2) - m3: none, and the defaults of each loss."""
 PLSC_NAMES = {
     "num_classes": "class_num",
     "emb_dim": "emb_size",
-    "lr_steps": "step_boundaries",
     "calc_train_acc": "calc_acc",
 }
 """Attributes of PLSC's Entry that have no setter of the same name."""
@@ -84,6 +84,20 @@ class OriginalSetters(Setters):
         if kind in MARGINS:  # an unknown one is refused below
             build_margin(kind, **own_options, **(values["head.loss_arguments"] or {}))
         self.options.set_together(values)
+
+    def set_step_boundaries(self, boundaries: Sequence[int]) -> None:
+        """Use the schedule step, with these boundaries."""
+        self.set_lr_schedule("step", boundaries=boundaries)
+
+    def set_lr_decay_factor(self, factor: float) -> None:
+        """Use the schedule step, with this factor at each boundary."""
+        self.set_lr_schedule("step", factor=factor)
+
+    def set_lr_schedule(self, schedule: Any, **arguments: Any) -> None:
+        """Set ``optim.schedule``, by name; of a step schedule, arguments that were set before stay."""
+        before, own = name_and_arguments(self.options.get("optim.schedule"))
+        is_step = schedule in STEPS and before in STEPS
+        super().set_lr_schedule(schedule, **{**(own if is_step else {}), **arguments})
 
     def set_warmup_epochs(self, num: int) -> None:
         """Set ``optim.warmup_steps`` in epochs."""

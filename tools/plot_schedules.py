@@ -17,12 +17,12 @@ from plsc.run.build_updates import build_schedule  # noqa: E402
 
 STEPS = 1000
 DRAWN = {
-    "step (300, 600, 850)": {"schedule": "step", "step_boundaries": (300, 600, 850)},
-    "polynomial, power 2": {"schedule": "polynomial", "decay_power": 2.0},
-    "cosine": {"schedule": "cosine"},
-    "cosine, 3 cycles": {"schedule": "cosine", "cosine_cycles": 3},
-    "exponential, end 0.01": {"schedule": "exponential", "end_lr_factor": 0.01},
-    "constant": {"schedule": "constant"},
+    "step (300, 600, 850)": {"name": "step", "boundaries": (300, 600, 850)},
+    "polynomial, power 2": {"name": "polynomial", "power": 2.0},
+    "cosine": "cosine",
+    "cosine, 3 cycles": {"name": "cosine", "cycles": 3},
+    "exponential, end 0.01": {"name": "exponential", "end_factor": 0.01},
+    "constant": "constant",
 }
 
 
@@ -31,11 +31,10 @@ def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images/schedules.png"
     figure = new_figure(8, 3.2)
     axes = figure.add_axes((0.08, 0.16, 0.62, 0.78))
-    for index, (label, changes) in enumerate(DRAWN.items()):
+    for index, (label, chosen) in enumerate(DRAWN.items()):
         options = Options()
-        for name, value in {"warmup_steps": 50, **changes}.items():
-            options.set(f"optim.{name}", value)
-        schedule = build_schedule(options, 1.0, STEPS, None, None)
+        options.set_together({"optim.warmup_steps": 50, "optim.schedule": chosen})
+        schedule = build_schedule(options.resolve(), 1.0, STEPS, lambda epochs: None, None)
         axes.plot([schedule(step) for step in range(STEPS)], label=label, **line_look(index))
     axes.set_xlabel("updates made, of 1000; a warm-up of 50")
     axes.set_ylabel("part of the learning rate")

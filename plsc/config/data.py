@@ -19,6 +19,7 @@ from plsc.config.option import (
     of_model,
     of_run,
     one_of,
+    with_arguments,
 )
 
 
@@ -155,19 +156,18 @@ class DataOptions:
         "set_num_workers(num)",
         between(0, 1024),
     )
-    order: str = of_run(
+    order: str | dict[str, Any] = of_run(  # noqa: RUF009
         "global",
         "order of the samples: global (all shuffled), block (blocks of neighbours shuffled), "
         "sequential, rank_files (rank r reads file r of file_list.txt, shuffled), balanced (small classes "
-        "more often), or classes (images_per_class images of each class in a batch)",
-        "set_order(order, **order_arguments)",
-        one_of("global", "block", "sequential", "rank_files", "balanced", "classes"),
-    )
-    order_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
-        None,
-        f"arguments of the orders balanced, classes and block: {described_fields(OrderArguments)}",
-        "set_order(**order_arguments)",
-        arguments_of(OrderArguments, "data.order_arguments"),
+        "more often), or classes (images_per_class images of each class in a batch); or a mapping with name "
+        f"and arguments: {described_fields(OrderArguments)}",
+        "set_order(order, **arguments)",
+        with_arguments(
+            one_of("global", "block", "sequential", "rank_files", "balanced", "classes"),
+            OrderArguments,
+            ORDER_ARGUMENTS,
+        ),
     )
     cache: str = declare(
         "none",

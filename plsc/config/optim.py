@@ -11,17 +11,16 @@ from typing import Any
 from plsc.config.head import SHARDED
 from plsc.config.option import (
     Need,
-    arguments_of,
     at_least,
     between,
     declare,
     described_fields,
     is_finite_number,
     more_than,
-    need,
     of_run,
     read_fields,
     shown_value,
+    with_arguments,
 )
 from plsc.config.patterns import check_pattern, read_pattern
 from plsc.errors import OptionError, suggest
@@ -139,27 +138,33 @@ CLIP_NORM, CLIPPED_STEP = 20.0, 0.4
 """Default maximum of the gradient norm, and of the gradient norm times the learning rate."""
 
 
+def _increasing_steps(steps: tuple[int, ...]) -> str | None:
+    rising = all(a < b for a, b in itertools.pairwise(steps))
+    return None if rising and all(s > 0 for s in steps) else "increasing positive step numbers"
+
+
 @dataclass(frozen=True)
 class ScheduleArguments:
-    """The arguments of the schedules that fall: see `ACCEPTED` for those that each accepts."""
+    """The arguments of the schedules: see `ACCEPTED` for those that each accepts."""
 
     steps: int | None = declare(None, "last step of the fall; None: that of the run", check=at_least(1))
     end_factor: float = declare(0.0, "final learning rate, relative to lr", check=between(0, 1))
     cycles: int = declare(1, "number of cosine cycles (warm restarts)", check=at_least(1))
     power: float = declare(1.0, "power of the polynomial", check=more_than(0))
+    boundaries: tuple[int, ...] = declare(
+        (100000, 160000, 220000), "steps at which step changes the learning rate", check=_increasing_steps
+    )
+    factor: float = declare(0.1, "factor of step at each of the boundaries", check=between(1e-6, 1))
 
 
 ACCEPTED = {
+    "step": ("boundaries", "factor"),
+    "multi_step": ("boundaries", "factor"),
     "polynomial": ("steps", "end_factor", "power"),
     "cosine": ("steps", "end_factor", "cycles"),
     "exponential": ("steps", "end_factor"),
 }
 """The arguments of each schedule; the others have none."""
-
-
-def _increasing_steps(steps: tuple[int, ...]) -> str | None:
-    rising = all(a < b for a, b in itertools.pairwise(steps))
-    return None if rising and all(s > 0 for s in steps) else "increasing positive step numbers"
 
 
 def _warmup(value: int | str) -> str | None:
@@ -251,18 +256,13 @@ class OptimOptions:
     freeze: tuple[str, ...] = of_run(
         (), "patterns of parameters to freeze, such as [stem, stages.0]", "set_freeze(patterns)", _patterns
     )
-    schedule: str = of_run(
+    schedule: str | dict[str, Any] = of_run(  # noqa: RUF009
         "cosine",
         "learning rate schedule: cosine, polynomial, exponential, step, multi_step, constant, or "
-        "'package.module:function'",
-        "set_lr_schedule(schedule, **schedule_arguments)",
-        _schedule,
-    )
-    schedule_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
-        None,
-        f"arguments of polynomial, cosine and exponential schedules: {described_fields(ScheduleArguments)}",
-        "set_lr_schedule(**schedule_arguments)",
-        arguments_of(ScheduleArguments, "optim.schedule_arguments"),
+        "'package.module:function'; or a mapping with name and arguments: "
+        f"{described_fields(ScheduleArguments)}",
+        "set_lr_schedule(schedule, **arguments)",
+        with_arguments(_schedule, ScheduleArguments, ACCEPTED),
     )
     warmup_steps: int | str | None = of_run(
         None,
@@ -271,20 +271,6 @@ class OptimOptions:
         "length is unknown; 0 with a custom schedule",
         "set_warmup_steps(num)",
         _warmup,
-    )
-    step_boundaries: tuple[int, ...] = of_run(
-        (100000, 160000, 220000),
-        "steps at which a step schedule changes the learning rate",
-        "set_step_boundaries(boundaries)",
-        _increasing_steps,
-        needs=need("optim.schedule", "step", "multi_step"),
-    )
-    lr_decay_factor: float = of_run(
-        0.1,
-        "factor of the learning rate at each of step_boundaries",
-        "set_lr_decay_factor(factor)",
-        between(1e-6, 1),
-        needs=need("optim.schedule", "step", "multi_step"),
     )
     clip_norm: float | None = of_run(
         None,

@@ -185,7 +185,7 @@ def _is_harmless(value: Any, key: str = "") -> bool:
         return all(_is_harmless(item, "pattern") for item in value)
     if isinstance(value, str) and key == "pattern":
         return _PATTERN.fullmatch(value) is not None
-    return not isinstance(value, str) or (not key and ":" not in value)
+    return not isinstance(value, str) or (key in ("", "name") and ":" not in value)
 
 
 def describe_kind(kind: Any) -> str:
@@ -334,6 +334,26 @@ def arguments_of(factory: type, what: str) -> Check:
         read_arguments(factory, value, what)
 
     return check
+
+
+def name_and_arguments(value: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Split a value such as ``cosine``, or ``{name: cosine, cycles: 2}``."""
+    given = {"name": value} if isinstance(value, str) else dict(value)
+    return str(given.pop("name", "")), given
+
+
+def with_arguments(check: Check, factory: type, accepted: Mapping[str, Sequence[str]]) -> Check:
+    """Accept names that `check` accepts, and mappings with name and `accepted` arguments of `factory`."""
+
+    def check_both(value: str | Mapping[str, Any]) -> str | None:
+        name, arguments = name_and_arguments(value)
+        if not arguments and not isinstance(value, str):
+            return "a name, or a mapping with name and arguments"
+        if (expected := check(name)) is None:
+            read_arguments(factory, arguments, name, accepted.get(name, ()))
+        return expected
+
+    return check_both
 
 
 def described_fields(factory: type) -> str:

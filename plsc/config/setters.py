@@ -17,7 +17,10 @@ class Setters:
 
 
 def _setter(spec: OptionSpec) -> Callable[..., None]:
-    """Return a method that takes a value, ``**`` items of a mapping in the same group, or both."""
+    """Return a method that takes a value, ``**`` items of a mapping, or both.
+
+    ``**arguments`` are those of the value; items by another name are the option of that name in the group.
+    """
     value, _, mapping = spec.argument.replace(" ", "").partition("**")
     value = value.rstrip(",")
     kinds = {"self": inspect.Parameter.POSITIONAL_OR_KEYWORD}
@@ -29,7 +32,9 @@ def _setter(spec: OptionSpec) -> Callable[..., None]:
         given = signature.bind(*positional, **named).arguments
         rest = given.get("arguments") or None
         values = {spec.path: given[value] if value else rest}
-        if value and mapping:
+        if rest and mapping == "arguments":
+            values = {spec.path: {"name": given[value], **rest}}
+        elif value and mapping not in ("", "arguments"):
             values[f"{spec.group}.{mapping}"] = rest
         given["self"].options.set_together(values)
 

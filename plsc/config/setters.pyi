@@ -153,11 +153,14 @@ class Setters:
         load images; 0: load between steps. Default: 2.
         """
 
-    def set_order(self, order: str, **arguments: Any) -> None:
+    def set_order(self, order: str | dict[str, Any], **arguments: Any) -> None:
         """Set ``data.order``: order of the samples: global (all shuffled), block (blocks of neighbours
         shuffled), sequential, rank_files (rank r reads file r of file_list.txt, shuffled), balanced
-        (small classes more often), or classes (images_per_class images of each class in a batch).
-        Default: 'global'.
+        (small classes more often), or classes (images_per_class images of each class in a batch); or a
+        mapping with name and arguments: balance (balanced: share of a class of n images in an epoch, in
+        proportion to n^balance; 0: equal; 1: as in the data); images_per_class (classes: images of each
+        class in a global batch); block_samples (block: neighbouring samples per block); pool_samples
+        (block: samples that are shuffled together). Default: 'global'.
         """
 
     def set_cache(self, where: str) -> None:
@@ -236,25 +239,19 @@ class Setters:
     def set_freeze(self, patterns: Sequence[str]) -> None:
         """Set ``optim.freeze``: patterns of parameters to freeze, such as [stem, stages.0]. Default: ()."""
 
-    def set_lr_schedule(self, schedule: str, **arguments: Any) -> None:
+    def set_lr_schedule(self, schedule: str | dict[str, Any], **arguments: Any) -> None:
         """Set ``optim.schedule``: learning rate schedule: cosine, polynomial, exponential, step,
-        multi_step, constant, or 'package.module:function'. Default: 'cosine'.
+        multi_step, constant, or 'package.module:function'; or a mapping with name and arguments: steps
+        (last step of the fall; None: that of the run); end_factor (final learning rate, relative to
+        lr); cycles (number of cosine cycles (warm restarts)); power (power of the polynomial);
+        boundaries (steps at which step changes the learning rate); factor (factor of step at each of
+        the boundaries). Default: 'cosine'.
         """
 
     def set_warmup_steps(self, num: int | str | None) -> None:
         """Set ``optim.warmup_steps``: steps of linear warm-up, such as 500, or epochs, such as 2ep; None:
         10% of the run, at most 1000; 100 if the length is unknown; 0 with a custom schedule. Default:
         None.
-        """
-
-    def set_step_boundaries(self, boundaries: Sequence[int]) -> None:
-        """Set ``optim.step_boundaries``: steps at which a step schedule changes the learning rate; only if
-        optim.schedule is step or multi_step. Default: (100000, 160000, 220000).
-        """
-
-    def set_lr_decay_factor(self, factor: float) -> None:
-        """Set ``optim.lr_decay_factor``: factor of the learning rate at each of step_boundaries; only if
-        optim.schedule is step or multi_step. Default: 0.1.
         """
 
     def set_clip_norm(self, norm: float | None) -> None:

@@ -62,7 +62,8 @@ def from_text(text: str, kind: Any, where: str) -> Any:
                 return number(text)
             except ValueError:
                 pass
-    if not text.strip() or (str in kinds and not (types.NoneType in kinds and text in ("null", "~"))):
+    is_yaml = text in ("null", "~") if types.NoneType in kinds else text[:1] == "{" and len(kinds) > 1
+    if not text.strip() or (str in kinds and not is_yaml):
         return text
     if types.NoneType in kinds and text in ("None", "none"):
         return None

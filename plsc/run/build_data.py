@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from plsc.config import Config
-from plsc.config.data import ORDER_ARGUMENTS, Augmentation, OrderArguments, cache_place
-from plsc.config.option import read_arguments, shown_value
+from plsc.config.data import Augmentation, OrderArguments, cache_place
+from plsc.config.option import name_and_arguments, read_arguments, shown_value
 from plsc.data.balance import BalancedPlan, ClassesPlan
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames
@@ -201,9 +201,9 @@ def open_training_data(
 
 def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, list[str]]:
     """Return the plan of `data.order`, and log messages about it; plan: the other arguments of BatchPlan."""
-    order = options.data.order
+    order, arguments = name_and_arguments(options.data.order)
     plan |= {"num_samples": len(source), "order": order}
-    own = order_arguments(options)
+    own = OrderArguments(**arguments)
     if order == "balanced":
         balanced = BalancedPlan(**plan, labels=source.labels(), balance=own.balance)
         return balanced, [balanced.describe()]
@@ -211,13 +211,6 @@ def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, li
         classes = ClassesPlan(**plan, labels=source.labels(), images_per_class=own.images_per_class)
         return classes, [classes.describe()]
     return BatchPlan(**plan, block_samples=own.block_samples, pool_samples=own.pool_samples), []
-
-
-def order_arguments(options: Config) -> OrderArguments:
-    """Return the arguments of the order of samples. Raises OptionError for one that it does not have."""
-    data = options.data
-    what, accepted = f"the order {data.order}", ORDER_ARGUMENTS.get(data.order, ())
-    return read_arguments(OrderArguments, data.order_arguments, what, accepted)
 
 
 def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
@@ -249,9 +242,10 @@ def _open_generator(
     data, class_num = options.data, options.head.class_num
     if class_num is None:
         raise OptionError("the number of classes of a generator reader is unknown; call set_class_num")
-    if data.order in ("balanced", "classes"):
+    order, _ = name_and_arguments(data.order)
+    if order in ("balanced", "classes"):
         raise OptionError(
-            f"data.order '{data.order}' needs the labels of all samples, but a generator reader has none "
+            f"data.order '{order}' needs the labels of all samples, but a generator reader has none "
             "in advance; pass a map-style Dataset, or use another order"
         )
     if transform is not None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from plsc.config import Config, find_option
 from plsc.config.optim import (
-    ACCEPTED,
     CLIP_NORM,
     CLIPPED_STEP,
     DEFAULT_RATE,
@@ -19,12 +18,11 @@ from plsc.config.optim import (
     WARMUP_SHARE,
     WARMUP_STEPS,
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
-    OptimOptions,
     ParameterGroup,
     ScheduleArguments,
     read_parameter_groups,
 )
-from plsc.config.option import load_function, read_arguments
+from plsc.config.option import load_function, name_and_arguments
 from plsc.errors import OptionError
 from plsc.heads import Head, RowOptimizer
 from plsc.optim import schedule as shapes
@@ -45,8 +43,8 @@ ScheduleFunction = Callable[..., float]
 def check_optim(options: Config) -> None:
     """Raise OptionError for contradicting options of optimizer and schedule."""
     optim = options.optim
-    falling = schedule_arguments(optim)
-    if optim.schedule == "exponential" and not falling.end_factor:
+    schedule, falling = schedule_of(options)
+    if schedule == "exponential" and not falling.end_factor:
         raise OptionError(
             "end_factor of the exponential schedule is 0, which it never reaches; set a positive value, such "
             "as set_lr_schedule('exponential', end_factor=0.01)"
@@ -57,10 +55,10 @@ def check_optim(options: Config) -> None:
         _check_group(group, takes)
 
 
-def schedule_arguments(optim: OptimOptions) -> ScheduleArguments:
-    """Return the arguments of the schedule. Raises OptionError for one that it does not have."""
-    what, accepted = f"the schedule {optim.schedule}", ACCEPTED.get(optim.schedule, ())
-    return read_arguments(ScheduleArguments, optim.schedule_arguments, what, accepted)
+def schedule_of(options: Config) -> tuple[str, ScheduleArguments]:
+    """Return the name of the schedule, and its arguments."""
+    name, arguments = name_and_arguments(options.optim.schedule)
+    return name, ScheduleArguments(**arguments)
 
 
 def _check_group(group: ParameterGroup, takes: Collection[str]) -> None:
@@ -92,7 +90,7 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
     options = options.changed({"optim.schedule": _schedule(options, total_steps)})
     optim, warmup = options.optim, options.optim.warmup_steps
     if warmup is None:
-        ends = [end for end in (total_steps, schedule_arguments(optim).steps) if end is not None]
+        ends = [end for end in (total_steps, schedule_of(options)[1].steps) if end is not None]
         # A custom schedule includes its warm-up.
         warmup = 0 if ":" in optim.schedule else default_warmup(min(ends, default=None))
     rate = optim.lr or default_rate(global_batch)
@@ -102,14 +100,12 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
     return options.changed(values)
 
 
-def _schedule(options: Config, total_steps: int | None) -> str:
-    """Return the name of the schedule; the default depends on the step options and the length of the run."""
+def _schedule(options: Config, total_steps: int | None) -> str | dict[str, Any]:
+    """Return `optim.schedule`; the default depends on the length of the run."""
     optim, explicit = options.optim, options.explicit
     if "optim.schedule" in explicit | options.adopted:
         return optim.schedule
-    if explicit & {"optim.step_boundaries", "optim.lr_decay_factor"}:
-        return "step"
-    return "constant" if total_steps is None and not optim.schedule_arguments else optim.schedule
+    return "constant" if total_steps is None else optim.schedule
 
 
 def build_updates(
@@ -177,19 +173,19 @@ def build_schedule(
                 "reader; call set_train_image_num, or set_warmup_steps with a number of steps"
             )
         warmup = steps
-    if ":" in optim.schedule:
-        return Schedule(base, _custom_shape(optim.schedule, total_steps, function), warmup)
-    if optim.schedule == "constant":
+    name, given = schedule_of(options)
+    if ":" in name:
+        return Schedule(base, _custom_shape(name, total_steps, function), warmup)
+    if name == "constant":
         return Schedule(base, shapes.constant, warmup)
-    if optim.schedule in ("step", "multi_step"):
-        shape = shapes.steps_down(optim.step_boundaries, optim.lr_decay_factor)
+    if name in ("step", "multi_step"):
+        shape = shapes.steps_down(given.boundaries, given.factor)
         return Schedule(base, shape, warmup)
-    given = schedule_arguments(optim)
     last = given.steps or total_steps
     if last is None:
         raise OptionError(
-            f"optim.schedule {optim.schedule!r} needs the number of steps, which is unknown for a generator "
-            f"reader; call set_lr_schedule({optim.schedule!r}, steps=...), set_train_steps or "
+            f"optim.schedule {name!r} needs the number of steps, which is unknown for a generator "
+            f"reader; call set_lr_schedule({name!r}, steps=...), set_train_steps or "
             "set_train_image_num"
         )
     if given.steps and given.steps <= warmup:
@@ -203,7 +199,7 @@ def build_schedule(
         "exponential": lambda: shapes.exponential(warmup, last, end),
         "polynomial": lambda: shapes.polynomial(warmup, last, given.power, end),
     }
-    return Schedule(base, falling[optim.schedule](), warmup)
+    return Schedule(base, falling[name](), warmup)
 
 
 def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction | None) -> Shape:

@@ -11,6 +11,7 @@ from torch import nn
 
 from plsc.config import Config
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
+from plsc.config.option import name_and_arguments
 from plsc.errors import OptionError
 from plsc.heads import RowOptimizer, ShardedHead
 from plsc.heads.kernels import choose_backend
@@ -296,7 +297,7 @@ def _rates(run: Run) -> str:
         source = f"default: {DEFAULT_RATE:g} x global batch {batch} / {REFERENCE_BATCH}"
     parts = [
         f"learning rate {run.rate.base:.4g} ({source})",
-        f"schedule {options.optim.schedule}",
+        f"schedule {name_and_arguments(options.optim.schedule)[0]}",
         f"warm-up {run.rate.warmup_steps} step{'s' * (run.rate.warmup_steps != 1)}",
     ]
     if options.head.margin_warmup_steps:

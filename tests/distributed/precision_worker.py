@@ -27,8 +27,7 @@ BOUNDARIES, FACTOR, RATE = (3, 5), 0.5, 8.0 * 6 / 1024
 SCALING = {"init_loss_scaling": 8.0, "incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 2}
 SETTINGS = {
     "train__global_batch_size": 6, "train__epochs": 1, "head__loss_type": "dist_adaface",
-    "optim__step_boundaries": BOUNDARIES, "optim__lr_decay_factor": FACTOR, "optim__lr": RATE,
-    "optim__schedule": "step",
+    "optim__schedule": {"name": "step", "boundaries": BOUNDARIES, "factor": FACTOR}, "optim__lr": RATE,
     "precision__scaling_arguments": SCALING,
 }  # fmt: skip
 FIXED = {"precision__scaling_arguments": {**SCALING, "use_dynamic_loss_scaling": False}}

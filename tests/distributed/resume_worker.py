@@ -105,11 +105,11 @@ CASES = {
     },
     "sampled-softmax": {"head.loss_type": "dist_softmax", "head.sample_ratio": {0: 1.0, 2: 0.5}},
     "block-order-keep": {
-        "data.order": "block", "data.order_arguments": {"block_samples": 2, "pool_samples": 8},
+        "data.order": {"name": "block", "block_samples": 2, "pool_samples": 8},
         "data.last_batch": "keep", "head.loss_type": "dist_cosface",
     },
-    "balanced-order": {"data.order": "balanced", "data.order_arguments": {"balance": 0.0}},
-    "classes-order": {"data.order": "classes", "data.order_arguments": {"images_per_class": 5}},
+    "balanced-order": {"data.order": {"name": "balanced", "balance": 0.0}},
+    "classes-order": {"data.order": {"name": "classes", "images_per_class": 5}},
 }  # fmt: skip
 
 

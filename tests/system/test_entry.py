@@ -296,7 +296,7 @@ def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, 
     assert main(["config", "--config", str(config), "--train.batch_size", "12"]) == 0
     printed = capsys.readouterr().out
     assert "  batch_size: 12" in printed
-    assert "  # step_boundaries: [100000, 160000, 220000]" in printed  # not set: the schedule has none
+    assert "  # lr: null" in printed  # not set
     config.write_text(printed)  # what it prints is what --config reads
     assert "training images per rank and step (default: 128)" in printed
     assert main(["train", "--config", str(config), "--train.batch_size", "12"]) == 0

@@ -340,7 +340,8 @@ def hostile(spec):
                   "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "adamw",
                   "adagrad", "cosine", "arcface", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
-                  {"class_depth": 7}, {"crop_padding": 7}, {"balance": 0.2}, {"steps": 7},
+                  {"class_depth": 7}, {"crop_padding": 7}, {"name": "balanced", "balance": 0.2},
+                  {"name": "cosine", "steps": 7},
                   {"incr_ratio": 7.0}, {"keep_mb": 7.0}, {"custom_black_list": ["relu"]}, {"a": 7.0},
                   "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
         try:

@@ -61,9 +61,7 @@ MAPPINGS = {
     "head.execution": ((), {"kernels": "torch"}),
     "head.class_margins": ((), {"a": 0.5, "b": 0.05}),
     "data.format_arguments": (("folder",), {"class_depth": 2}),
-    "data.order_arguments": (("balanced",), {"balance": 0.2}),
     "data.augmentation": ((), {"crop_padding": 2, "colour_jitter": [0.1, 0.2, 0.3]}),
-    "optim.schedule_arguments": (("cosine",), {"cycles": 2}),
     "precision.lists": ((), {"custom_white_list": ["softmax"]}),
     "precision.scaling_arguments": ((), {"incr_ratio": 3.0}),
 }
@@ -81,6 +79,32 @@ def test_every_mapping_is_set_beside_what_takes_it_and_checked_at_the_call(spec)
     assert ins.options.get(spec.path) == arguments
     getattr(ins, spec.setter)(*first)
     assert ins.options.get(spec.path) is None
+
+
+def test_a_name_and_its_arguments_are_one_option_whose_arguments_are_checked():
+    ins = Entry()
+    for setter, path, name, good, wrong in (
+        ("set_order", "data.order", "balanced", {"balance": 0.2}, {"balance": -3}),
+        ("set_lr_schedule", "optim.schedule", "cosine", {"cycles": 2}, {"power": 2}),
+        ("set_lr_schedule", "optim.schedule", "step", {"factor": 0.5}, {"boundaries": (5, 5)}),
+    ):
+        getattr(ins, setter)(name, **good)
+        assert ins.options.get(path) == {"name": name, **good}
+        with pytest.raises(OptionError):
+            getattr(ins, setter)(name, **wrong)
+        assert ins.options.get(path) == {"name": name, **good}
+    with pytest.raises(OptionError, match="a name"):
+        ins.options.set("data.order", {"name": "balanced"})
+
+
+def test_boundaries_and_factor_of_plsc_choose_the_step_schedule_in_any_order():
+    ins = Entry()
+    ins.set_step_boundaries([10, 20])
+    ins.set_lr_decay_factor(0.2)
+    ins.set_lr_schedule("step")
+    assert ins.lr_schedule == {"name": "step", "boundaries": [10, 20], "factor": 0.2}
+    ins.set_lr_schedule("cosine")
+    assert ins.lr_schedule == "cosine"
 
 
 @pytest.mark.parametrize("spec", [one for one in SPECS if one.argument[0] != "*"], ids=lambda spec: spec.path)
@@ -116,7 +140,6 @@ def test_every_option_has_a_setter_that_sets_it_and_a_meaning(spec):
         ("set_image_shape", (2, 112, 112), "1 or 3 channels"),
         ("set_image_shape", "3,112,112", "list of integers"),
         ("set_loss_type", "cosine", "one of dist_softmax"),
-        ("set_step_boundaries", (5, 5), "increasing"),
         ("set_max_last_checkpoint_num", 0, "at least 1, or -1"),
         ("set_model_save_dir", " ", "non-empty"),
         ("set_calc_acc", 1, "True or False"),
@@ -126,11 +149,11 @@ def test_every_option_has_a_setter_that_sets_it_and_a_meaning(spec):
         ("set_log_period", 2**63, "expected an integer"),
         ("set_model_name", "ResNet51", "did you mean 'ResNet50'"),
         ("set_model_name", "resnets/ResNet50", "'torchvision/NAME'"),
-        ("set_lr_decay_factor", 0, "between 1e-06 and 1"),
+        ("set_weight_decay", -1, "at least 0"),
         ("set_fast_dev_run", -1, "at least 0"),
         ("set_fast_dev_run", 1.5, "True or False or an integer"),
         ("set_freeze", {"stem": 1}, "list of strings"),
-        ("set_step_boundaries", b"ab", "list of integers"),
+        ("set_image_shape", b"ab", "list of integers"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_says_what_was_expected_what_came_and_which_setter(setter, value, expected):
@@ -250,18 +273,19 @@ def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         "train:\n  batch_size: 32\n  epochs: 3\nmodel:\n  image_shape: [1, 32, 32]\n"
-        "optim:\n  step_boundaries: [10, 20]\nhead:\n  scale: auto\n"
+        "optim:\n  schedule: {name: step, boundaries: [10, 20]}\nhead:\n  scale: auto\n"
     )
     options = options_from("--config", str(config), "--train.batch_size", "64")
     assert options.train.batch_size == 64
     assert options.train.epochs == 3
     assert options.model.image_shape == (1, 32, 32)
-    assert options.optim.step_boundaries == (10, 20)
+    assert options.optim.schedule == {"name": "step", "boundaries": [10, 20]}
+    assert options_from("--optim.schedule", "{name: cosine, cycles: 2}").optim.schedule["cycles"] == 2
     assert options.head.scale == "auto"
     assert options_from("--head.scale", "auto").head.scale == "auto"
     assert options_from("--head.scale", "32").head.scale == 32
     assert options.explicit == {
-        "train.batch_size", "train.epochs", "model.image_shape", "optim.step_boundaries", "head.scale"
+        "train.batch_size", "train.epochs", "model.image_shape", "optim.schedule", "head.scale"
     }  # fmt: skip
     assert options.origins["train.batch_size"] == "--train.batch_size"
     assert options.origins["train.epochs"] == f"{config}:3"

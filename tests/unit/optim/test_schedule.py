@@ -34,21 +34,17 @@ def resolved(changes, saved=None, total=370):
 
 
 @pytest.mark.parametrize(
-    ("changes", "saved", "total", "name"),
+    ("changes", "saved", "total", "expected"),
     [
         ({}, None, 370, "cosine"),
         ({}, None, None, "constant"),
-        ({"schedule_arguments": {"steps": 50}}, None, None, "cosine"),
+        ({"schedule": {"name": "cosine", "steps": 50}}, None, None, {"name": "cosine", "steps": 50}),
         ({"schedule": "polynomial"}, None, None, "polynomial"),
-        ({"step_boundaries": (10,)}, None, 370, "step"),
-        ({"step_boundaries": (10,)}, {"schedule": "cosine"}, 370, "cosine"),
-        ({}, {"schedule": "step", "step_boundaries": [10]}, 370, "step"),
+        ({}, {"schedule": "step", "schedule_arguments": None}, 370, "step"),
     ],
 )
-def test_the_default_schedule_is_a_cosine_unless_steps_are_set_or_the_length_is_unknown(
-    changes, saved, total, name
-):
-    assert resolved(changes, saved, total).schedule == name
+def test_the_default_schedule_is_a_cosine_unless_the_length_is_unknown(changes, saved, total, expected):
+    assert resolved(changes, saved, total).schedule == expected
 
 
 def test_the_default_learning_rate_scales_with_the_global_batch_and_a_set_one_does_not():
@@ -70,7 +66,7 @@ def test_the_default_clip_norm_depends_on_the_learning_rate(changes, norm):
         ({}, 370, 37),
         ({}, 10**6, 1000),
         ({}, None, 100),
-        ({"schedule_arguments": {"steps": 50}}, 370, 5),
+        ({"schedule": {"name": "cosine", "steps": 50}}, 370, 5),
         ({"schedule": "my_package.rates:falling"}, 370, 0),
         ({"warmup_steps": 0}, 370, 0),
         ({"warmup_steps": "2ep"}, 370, "2ep"),
@@ -104,7 +100,7 @@ def test_warm_up_epochs_are_steps_and_no_halves():
 
 @pytest.mark.parametrize("name", ["step", "multi_step"])
 def test_the_rate_decays_at_each_boundary(name):
-    rate = schedule(schedule=name, step_boundaries=(10, 20))
+    rate = schedule(schedule={"name": name, "boundaries": (10, 20)})
     values = [0.1, 0.1, 0.01, 0.01, 0.001]
     assert [rate(step) for step in (0, 9, 10, 19, 20)] == pytest.approx(values)
 
@@ -116,25 +112,23 @@ def test_warm_up_increases_linearly_to_the_base_rate(warmup):
 
 
 def test_decaying_schedules_go_from_base_to_end_after_the_warm_up():
-    falling = functools.partial(
-        schedule, lr=0.2, total=12, warmup_steps=2, schedule_arguments={"end_factor": 0.1}
-    )
-    rate = falling(schedule="polynomial", schedule_arguments={"end_factor": 0.1, "power": 2.0})
+    falling = functools.partial(schedule, lr=0.2, total=12, warmup_steps=2)
+    rate = falling(schedule={"name": "polynomial", "end_factor": 0.1, "power": 2.0})
     assert [rate(0), rate(1), rate(2)] == pytest.approx([0.1, 0.2, 0.2])
     assert rate(7) == pytest.approx(0.2 * (0.1 + 0.9 * 0.25))
     assert rate(12) == rate(100) == pytest.approx(0.02)
-    rate = falling(schedule="exponential")
+    rate = falling(schedule={"name": "exponential", "end_factor": 0.1})
     assert [rate(2), rate(7), rate(12), rate(99)] == pytest.approx([0.2, 0.2 * 0.1**0.5, 0.02, 0.02])
     rate = schedule(schedule="cosine", total=10)
     assert [rate(0), rate(5), rate(10), rate(11)] == pytest.approx([0.1, 0.05, 0, 0])
-    rate = schedule(schedule="cosine", total=10, schedule_arguments={"steps": 4})
+    rate = schedule(schedule={"name": "cosine", "steps": 4}, total=10)
     assert rate(2) == pytest.approx(0.05)
     assert rate(4) == pytest.approx(0)
     assert schedule(schedule="constant")(10**6) == 0.1
 
 
 def test_cosine_cycles_restart_at_the_base_rate():
-    rate = schedule(schedule="cosine", total=9, schedule_arguments={"cycles": 3})
+    rate = schedule(schedule={"name": "cosine", "cycles": 3}, total=9)
     one = [0.1, 0.05 * (1 + math.cos(math.pi / 3)), 0.05 * (1 + math.cos(2 * math.pi / 3))]
     assert [rate(step) for step in range(12)] == pytest.approx(one * 3 + [0.0] * 3)
 
@@ -185,7 +179,6 @@ def test_a_custom_schedule_that_fails_later_raises_with_the_step(factor, message
     ("changes", "message"),
     [
         ({"schedule": "exponential"}, "never reaches"),
-        ({"schedule_arguments": {"cycles": 2}, "schedule": "step"}, "schedule step has no argument 'cycles'"),
     ],
 )
 def test_contradictory_schedules_raise(changes, message):
@@ -198,7 +191,7 @@ def test_contradictory_schedules_raise(changes, message):
 
 def test_a_decay_that_ends_before_the_warm_up_raises():
     with pytest.raises(OptionError, match="ends after 3 steps, but the warm-up already takes 5 steps"):
-        schedule(schedule="cosine", total=10, schedule_arguments={"steps": 3}, warmup_steps=5)
+        schedule(schedule={"name": "cosine", "steps": 3}, total=10, warmup_steps=5)
     assert schedule(schedule="cosine", total=3, warmup_steps=5)(0) > 0  # a short trial run
 
 

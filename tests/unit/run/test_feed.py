@@ -80,9 +80,8 @@ def test_the_augmentation_of_the_options_reaches_the_images(dataset):
 def test_each_order_reads_everything(dataset, order):
     made = feed(
         dataset,
-        data__order=order,
+        data__order={"name": order, "block_samples": 3, "pool_samples": 7} if order == "block" else order,
         data__last_batch="keep",
-        data__order_arguments={"block_samples": 3, "pool_samples": 7} if order == "block" else None,
     )
     source = open_source(dataset)
     expected = [source.name(index) for index in range(20)]
@@ -94,9 +93,7 @@ def test_a_balanced_order_and_batches_of_classes_come_from_the_options_and_the_l
     dataset = write_dataset(tmp_path / "set", classes=4, per_class=5)
     label = dataset / "label.txt"
     label.write_text("".join(label.read_text().splitlines(keepends=True)[:-3]))  # the last class has 2
-    made = feed(
-        dataset, data__order="balanced", data__order_arguments={"balance": 0.0}, data__last_batch="keep"
-    )
+    made = feed(dataset, data__order={"name": "balanced", "balance": 0.0}, data__last_batch="keep")
     counts = np.bincount(np.concatenate([batch.labels for batch in made.loader.epoch(0)]))
     assert counts.tolist() == [5, 4, 4, 4]
     assert made.notes[1] == (
@@ -105,8 +102,7 @@ def test_a_balanced_order_and_batches_of_classes_come_from_the_options_and_the_l
     )
     made = feed(
         dataset,
-        data__order="classes",
-        data__order_arguments={"images_per_class": 3},
+        data__order={"name": "classes", "images_per_class": 3},
         train__limit_train_batches=2,
     )
     for batch in made.loader.epoch(1):
@@ -319,4 +315,4 @@ def test_augmentation_switched_off_leaves_images_alone():
 
 def test_an_argument_that_the_order_does_not_have_is_refused(dataset):
     with pytest.raises(OptionError, match="balance"):
-        feed(dataset, data__order="block", data__order_arguments={"balance": 0.1})
+        feed(dataset, data__order={"name": "block", "balance": 0.1})

@@ -233,14 +233,13 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     options = Options()
     assert idle_note(options) == ""
     for path, value in {
-        "optim.schedule": "cosine", "optim.step_boundaries": (5,),
         "precision.lists": {"custom_black_list": ["softmax"]},
         "precision.scaling_arguments": {"decr_ratio": 0.25},
         "optim.optimizer": "adam", "optim.momentum": 0.5,
     }.items():  # fmt: skip
         options.set(path, value)
     assert idle_note(options) == (
-        "note: these options have no effect in this run: optim.step_boundaries (optim.schedule is cosine), "
+        "note: these options have no effect in this run: "
         "precision.scaling_arguments (precision.mode is float32), precision.lists (precision.mode is float32)"
     )
     for path, value in {

@@ -78,7 +78,7 @@ def kinds_of_data(dataset):
         "global": ({"train__test_period": 2, "data__augmentation": {"colour_jitter": (0.3, 0.3, 0.3)}}, None),
         "block, threads": (
             {
-                "data__order": "block", "data__order_arguments": {"block_samples": 2, "pool_samples": 6},
+                "data__order": {"name": "block", "block_samples": 2, "pool_samples": 6},
                 "data__num_workers": 2,
             },
             None,
@@ -90,8 +90,8 @@ def kinds_of_data(dataset):
             },
             None,
         ),
-        "balanced": ({"data__order": "balanced", "data__order_arguments": {"balance": 0.2}}, None),
-        "classes": ({"data__order": "classes", "data__order_arguments": {"images_per_class": 2}}, None),
+        "balanced": ({"data__order": {"name": "balanced", "balance": 0.2}}, None),
+        "classes": ({"data__order": {"name": "classes", "images_per_class": 2}}, None),
         "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
         "dataset": ({"data__augmentation": {"crop_padding": 2}}, samples),
         # Its steps end with an epoch, whose length only an epoch seen to its end has told.

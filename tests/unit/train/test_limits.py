@@ -162,16 +162,10 @@ def test_a_limited_generator_resumes_where_its_limit_is_used_up(dataset, tmp_pat
     assert (result.steps, result.epochs) == (18, 4)
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"optim__schedule": f"{__name__}:frozen", "optim__schedule_arguments": None}]
-)
+@pytest.mark.parametrize("more", [{}, {"optim__schedule": f"{__name__}:frozen"}])
 def test_a_run_whose_remaining_steps_have_rate_zero_says_so_and_makes_none(dataset, tmp_path, capsys, more):
     folder = tmp_path / "run"
-    schedule = {
-        "train__batch_size": 4,
-        "optim__schedule": "cosine",
-        "optim__schedule_arguments": {"steps": 6},
-    }
+    schedule = {"train__batch_size": 4, "optim__schedule": {"name": "cosine", "steps": 6}}
     train(options_of(dataset, folder, **schedule, train__epochs=1), WORLD)
     before = files(folder)
     again = {**schedule, "train__epochs": 3, "checkpoint__load_dir": "last", **more}

@@ -135,7 +135,7 @@ KINDS = {
     "dense nadam": (
         {
             "optim__optimizer": "nadam", "head__loss_type": "arcface", "head__lr_factor": 0.1,
-            "optim__schedule": "cosine", "optim__schedule_arguments": {"cycles": 2}, "optim__clip_norm": 1.0,
+            "optim__schedule": {"name": "cosine", "cycles": 2}, "optim__clip_norm": 1.0,
         },
         None,
     ),
