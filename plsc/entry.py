@@ -98,15 +98,10 @@ class Entry(OriginalSetters):
     def set_model(self, model: BaseModel) -> None:
         """Use a custom network instead of `model.name`. Raises OptionError unless it is a BaseModel."""
         if not isinstance(model, BaseModel):
-            is_class = isinstance(model, type)
-            name = model.__name__ if is_class else type(model).__name__
-            if is_class and issubclass(model, BaseModel):
-                raise OptionError(
-                    f"set_model got the class {name}; expected an instance, such as set_model({name}())"
-                )
+            name = getattr(model, "__name__", type(model).__name__)
             raise OptionError(
-                f"set_model got {'the class ' if is_class else 'an object of type '}{name}; expected an "
-                "instance of a subclass of plsc.models.base_model.BaseModel"
+                f"set_model got {name}; expected an instance of a subclass of "
+                "plsc.models.base_model.BaseModel, such as set_model(MyModel())"
             )
         self._model = model
         self.options.set("model.name", name_of(type(model)))

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import operator
 import os
 import re
 import reprlib
@@ -379,7 +380,7 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
     """Import ``package.module:function``, a function or class. This runs user code.
 
     Raises:
-        OptionError: the module cannot be imported, has no such callable, or is the main script.
+        OptionError: the module cannot be imported, lacks the name, or is the main script.
     """
     module_name, _, name = reference.partition(":")
     if module_name == "__main__" or "<" in name:
@@ -388,21 +389,12 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
             f"script too, or move {name} to a module and pass 'MODULE:{name}'"
         )
     try:
-        found: Any = importlib.import_module(module_name)
+        function: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module_name))
     except PlscError:
         raise
     except Exception as error:  # user code may raise anything
         raise OptionError(
-            f"cannot import {module_name!r} for {option} {reference!r}: {kind_and_line(error)}; expected "
+            f"cannot import {reference!r} of {option}: {kind_and_line(error)}; expected "
             "'package.module:name' of a package that Python can import from the working directory"
         ) from error
-    for part in name.split("."):
-        near = did_you_mean(part, dir(found))
-        found = getattr(found, part, None)
-        if found is None:
-            raise OptionError(f"{option} is {reference!r}, but {module_name} has no {part!r}{near}")
-    if not callable(found):
-        raise OptionError(
-            f"{option} is {reference!r}, which is a {type(found).__name__}; expected a function or class"
-        )
-    return found
+    return function

@@ -81,7 +81,7 @@ def load_custom(reference: str | type[BaseModel], **options: object) -> BaseMode
         chosen = load_function(reference, "model.name", "set_model")
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
         raise OptionError(
-            f"model.name is {reference!r}, but {chosen.__name__} is not a network; expected a subclass of "
+            f"model.name is {reference!r}, which is not a network; expected a subclass of "
             "plsc.models.base_model.BaseModel"
         )
     accepted = inspect.signature(chosen).parameters

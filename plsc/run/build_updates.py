@@ -220,15 +220,7 @@ def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction
 
 
 def check_schedule_function(function: Any) -> None:
-    """Raise OptionError for a torch scheduler, or for anything that is not callable."""
-    made = getattr(function, "func", function)  # of functools.partial
-    kind = made if inspect.isclass(made) else type(made)
-    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
-        raise OptionError(
-            f"the schedule is torch's {kind.__name__}, which counts its own calls, so a resumed run could "
-            "get other learning rates; expected a function of the step, such as "
-            "lambda step: 0.97 ** (step // 1000), or the name of a schedule"
-        )
+    """Raise OptionError for anything that is not callable, such as a scheduler of torch."""
     if not callable(function):
         raise OptionError(
             f"the schedule is {function!r}; expected a name, or a function that takes the number of updates "

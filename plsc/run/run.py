@@ -225,25 +225,12 @@ def _check_batch_norm(
     smallest = global_batch
     if options.data.last_batch == "keep" and num_samples is not None:
         smallest = num_samples % global_batch or global_batch
-    micro_batches = options.train.micro_batches
-    if smallest // (ranks * micro_batches) >= 2:
-        return
-    is_short_end = smallest < global_batch
-    remedies = [
-        *(["set_last_batch('pad') or 'drop'"] if is_short_end else []),
-        "a larger batch",
-        *(["fewer micro-batches"] if micro_batches > 1 else []),
-        *(["fewer ranks", "set_sync_batch_norm(True)"] if ranks > 1 else []),
-    ]
-    parts = [
-        *([f"{ranks} ranks"] if ranks > 1 else []),
-        *([f"{micro_batches} micro-batches"] if micro_batches > 1 else []),
-    ]
-    split = f" in {' and '.join(parts)}" if parts else ""
-    raise OptionError(
-        f"{'the last' if is_short_end else 'a'} batch of {smallest} image{'s' * (smallest != 1)}{split} "
-        f"gives batch norm fewer than 2 images at once, but it needs 2 or more; use {', or '.join(remedies)}"
-    )
+    parts = ranks * options.train.micro_batches
+    if smallest // parts < 2:
+        raise OptionError(
+            f"batch norm needs 2 or more images at once, but the smallest batch has {smallest}, in {parts} "
+            "parts (ranks and micro-batches); increase train.batch_size, or set data.last_batch to pad"
+        )
 
 
 def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:

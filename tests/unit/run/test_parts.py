@@ -355,15 +355,11 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
 
 def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
-    with pytest.raises(
-        OptionError, match=r"the last batch of 1 image gives batch norm fewer .*; use set_last_batch"
-    ):
+    with pytest.raises(OptionError, match="batch norm"):
         build_run(options, World.single(), UserParts())
     options.set("train.micro_batches", 3)
     options.set("data.last_batch", "pad")
-    with pytest.raises(
-        OptionError, match=r"a batch of 4 images in 3 micro-batches .* or fewer micro-batches$"
-    ):
+    with pytest.raises(OptionError, match="in 3 parts"):
         build_run(options, World.single(), UserParts())
     options.set("train.micro_batches", 1)
     assert build_run(options, World.single(), UserParts()).total_steps == 3 * options.train.epochs
