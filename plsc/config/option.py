@@ -186,7 +186,8 @@ def _is_harmless(value: Any, key: str = "") -> bool:
         return all(_is_harmless(item, "pattern") for item in value)
     if isinstance(value, str) and key == "pattern":
         return _PATTERN.fullmatch(value) is not None
-    return not isinstance(value, str) or (key in ("", "name") and ":" not in value)
+    is_name = key in ("", "name", "products", "kernels")  # of a list of names
+    return not isinstance(value, str) or (is_name and ":" not in value)
 
 
 def describe_kind(kind: Any) -> str:

@@ -342,7 +342,7 @@ def hostile(spec):
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
                   {"class_depth": 7}, {"crop_padding": 7}, {"name": "balanced", "balance": 0.2},
                   {"name": "cosine", "steps": 7},
-                  {"incr_ratio": 7.0}, {"keep_mb": 7.0}, {"custom_black_list": ["relu"]}, {"a": 7.0},
+                  {"incr_ratio": 7.0}, {"kernels": "torch"}, {"custom_black_list": ["relu"]}, {"a": 7.0},
                   "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
