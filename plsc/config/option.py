@@ -186,7 +186,7 @@ def _is_harmless(value: Any, key: str = "") -> bool:
         return all(_is_harmless(item, "pattern") for item in value)
     if isinstance(value, str) and key == "pattern":
         return _PATTERN.fullmatch(value) is not None
-    is_name = key in ("", "name", "products", "kernels")  # of a list of names
+    is_name = key in ("", "name", "products", "kernels")  # strings that are one of a few names
     return not isinstance(value, str) or (is_name and ":" not in value)
 
 

@@ -54,7 +54,7 @@ class BalancedPlan(_PlanByClass):
         balance: 1 for the shares of the dataset, 0 for equal shares.
     """
 
-    balance: float = field(kw_only=True)
+    balance: float = field(default=0.5, kw_only=True)
 
     @cached_property
     def quotas(self) -> np.ndarray:
@@ -108,7 +108,7 @@ class ClassesPlan(_PlanByClass):
         DataError: there are fewer than P classes.
     """
 
-    images_per_class: int = field(kw_only=True)
+    images_per_class: int = field(default=4, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from plsc.config import Config
-from plsc.config.data import Augmentation, OrderArguments, cache_place
+from plsc.config.data import Augmentation, cache_place
 from plsc.config.option import name_and_arguments, read_arguments, shown_value
 from plsc.data.balance import BalancedPlan, ClassesPlan
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
@@ -203,14 +203,11 @@ def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, li
     """Return the plan of `data.order`, and log messages about it; plan: the other arguments of BatchPlan."""
     order, arguments = name_and_arguments(options.data.order)
     plan |= {"num_samples": len(source), "order": order}
-    own = OrderArguments(**arguments)
-    if order == "balanced":
-        balanced = BalancedPlan(**plan, labels=source.labels(), balance=own.balance)
-        return balanced, [balanced.describe()]
-    if order == "classes":
-        classes = ClassesPlan(**plan, labels=source.labels(), images_per_class=own.images_per_class)
-        return classes, [classes.describe()]
-    return BatchPlan(**plan, block_samples=own.block_samples, pool_samples=own.pool_samples), []
+    if order not in ("balanced", "classes"):
+        return BatchPlan(**plan, **arguments), []
+    kind = BalancedPlan if order == "balanced" else ClassesPlan
+    made = kind(**plan, labels=source.labels(), **arguments)
+    return made, [made.describe()]
 
 
 def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:

@@ -81,15 +81,10 @@ def count_classes(
             f"the label {largest}{where} would mean {class_num:,} classes for {count:,} images, which is "
             f"likely a typo; fix the label, or confirm with set_class_num({class_num})"
         )
-    if options.head.class_num == 1:
-        raise OptionError(
-            f"head.class_num is 1; expected 2 or more (the largest label is {largest}); remove the option or "
-            "increase it"
-        )
     if class_num < 2:
         raise OptionError(
-            f"all {count} images have the same class, but a classifier needs 2 classes or more; check that "
-            f"{options.data.dataset_dir} is the right folder, not its parent"
+            f"all {count} images have the same class, or head.class_num is 1; expected 2 or more classes: is "
+            f"{options.data.dataset_dir} the right folder, not its parent?"
         )
     is_bad = (labels < 0) | (labels >= class_num)
     if options.data.bad_images == "stop" or is_bad.all():

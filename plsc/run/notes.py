@@ -96,7 +96,7 @@ def threads_note(options: Config) -> str:
         return ""
     return (
         f"note: runtime.cpu_threads is {threads}, but this process may use only {cores} "
-        f"core{'s' * (cores != 1)}; too many threads can make a step many times slower"
+        "core(s); too many threads can make a step many times slower"
     )
 
 
@@ -113,8 +113,8 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
 def nothing_left(step: int, epoch: int) -> str:
     """Return a line for a resumed run that has no steps left."""
     return (
-        f"nothing left to train: the run has finished {step} steps and {epoch} epoch{'s' * (epoch != 1)}; to "
-        "continue, increase set_train_epochs() or set_train_steps()"
+        f"nothing left to train: the run has finished {step} steps and {epoch} epochs; to continue, increase "
+        "set_train_epochs() or set_train_steps()"
     )
 
 

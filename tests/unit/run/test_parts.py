@@ -377,7 +377,7 @@ def test_a_wrong_image_count_is_a_note_and_too_few_classes_are_refused(dataset, 
     notes = build_run(options, World.single(), UserParts()).notes
     assert "note: set_train_image_num is ignored, as the dataset has 9 images" in notes
     options = options_for(dataset, tmp_path, head__class_num=1)
-    with pytest.raises(OptionError, match=r"class_num is 1; .* largest label is 2"):
+    with pytest.raises(OptionError, match="class_num is 1"):
         build_run(options, World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=2)
     with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
