@@ -22,7 +22,7 @@ from plsc.config.option import (
     shown_value,
     with_arguments,
 )
-from plsc.config.patterns import check_pattern, read_pattern
+from plsc.config.patterns import check_pattern
 from plsc.errors import OptionError, suggest
 from plsc.names import OPTIMIZERS, SCHEDULES
 
@@ -113,7 +113,9 @@ def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[Parameter
 
 
 def _read(value: Mapping[str, Any]) -> ParameterGroup:
-    pattern = read_pattern(value, "a parameter group")
+    pattern: Any = value.get("pattern")
+    if (expected := check_pattern(pattern)) is not None:
+        raise OptionError(f"the pattern of a parameter group is {shown_value(pattern)}; expected {expected}")
     what = f"parameter group {pattern!r}"
     settings, arguments = read_fields(ParameterGroup, value, what)
     del arguments["pattern"]

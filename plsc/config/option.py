@@ -74,17 +74,17 @@ of_run = functools.partial(declare, decides="run")
 
 def at_least(low: float) -> Check:
     """Accept values of `low` or more."""
-    return lambda value: None if value >= low else f"a number of at least {_in_digits(low)}"
+    return lambda value: None if value >= low else f"a number of at least {low}"
 
 
 def more_than(low: float) -> Check:
     """Accept values greater than `low`."""
-    return lambda value: None if value > low else f"a number greater than {_in_digits(low)}"
+    return lambda value: None if value > low else f"a number greater than {low}"
 
 
 def between(low: float, high: float) -> Check:
     """Accept values in [low, high]."""
-    expected = f"a number between {_in_digits(low)} and {_in_digits(high)}"
+    expected = f"a number between {low} and {high}"
     return lambda value: None if low <= value <= high else expected
 
 
@@ -92,11 +92,6 @@ def one_of(*names: str) -> Check:
     """Accept one of the names."""
     listed = ", ".join(names)
     return lambda value: None if value in names else f"one of {listed}{did_you_mean(str(value), names)}"
-
-
-def _in_digits(number: float) -> str:
-    """Return a bound as text, integers in full: 16777216, 0.5, 1e-08."""
-    return f"{int(number)}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:g}"
 
 
 def not_empty(text: str) -> str | None:

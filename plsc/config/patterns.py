@@ -40,20 +40,6 @@ def check_pattern(pattern: Any) -> str | None:
     return None
 
 
-def read_pattern(entry: Mapping[str, Any], what: str) -> str:
-    """Return the pattern of an entry. Raises OptionError if it is missing or invalid.
-
-    what: describes the entry in errors, such as 'a parameter group'.
-    """
-    if "pattern" not in entry:
-        others = f", only {', '.join(map(str, entry))}"[:100] if entry else ""
-        raise OptionError(f"{what} has no pattern{others}; expected {check_pattern(None)}")
-    expected = check_pattern(entry["pattern"])
-    if expected is not None:
-        raise OptionError(f"the pattern of {what} is {entry['pattern']!r}; expected {expected}")
-    return str(entry["pattern"])
-
-
 def label_parameters(network: nn.Module) -> dict[str, list[str]]:
     """Return the labels of each parameter: its name, and names and types of the modules that contain it."""
     types = {name: type(module).__name__ for name, module in network.named_modules()}

@@ -112,8 +112,7 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({}, "a parameter group has no pattern; expected a string"),
-        ({"patern": "neck"}, "a parameter group has no pattern, only patern; expected a string"),
+        ({"patern": "neck"}, "the pattern of a parameter group is None"),
         ({"pattern": None}, "pattern of a parameter group is None"),
         ({"pattern": "re:("}, "expected a regular expression after 're:'"),
         (
