@@ -55,7 +55,7 @@ def make_state(rows: int, dimension: int, world: World, *, fill: bool) -> Snapsh
                 part = local[first : first + _BLOCK]
                 part.copy_(_rows_at(role.key, start + first, len(part), dimension))
         tensors[role] = ShardedTensor(local, rows, start)
-    ranges = [list(pair) for pair in class_ranges(rows, world.size)]
+    ranges = class_ranges(rows, world.size)
     manifest = Manifest("0", 1, 0, 1, world.size, dimension, {"": HeadInfo(rows, ranges)})
     return Snapshot(tensors, manifest)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from plsc.clean import faults
 from plsc.clean.faults import (
     Labels,
     View,
@@ -16,7 +17,6 @@ from plsc.clean.faults import (
     sure_of_class,
     wrong_labels,
 )
-from plsc.clean import faults
 from plsc.gallery import vectors
 from plsc.gallery.vectors import nearest
 
