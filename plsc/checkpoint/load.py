@@ -90,18 +90,20 @@ def load_weights(
     with OpenCheckpoint(path) as opened:
         tensors = {role: tensor for role, tensor in opened.select((kind,)).items() if not role.of}
         if not tensors or (kind == CLASS_WEIGHTS and Role(kind, "weight") not in tensors):
-            raise missing_weights(path, kind)
+            raise missing_weights(path, opened.manifest, kind)
         return {
             role.name: decode_rows(tensor.read()) if tensor.is_coded else tensor.read()
             for role, tensor in (opened.averaged(tensors) if averaged else tensors).items()
         }
 
 
-def missing_weights(path: str | os.PathLike[str], kind: str = CLASS_WEIGHTS) -> CheckpointError:
-    """Return the error about a checkpoint without tensors of a kind."""
+def missing_weights(
+    path: str | os.PathLike[str], manifest: Manifest, kind: str = CLASS_WEIGHTS
+) -> CheckpointError:
+    """Return the error about a checkpoint without tensors of a kind; `Manifest.head` raises its own."""
     return CheckpointError(
-        f"{path} has no {kind.replace('_', ' ')}; if they are in head.weights_file, use the result of `plsc "
-        "checkpoint copy`"
+        f"{path} has no {kind.replace('_', ' ')} ({manifest.head.class_num} classes); if they are in "
+        "head.weights_file, use the result of `plsc checkpoint copy`"
     )
 
 

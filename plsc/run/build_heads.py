@@ -141,7 +141,7 @@ def load_head(path: Path, manifest: Manifest, world: World) -> Head:
     """
     weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight").key)
     if weight is None:
-        raise missing_weights(path)
+        raise missing_weights(path, manifest)
     if len(weight.shape) not in (2, 3):
         raise CheckpointError(f"{path}: its class weights are damaged")
     wanted = Options()
