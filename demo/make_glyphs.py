@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import tempfile
 import unicodedata
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -49,15 +50,15 @@ def main() -> None:
         "faces": [[face.name, Path(face.path).stat().st_size] for face in faces],
     }
     made = options.folder / "manifest.json"
-    if made.is_file() and json.loads(made.read_text()) == manifest:
+    earlier = json.loads(made.read_text()) if made.is_file() else {}
+    if earlier == manifest:
         print(f"glyphs: {options.folder} is up to date")
         return
-    if options.folder.exists() and any(options.folder.iterdir()) and not made.is_file():
+    if options.folder.exists() and any(options.folder.iterdir()) and earlier.keys() != manifest.keys():
         parser.error(f"{options.folder} contains other files; use a new folder or empty this one")
 
-    partial = options.folder.with_name(options.folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    options.folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{options.folder.name}-", dir=options.folder.parent))
     make(partial, faces, options)
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
     shutil.rmtree(options.folder, ignore_errors=True)

@@ -26,10 +26,13 @@ source tools/environment.sh
 ensure_environment serve
 
 data=$folder/glyphs run=$folder/run model=$folder/model gallery=$folder/gallery
-python demo/make_glyphs.py "$data" ${glyphs[@]+"${glyphs[@]}"}
-if [[ -e $run/metrics.jsonl ]]; then
-  rm -rf "$run" "$model" "$gallery" # of an earlier run of this script
+if [[ ! -e $folder/made_by_demo && ( -e $run || -e $model || -e $gallery ) ]]; then
+  echo "$folder has files that this script has not written; name a new folder" >&2
+  exit 1
 fi
+mkdir -p "$folder" && touch "$folder/made_by_demo"
+rm -rf "$run" "$model" "$gallery" # of an earlier run of this script
+python demo/make_glyphs.py "$data" ${glyphs[@]+"${glyphs[@]}"}
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} torchrun --standalone --nproc-per-node 2 demo/train_glyphs.py "$data" "$run" --epochs "$epochs"
 python demo/report.py "$data" "$run"
 python demo/recompute.py "$run"

@@ -194,9 +194,15 @@ _SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib reduces two slashes to one
 _CHAIN = re.compile(r"(::)(?=[a-z][a-z0-9+.-]*(?:::|:/))", re.IGNORECASE)
 # A '?' may be a wildcard, but not before name=, nor in HTTP URLs.
 _QUERY = re.compile(r"(https?:/[^?]*\?|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
-_HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{0,5})?(?:[/?#]|$)"
+_HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{1,5})?(?:[/?#]|$)"
+# A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
+_START = rf"s3[an]?:/{{1,2}}(?=[^@/?#]*:)|{_SCHEME}(?!{_HOST})"
 # A user name; or user name and password, which may contain '/' and '@', up to the last '@' or to a '?'.
-_USER = re.compile(rf"({_SCHEME})(?!{_HOST})(?:[^@:/?#]*@|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
+_USER = re.compile(rf"({_START})(?:[^@:/?#]*@|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
+# A password with blanks, unless the ':' is before a port or ends a part of the sentence.
+_BLANKS = re.compile(
+    rf"({_SCHEME})[^@/\s:\[]*:(?!:|\d{{0,5}}[\s/])[^@\s?#]{{0,99}}[^\S\n][^@\n]{{0,99}}@", re.IGNORECASE
+)
 _LONGEST_URL = 4096
 _USER_OF_CLIENT = re.compile(r"[^/@:'\"(=]*:.*@")
 
@@ -219,7 +225,7 @@ def shown(text: str, *, by_client: bool = False) -> str:
             parts = [_USER_OF_CLIENT.sub("", part) for part in parts]
         return "".join(parts) + word[0][len(url) :]
 
-    return re.sub(r"\S+", redact, text)
+    return re.sub(r"\S+", redact, _BLANKS.sub(r"\1", text))
 
 
 def without_secrets(values: Any) -> Any:

@@ -103,8 +103,8 @@ def clean(store: Store) -> list[str]:
 def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     """Return a local folder with the checkpoint at a URL; download it unless it is there. Collective.
 
-    Each rank downloads a share of the files. A different checkpoint in the folder is replaced. Complete
-    files of an interrupted download are reused.
+    Each rank downloads a share of the files. An older checkpoint of the same run in the
+    folder is replaced. Complete files of an interrupted download are reused.
 
     Args:
         folder: where to store it; None for the cache folder.
@@ -117,8 +117,9 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     store = own_result(world, f"reach {shown(url)}", lambda: Store(url))
     text = on_main_rank(world, f"reach {shown(url)}", lambda: manifest_in(store)[1])
     manifest = parse_manifest(text, store.shown)
+    run_id = None if folder is None else manifest.run_id  # what is in the cache folder can be fetched again
     doing = f"fetch {store.shown} to {target}"
-    if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest))):
+    if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest, run_id))):
         return target
     work = target.with_name(f".fetching-{target.name}")
     on_every_rank(world, doing, lambda: _make_own_folder(work))
@@ -152,9 +153,9 @@ def _make_own_folder(work: Path) -> None:
         raise DataError(f"{work} is a link or belongs to another user; remove it, or use another folder")
 
 
-def _is_fetched(target: Path, text: bytes, manifest: Manifest) -> bool:
+def _is_fetched(target: Path, text: bytes, manifest: Manifest, run_id: str | None) -> bool:
     """Return whether the checkpoint is already there; checksums are compared when it is loaded."""
-    check_replaceable(Store(target.parent), target.name)
+    check_replaceable(Store(target.parent), target.name, run_id)
     try:
         if read_regular(target / MANIFEST_NAME, LARGEST_MANIFEST, target) != text:
             return False

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from plsc.checkpoint.all_ranks import on_every_rank
-from plsc.checkpoint.manifest import SUFFIX, FileInfo, Manifest, Role, TensorInfo, parse_manifest
+from plsc.checkpoint.manifest import FileInfo, Manifest, Role, TensorInfo, parse_manifest
 from plsc.checkpoint.retention import manifest_in
-from plsc.checkpoint.shard_file import Entry, entry_of, shard_name, write_shard
+from plsc.checkpoint.shard_file import Entry, entry_of, rank_of_shard, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError, shown
 from plsc.heads.host_copies import host_copies
 from plsc.parallel.world import World
@@ -193,17 +193,18 @@ def check_replaceable(store: Store, name: str, run_id: str | None = None) -> Non
     """Raise CheckpointError unless `name` is free or holds a checkpoint that may be replaced.
 
     With `run_id`, only a checkpoint of that run may be replaced. An empty folder may be, and in an
-    object store one with only data files; files, links and other folders never are.
+    object store one with only data files; files, links and folders with anything else never are.
     """
     is_link = store.is_link(name)
     inside = [] if is_link else store.names(name)
+    is_ours = all(file == MANIFEST_NAME or rank_of_shard(file) is not None for file in inside)
     if MANIFEST_NAME in inside:
         there = ""
         with contextlib.suppress(CheckpointError):  # a damaged checkpoint belongs to no run
             there = manifest_in(store, name)[0].run_id
-        is_free = run_id is None or there in ("", run_id)
+        is_free = is_ours and (run_id is None or there in ("", run_id))
     elif inside:
-        is_free = not store.can_rename and all(file.endswith(SUFFIX) for file in inside)
+        is_free = is_ours and not store.can_rename
     else:
         is_free = not is_link and (not store.exists(name) or store.size(name) is None)
     if not is_free:

@@ -319,7 +319,8 @@ def _end(steps: Mapping[int, int], at: int) -> int:
 def _write(
     out: Path, title: str, summary: list[str], parts: Sequence[Part], proposals: Proposals
 ) -> list[str]:
-    refuse_existing(str(out / CHANGES))
+    for name in (CHANGES, QUESTIONS, PAGE):
+        refuse_existing(str(out / name))
     changes = sorted(proposals.changes.values(), key=lambda change: -change.score)
     questions = [one for subject, one in proposals.questions.items() if subject not in proposals.changes]
     counts = ", ".join(f"{part.title.lower()} {part.total:,}" for part in parts)

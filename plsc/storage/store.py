@@ -114,9 +114,12 @@ class Store:
         return self._call(call, f"{name} cannot be looked up")
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return the bytes of a small file, one more than `limit` of a larger one; None if it is missing."""
-        if self.size(name) is None:
+        """Return the bytes of a small file, None if it is missing; DataError if larger than `limit`."""
+        size = self.size(name)
+        if size is None:
             return None
+        if size > limit:
+            raise DataError(f"{shown(self.child(name))} has {size} bytes; expected at most {limit}")
 
         def call() -> bytes:
             with self._filesystem.open(self._at(name), "rb") as file:

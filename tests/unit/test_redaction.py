@@ -20,6 +20,11 @@ CASES = [
     ("s3://me:SE'C\"RE)T@bucket/x", "s3://bucket/x"),
     ("s3://me:SE::CRET@bucket/x", "s3://bucket/x"),
     ("s3:/me:SECRET@bucket/x", "s3:/bucket/x"),
+    ("http://me:a SECRET\u00a0SECRET\tSECRET@host/x y", "http://host/x y"),
+    ("zip://a.zip::https://me:SE CR/ET SECRET@host/x", "zip://a.zip::https://host/x"),
+    ("s3://me:/SECRET@bucket/x", "s3://bucket/x"),
+    ("s3a://me:1/SECRET@bucket/x", "s3a://bucket/x"),
+    ("http://me:/SECRET@host/x", "http://host/x"),
     (f"s3://me:{'SECRET://x:' * 10**5}@bucket/x", "(1100017 characters)"),
     ("https://me:SECRET@[::1]:80/x", "https://[::1]:80/x"),
     ("https://host/x?token=SECRET", "https://host/x?***"),
@@ -57,6 +62,8 @@ UNCHANGED = [
     "expected hdfs://server:port/folder, or memory://x; see http://x.org/.",
     "zip://a/b@2.csv::https://host:80/x.zip",
     "two  spaces\tand\nlines",
+    "s3://bucket/a:b@c",
+    "hdfs://namenode:9000 has no a@b, http://host: a@b",
 ]
 
 

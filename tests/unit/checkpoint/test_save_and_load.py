@@ -19,6 +19,7 @@ from plsc.checkpoint import (
     save_checkpoint,
 )
 from plsc.checkpoint.manifest import HeadInfo
+from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
@@ -221,13 +222,29 @@ def test_the_same_rows_in_two_files_are_detected(saved):
     assert "stored twice" in refusal(saved)
 
 
-def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(tmp_path):
+@pytest.mark.parametrize("others", [(), ("manifest.json",)])
+def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(others, tmp_path):
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "thesis.tex").touch()
+    for name in ("part_0.txt", *others):  # a partition has a manifest, too
+        (tmp_path / "1" / name).write_text('{"format": 1}')
+    checkpoint = save(tmp_path / "run", "1")
     with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
         save(tmp_path, "1")
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
-    assert (tmp_path / "1" / "thesis.tex").exists()
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
+        fetch(checkpoint.as_uri(), WORLD, tmp_path / "1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "run"]
+    assert (tmp_path / "1" / "part_0.txt").exists()
+
+
+def test_the_checkpoint_of_another_run_is_not_replaced_by_a_download(tmp_path):
+    own = save_checkpoint(tmp_path, "1", Snapshot({}, dataclasses.replace(MANIFEST, run_id="a")), WORLD)
+    other = save_checkpoint(
+        tmp_path / "b", "1", Snapshot({}, dataclasses.replace(MANIFEST, run_id="b")), WORLD
+    )
+    before = (own / "manifest.json").read_bytes()
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint of this run"):
+        fetch(other.as_uri(), WORLD, own)
+    assert (own / "manifest.json").read_bytes() == before
 
 
 def test_a_save_dir_that_cannot_be_created_gives_a_one_line_error(tmp_path):
