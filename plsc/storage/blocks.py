@@ -217,7 +217,7 @@ class BlockCache:
         self._root: Path | None = None
         # Without a version, a changed file could not be detected.
         if self._limit > 0 and fingerprint.version:
-            with contextlib.suppress(DataError):
+            with contextlib.suppress(DataError, OSError):
                 self._root = cache_folder("blocks")
         self._folder = self._root / key if self._root else None
         self._written = 0
