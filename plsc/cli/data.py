@@ -122,11 +122,11 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     network = reading.pop("model.name")
     reading = {name: value for name, value in reading.items() if value is not None}
     folder = Path(out)
-    changes = folder / "changes.tsv"
     if is_url(out) or (folder.exists() and not folder.is_dir()):
         raise OptionError(f"out is {shown(out)}; expected a new local folder")
-    if changes.exists():
-        raise OptionError(f"{changes} exists, perhaps with your edits; choose another folder")
+    for path in (folder / "changes.tsv", folder / "questions.tsv", folder / "report.html"):
+        if path.exists():
+            raise OptionError(f"{path} exists, perhaps with your edits; choose another folder")
     import_faiss()  # this and invalid data fail here, before images are embedded
     for location in dict.fromkeys(place for _, place in used):
         read_listing(location, **reading)
@@ -138,7 +138,7 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
         _embeddings(*one, folder / name, network, reading) for one, name in zip(used, names, strict=False)
     ]
     print(*write(folder, found, **reading), sep="\n")
-    words = ["plsc", "data", "apply", shown(used[0][1]), str(changes), "OUT"]
+    words = ["plsc", "data", "apply", shown(used[0][1]), str(folder / "changes.tsv"), "OUT"]
     for name, value in reading.items():
         words += [f"--{name}", shown(str(value))]
     print("Next, after looking at the page and editing the changes:", shlex.join(words), sep="\n")

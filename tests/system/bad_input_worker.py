@@ -127,7 +127,7 @@ def cases(files: Files):
     yield "malicious pair file", "os.system", train(set_val_targets="malicious")
     yield "truncated pair file", "truncated.bin", train(set_val_targets="truncated")
     yield "odd pair file", "odd.bin", train(set_val_targets="odd")
-    yield "no checkpoint folder", "no checkpoint folder", resume(files.root / "nothing")
+    yield "no checkpoint folder", "no complete checkpoint", resume(files.root / "nothing")
     yield "no manifest", "manifest.json", resume(files.root / "no manifest")
     yield "a folder of checkpoints", "use one of them", resume(files.run)
     yield "other class count", "classes 5", resume(files.checkpoint, set_class_num=9)

@@ -33,7 +33,7 @@ def test_the_page_fits_its_window_and_requests_nothing(tmp_path):
     async def main():
         async with browser.opened((tmp_path / "page.html").as_uri(), tmp_path / "profile") as page:
             await page.until("document.readyState === 'complete'")
-            assert await page.js("[...document.images].every(i => i.naturalWidth === 16)")
+            assert await page.js("[...document.images].every(i => i.naturalWidth === 96)")
             for width in (500, 1280):
                 for dark in (False, True):
                     await page.size(width, dark=dark)
