@@ -208,8 +208,9 @@ def read_header(path: Path) -> list[Part]:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        # Of a file that is too short, the JSON is, too.
-        header = read_record(dict[str, Any], file.read(min(length, size)), path, most=_LARGEST_HEADER)
+        # JSON that ends with the file is incomplete; a header over the limit is refused by its length.
+        text = file.read(min(length, _LARGEST_HEADER + 1))
+        header = read_record(dict[str, Any], text, path, most=_LARGEST_HEADER)
     metadata = read_record(dict[str, str], header.pop("__metadata__", {}), path)
     places = read_record(dict[str, _Place], metadata.get(PLACES_KEY, "{}").encode(), path)
     parts = []

@@ -28,7 +28,6 @@ from plsc.checkpoint.importers.tensor_files import read_state_dict, read_tensors
 from plsc.errors import CheckpointError
 from plsc.models.iresnet import BLOCKS, WIDTHS
 from plsc.models.neck import DOWNSAMPLING
-from plsc.parallel.collectives import class_ranges
 
 LAYOUT = "insightface"
 _RANK_STATES = re.compile(r"checkpoint_gpu_(\d{1,6})\.pth?")
@@ -72,9 +71,8 @@ def read_insightface(path: Path) -> Source:
         state = read_state_dict(path / max(backbones)[2])[0]
     source = iresnet_source(state, str(path))
     rows = join_rows(weights, f"the class weights of {path}")
-    if [len(weight) for weight in weights] != [
-        stop - start for start, stop in class_ranges(rows.shape[0], len(weights))
-    ]:
+    share, left = divmod(rows.shape[0], len(weights))
+    if [len(weight) for weight in weights] != [share + (rank < left) for rank in range(len(weights))]:
         raise CheckpointError(
             f"{path}: the shapes {[list(weight.shape) for weight in weights]!s:.200} do not fit the class "
             f"weights of {len(weights)} ranks; files are missing or from different runs"

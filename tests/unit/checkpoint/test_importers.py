@@ -96,6 +96,12 @@ def test_arcface_torch_is_imported_for_any_number_of_ranks(arcface_torch, iresne
     assert imported.notes == []
 
 
+def test_the_first_ranks_of_arcface_torch_have_one_class_more(iresnet, tmp_path):
+    save_arcface_torch(tmp_path / "run", ROWS[:10], 4, iresnet)  # 3, 3, 2 and 2 classes
+    import_checkpoint(tmp_path / "run", tmp_path / "ck", ranks=2)
+    assert torch.equal(tensors_of(tmp_path / "ck")[0]["head.weight"], ROWS[:10])
+
+
 @pytest.mark.parametrize("prefix", ["", "rank_"])
 def test_older_partial_fc_shards_are_imported(iresnet, tmp_path, prefix):
     folder = tmp_path / "old"
