@@ -87,9 +87,11 @@ class LocalBytes:
         try:
             with open_regular(self.location, folder, buffering=0) as file:
                 self._descriptor = os.dup(file.fileno())
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path with a null character
             is_missing = isinstance(error, FileNotFoundError)
-            reason = "does not exist" if is_missing else f"cannot be read: {error.strerror}"
+            reason = (
+                "does not exist" if is_missing else f"cannot be read: {getattr(error, 'strerror', error)}"
+            )
             raise DataError(f"{self.location} {reason}") from error
         status = os.fstat(self._descriptor)
         self.size = status.st_size
@@ -99,13 +101,19 @@ class LocalBytes:
     def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`; DataError if the range is outside the file."""
         _check_range(self, offset, length)
-        data = os.pread(self._descriptor, length, offset)
+        data = self._read(offset, length)
         while len(data) < length:  # one call returns at most 2 GiB
-            more = os.pread(self._descriptor, length - len(data), offset + len(data))
+            more = self._read(offset + len(data), length - len(data))
             if not more:
                 raise DataError(f"{self.location} became shorter while in use; start again")
             data += more
         return data
+
+    def _read(self, offset: int, length: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, length, offset)
+        except OSError as error:  # of a disk, which does not name the file
+            raise DataError(f"{self.location} cannot be read: {error.strerror}") from error
 
     def fileno(self) -> int:
         """Return the file descriptor, for code that calls pread itself."""
