@@ -58,11 +58,13 @@ def main() -> None:
         parser.error(f"{options.folder} contains other files; use a new folder or empty this one")
 
     options.folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{options.folder.name}-", dir=options.folder.parent))
-    make(partial, faces, options)
-    (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    shutil.rmtree(options.folder, ignore_errors=True)
-    partial.rename(options.folder)
+    with tempfile.TemporaryDirectory(prefix=f".{options.folder.name}-", dir=options.folder.parent) as scratch:
+        partial = Path(scratch, "made")
+        partial.mkdir()
+        make(partial, faces, options)
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        shutil.rmtree(options.folder, ignore_errors=True)
+        partial.rename(options.folder)
 
 
 def make(folder: Path, faces: list[Face], options: argparse.Namespace) -> None:

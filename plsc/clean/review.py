@@ -27,7 +27,7 @@ from plsc.evaluate.identification import check_finite
 from plsc.gallery.vectors import nearest
 from plsc.run.classes import check_unseen
 from plsc.state.start import open_checkpoint
-from plsc.storage.publish import refuse_existing, replacing
+from plsc.storage.publish import replacing
 from plsc.storage.urls import shown
 
 _EXAMPLES = 5
@@ -309,6 +309,13 @@ class Proposals:
         return parts
 
 
+def refuse_finished(folder: Path) -> None:
+    """Raise DataError if the folder has a file that a review writes."""
+    for name in (CHANGES, QUESTIONS, PAGE):
+        if (path := folder / name).exists():
+            raise DataError(f"{path} exists, perhaps with your edits; choose another folder")
+
+
 def _end(steps: Mapping[int, int], at: int) -> int:
     """Return where the steps from `at` lead."""
     while at in steps:
@@ -319,8 +326,7 @@ def _end(steps: Mapping[int, int], at: int) -> int:
 def _write(
     out: Path, title: str, summary: list[str], parts: Sequence[Part], proposals: Proposals
 ) -> list[str]:
-    for name in (CHANGES, QUESTIONS, PAGE):
-        refuse_existing(str(out / name))
+    refuse_finished(out)
     changes = sorted(proposals.changes.values(), key=lambda change: -change.score)
     questions = [one for subject, one in proposals.questions.items() if subject not in proposals.changes]
     counts = ", ".join(f"{part.title.lower()} {part.total:,}" for part in parts)

@@ -114,6 +114,7 @@ def run_overlap(model: str, location: str, other: str, out: str, **reading: Any)
 
 def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str]], **reading: Any) -> None:
     """Embed datasets, write the proposed changes, and print the summary. used: model and dataset of each."""
+    from plsc.clean.review import refuse_finished
     from plsc.data.lists import read_listing
     from plsc.gallery.vectors import import_faiss
     from plsc.storage.regular import check_inside
@@ -124,9 +125,7 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     folder = Path(out)
     if is_url(out) or (folder.exists() and not folder.is_dir()):
         raise OptionError(f"out is {shown(out)}; expected a new local folder")
-    for path in (folder / "changes.tsv", folder / "questions.tsv", folder / "report.html"):
-        if path.exists():
-            raise OptionError(f"{path} exists, perhaps with your edits; choose another folder")
+    refuse_finished(folder)
     import_faiss()  # this and invalid data fail here, before images are embedded
     for location in dict.fromkeys(place for _, place in used):
         read_listing(location, **reading)
