@@ -270,7 +270,7 @@ def test_each_url_and_kind_has_its_own_cache_folder(tmp_path, monkeypatch):
 def test_a_local_file_that_cannot_be_read_is_named(tmp_path):
     data = open_bytes(local(tmp_path))
     os.dup2(os.open(tmp_path, os.O_RDONLY), data.fileno())  # the system reads no folders
-    with pytest.raises(DataError, match="file.bin"):
+    with pytest.raises(DataError, match=r"file\.bin"):
         data.read_at(0, 10)
     with pytest.raises(DataError, match="null"):
         open_bytes(f"{tmp_path}/a\0b")
