@@ -30,15 +30,14 @@ from plsc.errors import OptionError, record_failure
 from plsc.models import BaseModel
 from plsc.models.parameters import Initialization
 from plsc.optim.optimizers import Factory
+from plsc.optim.schedule import ScheduleFunction
 from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
 from plsc.run.build_data import as_reader
-from plsc.run.build_updates import ScheduleFunction, check_schedule_function
-from plsc.run.callbacks import Callback, Context, FunctionCallback
-from plsc.run.loggers import Logger
+from plsc.run.callbacks import Callback, Context, FunctionCallback, Logger
 from plsc.run.user_parts import UserParts
-from plsc.storage.urls import is_url, set_hdfs_user, shown
+from plsc.storage.urls import local_folder, set_hdfs_user
 from plsc.terminal import on_terminal
 from plsc.train.loop import TrainResult
 
@@ -91,8 +90,6 @@ class Entry(OriginalSetters):
 
         All ranks must share it, such as a TCPStore. Also call `set_rank` and `set_world_size`.
         """
-        if not isinstance(store, dist.Store):
-            raise OptionError(f"the store is a {type(store).__name__}; expected a torch.distributed.Store")
         self._store = store
 
     def set_model(self, model: BaseModel) -> None:
@@ -138,8 +135,6 @@ class Entry(OriginalSetters):
             **arguments: of a named schedule, such as cycles of cosine.
         """
         function = None if isinstance(schedule, (str, dict)) else schedule
-        if function is not None:
-            check_schedule_function(function)
         super().set_lr_schedule(schedule if function is None else name_of(function), **arguments)
         self._schedule = function
 
@@ -214,13 +209,6 @@ class Entry(OriginalSetters):
         A step with a nan or inf is always skipped. Raises OptionError for an invalid value, and changes
         nothing then. See docs/precision.md.
         """
-        if not isinstance(use_fp16, bool):
-            raise OptionError(f"use_fp16 is {use_fp16!r}; expected True or False")
-        if not isinstance(amp_lists, AutoMixedPrecisionLists | None):
-            raise OptionError(
-                f"amp_lists is {amp_lists!r}; expected plsc.AutoMixedPrecisionLists(custom_white_list, "
-                "custom_black_list), or None"
-            )
         amp_lists = amp_lists or AutoMixedPrecisionLists()
         lists = {name: sorted(set(names)) for name, names in vars(amp_lists).items() if names}
         given = ScalingArguments(
@@ -263,7 +251,7 @@ class Entry(OriginalSetters):
                 "function and the name of an event"
             )
 
-    def set_loggers(self, *loggers: str | Sequence[str] | Logger) -> None:
+    def set_loggers(self, *loggers: str | list[str] | tuple[str, ...] | Logger) -> None:
         """Choose where metrics are written, by ``train.loggers`` and by loggers of your own.
 
         Args:
@@ -275,13 +263,8 @@ class Entry(OriginalSetters):
         for one in loggers:
             if isinstance(one, (str, list, tuple)):
                 names += listed_names(one)
-            elif isinstance(one, Logger) and not isinstance(one, type):
-                custom.append(one)
             else:
-                raise OptionError(
-                    f"the logger is {one!r}; expected a name, or an object with the methods write(entry) and "
-                    "close()"
-                )
+                custom.append(one)
         super().set_loggers(",".join(names))
         self._loggers = tuple(custom)
 
@@ -331,10 +314,8 @@ class Entry(OriginalSetters):
             if places:
                 raise OptionError(f"{', '.join(places)} needs a protocol, such as test('pairs', pairs=...)")
             return self._run(run_test)
-        if is_url(os.fspath(output)):
-            raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
-        chosen = ProtocolData(protocol, **places)
-        return self._run(partial(run_protocol, data=chosen, output=Path(output)))
+        chosen, folder = ProtocolData(protocol, **places), local_folder(output, "output")
+        return self._run(partial(run_protocol, data=chosen, output=folder))
 
     @overload
     def predict(
@@ -382,9 +363,7 @@ class Entry(OriginalSetters):
         fields = (field,) if isinstance(field, str) else tuple(field)
         names = (layers,) if isinstance(layers, str) else tuple(layers)
         request = Request(names, fields, flatten_result)
-        if output is not None and is_url(os.fspath(output)):
-            raise OptionError(f"output is the URL {shown(os.fspath(output))}; expected a local folder")
-        folder = None if output is None else Path(output)
+        folder = None if output is None else local_folder(output, "output")
         return self._run(partial(run_prediction, images=images, request=request, output=folder))
 
     def convert_for_prediction(

@@ -169,17 +169,16 @@ LAUNCHER_VARIABLE = "PLSC_LAUNCHER"
 """Environment variable: process id of the `plsc launch` that prints the errors of its ranks."""
 
 
-def record_failure(error: BaseException, wording: Callable[[str], str] = str) -> bool:
+def record_failure(error: BaseException) -> bool:
     """Write an error to the file for torchrun's failure summary, if torchrun started this process.
 
     Writes the message of a PlscError, the traceback of other errors. The `record` decorator of
     torch.distributed.elastic would also write all causes, which may contain secrets.
-
-    wording: changes the message, such as setters to flags. Returns whether `plsc launch` will print it.
+    Returns whether `plsc launch` will print the message.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        text = f"{MESSAGE_START}{wording(str(error))}"
+        text = f"{MESSAGE_START}{error}"
         if not isinstance(error, PlscError):
             text = in_terminal("".join(traceback.format_exception(error))).rstrip()
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": type(error).__name__}
@@ -198,7 +197,7 @@ _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{1,5})?(?:[/?#]|$)"
 # A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
 _START = rf"s3[an]?:/{{1,2}}(?=[^@/?#]*:)|{_SCHEME}(?!{_HOST})"
 # A user name; or user name and password, which may contain '/' and '@', up to the last '@' or to a '?'.
-_USER = re.compile(rf"({_START})(?:[^@:/?#]*@|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
+_USER = re.compile(rf"({_START})(?:[^@:/?#]*@(?![^/?#]*@)|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
 # A password with blanks, unless the ':' is before a port or ends a part of the sentence.
 _BLANKS = re.compile(
     rf"({_SCHEME})[^@/\s:\[]*:(?!:|\d{{0,5}}[\s/])[^@\s?#]{{0,99}}[^\S\n][^@\n]{{0,99}}@", re.IGNORECASE
@@ -214,18 +213,20 @@ def shown(text: str, *, by_client: bool = False) -> str:
     unchanged. by_client: the text comes from a client library, which may have removed the scheme.
     """
 
-    def redact(word: re.Match[str]) -> str:
-        if not by_client and ":/" not in word[0]:
-            return word[0]
-        if len(word[0]) > _LONGEST_URL:  # the search takes quadratic time
-            return f"({len(word[0])} characters)"
-        url = word[0].rstrip("'\")]}>,.;:")
-        parts = [_USER.sub(r"\1", part) for part in _CHAIN.split(_QUERY.sub(r"\1***", url))]
-        if by_client:
-            parts = [_USER_OF_CLIENT.sub("", part) for part in parts]
-        return "".join(parts) + word[0][len(url) :]
+    return re.sub(r"\S+", lambda word: _redacted(word[0], by_client), _BLANKS.sub(r"\1", text))
 
-    return re.sub(r"\S+", redact, _BLANKS.sub(r"\1", text))
+
+def _redacted(text: str, by_client: bool = False) -> str:
+    """Return a URL, or a word with one, without user names, passwords and query values."""
+    if not by_client and ":/" not in text:
+        return text
+    if len(text) > _LONGEST_URL:  # the search takes quadratic time
+        return f"({len(text)} characters)"
+    url = text.rstrip("'\")]}>,.;:")
+    parts = [_USER.sub(r"\1", part) for part in _CHAIN.split(_QUERY.sub(r"\1***", url))]
+    if by_client:
+        parts = [_USER_OF_CLIENT.sub("", part) for part in parts]
+    return "".join(parts) + text[len(url) :]
 
 
 def without_secrets(values: Any) -> Any:
@@ -234,4 +235,7 @@ def without_secrets(values: Any) -> Any:
         return {key: without_secrets(value) for key, value in values.items()}
     if isinstance(values, list):
         return [without_secrets(value) for value in values]
-    return shown(values) if isinstance(values, str) else values
+    if not isinstance(values, str):
+        return values
+    # A value that is a URL may have blanks in any part.
+    return _redacted(values) if re.match(_SCHEME, values, re.IGNORECASE) else shown(values)

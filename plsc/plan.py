@@ -177,8 +177,6 @@ def plan(options: Mapping[str, Any], ranks: int | None = None, device_gb: float 
     """
     config = _config_of(options)
     ranks = ranks or config.runtime.world_size or 1
-    if not device_gb > 0:
-        raise OptionError(f"device_gb is {device_gb}; expected a number greater than 0 (GB of a device)")
     limit = int(device_gb * 1e9)
     head, backbone = _plan_head(config, ranks), _plan_backbone(config, ranks)
     room = limit - backbone.device_bytes
@@ -199,7 +197,7 @@ def _config_of(options: Mapping[str, Any]) -> Config:
     config.check_needs()
     loss_type = config.head.loss_type
     if config.head.class_num is None:
-        raise OptionError("head.class_num is not set, and a plan reads no data; call set_class_num(num)")
+        raise OptionError("head.class_num is not set, and a plan reads no data; set it")
     if not loss_type.startswith("dist_"):
         raise OptionError(
             f"head.loss_type is {loss_type}; a plan supports only sharded heads (a loss dist_...)"

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from plsc.errors import in_terminal
 
@@ -20,18 +20,11 @@ def stop_signals(*more: signal.Signals) -> list[signal.Signals]:
 
 
 class Terminal(logging.Handler):
-    """Prints INFO messages on stdout, others on stderr with their level; keeps a progress bar intact.
-
-    wording: a function that rewrites each message first; the command line replaces setters by flags.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wording: Callable[[str], str] = str
+    """Prints INFO messages on stdout, others on stderr with their level; keeps a progress bar intact."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message; without a terminal any more, as after SIGHUP, the process continues."""
-        text = self.wording(in_terminal(self.format(record)))
+        text = in_terminal(self.format(record))
         stream = sys.stdout
         if record.levelno >= logging.WARNING:
             stream, text = sys.stderr, f"plsc: {record.levelname.lower()}: {text}"
@@ -45,7 +38,7 @@ class Terminal(logging.Handler):
 
 
 @contextlib.contextmanager
-def on_terminal() -> Iterator[Terminal]:
+def on_terminal() -> Iterator[None]:
     """Print the messages logged in the block, unless the script has configured logging.
 
     A root logger with a handler but the default level WARNING does not count as configured: notebooks start
@@ -56,7 +49,7 @@ def on_terminal() -> Iterator[Terminal]:
         logger.addHandler(terminal)
         logger.setLevel(level or logging.INFO)
     try:
-        yield terminal
+        yield
     finally:
         logger.removeHandler(terminal)
         logger.setLevel(level)

@@ -210,7 +210,7 @@ class Exporter:
         if not isinstance(samples, Samples):
             raise OptionError(
                 "predict_reader is a generator, but an export reads images by number; remove the reader and "
-                "call set_dataset_dir"
+                "set data.dataset_dir"
             )
         return samples
 

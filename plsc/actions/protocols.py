@@ -130,7 +130,7 @@ class Evaluator:
             targets = load_targets(self.config, user.test_reader)
             if not targets:
                 raise DataError(
-                    f"{self.config.data.dataset_dir} has no pair file; pass pairs or set_val_targets()"
+                    f"{self.config.data.dataset_dir} has no pair file; pass pairs or set data.val_targets"
                 )
         else:
             targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, self.config, data.images)]

@@ -33,7 +33,7 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "
-            "set_val_targets(), or set a labelled dataset with set_val_dir()"
+            "data.val_targets, or a labelled dataset as data.val_dir"
         )
     results = evaluate_targets(network, targets, config, world, head)
     log_results(world, results)

@@ -10,8 +10,8 @@ from plsc.config.option import load_function
 from plsc.config.train import listed_names
 from plsc.errors import OptionError, refusing
 from plsc.parallel.world import World
-from plsc.run.callbacks import Callback, Callbacks
-from plsc.run.loggers import Logger, check_packages
+from plsc.run.callbacks import Callback, Callbacks, Logger
+from plsc.run.loggers import check_packages
 from plsc.run.run import Run, build_run, describe_run
 from plsc.run.settle import settle
 from plsc.run.targets import HeldOutSet, Target

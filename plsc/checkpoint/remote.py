@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -24,11 +25,33 @@ from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, is_url, shown
 
+_OWNER_NAME = ".owner"  # in a store: the token of the run that saves there
 _ADVICE = "the checkpoint is intact on the local disk, and can be uploaded when the store is available again"
 
 
+def claim(store: Store) -> str:
+    """Take a store over for the saves of a run; return the token for `upload`.
+
+    No lock is possible there. The uploads of a run that claimed the store before fail from now on.
+    """
+    token = secrets.token_hex(8)
+    store.make_folder()
+    store.write(_OWNER_NAME, token.encode())
+    return token
+
+
+def _check_owner(store: Store, token: str) -> None:
+    if token and store.read(_OWNER_NAME, len(token)) != token.encode():
+        raise CheckpointError(f"another run saves to {store.shown} now; this run uploads nothing more")
+
+
 def upload(
-    folder: Path, store: Store, files: Iterable[str], world: World, on_bytes: OnBytes | None = None
+    folder: Path,
+    store: Store,
+    files: Iterable[str],
+    world: World,
+    on_bytes: OnBytes | None = None,
+    token: str = "",
 ) -> None:
     """Publish the checkpoint `folder` in the store, under its own name. Collective.
 
@@ -37,6 +60,7 @@ def upload(
 
     Args:
         files: the data files that this rank uploads. Together, the ranks must upload all.
+        token: of `claim`, on rank 0; empty: the store is not claimed.
 
     Raises:
         CheckpointError: on all ranks; the new checkpoint was not published.
@@ -49,6 +73,7 @@ def upload(
             return "", b""
         data = read_regular(folder / MANIFEST_NAME, LARGEST_MANIFEST, folder)
         manifest = parse_manifest(data, str(folder))
+        _check_owner(store, token)
         check_replaceable(store, name, manifest.run_id)
         target = hidden_name(name) if store.can_rename else name
         store.make_folder(target)
@@ -67,6 +92,7 @@ def upload(
 
         def finish() -> None:
             if world.is_main:
+                _check_owner(store, token)
                 finish_folder(store, target, name, data)
 
         on_every_rank(world, doing, finish, _ADVICE)
@@ -155,13 +181,13 @@ def _make_own_folder(work: Path) -> None:
 
 def _is_fetched(target: Path, text: bytes, manifest: Manifest, run_id: str | None) -> bool:
     """Return whether the checkpoint is already there; checksums are compared when it is loaded."""
+    with contextlib.suppress(OSError):
+        if read_regular(target / MANIFEST_NAME, LARGEST_MANIFEST, target) == text and all(
+            (target / name).stat().st_size == info.bytes for name, info in manifest.files.items()
+        ):
+            return True
     check_replaceable(Store(target.parent), target.name, run_id)
-    try:
-        if read_regular(target / MANIFEST_NAME, LARGEST_MANIFEST, target) != text:
-            return False
-        return all((target / name).stat().st_size == info.bytes for name, info in manifest.files.items())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _fetch_file(store: Store, name: str, info: FileInfo, work: Path, transfer: Transfer) -> None:

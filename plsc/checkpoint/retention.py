@@ -108,13 +108,19 @@ def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
 def prune(store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()) -> list[str]:
     """Delete the checkpoints of a run that the retention does not keep; return their names, oldest first.
 
-    Call from one process. Checkpoints of other runs, those named in `protect`, and linked folders are
-    unchanged. If the process is killed, no partial checkpoint keeps a published name. Raises DataError if
-    one cannot be deleted.
+    Call from one process. Checkpoints of other runs, those named in `protect`, linked folders and folders
+    with other files are unchanged. If the process is killed, no partial checkpoint keeps a published name.
+    Raises DataError if one cannot be deleted.
     """
     own = _of_run(store, run_id)
     stay = {*retention.kept(own), *protect}
-    doomed = [name for name, _ in own if name not in stay and not store.is_link(name)]
+    doomed = [
+        name
+        for name, manifest in own
+        if name not in stay
+        and not store.is_link(name)
+        and manifest.files.keys() | {MANIFEST_NAME} >= set(store.names(name))
+    ]
     for name in doomed:
         withdraw(store, name)
     return doomed

@@ -156,7 +156,7 @@ def _is_owner(temporary: Path, folder: Path, run_id: str, world: World, is_share
     if is_shared:
         raise CheckpointError(
             f"{folder.parent} is not the folder that rank 0 uses; save to a file system that all machines "
-            "share, or to a remote store (set_model_save_dir with a URL)"
+            "share, or to a remote store (checkpoint.save_dir with a URL)"
         )
     if world.local_rank == 0:
         _make(temporary, folder, run_id)
@@ -179,7 +179,12 @@ def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, 
 
 
 def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None:
-    """Write the manifest of a folder that has all data files, and publish the folder under `name`."""
+    """Write the manifest of a folder that has all data files, and publish the folder under `name`.
+
+    Raises CheckpointError if a data file is missing: another run may have cleaned up.
+    """
+    if missing := parse_manifest(manifest, name).files.keys() - set(store.names(target)):
+        raise CheckpointError(f"{shown(store.child(target))} has lost the file {min(missing)}; save again")
     store.write(f"{target}/{MANIFEST_NAME}", manifest)
     if target != name:
         publish(store, target, name)
@@ -193,18 +198,19 @@ def check_replaceable(store: Store, name: str, run_id: str | None = None) -> Non
     """Raise CheckpointError unless `name` is free or holds a checkpoint that may be replaced.
 
     With `run_id`, only a checkpoint of that run may be replaced. An empty folder may be, and in an
-    object store one with only data files; files, links and folders with anything else never are.
+    object store one with only data files; files, links and folders with anything else never are, nor a
+    damaged checkpoint, which does not tell whose it is, and one of no run, which a command has written.
     """
     is_link = store.is_link(name)
     inside = [] if is_link else store.names(name)
-    is_ours = all(file == MANIFEST_NAME or rank_of_shard(file) is not None for file in inside)
-    if MANIFEST_NAME in inside:
+    is_free = all(file == MANIFEST_NAME or rank_of_shard(file) is not None for file in inside)
+    if is_free and MANIFEST_NAME in inside:
         there = ""
-        with contextlib.suppress(CheckpointError):  # a damaged checkpoint belongs to no run
+        with contextlib.suppress(CheckpointError):
             there = manifest_in(store, name)[0].run_id
-        is_free = is_ours and (run_id is None or there in ("", run_id))
+        is_free = run_id is None or there == run_id != ""
     elif inside:
-        is_free = is_ours and not store.can_rename
+        is_free = is_free and not store.can_rename
     else:
         is_free = not is_link and (not store.exists(name) or store.size(name) is None)
     if not is_free:

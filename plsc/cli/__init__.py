@@ -16,7 +16,7 @@ from typing import NoReturn
 from plsc.cli import checkpoint, data, doctor, gallery, launch, run, serve
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
-from plsc.terminal import Terminal, on_terminal, stop_signals
+from plsc.terminal import on_terminal, stop_signals
 
 COMMANDS = Group(
     "train classifiers over very many classes",
@@ -42,22 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ending = [one for one in stop_signals() if one != signal.SIGINT] if is_main else []
     before = {number: signal.signal(number, _exit) for number in ending}
     try:
-        with on_terminal() as terminal:
-            return _run(sys.argv[1:] if arguments is None else arguments, terminal)
+        with on_terminal():
+            return _run(sys.argv[1:] if arguments is None else arguments)
     finally:
         for number, handler in before.items():  # what `_exit` raises as Python ends would be printed
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _run(words: Sequence[str], terminal: Terminal) -> int:
+def _run(words: Sequence[str]) -> int:
     try:
         name, command, words = find_command(COMMANDS, words)
-        parser = CommandParser(name, command)
-        terminal.wording = parser.in_flags
-        command.run(**parser.read(words))
+        command.run(**CommandParser(name, command).read(words))
         sys.stdout.flush()
     except PlscError as error:
-        return _report(error, terminal)
+        return _report(error)
     except KeyboardInterrupt:  # during training, the second one: the first one saves and stops
         logger.error("stopped immediately; checkpoints saved before are intact")
         return 128 + signal.SIGINT
@@ -68,13 +66,13 @@ def _run(words: Sequence[str], terminal: Terminal) -> int:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        return _report(PlscError(f"{error.filename!s:.60}... cannot be used: {error.strerror}"), terminal)
+        return _report(PlscError(f"{error.filename!s:.60}... cannot be used: {error.strerror}"))
     return 0
 
 
-def _report(error: PlscError, terminal: Terminal) -> int:
+def _report(error: PlscError) -> int:
     """Log an error that ends the command, unless another process logs it; return the exit code."""
-    is_printed_by_launcher = record_failure(error, terminal.wording)
+    is_printed_by_launcher = record_failure(error)
     if isinstance(error, SystemExit):  # a run stopped by a signal has logged it already
         return error.exit_code
     if getattr(error, "is_reported", False):

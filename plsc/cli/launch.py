@@ -27,6 +27,7 @@ from plsc.errors import (
     OptionError,
     kind_and_line,
 )
+from plsc.storage.urls import local_folder
 from plsc.terminal import stop_signals
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ def _rank_logs(log_dir: str | None, errors: str, files: dict[int, Path]) -> Logs
 
     if not log_dir:
         return DefaultLogsSpecs(log_dir=errors)
-    folder = Path(log_dir)
+    folder = local_folder(log_dir, "--log-dir")
     folder.mkdir(parents=True, exist_ok=True)
 
     class RankLogs(DefaultLogsSpecs):

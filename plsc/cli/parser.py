@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import logging
 import re
-import shlex
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,28 +197,6 @@ class CommandParser(argparse.ArgumentParser):
             kind = describe_kind(one.kind)
             self.error(f"--{one.name} is {text!r}; expected {kind} ({one.meaning})")
         return value
-
-    def in_flags(self, text: str) -> str:
-        """Replace setters by flags in a message: ``set_num_workers(0)`` by ``--data.num_workers 0``."""
-        flags = {
-            spec.setter: name
-            for spec in reversed(list(all_options()))  # of two with one setter, the first
-            for name in (spec.name, spec.path)
-            if name in self._arguments or f"--{name}" in self._option_string_actions
-        }
-
-        def flag(call: re.Match[str]) -> str:
-            name = flags.get(call[1])
-            value = (call[2] or "").strip()
-            if value[:1] in ("'", '"'):
-                value = shlex.quote(value[1:-1])
-            return f"--{name} {value}".rstrip() if name else call[0]
-
-        if self._takes_options:  # a reference to a setter's description, with no value
-            text = re.sub(r"; see set_\w+\(\)$", f"; see {self.prog} --help", text)
-        # With or without a call, but not in a path.
-        text = re.sub(r"(?<![\w./-])(set_\w+)\b(?!/)(?:\(([^()]*)\))?", flag, text)
-        return re.sub(r"\bcall (?=--)", "pass ", text)
 
 
 def _help(meaning: str, kind: Any, default: Any) -> str:

@@ -12,6 +12,7 @@ from plsc.config.text import render_options
 from plsc.errors import OptionError
 from plsc.names import PROTOCOLS
 from plsc.storage.publish import replacing
+from plsc.storage.urls import local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def _test(options: Options, **how: Any) -> None:
 def _predict(
     options: Options, output: str, images: str | None, layers: str, field: str, **given: Any
 ) -> None:
-    path = Path(output)
+    path = local_folder(output, "--output")
     if path.suffix not in (".npz", ".parquet", ""):
         raise OptionError(
             f"--output is {output}; expected the name of an .npz file, a folder, or a folder whose name ends "

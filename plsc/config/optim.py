@@ -65,9 +65,9 @@ def _is_plain(value: Any) -> bool:
 
 RESERVED = {
     "params": "the parameters are always those of the network",
-    "lr": "use set_lr(lr), or lr_factor in a group",
-    "initial_lr": "use set_lr(lr), or lr_factor in a group",
-    "weight_decay": "use set_weight_decay(decay)",
+    "lr": "use optim.lr, or lr_factor in a group",
+    "initial_lr": "use optim.lr, or lr_factor in a group",
+    "weight_decay": "use optim.weight_decay",
     "maximize": "the loss is always minimised",
     "differentiable": "steps are not differentiated",
     "capturable": "steps are not captured into a CUDA graph",

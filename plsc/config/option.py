@@ -128,9 +128,8 @@ class OptionSpec:
         elif self.check and converted is not None:
             expected = self.check(converted)
         if expected is not None:
-            where = f"; see {self.setter}()" if self.setter else ""
             meaning = self._brief_meaning(expected)
-            raise OptionError(f"{self.path} is {shown_value(value)}; expected {expected} ({meaning}){where}")
+            raise OptionError(f"{self.path} is {shown_value(value)}; expected {expected} ({meaning})")
         return converted
 
     def _example(self) -> str:

@@ -134,7 +134,7 @@ class Options:
             if isinstance(here, dict) and here.get(name, only) != only:
                 raise CheckpointError(
                     f"{path} is {shown_value(here[name])} in the checkpoint, but the option is gone, and all "
-                    f"runs have {only!r}; start a new run from its weights with set_pretrained"
+                    f"runs have {only!r}; start a new run from its weights with model.pretrained"
                 )
         for spec in _TABLE.values():
             group = (saved or {}).get(spec.group)

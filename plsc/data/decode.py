@@ -132,7 +132,7 @@ def _decode(data: Image, channels: int) -> torch.Tensor:
     """Return the image with its own size, uint8 or float32 [C, H, W], after all checks."""
     if isinstance(data, (bytes, bytearray, memoryview, PillowImage.Image)):
         if channels not in (1, 3):
-            raise DataError(f"an image gives 1 or 3 channels, but set_image_shape requests {channels}")
+            raise DataError(f"an image gives 1 or 3 channels, but model.image_shape requests {channels}")
         with _decoding(data):
             if isinstance(data, PillowImage.Image):
                 image = _decode_pillow(data, channels)
@@ -143,7 +143,7 @@ def _decode(data: Image, channels: int) -> torch.Tensor:
     if image.shape[0] != channels:
         raise DataError(
             f"the image has {image.shape[0]} channels (shape {tuple(image.shape)}); expected {channels}; "
-            "convert it or change set_image_shape()"
+            "convert it or change model.image_shape"
         )
     check_normalised(image)
     return image

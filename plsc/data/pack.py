@@ -26,7 +26,7 @@ from plsc.errors import DataError
 from plsc.storage.blocks import fingerprint_of, streamed
 from plsc.storage.publish import publishing, publishing_folder
 from plsc.storage.regular import open_regular
-from plsc.storage.urls import shown
+from plsc.storage.urls import local_folder, shown
 
 SUMS = ".plsc-sha256sums"
 _COMMENT = "plsc: {} bytes"
@@ -49,7 +49,7 @@ def pack(folder: str | Path, destination: str) -> Packed:
     in memory at a time. Raises DataError for a link, pipe or device, for a file that changes while packing,
     and if the archive cannot be written.
     """
-    root = Path(folder)
+    root = local_folder(folder, "the folder to pack")
     _check_suffix(destination)
     done = Packed(0, 0)
     total = sum(path.stat().st_size for path in _files_below(root) if path.is_file())

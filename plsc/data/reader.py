@@ -133,7 +133,7 @@ class ReaderLoader:
         elif limit < 1:
             raise OptionError(
                 f"train.limit_train_batches is {limit}, but the length of a generator reader is unknown; set "
-                "a number of batches, or call set_train_image_num"
+                "a number of batches, or set data.train_image_num"
             )
         self._limit = self._steps if is_limited(limit) else None
 
@@ -163,7 +163,7 @@ class ReaderLoader:
     def describe(self) -> str:
         """Return a log message: where the reader runs."""
         if self.ahead:
-            return "data: the reader prefetches in a separate process (set_num_workers(0): in this process)"
+            return "data: the reader prefetches in a separate process (data.num_workers 0: in this process)"
         return "data: the reader runs between the training steps (num_workers 0)"
 
     def _run(self, epoch: int, start_step: int) -> Iterator[Batch]:
@@ -264,7 +264,7 @@ class ReaderLoader:
         if number < 0 or (self.class_num is not None and number >= self.class_num):
             upper = "" if self.class_num is None else self.class_num - 1
             raise DataError(
-                f"{name}: label {number} is outside 0..{upper}; fix it or call set_class_num", kind="label"
+                f"{name}: label {number} is outside 0..{upper}; fix it or set head.class_num", kind="label"
             )
         return number
 

@@ -148,7 +148,7 @@ class _Results(Queue):
             failure = DataError(
                 f"{_SHARED_MEMORY} is full: a batch has {sum(sizes) / 1e6:,.1f} MB, and "
                 f"{disk.free / 1e6:,.1f} of {disk.total / 1e6:,.1f} MB are free; enlarge it, as by docker "
-                "run --shm-size=8g, or use fewer workers or set_num_workers(0)"
+                "run --shm-size=8g, or use fewer workers, or none (data.num_workers 0)"
             )
         self.put((number, failure))
 
@@ -197,7 +197,7 @@ class _Stream(IterableDataset[Any]):
 def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
     try:
         # The start methods spawn and forkserver (the default from Python 3.14) pickle the work.
-        advice = "set_num_workers(0) needs none; else define functions at the top level of a module"
+        advice = "set data.num_workers to 0, or define functions at the top level of a module"
         with refusing("cannot start data worker processes", advice), _starting_workers():
             results = iter(loader)
         while (result := _next_of(results)) is not _END:
@@ -207,7 +207,9 @@ def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
     except Exception as error:
         _end_workers(loader)
         if str(error).endswith("daemonic processes are not allowed to have children\n"):
-            raise OptionError("a data worker process cannot start others: set_num_workers(0)") from error
+            raise OptionError(
+                "a data worker process cannot start others; set data.num_workers to 0"
+            ) from error
         if not _is_death_of_worker(error, loader.num_workers):
             raise
         reason = str(error).split("\n", 1)[0] or "it closed its connection"
@@ -232,7 +234,7 @@ def _next_of(results: Any) -> Any:
         if silent >= SECONDS_TO_ERROR:
             raise DataError(
                 f"no data for {silent} s from {_dump_workers(results)}; if reading a batch takes that long, "
-                "use smaller batches or set_num_workers(0)"
+                "use smaller batches, or no worker (data.num_workers 0)"
             )
 
 

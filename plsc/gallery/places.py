@@ -12,6 +12,7 @@ import numpy as np
 from plsc.errors import DataError
 from plsc.gallery.gallery import VECTORS_NAME, open_gallery, write_gallery
 from plsc.gallery.store import MOST_ENTRIES, New, Store
+from plsc.storage.urls import is_url
 
 if TYPE_CHECKING:
     from plsc.gallery.postgres import PostgresStore
@@ -22,7 +23,7 @@ _BATCH = 4096  # entries copied per transaction
 
 def is_postgres(place: object) -> bool:
     """Return whether a place is the URL of a PostgreSQL database."""
-    return str(place).startswith(("postgresql:/", "postgres:/"))
+    return is_url(str(place)) and str(place).startswith(("postgresql:/", "postgres:/"))
 
 
 def is_folder(target: str) -> bool:

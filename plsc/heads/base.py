@@ -345,7 +345,7 @@ def gather_batch(
         position = int(outside.nonzero()[0])
         raise DataError(
             f"label {int(all_labels[position])} at position {position} of the global batch is outside "
-            f"0..{class_num - 1}; fix the label or increase the number of classes (set_class_num)"
+            f"0..{class_num - 1}; fix the label or increase the number of classes (head.class_num)"
         )
     rank = 0 if group is None else group.rank()
     first = sum(sizes[:rank])

@@ -40,7 +40,7 @@ def dry_run(
     graph = torch.enable_grad() if with_graph else torch.no_grad()
     name = type(model).__name__
     if getattr(model, "example_input", None) is None:
-        way_out = "change the network or set_image_shape(), or set its example_input if it takes no images"
+        way_out = "change the network or model.image_shape, or set its example_input if it takes no images"
         refused = refusing(f"{name} fails for images of shape {tuple(image_shape)}", way_out)
     else:
         refused = refusing(f"{name} fails for its example_input", "change the network or example_input")
@@ -67,7 +67,7 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     if output.shape != (2, emb_size):
         raise OptionError(
             f"{name} returns embeddings of shape {list(output.shape)} for 2 samples; expected "
-            f"[2, {emb_size}]; change its last layer or set_emb_size()"
+            f"[2, {emb_size}]; change its last layer or model.emb_size"
         )
     _check_no_new_parameters(model, image_shape)
 

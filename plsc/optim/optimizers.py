@@ -236,7 +236,7 @@ def build_custom(
     if wanted != mine:
         raise OptionError(
             f"{what} returned an optimizer without {len(wanted - mine)} of the {len(wanted)} given "
-            f"parameters, and with {len(mine - wanted)} others; use exactly the given ones, and set_freeze "
+            f"parameters, and with {len(mine - wanted)} others; use exactly the given ones, and optim.freeze "
             "for parameters that should not be trained"
         )
     needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty]

@@ -15,6 +15,8 @@ from plsc.errors import OptionError, refusing
 
 Shape = Callable[[int], float]
 """The factor of the base rate, as a function of the number of previous updates."""
+ScheduleFunction = Callable[..., float]
+"""A script's own: ``f(step)`` or ``f(step, total_steps)``."""
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def _rank_and_size(options: RuntimeOptions, store: dist.Store | None) -> tuple[i
     if not 0 <= rank < size:
         raise OptionError(
             f"rank is {rank if rank >= 0 else 'not set'} and world size {size or 'not set'}; expected a rank "
-            "from 0 to world size - 1; call set_rank(rank) and set_world_size(ranks)"
+            "from 0 to world size - 1; set runtime.rank and runtime.world_size"
         )
     return rank, size
 
@@ -311,7 +311,7 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise OptionError(
             f"local rank {local_rank} has no GPU: torch finds {count} on this machine; start that many ranks "
-            "per machine, or set_device('cpu')"
+            "per machine, or set runtime.device to cpu"
         )
     return torch.device("cuda", local_rank)
 
@@ -324,7 +324,7 @@ def _check_own_gpu(world: World) -> None:
         if gpu and ranks.setdefault(gpu, rank) != rank:
             raise OptionError(
                 f"ranks {ranks[gpu]} and {rank} use the same GPU {gpu}; start one rank per GPU, or "
-                "set_device('cpu')"
+                "set runtime.device to cpu"
             )
 
 

@@ -88,7 +88,7 @@ def is_generator_reader(reader: Any, name: str) -> bool:
     if not is_dataset or isinstance(reader, (str, bytes, Mapping, type)):
         raise OptionError(
             f"{name} is {shown_value(reader)}; expected a function that returns a generator of (image, "
-            "label), a torch Dataset or a DataLoader (for a folder or file, call set_dataset_dir)"
+            "label), a torch Dataset or a DataLoader (for a folder or file, set data.dataset_dir)"
         )
     return False
 
@@ -238,7 +238,7 @@ def _open_generator(
 ) -> TrainingData:
     data, class_num = options.data, options.head.class_num
     if class_num is None:
-        raise OptionError("the number of classes of a generator reader is unknown; call set_class_num")
+        raise OptionError("the number of classes of a generator reader is unknown; set head.class_num")
     order, _ = name_and_arguments(data.order)
     if order in ("balanced", "classes"):
         raise OptionError(
@@ -388,7 +388,7 @@ def source_loader(
         if kind == "processes" and data.num_workers:
             raise OptionError(
                 f"data.cache '{data.cache}' works only with threads, but this run loads images with "
-                f"processes, {reason}; set_num_workers(0), or remove the cache"
+                f"processes, {reason}; set data.num_workers to 0, or remove the cache"
             )
         place, limit = wanted
         cache: MemoryCache | DiskCache = MemoryCache(limit)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,23 @@ EVENTS = {
 }
 """The events in order, with their meaning."""
 CallbackTensors = dict[Role, Tensor | ShardedTensor]
+
+
+class Logger(Protocol):
+    """A destination of metrics. A custom class needs only these two methods.
+
+    If it has an attribute `exit_code`, that is set before `close`: 0 for a run that has finished, 128 + the
+    number of the signal for one that was stopped, 1 for one that has failed.
+    """
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write the metrics of a step, an evaluation or an epoch, or the paths of pictures by name.
+
+        ``entry["step"]`` is the step. `scalars` returns the numbers of an entry by name.
+        """
+
+    def close(self) -> None:
+        """Write what is left, and release all resources."""
 
 
 class Callback:

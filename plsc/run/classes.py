@@ -79,7 +79,7 @@ def count_classes(
         where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
         raise OptionError(
             f"the label {largest}{where} would mean {class_num:,} classes for {count:,} images, which is "
-            f"likely a typo; fix the label, or confirm with set_class_num({class_num})"
+            f"likely a typo; fix the label, or confirm with head.class_num {class_num}"
         )
     if class_num < 2:
         raise OptionError(
@@ -91,7 +91,7 @@ def count_classes(
         check_labels(source, class_num)
     notes = []
     if options.data.train_image_num not in (None, count):
-        notes.append(f"note: set_train_image_num is ignored, as the dataset has {count:,} images")
+        notes.append(f"note: data.train_image_num is ignored, as the dataset has {count:,} images")
     if is_bad.any():
         notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
     if world.size > 1:  # a class without images on this rank may have images on another one

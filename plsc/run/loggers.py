@@ -11,36 +11,19 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from plsc.errors import OptionError
+from plsc.run.callbacks import Logger
 from plsc.storage.publish import replacing
 from plsc.storage.regular import check_inside, open_regular, read_regular
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
 _MOST_BYTES = 2**34  # of a file that a run continues
-
-
-@runtime_checkable
-class Logger(Protocol):
-    """A destination of metrics. A custom class needs only these two methods.
-
-    If it has an attribute `exit_code`, that is set before `close`: 0 for a run that has finished, 128 + the
-    number of the signal for one that was stopped, 1 for one that has failed.
-    """
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """Write the metrics of a step, an evaluation or an epoch, or the paths of pictures by name.
-
-        ``entry["step"]`` is the step. `scalars` returns the numbers of an entry by name.
-        """
-
-    def close(self) -> None:
-        """Write what is left, and release all resources."""
 
 
 def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -51,13 +51,13 @@ def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
     if total_steps is None:
         return (
             f"note: the length of the reader is unknown, so the warm-up takes {warmup_steps} steps, however "
-            "short the run is, and the default learning rate is constant after it; call set_train_image_num()"
+            "short the run is, and the default learning rate is constant after it; set data.train_image_num"
         )
     if warmup_steps < max(2, total_steps):
         return ""
     return (
         f"note: the warm-up takes {warmup_steps} steps and the run {total_steps}, so the learning rate "
-        f"increases until the end; use a shorter warm-up, such as set_warmup_steps({total_steps // 10})"
+        f"increases until the end; use a shorter warm-up, such as optim.warmup_steps {total_steps // 10}"
     )
 
 
@@ -106,7 +106,7 @@ def epoch_warning(position: Position, expected: int | None) -> str | None:
         return None
     return (
         f"epoch {position.epoch + 1} had {position.step_in_epoch} steps, but {expected} were expected; "
-        "correct set_train_image_num: warm-up, log lines and resuming depend on it"
+        "correct data.train_image_num: warm-up, log lines and resuming depend on it"
     )
 
 
@@ -114,7 +114,7 @@ def nothing_left(step: int, epoch: int) -> str:
     """Return a line for a resumed run that has no steps left."""
     return (
         f"nothing left to train: the run has finished {step} steps and {epoch} epochs; to continue, increase "
-        "set_train_epochs() or set_train_steps()"
+        "train.epochs or train.steps"
     )
 
 
@@ -135,6 +135,6 @@ def interrupted(number: int, step: int, checkpoint: Path | None, missing: str = 
     """Return the error after a signal; checkpoint: the saved state, missing: what is not saved, if any."""
     where = "" if missing else "nothing had been trained, so nothing was saved"
     if checkpoint is not None:
-        where = f"the state was saved to {checkpoint}; resume with set_checkpoint_dir('{checkpoint}')"
+        where = f"the state was saved to {checkpoint}; resume with checkpoint.load_dir {checkpoint}"
     parts = (f"stopped by {signal.Signals(number).name} after step {step}", where, missing)
     return TrainingInterrupted("; ".join(filter(None, parts)), number)

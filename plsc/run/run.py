@@ -97,7 +97,7 @@ def build_run(
     if options.speed.compile and any(callback.layers for callback in user.callbacks):
         raise OptionError(
             "a callback has layers, but outputs of layers are not available with speed.compile; "
-            "set_compile(False)"
+            "remove one of the two"
         )
     if options.train.deterministic:
         torch.use_deterministic_algorithms(True)

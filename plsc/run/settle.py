@@ -57,7 +57,7 @@ def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: i
     if saved < ranks:
         raise OptionError(
             f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer ranks, "
-            "or start from its weights with set_pretrained()"
+            "or start from its weights with model.pretrained"
         )
     _check_batch(options, path, saved // ranks)
     train = options.train

@@ -10,9 +10,8 @@ from plsc.data.transform import Transform
 from plsc.models import BaseModel
 from plsc.models.parameters import Initialization
 from plsc.optim.optimizers import Factory
-from plsc.run.build_updates import ScheduleFunction
-from plsc.run.callbacks import Callback
-from plsc.run.loggers import Logger
+from plsc.optim.schedule import ScheduleFunction
+from plsc.run.callbacks import Callback, Logger
 
 TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]
 """``reader(dataset_dir, val_targets)``, like plsc.utils.jpeg_reader.test."""

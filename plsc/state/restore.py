@@ -136,5 +136,5 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
         if theirs != mine:
             raise CheckpointError(
                 f"{path} was saved with {what} {shown_value(theirs)}, but this run has {shown_value(mine)}; "
-                "use the saved value to resume, or load only the weights that fit with set_pretrained()"
+                "use the saved value to resume, or load only the weights that fit with model.pretrained"
             )

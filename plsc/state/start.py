@@ -125,8 +125,8 @@ def open_load_dir(options: Options | Config, world: World) -> OpenedCheckpoint:
     opened = resolve_checkpoint(options, world, ())[0]
     if opened is None:
         raise OptionError(
-            f"no checkpoint is set, or {shown(options.checkpoint.save_dir)} contains no checkpoint; call "
-            "set_checkpoint_dir with the folder of one, such as saved_model/7"
+            f"no checkpoint is set, or {shown(options.checkpoint.save_dir)} contains no checkpoint; set "
+            "checkpoint.load_dir to the folder of one, such as saved_model/7"
         )
     return opened
 
@@ -388,7 +388,7 @@ def choose_start(
         note = (
             f"{taken[-1].shown} contains checkpoints of an earlier run, so this run saves to "
             f"{shown(join(options.checkpoint.save_dir, version))}; to resume the newest run instead, use "
-            "set_checkpoint_dir('last')"
+            "checkpoint.load_dir last"
         )
     return start(open_run_folder(*roots_of(options), version), fresh, note=note)
 
@@ -418,7 +418,7 @@ def open_directories(options: Options | Config, world: World, start: Start) -> D
                 )
             # Check existing names, not all epochs: a run limited by train.steps may have billions of epochs.
             if _EPOCH.fullmatch(name) and int(name) < options.train.epochs:
-                check_replaceable(folder, name)  # fail now, not after an epoch of training
+                check_replaceable(folder, name, start.run_id)  # fail now, not after an epoch of training
 
     on_every_rank(world, f"save to {local}", claim)
     is_shared = min(on_every_rank(world, "count ranks", lambda: count)) == world.size

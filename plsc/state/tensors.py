@@ -143,7 +143,7 @@ def _check_state(key: str, wanted: StateInfo | None, state: Any) -> None:
         raise CheckpointError(
             f"the optimizer state {key} in the checkpoint is {described}, but this optimizer expects "
             f"{expected}; use the network and optimizer that were saved, or load only the weights with "
-            "set_pretrained"
+            "model.pretrained"
         )
 
 

@@ -14,7 +14,7 @@ from threading import RLock
 
 from plsc.checkpoint import Retention, read_manifest
 from plsc.checkpoint.all_ranks import on_every_rank, own_result
-from plsc.checkpoint.remote import upload
+from plsc.checkpoint.remote import claim, upload
 from plsc.checkpoint.retention import best_in, manifest_in, prune, write_best
 from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.errors import CheckpointError, PlscError
@@ -48,6 +48,9 @@ class Uploader:
         self._world = run.world.in_background(run.world.upload_group)
         self._directories = directories
         self._store = store
+        self._token = own_result(
+            self._world, f"reach {store.shown}", lambda: claim(store) if run.world.is_main else ""
+        )
         self._retention = retention
         self._background = BackgroundThread("plsc-send")
         self._jobs: list[tuple[Path, Future[str | None]]] = []
@@ -112,7 +115,7 @@ class Uploader:
         total = sum(manifest.files[name].bytes for name in mine)
         of = f" (rank 0 of {self._world.size})" if self._world.size > 1 else ""
         transfer = Transfer(f"uploading {path} to {self._store.shown}{of}", total, self._world.is_main)
-        upload(path, self._store, mine, self._world, transfer.add)
+        upload(path, self._store, mine, self._world, transfer.add, self._token)
         transfer.end()
         # Only now is the new checkpoint complete in the store, so older ones may go.
         if self._world.is_main:

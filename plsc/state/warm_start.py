@@ -101,7 +101,7 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
         started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
         _take_head(run.head, head, order, started)
     if not started.head:
-        advice = "use the network and embedding size that were saved (set_model_name(), set_emb_size())"
+        advice = "use the network and embedding size that were saved (model.name, model.emb_size)"
         refuse_no_match(started.backbone, source, advice)
     return started
 

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -376,28 +376,38 @@ def hidden_versions(store: Store) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def staged(url: str, open_store: Callable[[str], Store]) -> Iterator[str]:
-    """Yield the URL to write a folder's files to; the folder is at `url` when the block succeeds.
+def staged(url: str, open_store: Callable[[str], Store], names: Sequence[str]) -> Iterator[str]:
+    """Yield the URL to write the files `names` to; they are in the folder `url` when the block succeeds.
 
-    On an object store this is `url` itself; writing the manifest last publishes the folder. Raises DataError
-    if the store fails. When the block fails, what was written is removed.
+    On an object store this is `url` itself, which must be empty; writing the manifest last publishes the
+    folder. Raises DataError if the store fails, or if another process writes there. When the block fails,
+    what it wrote is removed, and nothing else.
     """
     url = url.rstrip("/")
     parent, _, name = url.rpartition("/")
-    if is_object_store(url):
-        store, temporary = open_store(url), ""
-    else:
-        store, temporary = open_store(parent), hidden_name(name)
+    is_direct, mark = is_object_store(url), hidden_name(name)
+    store, own = open_store(url if is_direct else parent), [mark]
     try:
-        for old in store.names() if temporary else ():
-            if (match := HIDDEN.fullmatch(old)) and match[1] == SAVING and match[2] == name:
-                store.delete(old)  # left by a killed run
-        store.make_folder(temporary)
-        yield store.child(temporary) if temporary else url
-        if temporary:
-            store.rename(temporary, name)
+        if is_direct:
+            # Who sees the mark of another process stops, so that at most one process writes.
+            store.write(mark, b"")
+            if others := [one for one in store.names() if one != mark]:
+                raise DataError(f"{store.shown} already exists: it has {others[0]}; remove it, or wait")
+            own += names
+        else:
+            for old in store.names():
+                if (match := HIDDEN.fullmatch(old)) and match[1] == SAVING and match[2] == name:
+                    store.delete(old)  # left by a killed run
+            store.make_folder(mark)
+        yield url if is_direct else store.child(mark)
+        if missing := set(names).difference(store.names("" if is_direct else mark)):
+            raise DataError(f"{shown(url)}: another process has removed {min(missing)}; try again")
+        if is_direct:
+            store.delete(mark)
+        else:
+            store.rename(mark, name)
     except BaseException:
         with contextlib.suppress(Exception):
-            if temporary or not store.exists(MANIFEST_NAME):  # of another process, which has published it
-                store.delete(temporary)
+            for one in own:
+                store.delete(one)
         raise

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from plsc.errors import DataError, did_you_mean
+from plsc.errors import DataError, OptionError, did_you_mean
 from plsc.errors import shown as shown
 from plsc.errors import without_secrets as without_secrets
 from plsc.storage.retry import with_retries
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
+_BLANK = re.compile(r"://(?=[^/?#]*\s)(?:(?!::).)*@|[?#][^/?#]*=.*\s")
 _NO_HOST = re.compile(r"^(\w[\w+.-]+:)/$")  # of hdfs:///, the default server, without its last two slashes
 # Their rename copies every byte and is not atomic; the same holds for folders of "memory".
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
@@ -70,8 +71,16 @@ _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs
 
 
 def is_url(location: object) -> bool:
-    """Return whether this is an fsspec URL such as ``s3://bucket/data``, not a local path."""
-    return isinstance(location, str) and _SCHEME.match(location) is not None
+    """Return whether this is an fsspec URL such as ``s3://bucket/data``, not a local path.
+
+    Raises DataError for one with a blank in its user, password or query: messages could not tell
+    where such a password ends.
+    """
+    if not isinstance(location, str) or _SCHEME.match(location) is None:
+        return False
+    if _BLANK.search(location):
+        raise DataError("a URL has a blank in its user, password or query; write it as %20")
+    return True
 
 
 def is_object_store(url: str) -> bool:
@@ -157,6 +166,13 @@ def parent_of(location: str) -> str:
 def local_path(location: str) -> str:
     """Return the path of a ``file://`` URL, so that links and pipes are checked; others unchanged."""
     return _LOCAL.sub("/", location)
+
+
+def local_folder(location: str | os.PathLike[str], what: str) -> Path:
+    """Return the path of a local folder. Raises OptionError for a URL, which Path would cut to ``s3:/``."""
+    if is_url(os.fspath(location)):
+        raise OptionError(f"{what} is the URL {shown(os.fspath(location))}; expected a local folder")
+    return Path(location)
 
 
 def located(name: str, folder: str, allowed: Sequence[str] = (), listing: str = "") -> str:

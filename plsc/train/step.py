@@ -310,7 +310,7 @@ def _too_many_skips(scaler: LossScaler) -> TrainingError:
     return TrainingError(
         f"{MOST_SKIPS} steps in a row had a nan or inf in their gradients or embeddings, with a loss scale "
         f"of {scaler.scale:g}, which {why}: the range of float16 is too small for this network. Use "
-        "set_precision('bfloat16'), compute the layers that overflow in float32 (set_precision_lists), "
+        "set precision.mode to bfloat16, compute the layers that overflow in float32 (precision.lists), "
         "or lower the learning rate, and resume from the last checkpoint"
     )
 

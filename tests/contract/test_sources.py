@@ -251,6 +251,6 @@ def test_concurrent_threads_read_the_same_as_one(source):
 
 def test_a_label_out_of_range_is_reported(source):
     check_labels(source, 3)
-    with pytest.raises(DataError, match=r"label 2 at .* is outside 0\.\.1.*set_class_num\(3\)") as caught:
+    with pytest.raises(DataError, match=r"label 2 at .* is outside 0\.\.1.*head\.class_num") as caught:
         check_labels(source, 2)
     assert source.name(3) in str(caught.value)

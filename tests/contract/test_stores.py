@@ -25,7 +25,7 @@ from plsc.checkpoint import (
     save_checkpoint,
 )
 from plsc.checkpoint.manifest import HeadInfo
-from plsc.checkpoint.remote import clean, fetch, push, upload, verify
+from plsc.checkpoint.remote import claim, clean, fetch, push, upload, verify
 from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
@@ -46,13 +46,15 @@ def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) ->
         role_of_key("backbone.w"): torch.full((3,), float(step)),
         role_of_key("head.weight"): ShardedTensor(torch.full((rows, 4), float(step)), rows, 0),
     }
-    manifest = Manifest("0", step, 1, 0, 1, 4, {"": HeadInfo(rows, [(0, rows)])}, {}, {"metrics": metrics})
+    manifest = Manifest(
+        "0", step, 1, 0, 1, 4, {"": HeadInfo(rows, [(0, rows)])}, {}, {"metrics": metrics}, run_id="r"
+    )
     return save_checkpoint(folder, name, Snapshot(tensors, manifest), WORLD)
 
 
-def send(path: Path, store: Store, on_bytes=None) -> None:
+def send(path: Path, store: Store, on_bytes=None, token="") -> None:
     files = [one.name for one in path.glob("*.safetensors")]
-    upload(path, store, files, WORLD, on_bytes)
+    upload(path, store, files, WORLD, on_bytes, token)
 
 
 def test_files_and_folders_are_written_and_read_back(url, tmp_path):
@@ -124,8 +126,26 @@ def test_a_checkpoint_is_uploaded_fetched_and_replaced_atomically(url, tmp_path)
     assert verify(fetch(f"{url}/2", WORLD)).step == 7
     assert [name.count("step2") for name in store.names("2")] == [0, 0]  # no old file is left
     assert verify(f"{url}/1").step == 1
-    assert prune(store, Retention(1)) == ["1"]
+    assert prune(store, Retention(1), "r") == ["1"]
     assert store.names() == ["2"]
+
+
+def test_of_two_runs_that_save_to_a_store_the_one_that_began_last_does(url, tmp_path):
+    store = Store(url)
+    first, second = save(tmp_path / "a", "1", 1), save(tmp_path / "b", "1", 2)
+    tokens = claim(store), claim(store)
+    send(second, store, token=tokens[1])
+    with pytest.raises(CheckpointError, match="another run"):
+        send(first, store, token=tokens[0])
+    assert verify(f"{url}/1").step == 2
+
+    def clean_up(_: int) -> None:  # as a run on another machine would at its start
+        for name in [name for name in store.names() if "2" in name]:
+            store.delete(name)
+
+    with pytest.raises((CheckpointError, DataError)):
+        send(save(tmp_path / "b", "2", 3), store, clean_up, tokens[1])
+    assert [name for name, _ in checkpoints_in(store)] == ["1"]
 
 
 def test_leftovers_of_a_killed_upload_are_not_a_checkpoint_and_are_removed(url, tmp_path):
@@ -299,9 +319,9 @@ def test_a_folder_is_not_moved_into_one_that_another_process_has_published(tmp_p
     place = str(tmp_path / "out")
 
     def publish_late() -> None:
-        with staged(place, Store) as late:
+        with staged(place, Store, ["late"]) as late:
             Path(late, "late").touch()
-            with staged(place, Store) as early:
+            with staged(place, Store, ["early"]) as early:
                 Path(early, "early").touch()
 
     with pytest.raises(DataError, match="out"):
@@ -309,19 +329,29 @@ def test_a_folder_is_not_moved_into_one_that_another_process_has_published(tmp_p
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["early"]
 
 
-def test_a_failed_command_keeps_what_another_process_has_published_in_an_object_store():
-    place = "memory://bucket/published-by-another"
+def test_one_process_at_a_time_writes_to_an_object_store_and_deletes_only_its_own_files():
+    place = "memory://bucket/written-by-two"
+    Store(place).write("part_1/images/0.jpg", b"mine")
+    for _ in range(2):
+        with pytest.raises(DataError, match="exists"), staged(place, Store, ["part_1.txt"]):
+            pass
+    assert Store(place).names() == ["part_1"]
+    Store(place).delete("part_1")
 
     def fail_late() -> None:
-        with staged(place, Store):
-            with staged(place, Store):
-                Store(place).write("part_0.txt", b"line")
-                Store(place).write("manifest.json", b"{}")
-            raise ValueError("late")
+        with staged(place, Store, ["part_0.txt", "manifest.json"]):
+            Store(place).write("part_0.txt", b"line")
+            Store(place).write("notes.txt", b"of another program")
+            with pytest.raises(DataError, match="exists"), staged(place, Store, ["part_0.txt"]):
+                pass
+            raise KeyboardInterrupt
 
-    with pytest.raises(ValueError, match="late"):
+    with pytest.raises(KeyboardInterrupt):
         fail_late()
-    assert set(Store(place).names()) == {"part_0.txt", "manifest.json"}
+    assert Store(place).names() == ["notes.txt"]
+    Store(place).delete("notes.txt")
+    with pytest.raises(DataError, match=r"part_0\.txt"), staged(place, Store, ["part_0.txt"]):
+        pass  # another process has removed it
 
 
 def _check_keys_from_now_on(address: str) -> None:

@@ -54,7 +54,7 @@ def look(context, *_):
         for fields in map(str.split, (process / "net" / table).read_text().splitlines()[1:]):
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 print("listens", fields[1].split(":")[0])
-    [folder] = Path(sys.argv[1]).iterdir()
+    [folder] = Path(sys.argv[1]).iterdir()  # not in SPARK_LOCAL_DIRS
     print("shuffled", oct(folder.stat().st_mode)[-3:], len(list(folder.rglob("shuffle*.data"))))
     print("login", context.getConf().get("spark.authenticate"))
 

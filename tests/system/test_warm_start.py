@@ -204,7 +204,7 @@ def test_an_imported_checkpoint_predicts_as_its_network_and_trains_on(dataset, t
     assert warm.warm_start.head == ["head.weight"]
     torch.testing.assert_close(head_rows(warm.checkpoint), rows, rtol=0, atol=1e-5)
 
-    with pytest.raises(PlscError, match="set_pretrained"):  # it has no state to resume
+    with pytest.raises(PlscError, match=r"model\.pretrained"):  # it has no state to resume
         entry(dataset, tmp_path / "on", set_checkpoint_dir=ck, set_model_name="IResNet18").train()
 
 

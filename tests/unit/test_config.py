@@ -156,14 +156,13 @@ def test_every_option_has_a_setter_that_sets_it_and_a_meaning(spec):
         ("set_image_shape", b"ab", "list of integers"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_says_what_was_expected_what_came_and_which_setter(setter, value, expected):
+def test_a_wrong_value_says_what_was_expected_and_what_came(setter, value, expected):
     ins = Entry()
     before = ins.options.as_dict()
     with pytest.raises(OptionError) as caught:
         getattr(ins, setter)(value)
     assert expected in str(caught.value)
     assert repr(value) in str(caught.value)
-    assert f"{setter}()" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert ins.options.as_dict() == before
 

@@ -3,7 +3,6 @@
 import pytest
 
 from plsc import cli
-from plsc.cli.parser import CommandParser
 from plsc.config import all_options
 from tests.command_line import options_from
 
@@ -160,25 +159,20 @@ def test_a_wrong_verb_or_a_missing_value_is_told_in_words_of_its_user(arguments,
     assert expected in said_of(capsys, *arguments)
 
 
-def in_flags_of(name, text):
-    commands = {**cli.COMMANDS.commands, **cli.COMMANDS.commands["data"].commands}
-    return CommandParser(name, commands[name]).in_flags(text)
-
-
-def test_setters_become_the_flags_of_the_command_with_their_values():
-    text = "see set_lr(); set_num_workers(0), set_sync_batch_norm(True), or set_last_batch('pad')"
-    assert in_flags_of("train", text) == (
-        "see --optim.lr; --data.num_workers 0, --model.sync_batch_norm True, or --data.last_batch pad"
-    )
-    assert in_flags_of("train", "set_checkpoint_dir('my run')") == "--checkpoint.load_dir 'my run'"
-    assert in_flags_of("train", "set_nothing(1) of preset_lr()") == "set_nothing(1) of preset_lr()"
-    assert in_flags_of("train", "call set_class_num, or use set_lr.") == (
-        "pass --head.class_num, or use --optim.lr."
-    )
-    assert in_flags_of("train", "data/set_lr: use set_lr") == "data/set_lr: use --optim.lr"
-    assert in_flags_of("train", "set_loss_type('arcface')") == "--head.loss_type arcface"
-    assert in_flags_of("inspect", "see set_lr()") == "see set_lr()"
-    assert in_flags_of("plan", "see set_class_num(5)") == "see --head.class_num 5"
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict --output URL",
+        "data pack URL y",
+        "launch --log-dir URL x",
+        "test --protocol pairs --output URL",
+    ],
+)
+def test_a_url_is_no_local_folder(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words.replace("URL", "s3://me:SECRET@bucket/x").split()) == 1
+    assert "SECRET" not in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_option_has_a_flag_with_its_meaning(capsys):

@@ -5,12 +5,13 @@ import pytest
 
 from plsc.errors import DataError, OptionError, PlscError, add_note, shown, without_secrets
 from plsc.storage.retry import with_retries
-from plsc.storage.urls import open_filesystem
+from plsc.storage.urls import is_url, open_filesystem
 
 CASES = [
     ("s3://me:SECRET@bucket/x", "s3://bucket/x"),
     ("S3://me:SECRET@bucket/x", "S3://bucket/x"),
     ("https://SECRET@host/x", "https://host/x"),
+    ("http://me@example.com:SECRET@host/x", "http://host/x"),
     ("s3://me:SE@CRET@bucket/x", "s3://bucket/x"),
     ("s3://me:SE/CRET@bucket/x", "s3://bucket/x"),
     ("s3://me:SE@CR/E@T@bucket/x", "s3://bucket/x"),
@@ -52,6 +53,14 @@ CASES = [
         "403, url='https://host/x?***', then (s3://b/k).",
     ),
 ]
+OF_VALUES = [
+    ("http://John Smith:SECRET@host/x", "http://host/x"),
+    ("http://me: SECRET@host/x", "http://host/x"),
+    ("http://me:12 SECRET@host/x y", "http://host/x y"),
+    ("http://me:p@a SECRET@host/x", "http://host/x"),
+    ("http://host/x?token=a SECRET", "http://host/x?***"),
+    ("postgresql://host/x?password=a SECRET", "postgresql://host/x?***"),
+]
 UNCHANGED = [
     "s3://bucket/part-?.tar",
     "s3://bucket/year=202?/month=1/a@b.tar",
@@ -74,6 +83,14 @@ def test_what_is_shown_has_no_secret(text, expected):
     for error in (PlscError(text), DataError(text), OptionError(f"wrong: {text}")):
         add_note(error, f"of {text}")
         assert "SECRET" not in repr(error) + str(error) + str(getattr(error, "__notes__", ""))
+
+
+@pytest.mark.parametrize(("url", "expected"), OF_VALUES)
+def test_a_url_with_a_blank_in_its_password_is_refused_and_stored_without_it(url, expected):
+    assert without_secrets([url]) == [expected]
+    with pytest.raises(DataError, match="blank") as caught:
+        is_url(url)
+    assert "SECRET" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", UNCHANGED)

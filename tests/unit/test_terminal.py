@@ -16,14 +16,13 @@ LOGGER = logging.getLogger("plsc.some.module")
 
 
 def test_messages_go_to_the_terminal_by_their_level_and_without_secrets(capsys):
-    with on_terminal() as terminal, on_terminal():
-        terminal.wording = lambda text: text.replace("set_lr(1)", "--optim.lr 1")
+    with on_terminal(), on_terminal():
         LOGGER.info("epoch 0 of s3://me:SECRET@bucket/run")
-        LOGGER.warning("the loss increases: set_lr(1)")
+        LOGGER.warning("the loss increases")
         LOGGER.debug("nothing")
     printed = capsys.readouterr()
     assert printed.out == "epoch 0 of s3://bucket/run\n"
-    assert printed.err == "plsc: warning: the loss increases: --optim.lr 1\n"
+    assert printed.err == "plsc: warning: the loss increases\n"
     LOGGER.info("the handler and the level are gone")
     assert not any(capsys.readouterr())
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -65,7 +64,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
             if is_url(options.output):
                 names = [part["name"] for part in manifest["parts"]]
                 names += [FILE_LIST, MANIFEST]
-                with staged(options.output, _open_store) as target:
+                with staged(options.output, _open_store, names) as target:
                     _upload(workspace.path, target, names)
             else:
                 workspace.publish(Path(options.output), is_synced=not options.no_sync)
@@ -152,7 +151,8 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
         manifest = finish(str(workspace.path))
         workspace.publish(Path(options.output))
         return manifest
-    with staged(options.output, _open_store) as target:
+    names = [*part_names(options.nranks, options.output_name), FILE_LIST, MANIFEST]
+    with staged(options.output, _open_store, names) as target:
         manifest = finish(target)
         _upload(workspace.path, target, [FILE_LIST, MANIFEST])
     return manifest
@@ -259,11 +259,6 @@ def _refuse_existing(options: PartitionOptions, inputs: list[Input]) -> None:
         store = _open_store(output)
         if not store.can_rename:
             store.make_folder()  # fails early if the bucket does not exist
-            start = re.escape(options.output_name or "part_")
-            is_left = all(re.fullmatch(rf"{start}\d+(\.txt)?", one) for one in store.names())
-            places = {parent_of(one.location).partition("://")[2] for one in inputs}  # s3 and s3a are one
-            if is_left and output.partition("://")[2].rstrip("/") not in places:
-                return  # a killed run left parts without list and manifest, which do not count as output
     refuse_existing(output)
 
 

@@ -69,14 +69,16 @@ def write(
     settings = {"spark.python.worker.memory": f"{max(64, options.memory // 2**20)}m"}
     session = None
     try:
+        # By default, other users can read all lines. Java takes this variable before spark.local.dir.
+        place = options.tmp_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None
+        os.environ["SPARK_LOCAL_DIRS"] = _private_folder(dir=place).name
         SparkContext._ensure_initialized()  # starts Java, which knows the default master
         if (options.master or SparkConf().get("spark.master", "")).startswith("local"):
             # Use this interpreter, which has plsc. For a cluster, its configuration decides.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-            # By default, other machines can connect, without a login, and other users can read all lines.
+            # By default, other machines can connect, without a login.
             settings |= {"spark.authenticate": "true", "spark.ui.enabled": "false"}
             settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-            settings["spark.local.dir"] = _private_folder(dir=options.tmp_dir).name
         for name, value in settings.items():
             builder = builder.config(name, value)
         session = builder.getOrCreate()

@@ -163,7 +163,7 @@ class FileSource(IndexedSource):
         if missing:
             raise DataError(
                 f"{len(missing):,} of {len(self):,} images have no line in the landmarks file, such as "
-                f"{self.name(missing[0])}; add them, or train without these images: set_bad_images('skip')"
+                f"{self.name(missing[0])}; add them, or train without these images: data.bad_images skip"
             )
 
     def _image_at(self, index: int, stored: bytes | None) -> Image:
@@ -248,7 +248,7 @@ def check_labels(source: Source, class_num: int) -> None:
     first = int(bad[0])
     raise DataError(
         f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} ({len(bad)} of "
-        f"{len(labels)} samples are); fix it, or pass set_class_num({int(labels.max()) + 1})"
+        f"{len(labels)} samples are); fix it, or set head.class_num to {int(labels.max()) + 1}"
     )
 
 

@@ -124,7 +124,7 @@ class LearningCheck(Callback):
         return (
             f"the embeddings have collapsed since step {self._low_since}: their effective rank is "
             f"{effective_rank:.1f} (8 or more in a good run), and the network will not separate unseen "
-            "classes even if the loss falls. Start again with a third of the learning rate, set_clip_norm(5) "
+            "classes even if the loss falls. Start again with a third of the rate, optim.clip_norm 5, "
             f"or a longer warm-up ({_PAGE})"
         )
 
@@ -199,9 +199,9 @@ class DataWait(Callback):
         if self._is_generator and workers:
             remedy = "a generator reader runs in one process: make it faster, or use a map-style Dataset"
         elif self._is_generator:
-            remedy = "set_num_workers(1) runs the reader in the background"
+            remedy = "data.num_workers 1 runs the reader in the background"
         elif workers < cores:
-            remedy = f"try set_num_workers({min(wanted, cores)})"
+            remedy = f"try data.num_workers {min(wanted, cores)}"
         else:
             remedy = "every core has a worker already; see docs/data.md for other remedies"
         return (

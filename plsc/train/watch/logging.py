@@ -22,8 +22,8 @@ from plsc.config.option import is_finite_number
 from plsc.config.train import listed_names
 from plsc.errors import TrainingError, without_secrets
 from plsc.parallel.backbone import gradient_values
-from plsc.run.callbacks import Callback, Context
-from plsc.run.loggers import LOGGERS, Logger
+from plsc.run.callbacks import Callback, Context, Logger
+from plsc.run.loggers import LOGGERS
 from plsc.run.targets import HeldOutSet, Target
 from plsc.storage.publish import replacing
 from plsc.storage.regular import check_inside
@@ -155,7 +155,7 @@ def _explaining_errors(name: str, folder: Path) -> Iterator[None]:
         where = error.filename or folder
         raise TrainingError(
             f"the logger {name} cannot write {where}: {error.strerror or error}; free space or check the "
-            "permissions, or choose another folder with set_model_save_dir. Checkpoints saved before are "
+            "permissions, or choose another folder as checkpoint.save_dir. Checkpoints saved before are "
             "intact"
         ) from error
 

@@ -132,7 +132,7 @@ def slow_start(seconds: float, log_period: int) -> str | None:
         return None
     return (
         f"the first step took {seconds:.0f} s; progress is logged every {log_period} steps "
-        "(set_log_period()) and at the end of each epoch"
+        "(train.log_period) and at the end of each epoch"
     )
 
 

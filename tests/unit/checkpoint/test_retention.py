@@ -58,6 +58,14 @@ def test_metrics_that_are_not_numbers_are_ignored(tmp_path):
     assert Retention(1, 1, "loss").ranking(found) == [("2", 5.0)]
 
 
+def test_a_folder_with_other_files_is_kept(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, str(step), step)
+    (tmp_path / "1/model").mkdir()
+    assert prune(Store(tmp_path), Retention(1)) == ["2"]
+    assert names(tmp_path) == ["1", "3"]
+
+
 def test_the_newest_checkpoint_is_always_kept(tmp_path):
     save(tmp_path, "1", 1, loss=5.0)
     save(tmp_path, "2", 2, loss=7.0)

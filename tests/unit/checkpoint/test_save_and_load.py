@@ -236,8 +236,9 @@ def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(others, tmp_path):
     assert (tmp_path / "1" / "part_0.txt").exists()
 
 
-def test_the_checkpoint_of_another_run_is_not_replaced_by_a_download(tmp_path):
-    own = save_checkpoint(tmp_path, "1", Snapshot({}, dataclasses.replace(MANIFEST, run_id="a")), WORLD)
+@pytest.mark.parametrize("whose", ["a", ""])  # of another run; of none, which a command has written
+def test_the_checkpoint_of_another_run_is_not_replaced_by_a_download(whose, tmp_path):
+    own = save_checkpoint(tmp_path, "1", Snapshot({}, dataclasses.replace(MANIFEST, run_id=whose)), WORLD)
     other = save_checkpoint(
         tmp_path / "b", "1", Snapshot({}, dataclasses.replace(MANIFEST, run_id="b")), WORLD
     )

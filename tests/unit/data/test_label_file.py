@@ -126,7 +126,7 @@ def test_the_first_label_out_of_range_is_reported_with_advice(tmp_path):
         check_labels(source, 85742)
     text = str(caught.value)
     assert "label 85742 at c (label.txt:3) is outside 0..85741" in text
-    assert "set_class_num(85744)" in text
+    assert "head.class_num to 85744" in text
 
 
 def test_a_line_takes_little_more_memory_than_its_text(tmp_path):

@@ -228,4 +228,4 @@ def test_a_result_or_an_error_that_cannot_be_sent_raises_an_error(tmp_path, work
 def test_what_processes_cannot_do_is_one_message(tmp_path, what):
     error = run_script(tmp_path, *what.split()).stderr
     assert "plsc.errors.OptionError" in error.splitlines()[-1], error
-    assert "set_num_workers(0)" in error
+    assert "data.num_workers" in error

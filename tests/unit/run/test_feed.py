@@ -138,7 +138,7 @@ def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
 
 
 def test_a_cache_for_processes_is_refused(dataset):
-    with pytest.raises(OptionError, match=r"works only with threads.*set_num_workers\(0\)"):
+    with pytest.raises(OptionError, match=r"works only with threads.*data\.num_workers"):
         feed(dataset, transform=blur, data__cache="memory:1M")
     feed(dataset, transform=blur, data__cache="memory:1M", data__num_workers=0)
 

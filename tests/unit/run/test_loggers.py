@@ -379,8 +379,8 @@ def test_a_generator_of_unknown_length_logs_its_first_and_last_step_and_gets_adv
     assert list(found) == [1, 5, 10]
     assert all(line["mean_loss"] is not None and line["lr"] for line in found.values())
     assert sum("step 5 loss" in line for line in messages) == 1
-    assert sum("set_train_image_num" in line for line in messages) == 1
+    assert sum("data.train_image_num" in line for line in messages) == 1
     known = run(tmp_path / "known", set_train_image_num=20)
     assert list(known) == [5, 10]
-    assert not any("set_train_image_num" in line for line in messages)
+    assert not any("data.train_image_num" in line for line in messages)
     assert [found[step]["loss"] for step in known] == [line["loss"] for line in known.values()]

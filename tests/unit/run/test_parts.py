@@ -375,7 +375,7 @@ def test_more_ranks_than_global_batch_is_refused():
 def test_a_wrong_image_count_is_a_note_and_too_few_classes_are_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, data__train_image_num=5)
     notes = build_run(options, World.single(), UserParts()).notes
-    assert "note: set_train_image_num is ignored, as the dataset has 9 images" in notes
+    assert "note: data.train_image_num is ignored, as the dataset has 9 images" in notes
     options = options_for(dataset, tmp_path, head__class_num=1)
     with pytest.raises(OptionError, match="class_num is 1"):
         build_run(options, World.single(), UserParts())

@@ -23,7 +23,7 @@ def test_as_many_workers_as_read_a_batch_while_one_is_computed():
     assert line.startswith(
         "data loading is slow: a step of 30 ms waits 20 ms (67%) for its batch, with 1 worker and 8 cores"
     )
-    assert line.endswith("; try set_num_workers(4)")  # 30 / 10 and a tenth more
+    assert line.endswith("; try data.num_workers 4")  # 30 / 10 and a tenth more
     (line,) = said(0.005, 0.030, workers=0)
     assert line.endswith("try set_num_workers(1)")
     (line,) = said(0.029, 0.030)
@@ -43,7 +43,7 @@ def test_a_worker_for_each_core_is_as_many_as_are_proposed():
 
 def test_a_generator_is_told_what_helps_a_generator():
     (line,) = said(0.020, 0.030, workers=0, is_generator=True)
-    assert "set_num_workers(1) runs the reader in the background" in line
+    assert "data.num_workers 1 runs the reader in the background" in line
     (line,) = said(0.020, 0.030, workers=1, is_generator=True)
     assert "a generator reader runs in one process" in line
 

@@ -362,7 +362,7 @@ def test_another_optimizer_cannot_take_the_state_and_is_told_what_can(dataset, t
     train(options_of(dataset, tmp_path / "run", **settings), WORLD)
     options = options_of(dataset, tmp_path / "next", checkpoint__load_dir=str(tmp_path / "run/0"))
     options.set("optim.optimizer", "adam")
-    with pytest.raises(CheckpointError, match=r"optimizer 'SGD', but this run has 'Adam'.*set_pretrained"):
+    with pytest.raises(CheckpointError, match=r"optimizer 'SGD', but this run has 'Adam'.*model.pretrained"):
         train(options, WORLD)
 
 
@@ -380,7 +380,7 @@ def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
 
 def test_a_run_that_its_steps_end_may_have_any_number_of_epochs(dataset, tmp_path, monkeypatch):
     looked_at = []
-    monkeypatch.setattr(directories, "check_replaceable", lambda _, name: looked_at.append(name))
+    monkeypatch.setattr(directories, "check_replaceable", lambda _, name, __: looked_at.append(name))
     (tmp_path / "run/7").mkdir(parents=True)
     endless = {"train__epochs": 10**6, "train__steps": 1, "train__batch_size": 6}
     train(options_of(dataset, tmp_path / "run", **endless), WORLD)

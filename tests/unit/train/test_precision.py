@@ -221,7 +221,6 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"use_fp16": 1}, "use_fp16 is 1; expected True or False"),
         ({"init_loss_scaling": 0.5}, "init_loss_scaling is 0.5; expected a number between 1 and 16777216"),
         ({"init_loss_scaling": 2.0**25}, "expected a number between 1 and"),
         ({"init_loss_scaling": math.nan}, "init_loss_scaling is nan"),
@@ -231,7 +230,6 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
         ({"decr_ratio": 1}, "decr_ratio is 1; expected a number greater than 0 and less than 1"),
         ({"decr_ratio": 0.0}, "decr_ratio is 0.0; expected a number greater than 0"),
         ({"use_dynamic_loss_scaling": "yes"}, "expected True or False"),
-        ({"amp_lists": ["softmax"]}, "expected plsc.AutoMixedPrecisionLists"),
     ],
 )
 def test_a_wrong_argument_is_refused_and_changes_nothing(arguments, said):
