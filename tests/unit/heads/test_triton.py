@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plsc.errors import OptionError
-from plsc.heads.kernels import choose_backend, triton_backend
+from plsc.heads.kernels import triton_backend
 from plsc.heads.softmax import tile_size
 from tests.devices import GPU, VISIBLE
 from tests.distributed.launch import clean_environment
@@ -83,13 +82,6 @@ def test_tiles_of_long_embeddings_are_larger_on_a_gpu() -> None:
     assert tile_size(device, 1024, 512) == tile_size(device, 1024)
     assert all(tile_size(device, 16_384, dimension) % 128 == 0 for dimension in range(1, 4097))
     assert tile_size(torch.device("cpu"), 16_384, 2048) == tile_size(torch.device("cpu"), 16_384)
-
-
-def test_triton_kernels_are_unavailable_on_a_cpu() -> None:
-    cpu = torch.device("cpu")
-    assert "cpu" in str(triton_backend.unavailable(cpu))
-    with pytest.raises(OptionError, match=r"triton kernels .* the head computes on cpu"):
-        choose_backend("triton", cpu, torch.float32, torch.float32, None, 32)
 
 
 def test_a_failed_kernel_launch_is_reported_as_the_reason(monkeypatch) -> None:
