@@ -71,7 +71,7 @@ def logits(
     full = _full_logits(margin, embeddings, weight, bias, labels, of_label)
     if margin.share == 1:
         return full
-    plain = normface_logits(embeddings, weight, margin.scale)
+    plain = margin.scale * cosines(embeddings, weight)
     at_label = torch.nn.functional.one_hot(labels, full.shape[1]).bool()
     return torch.where(at_label, plain + margin.share * (full - plain), full)
 
@@ -80,27 +80,77 @@ def _full_logits(
     margin: Margin, embeddings: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, of_label: Any
 ) -> Tensor:
     """Return the logits [B, C] for share = 1; of_label: one margin, or that of each sample's class, [B]."""
-    x, w, y, m = embeddings, weight, labels, margin
+    m = margin
     if isinstance(m, Softmax):
         assert bias is not None
-        return softmax_logits(x, w, bias)
+        return softmax_logits(embeddings, weight, bias)
+    c = cosines(embeddings, weight)
     if isinstance(m, NormFace):
-        return normface_logits(x, w, m.scale)
+        return m.scale * c
+    target, norms, others = _target(c, labels), embeddings.norm(dim=1), c
     if isinstance(m, ArcFace):
-        return arcface_logits(x, w, y, m.scale, of_label, m.easy_margin, m.straight_through)
-    if isinstance(m, CosFace):
-        return cosface_logits(x, w, y, m.scale, of_label)
-    if isinstance(m, SphereFace):
-        return sphereface_logits(x, w, y, m.scale, of_label)
-    if isinstance(m, CombinedMargin):
-        return combined_logits(x, w, y, m.scale, *m.margins)
-    if isinstance(m, AdaFace):
-        return adaface_logits(x, w, y, m.scale, of_label, m.h, m.mean, m.std)
-    if isinstance(m, MagFace):
-        return magface_logits(x, w, y, m.scale, m.norm_range, m.margin_range, m.easy_margin)
-    if isinstance(m, CurricularFace):
-        return curricularface_logits(x, w, y, m.scale, of_label, m.t)
-    raise TypeError(f"no reference formula for {type(margin).__name__}")
+        psi = arcface(target, of_label, m.easy_margin)
+        psi = target + (psi - target).detach() if m.straight_through else psi
+    elif isinstance(m, CosFace):
+        psi = c.gather(1, labels[:, None])[:, 0] - of_label  # Wang et al. 2018, eq. 4
+    elif isinstance(m, SphereFace):
+        psi = combined(target, of_label, 0.0, 0.0)  # Liu et al. 2017, eq. 7
+    elif isinstance(m, CombinedMargin):
+        psi = combined(target, *m.margins)
+    elif isinstance(m, AdaFace):
+        psi = adaface(target, norms, of_label, m.h, m.mean, m.std)
+    elif isinstance(m, MagFace):
+        (l_a, u_a), (l_m, u_m) = m.norm_range, m.margin_range  # Meng et al. 2021, sec. 3.2
+        grown = (u_m - l_m) / (u_a - l_a) * (torch.clip(norms, l_a, u_a) - l_a) + l_m
+        psi = arcface(target, grown, m.easy_margin)
+    elif isinstance(m, CurricularFace):
+        # Huang et al. 2020, sec. 3.2: N = c if c <= cos(theta_y + m), else c (t + c).
+        threshold = torch.cos(torch.acos(target.detach()) + of_label)
+        others = torch.where(c > threshold[:, None], c * (m.t + c), c)
+        psi = arcface(target, of_label)
+    else:
+        raise TypeError(f"no reference formula for {type(margin).__name__}")
+    return m.scale * others.scatter(1, labels[:, None], psi[:, None])
+
+
+def arcface(target: Tensor, margin: float | Tensor, easy_margin: bool = False) -> Tensor:
+    """Return psi = cos(acos(c) + m) (Deng et al. 2019, eq. 3), [B].
+
+    Where acos(c) + m exceeds pi, psi = c - m sin(m), as in the authors' code. With the easy margin, psi = c
+    wherever c <= 0.
+    """
+    margin = torch.as_tensor(margin, dtype=target.dtype)
+    angle = torch.acos(target) + margin
+    if easy_margin:
+        return torch.where(target > 0, torch.cos(angle), target)
+    return torch.where(angle <= math.pi, torch.cos(angle), target - margin * torch.sin(margin))
+
+
+def combined(target: Tensor, m1: float | Tensor, m2: float, m3: float) -> Tensor:
+    """Return psi = cos(m1 theta + m2) - m3 (Deng et al. 2019, eq. 4), [B].
+
+    Beyond each multiple of pi the cosine is mirrored and shifted, so that it continues to decrease: in
+    [k pi, (k + 1) pi] it is (-1)^k cos - 2 k.
+    """
+    angle = m1 * torch.acos(target) + m2
+    psi = torch.cos(angle)
+    for k in range(1, math.ceil((float(torch.as_tensor(m1).max()) * math.pi + m2) / math.pi)):
+        psi = torch.where(angle > k * math.pi, (-1) ** k * torch.cos(angle) - 2 * k, psi)
+    return psi - m3
+
+
+def adaface(
+    target: Tensor, norms: Tensor, margin: float | Tensor, h: float, mean: Tensor, std: Tensor
+) -> Tensor:
+    """Return psi = cos(theta + g_angle) - g_add (Kim et al. 2022, sec. 3.3), [B].
+
+    g_angle = -m q, g_add = m q + m, q = clip(h (|x| - mean) / (std + 1e-3), -1, 1), a constant in the
+    backward pass; norms and the angle are clipped as in the authors' code.
+    """
+    norms = torch.clip(norms.detach(), 1e-3, 100)
+    q = torch.clip((norms - mean) / (std + 1e-3) * h, -1, 1)
+    angle = torch.clip(torch.acos(target) - margin * q, 1e-3, math.pi - 1e-3)
+    return torch.cos(angle) - (margin * q + margin)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -132,135 +182,11 @@ def softmax_logits(embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _class_products(embeddings, weight, bias)
 
 
-def normface_logits(embeddings: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Return s c, [B, C] (Wang et al. 2017)."""
-    return scale * cosines(embeddings, weight)
-
-
-def arcface_logits(
-    embeddings: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float,
-    margin: float | Tensor,
-    easy_margin: bool = False,
-    straight_through: bool = False,
-) -> Tensor:
-    """Return s cos(acos(c) + m) at the label, s c elsewhere, [B, C] (Deng et al. 2019, eq. 3).
-
-    Where acos(c) + m exceeds pi, the target is c - m sin(m), as in the authors' code. With the easy margin,
-    the target is c wherever c <= 0.
-    """
-    c = cosines(embeddings, weight)
-    target = _target(c, labels)
-    psi = _arcface_target(target, margin, easy_margin)
-    if straight_through:
-        psi = target + (psi - target).detach()
-    return scale * _put(c, labels, psi)
-
-
-def cosface_logits(
-    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float | Tensor
-) -> Tensor:
-    """Return s (c - m) at the label, s c elsewhere, [B, C] (Wang et al. 2018, eq. 4)."""
-    c = cosines(embeddings, weight)
-    at_label = torch.nn.functional.one_hot(labels, c.shape[1]).to(c.dtype)
-    return scale * (c - torch.as_tensor(margin, dtype=c.dtype).reshape(-1, 1) * at_label)
-
-
-def sphereface_logits(
-    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float | Tensor
-) -> Tensor:
-    """Return s ((-1)^k cos(m theta) - 2 k) at the label, s c elsewhere (Liu et al. 2017, eq. 7).
-
-    theta is in [k pi / m, (k + 1) pi / m].
-    """
-    return combined_logits(embeddings, weight, labels, scale, margin, 0.0, 0.0)
-
-
-def combined_logits(
-    embeddings: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float,
-    m1: float | Tensor,
-    m2: float,
-    m3: float,
-) -> Tensor:
-    """Return s (cos(m1 theta + m2) - m3) at the label, s c elsewhere (Deng et al. 2019, eq. 4).
-
-    Beyond each multiple of pi the cosine is mirrored and shifted, so that it continues to decrease.
-    """
-    c = cosines(embeddings, weight)
-    angle = m1 * torch.acos(_target(c, labels)) + m2
-    psi = torch.cos(angle)
-    for k in range(1, math.ceil((float(torch.as_tensor(m1).max()) * math.pi + m2) / math.pi)):
-        psi = torch.where(angle > k * math.pi, (-1) ** k * torch.cos(angle) - 2 * k, psi)
-    return scale * _put(c, labels, psi - m3)
-
-
-def adaface_logits(
-    embeddings: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float,
-    margin: float | Tensor,
-    h: float,
-    mean: Tensor,
-    std: Tensor,
-) -> Tensor:
-    """Return s (cos(theta + g_angle) - g_add) at the label, s c elsewhere (Kim et al. 2022, sec. 3.3).
-
-    g_angle = -m q, g_add = m q + m, q = clip(h (|x| - mean) / (std + 1e-3), -1, 1), a constant in the
-    backward pass; norms and the angle are clipped as in the authors' code.
-    """
-    c = cosines(embeddings, weight)
-    norm = torch.clip(embeddings.detach().norm(dim=1), 1e-3, 100)
-    q = torch.clip((norm - mean) / (std + 1e-3) * h, -1, 1)
-    theta = torch.acos(_target(c, labels))
-    angle = torch.clip(theta - margin * q, 1e-3, math.pi - 1e-3)
-    return scale * _put(c, labels, torch.cos(angle) - (margin * q + margin))
-
-
-def magface_logits(
-    embeddings: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float,
-    norm_range: tuple[float, ...],
-    margin_range: tuple[float, ...],
-    easy_margin: bool = False,
-) -> Tensor:
-    """Return ArcFace's logits with the margin m(|x|) (Meng et al. 2021, sec. 3.2), [B, C].
-
-    m(a) = (u_m - l_m) / (u_a - l_a) (a - l_a) + l_m, with a = |x| clipped to [l_a, u_a].
-    """
-    (l_a, u_a), (l_m, u_m) = norm_range, margin_range
-    c = cosines(embeddings, weight)
-    a = torch.clip(embeddings.norm(dim=1), l_a, u_a)
-    m = (u_m - l_m) / (u_a - l_a) * (a - l_a) + l_m
-    return scale * _put(c, labels, _arcface_target(_target(c, labels), m, easy_margin))
-
-
 def magface_regulariser(norms: Tensor, norm_range: tuple[float, ...], regularisation: float) -> Tensor:
     """Return lambda_g g(a), g(a) = a / u_a^2 + 1 / a, for norms [B] clipped to norm_range, [B]."""
     l_a, u_a = norm_range
     a = torch.clip(norms, l_a, u_a)
     return regularisation * (1 / u_a**2 * a + 1 / a)
-
-
-def curricularface_logits(
-    embeddings: Tensor, weight: Tensor, labels: Tensor, scale: float, margin: float | Tensor, t: Tensor
-) -> Tensor:
-    """Return s T at the label, s N elsewhere, [B, C] (Huang et al. 2020, sec. 3.2).
-
-    T is ArcFace's target. N = c if c <= cos(theta_y + m), else c (t + c).
-    """
-    c = cosines(embeddings, weight)
-    target = _target(c, labels)
-    threshold = torch.cos(torch.acos(target.detach()) + margin)
-    others = torch.where(c > threshold[:, None], c * (t + c), c)
-    return scale * _put(others, labels, _arcface_target(target, margin))
 
 
 def _class_products(embeddings: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -276,17 +202,3 @@ def _target(cosines: Tensor, labels: Tensor) -> Tensor:
     """Return the cosine of each sample with its class, [B], clamped to +-COSINE_LIMIT with slope 1."""
     target = cosines.gather(1, labels[:, None])[:, 0]
     return target + (target.clamp(-COSINE_LIMIT, COSINE_LIMIT) - target).detach()
-
-
-def _put(cosines: Tensor, labels: Tensor, psi: Tensor) -> Tensor:
-    """Return the cosines with psi [B] at the labels."""
-    return cosines.scatter(1, labels[:, None], psi[:, None])
-
-
-def _arcface_target(target: Tensor, margin: float | Tensor, easy_margin: bool = False) -> Tensor:
-    """Return psi [B] for target cosines [B] and one margin, or one per sample."""
-    margin = torch.as_tensor(margin, dtype=target.dtype)
-    angle = torch.acos(target) + margin
-    if easy_margin:
-        return torch.where(target > 0, torch.cos(angle), target)
-    return torch.where(angle <= math.pi, torch.cos(angle), target - margin * torch.sin(margin))

@@ -94,6 +94,15 @@ def tensors_of(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
+def joined(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors, with the shards of all files concatenated, except per-rank tensors."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for (_, key), tensor in tensors_of(checkpoint).items():
+        if not key.startswith("rank"):
+            parts.setdefault(key, []).append(tensor)
+    return {key: torch.cat(pieces) if pieces[0].ndim else pieces[0] for key, pieces in parts.items()}
+
+
 def different(ours: Path, theirs: Path) -> list[tuple[str, str]]:
     """Return the places of the tensors in which two checkpoints differ by a bit."""
     mine, right = tensors_of(ours), tensors_of(theirs)

@@ -13,17 +13,16 @@ WORKER = Path(__file__).with_name("callbacks_worker.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(tmp_path, ranks):
+def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(tmp_path):
     dataset = write_dataset(tmp_path / "faces", classes=5, per_class=6)
-    run_ranks(WORKER, ranks, str(dataset), str(tmp_path))
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-    assert all(one == seen[0] for one in seen)
+    run_ranks(WORKER, 3, str(dataset), str(tmp_path))
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert seen[1] == seen[2] == seen[0]
     steps, checkpoint, events = seen[0]
     assert steps == 3
     assert (Path(checkpoint) / "manifest.json").exists()
     assert [event for event, _ in events][-3:] == ["epoch_end", "saved", "run_end"]
-    for rank in range(1, ranks):
+    for rank in (1, 2):
         lines = (tmp_path / f"run/log-rank{rank}.txt").read_text().splitlines()
         assert " INFO epoch 1/5 step 1/" in lines[0]
     assert not (tmp_path / "run/log-rank0.txt").exists()

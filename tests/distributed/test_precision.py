@@ -1,4 +1,4 @@
-"""Compare skipped steps and the loss scale with a table, on one to three ranks."""
+"""Compare skipped steps and the loss scale with a table, on one and three ranks."""
 
 from pathlib import Path
 

@@ -1,175 +1,138 @@
-"""Train small networks on any number of ranks and write the results.
+"""Train small networks with any optimizer on one, three and four ranks: train_worker.py DATASET FOLDER
 
-    train_worker.py DATASET FOLDER
-
-Runs on four ranks; the first one or three form smaller worlds. FOLDER/<ranks>.json has, for each case,
-the losses of all steps and the class weights per rank; FOLDER/<ranks>.npz has the weights before and after.
-For `broken` three ranks average the backbone's gradients instead of summing them.
+FOLDER/<ranks>/<case> is the folder of each run. For `broken`, three ranks average the backbone's gradients
+instead of summing them.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from plsc.actions.train import add_output
-from plsc.config import Options
-from plsc.heads import ShardedHead
 from plsc.models import BaseModel
+from plsc.models.parameters import Initialization
 from plsc.parallel import backbone
 from plsc.parallel.world import World
-from plsc.run.run import build_run
 from plsc.run.user_parts import UserParts
-from plsc.state.saving import Saver
-from plsc.state.start import open_directories, open_start
-from plsc.train.loop import Trainer
 from tests.distributed.worker import run_worker, smaller_world
 from tests.float64 import compute_in_float64
+from tests.resuming import options_of, train
 
-GLOBAL_BATCH = 24
+STEPS, GLOBAL_BATCH, EMBEDDING = 20, 24, 12
 
 
-class PlainNetwork(BaseModel):
+class Plain(BaseModel):
     """No batch statistics, no dropout."""
 
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1)
-        self.fc = nn.Linear(6 * 8 * 8, 12)
+        self.fc = nn.Linear(6 * 8 * 8, EMBEDDING)
 
     def build_network(self, input, label, is_train=True):
         return self.fc(torch.tanh(self.conv(input)).flatten(1))
 
 
-class NormalisedNetwork(BaseModel):
-    """Batch norm after the convolution and after the embedding layer."""
+class Normalised(BaseModel):
+    """Batch norm after each convolution, and an integer parameter."""
 
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(6)
-        self.fc = nn.Linear(6 * 8 * 8, 12)
-        self.out = nn.BatchNorm1d(12)
+        self.table = nn.Parameter(torch.arange(3), requires_grad=False)
+        # Before batch norm the gradient of a bias is only rounding noise, which some optimizers amplify.
+        first, second = (nn.Conv2d(*sizes, 3, 2, 1, bias=False) for sizes in ((3, 4), (4, 6)))
+        self.stem = nn.Sequential(first, nn.BatchNorm2d(4))
+        self.conv = nn.Sequential(second, nn.BatchNorm2d(6))
+        self.fc = nn.Linear(6 * 4 * 4, EMBEDDING)
 
     def build_network(self, input, label, is_train=True):
-        return self.out(self.fc(torch.tanh(self.norm(self.conv(input))).flatten(1)))
+        return self.fc(torch.tanh(self.conv(torch.tanh(self.stem(input)))).flatten(1))
 
 
-CASES = {
-    # name: network, loss type, dtype, classes, last batch
-    "plain-arcface-fp64": (PlainNetwork, "dist_arcface", "float64", 13, "keep"),
-    "plain-softmax-fp64": (PlainNetwork, "dist_softmax", "float64", 13, "pad"),
-    "norm-arcface-fp64": (NormalisedNetwork, "dist_arcface", "float64", 13, "keep"),
-    "norm-arcface-fp32": (NormalisedNetwork, "dist_arcface", "float32", 13, "pad"),
-    "norm-dense-arcface-fp64": (NormalisedNetwork, "arcface", "float64", 13, "keep"),
-    "plain-dense-softmax-fp64": (PlainNetwork, "softmax", "float64", 13, "keep"),
+class Branches(Normalised):
+    """A network with a layer that it never uses, and one that it uses in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.never, self.odd = nn.Linear(3, 3), nn.Linear(EMBEDDING, EMBEDDING)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def build_network(self, input, label, is_train=True):
+        output = super().build_network(input, label)
+        self.steps += is_train
+        return output if is_train and self.steps % 2 else output + self.odd(output)
+
+
+def centred(groups, lr):
+    return torch.optim.RMSprop(groups, lr, momentum=0.9, centered=True)
+
+
+def rising(step):
+    return (step + 1) / STEPS
+
+
+# Margins, sampling, row optimizers and micro-batches on any number of ranks: resume_worker.py.
+CASES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "arcface": (Plain, {}),
+    "softmax, padded": (Plain, {"head__loss_type": "dist_softmax", "data__last_batch": "pad"}),
+    "softmax, replicated": (Plain, {"head__loss_type": "softmax"}),
     # 17 classes, of which 13 have images: on 4 ranks 5, 5, 5, 2 rows.
-    "spare-classes-fp64": (PlainNetwork, "dist_arcface", "float64", 17, "keep"),
-    "adaface-adamw-fp64": (PlainNetwork, "dist_adaface", "float64", 13, "keep"),
-    "curricular-clipped-fp64": (PlainNetwork, "dist_curricularface", "float64", 13, "keep"),
-    "sub-centres-adagrad-fp64": (PlainNetwork, "dist_arcface", "float64", 13, "keep"),
-    "micro-batches-fp64": (PlainNetwork, "dist_cosface", "float64", 13, "keep"),
-    "sampled-fp64": (PlainNetwork, "dist_arcface", "float64", 13, "keep"),
-}
-MORE = {
-    "adaface-adamw-fp64": {"head.optimizer": "adamw", "head.lr_factor": 0.05},
-    "curricular-clipped-fp64": {"optim.clip_norm": 0.5},
-    "sub-centres-adagrad-fp64": {"head.sub_centers": 2, "head.optimizer": "adagrad"},
-    "micro-batches-fp64": {"train.micro_batches": 3},
-    "sampled-fp64": {"head.sample_ratio": 0.5},
-}
-STEPS = 20
+    "more classes than images": (Plain, {"head__class_num": 17}),
+    "float32": (Normalised, {"data__last_batch": "pad"}),
+    "nesterov, a frozen batch norm, clipped": (Normalised, {
+        "optim__optimizer_arguments": {"nesterov": True}, "optim__freeze": ("type:BatchNorm2d",),
+        "optim__l1_decay": 1e-4, "optim__clip_norm": 0.5,
+        "optim__groups": ({"pattern": "fc", "lr_factor": 0.5, "weight_decay": 0.0},),
+    }),
+    "adamw, half decayed, in micro-batches": (Normalised, {
+        # The statistics of batch norms would depend on micro-batches.
+        "optim__optimizer": "adamw", "optim__freeze": ("stem", "conv.1"), "optim__lr": 0.05,
+        "optim__decay_norm_and_bias": False, "train__micro_batches": 2,
+        "head__weight_decay": 0.1, "head__optimizer": "adamw",
+    }),
+    "adafactor, replicated": (Normalised, {
+        "optim__optimizer": "adafactor", "head__loss_type": "arcface", "head__lr_factor": 0.5,
+        "optim__schedule": "cosine", "optim__warmup_steps": 2,
+        "optim__optimizer_arguments": {"foreach": False},
+    }),
+    "nadam, everything frozen but the rows": (
+        Normalised, {"optim__optimizer": "nadam", "optim__freeze": ("*",)},
+    ),
+    "branches": (Branches, {}),
+    "a factory": (Normalised, {
+        "optim__optimizer": f"{__name__}:centred", "optim__optimizer_arguments": {"lr": 0.001},
+        "optim__schedule": f"{__name__}:rising",
+    }),
+}  # fmt: skip
 
 
-def draw_independent_of_ranks(head, every, labels, listed):
-    """Replace the sampling, which depends on the ranks: use a third of the classes and the positives."""
-    start, stop = head.class_range
-    chosen = (torch.arange(start, stop) + head.step) % 3 == 0
-    chosen[labels[(labels >= start) & (labels < stop)] - start] = True
-    return chosen.nonzero()[:, 0]
+def train_case(dataset: Path, world: World, folder: Path, case: str) -> None:
+    kind, settings = CASES[case]
+    options = options_of(
+        dataset, folder / case,
+        **{"model__emb_size": EMBEDDING, "model__sync_batch_norm": True, "head__class_num": 13,
+           "optim__lr": 4.0 * GLOBAL_BATCH / 1024, "train__global_batch_size": GLOBAL_BATCH,
+           "train__epochs": 1000, "train__steps": STEPS, "train__calc_acc": True,
+           "data__last_batch": "keep", **({} if "softmax" in case else {"head__scale": 16.0}), **settings},
+    )  # fmt: skip
+    rules = (Initialization("conv", "kaiming_normal", {}),) if "adamw" in case else ()
+    user = UserParts(optimizer=centred, schedule=rising, initializations=rules)
 
+    def network() -> BaseModel:
+        torch.manual_seed(world.rank)  # all ranks get the network of rank 0
+        return kind()
 
-def train_case(dataset: str, world: World, case: str) -> tuple[dict, dict]:
-    network, loss_type, dtype, classes, last_batch = CASES[case]
-    settings = {
-        "data.dataset_dir": dataset,
-        "data.num_workers": 0,
-        "data.last_batch": last_batch,
-        "head.loss_type": loss_type,
-        "head.class_num": classes,
-        "model.image_shape": (3, 16, 16),
-        "model.emb_size": 12,
-        "model.sync_batch_norm": network is NormalisedNetwork,
-        "optim.lr": 4.0 * GLOBAL_BATCH / 1024,
-        "optim.warmup_steps": 0,
-        "optim.clip_norm": 0.0,
-        "optim.schedule": "constant",
-        "train.global_batch_size": GLOBAL_BATCH,
-        "train.epochs": 1000,
-        "train.steps": STEPS,
-        "train.log_period": 1,
-        "train.calc_acc": True,
-    }
-    if not loss_type.endswith("softmax"):
-        settings["head.scale"] = 16.0
-    settings.update(MORE.get(case, {}))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        if dtype == "float64":
+    with pytest.MonkeyPatch.context() as patch:
+        if case != "float32":
             compute_in_float64(patch)
-        if case == "sampled-fp64":
-            patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
-        folder = world.broadcast_object(folder)
-        settings["checkpoint.save_dir"] = folder
-        options = Options()
-        options.set_together(settings)
-        config = options.resolve()
-        torch.manual_seed(0)
-        run = build_run(config, world, UserParts(model=network()))
-        before = weights_of(run)
-        directories = open_directories(config, world, open_start(config, world))
-        add_output(run, directories.start)
-        Trainer(run, Saver(run, directories)).train()
-        directories.release()
-        world.barrier()
-        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-        metrics = [entry for entry in map(json.loads, lines) if "loss" in entry]
-        world.barrier()
-    kept = world.all_gather_object([list(run.head.class_range), list(run.head.weight.shape)])
-    report = {
-        "losses": [m["loss"] for m in metrics],
-        "accuracies": [m["accuracy"] for m in metrics],
-        "kept": kept,
-    }
-    arrays = {f"{case}/before/{key}": value for key, value in before.items()}
-    arrays |= {f"{case}/after/{key}": value for key, value in weights_of(run).items()}
-    return report, arrays
-
-
-def weights_of(run) -> dict[str, np.ndarray]:
-    arrays = {key: value.detach().numpy().copy() for key, value in run.network.state_dict().items()}
-    for key, value in run.head.named_parameters():
-        parts = run.world.all_gather_object(value.detach().numpy().copy())
-        arrays[f"head.{key}"] = np.concatenate(parts) if run.head.is_sharded else parts[-1]
-    return arrays
-
-
-def train_cases(dataset: str, world: World, output: Path, cases: Iterable[str]) -> None:
-    reports, arrays = {}, {}
-    for case in cases:
-        reports[case], more = train_case(dataset, world, case)
-        arrays |= more
-    if world.is_main:
-        output.with_suffix(".json").write_text(json.dumps(reports))
-        np.savez(output.with_suffix(".npz"), **arrays)
+        train(options, world, network, user)
+    world.barrier()
 
 
 def break_convention(patch: pytest.MonkeyPatch) -> None:
@@ -183,18 +146,17 @@ def break_convention(patch: pytest.MonkeyPatch) -> None:
 
 
 def main() -> None:
-    dataset, folder = sys.argv[1], Path(sys.argv[2])
+    dataset, folder = map(Path, sys.argv[1:])
     full = World.from_environment("cpu")
     worlds = {ranks: smaller_world(full, ranks) for ranks in (1, 3, 4)}
     for ranks, world in worlds.items():
-        if world is not None:
-            train_cases(dataset, world, folder / str(ranks), CASES)
+        for case in CASES if world else ():
+            train_case(dataset, world, folder / str(ranks), case)
         dist.barrier()
-    world = worlds[3]
-    if world is not None:
+    if worlds[3] is not None:
         with pytest.MonkeyPatch.context() as patch:
             break_convention(patch)
-            train_cases(dataset, world, folder / "broken", list(CASES)[:1])
+            train_case(dataset, worlds[3], folder / "broken", "arcface")
     dist.barrier()
     full.close()
 
