@@ -1,9 +1,9 @@
 """A pretend GPU: what a training step would do on a CUDA device, recorded without one.
 
 Tensors on "cuda" are PyTorch's fake tensors: shapes, strides and dtypes without values. Tensors on the CPU
-are real, so what the host computes is exact. Triton kernels are compiled ahead of time from the arguments of
-their launches, and not run. Recorded are: waits of the host for the device, copies that block, collectives,
-launches, bytes, and tensors of [B, C]. It knows neither values on the device nor time.
+are real, so what the host computes is exact. Triton kernels do not run. Recorded are: waits of the host for
+the device, copies that block, collectives, launches, bytes, and tensors of [B, C]. It knows neither values
+on the device nor time.
 
 Run as a program, in a process of its own because it patches torch: reads cases (JSON) from stdin, and writes
 a report (JSON) per line to stdout. `run_cases` does that.
@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
@@ -49,8 +46,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     way: str = ""
     dimension: int = DIMENSION
-    architecture: int = 90
-    compiles: bool = False
     plant: str = ""
     copies: bool = False
 
@@ -63,7 +58,7 @@ class Report:
     before it returns. collectives: name, device and shape of tensors. mixed: kernels with tensors not
     on the device. huge: places that make a tensor of [B, C]. gigabytes: read and written by all
     operations, as if nothing stayed in a cache. flops: of products and convolutions of torch, by the dtype of
-    their inputs. kernels: compiled ones. error: the traceback of a failure.
+    their inputs. error: the traceback of a failure.
     """
 
     name: str = ""
@@ -76,7 +71,6 @@ class Report:
     launches: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
-    kernels: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -100,11 +94,6 @@ def faults(report: Report, *, waits: int = 0, collectives: int = 4, launches: in
         found.append(f"{len(report.collectives)} collectives: {report.collectives}")
     if report.launches.total() > launches:
         found.append(f"{report.launches.total()} launches")
-    for kernel in report.kernels:
-        if kernel["stack"] or kernel["local"] or kernel["atomics"]:
-            found.append(f"kernel with spills or atomics: {kernel}")
-        if kernel["name"] in ("exponentials", "coefficients") and "v4.b32" not in kernel["loads"]:
-            found.append(f"kernel with scalar loads: {kernel}")
     return found
 
 
@@ -126,10 +115,8 @@ def run_cases(cases: list[Case], folder: Path) -> dict[str, Report]:
     driver = folder / "libcuda.so.1"
     if not driver.exists():
         source = str(HERE / "pretend_driver.c")
-        subprocess.run(
-            ["gcc", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(driver), source],
-            check=True,
-        )
+        options = ["-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run(["gcc", *options, "-o", str(driver), source], check=True)
         (folder / "libcuda.so").symlink_to(driver.name)  # Triton looks for the folder of the driver
     environment = {
         **os.environ,
@@ -139,62 +126,28 @@ def run_cases(cases: list[Case], folder: Path) -> dict[str, Report]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.pretend_gpu"],
-        input=json.dumps([asdict(case) for case in cases]),
-        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-m", "tests.pretend_gpu"], input=json.dumps([asdict(case) for case in cases]),
+        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT,
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     counters = {key for key, value in vars(Report()).items() if isinstance(value, Counter)}
     return {
-        one["name"]: Report(
-            **{key: Counter(value) if key in counters else value for key, value in one.items()}
-        )
-        for one in found
+        report["name"]: Report(**{k: Counter(v) if k in counters else v for k, v in report.items()})
+        for report in found
     }
 
 
 # What follows runs in the new process.
 
-_FREE = {
-    *(
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "permute",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-    ),
-    *(
-        "detach",
-        "alias",
-        "as_strided",
-        "split",
-        "unbind",
-        "reshape",
-        "_reshape_alias",
-        "split_with_sizes",
-        "chunk",
-    ),
-    *(
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "lift_fresh",
-        "narrow",
-        "diagonal",
-    ),
-    *("device", "is_pinned"),
-}
+_FREE = frozenset(
+    """
+    view _unsafe_view t transpose permute slice select unsqueeze squeeze expand detach alias as_strided split
+    unbind reshape _reshape_alias split_with_sizes chunk empty empty_like new_empty empty_strided
+    new_empty_strided lift_fresh narrow diagonal device is_pinned
+    """.split()  # noqa: SIM905
+)
 """Operations without a kernel."""
 
 _ONLY_WRITE = {"fill_", "zero_", "new_zeros", "zeros_like", "zeros", "full", "new_full", "arange"}
@@ -214,15 +167,11 @@ class PretendGPU:
 
     def __init__(self) -> None:
         self.report = Report()
-        self.architecture = 90
-        self.compiles = False
         self.matrix = (0, 0)
-        self._compiled: dict[Any, Any] = {}
         self._pinned: set[int] = set()
 
     def start(self, case: Case) -> None:
         self.report = Report(case.name)
-        self.architecture, self.compiles = case.architecture, case.compiles
         self.matrix = (case.batch * case.ranks, -(-case.classes // case.ranks))
 
     def _is_huge(self, tensor: Any) -> bool:
@@ -232,9 +181,8 @@ class PretendGPU:
 
     def place(self) -> str:
         """Return the lines of plsc that are running, the innermost first."""
-        frames = [
-            f for f in traceback.extract_stack() if "/plsc/" in f.filename and "/tests/" not in f.filename
-        ]
+        stack = traceback.extract_stack()
+        frames = [f for f in stack if "/plsc/" in f.filename and "/tests/" not in f.filename]
         lines = [f"{f.filename.rsplit('/plsc/', 1)[1]}:{f.lineno}" for f in frames[-3:]]
         return " < ".join(reversed(lines))
 
@@ -284,9 +232,8 @@ class PretendGPU:
                     return guess[0]
                 if name == "_to_copy" and not is_fake:  # values of the host are not known on the device
                     x, dtype = inputs[0], kwargs.get("dtype") or inputs[0].dtype
-                    like = torch.empty_like(
-                        x, memory_format=kwargs.get("memory_format", torch.preserve_format)
-                    )
+                    layout = kwargs.get("memory_format", torch.preserve_format)
+                    like = torch.empty_like(x, memory_format=layout)
                     out = torch.empty_strided(like.size(), like.stride(), dtype=dtype, device="cuda:0")
                 else:
                     out = func(*args, **kwargs)
@@ -294,9 +241,8 @@ class PretendGPU:
                     if count and inputs[1].device.type == "cuda":
                         dtype = str(inputs[1].dtype).removeprefix("torch.")
                         gpu.report.flops[dtype] += count(*args, **kwargs, out_val=out)
-                gpu.saw(
-                    name, args, kwargs, inputs, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-                )
+                outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+                gpu.saw(name, args, kwargs, inputs, outputs)
                 return out
 
         stack = contextlib.ExitStack()
@@ -338,9 +284,7 @@ class PretendGPU:
             places = x.new_empty(x.shape, dtype=torch.int64)
             return ((x.new_empty(x.numel()), places, x.new_empty(x.numel(), dtype=torch.int64)),)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            masks = [
-                index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)
-            ]
+            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             if not masks or (name != "index" and args[2].numel() == 1):
                 return None
             self.wait(name)
@@ -378,20 +322,9 @@ class PretendGPU:
         read = written if name == "index" else 0 if name in _ONLY_WRITE else sum(map(_bytes, inputs))
         self.report.bytes[name] += written + read
 
-    def launch(self, run: Any, kernel: Any, args: Any, grid: Any, options: Any) -> None:
-        """Compile a Triton kernel for the arguments of a launch, and count it."""
+    def launch(self, kernel: Any, args: Any, grid: Any, options: Any) -> None:
+        """Count a launch of a Triton kernel."""
         import torch
-        from triton.runtime.jit import MockTensor
-
-        class Argument(MockTensor):
-            """A tensor whose address is as well aligned as in a tensor at the start of its memory."""
-
-            def __init__(self, tensor: Any) -> None:
-                super().__init__(tensor.dtype, list(tensor.shape))
-                self.address = 4096 + tensor.storage_offset() * tensor.element_size()
-
-            def data_ptr(self) -> int:
-                return self.address
 
         name = kernel.fn.__name__
         named = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
@@ -407,66 +340,10 @@ class PretendGPU:
                 rows = min(rows, len(tensors["E"]))
             size = rows * _bytes(x) // max(1, len(x)) if x.ndim else x.element_size()
             self.report.bytes[name] += size * (2 if n in _UPDATED.get(name, ()) else 1)
-        if not self.compiles or not is_ours:
-            return
-        values = [Argument(a) if isinstance(a, torch.Tensor) else a for a in args]
-        key = (
-            self.architecture,
-            name,
-            *((a.dtype, a.address % 16) if isinstance(a, Argument) else _kind(a) for a in values),
-            *sorted(options.items()),
-        )
-        if key not in self._compiled:
-            with _without_modes():
-                self._compiled[key] = run(kernel, *values, grid=grid, warmup=True, **options)
-        found = describe(name, self._compiled[key]) | {"architecture": self.architecture}
-        if found not in self.report.kernels:
-            self.report.kernels.append(found)
-
-
-def _kind(value: Any) -> Any:
-    """Return what Triton specialises a kernel on."""
-    return ("i", value % 16 == 0, value == 1) if type(value) is int else (type(value).__name__, None)
-
-
-def _without_modes() -> Any:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 def _bytes(tensor: Any) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-@functools.cache
-def _resources(cubin: bytes) -> tuple[int, ...]:
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
-    assert found, text
-    return tuple(map(int, found.groups()))
-
-
-def describe(name: str, compiled: Any) -> dict[str, Any]:
-    """Return registers, spilled bytes, atomics and widths of loads of a compiled kernel."""
-    registers, stack, _, local = _resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
-    return {
-        "name": name,
-        "registers": registers,
-        "stack": stack,
-        "local": local,
-        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
-        "loads": " ".join(sorted(set(re.findall(r"ld\.global\.?([.\w]*)", ptx)))),
-    }
 
 
 def install(gpu: PretendGPU) -> None:
@@ -511,8 +388,8 @@ def install(gpu: PretendGPU) -> None:
         "mem_get_info": (80 * 10**9, 80 * 10**9),
     }.items():
         setattr(cuda, name, lambda *a, value=value, **k: value)
-    cuda.get_device_capability = lambda device=None: divmod(gpu.architecture, 10)
-    cuda.get_device_name = lambda device=None: f"pretend sm_{gpu.architecture}"
+    cuda.get_device_capability = lambda device=None: (9, 0)
+    cuda.get_device_name = lambda device=None: "pretend sm_90"
     cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
     cuda.synchronize = lambda device=None: gpu.wait("synchronize")
     cuda.device = cuda.stream = lambda device=None: null()
@@ -543,18 +420,10 @@ def install(gpu: PretendGPU) -> None:
 
         return call
 
-    for name in (
-        *("all_reduce", ALL_GATHER, REDUCE_SCATTER, "all_to_all_single", "broadcast"),
-        *(
-            "all_gather",
-            "all_gather_object",
-            "broadcast_object_list",
-            "barrier",
-            "reduce",
-            "scatter",
-            "gather",
-        ),
-    ):
+    others = (
+        "all_reduce all_to_all_single broadcast all_gather all_gather_object broadcast_object_list barrier"
+    )
+    for name in (ALL_GATHER, REDUCE_SCATTER, "reduce", "scatter", "gather", *others.split()):
         setattr(dist, name, collective(name))
 
     class NoDriver:
@@ -565,13 +434,12 @@ def install(gpu: PretendGPU) -> None:
             return 0
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", gpu.architecture, 32)
+            return GPUTarget("cuda", 90, 32)
 
     driver.set_active(NoDriver())
-    run = JITFunction.run
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        gpu.launch(run, kernel, args, grid, options)
+        gpu.launch(kernel, args, grid, options)
 
     JITFunction.run = launch
 
@@ -629,27 +497,11 @@ def _plant(case: Case) -> Any:
 
     if case.plant == "item":
         observe = margins.Margin.observe
-        return mock.patch.object(
-            margins.Margin,
-            "observe",
-            lambda self, c, length: (length.sum().item(), observe(self, c, length))[1],
-        )
+        wait = lambda self, c, length: (length.sum().item(), observe(self, c, length))[1]  # noqa: E731
+        return mock.patch.object(margins.Margin, "observe", wait)
     if case.plant == "cpu tensor":
         total = sharded.sum_over_ranks
         return mock.patch.object(sharded, "sum_over_ranks", lambda t, group: total(t.cpu(), group).to(t))
-    if case.plant == "unaligned tile":
-        from plsc.heads import kernels
-        from plsc.heads.kernels import triton_backend
-
-        tile = mock.patch.object(
-            next(one for one in (kernels, sharded) if hasattr(one, "tile_size")),
-            "tile_size",
-            return_value=21_845,
-        )
-        stack = contextlib.ExitStack()
-        stack.enter_context(tile)
-        stack.enter_context(mock.patch.object(triton_backend, "_ALIGNED", 1))
-        return stack
     return contextlib.nullcontext()
 
 
@@ -672,17 +524,11 @@ def run_head(case: Case, gpu: PretendGPU) -> None:
 
     base.initial_rows = rows
     head = ShardedHead(
-        case.classes,
-        DIMENSION,
-        build_margin(options["loss_type"]),
-        centers=options["sub_centers"],
-        sampling=Sampling(options["sample_ratio"], hard=options["hard"]),
-        execution=Execution(options["products"], tile=options["tile"]),
-        row_dtype=options["row_dtype"],
-        offload=is_offloaded,
-        on_nonfinite="pass",
-        group=world.head_group,
-    ).to(torch.device("cuda", 0))
+        case.classes, DIMENSION, build_margin(options["loss_type"]), centers=options["sub_centers"],
+        sampling=Sampling(options["sample_ratio"], hard=options["hard"]), on_nonfinite="pass",
+        execution=Execution(options["products"], tile=options["tile"]), row_dtype=options["row_dtype"],
+        offload=is_offloaded, group=world.head_group,
+    ).to(torch.device("cuda", 0))  # fmt: skip
     optimizer = ROW_OPTIMIZERS[options["optimizer"]](head)
     generator = torch.Generator().manual_seed(0)
     total = case.batch * case.ranks
@@ -726,18 +572,11 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
 
     options = Options()
     values = {
-        "runtime.device": "cuda",
-        "model.name": case.network,
-        "model.image_shape": (3, 112, 112),
-        "model.emb_size": DIMENSION,
-        "head.class_num": case.classes,
-        "train.batch_size": case.batch,
-        "train.with_test": False,
-        "train.epochs": 10,
-        **case.options,
-    }
-    for path, value in values.items():
-        options.set(path, value)
+        "runtime.device": "cuda", "model.name": case.network, "model.image_shape": (3, 112, 112),
+        "model.emb_size": DIMENSION, "head.class_num": case.classes, "train.batch_size": case.batch,
+        "train.with_test": False, "train.epochs": 10, **case.options,
+    }  # fmt: skip
+    options.set_together(values)
     run = build_run(options.resolve(), world, UserParts(train_reader=Images()))
     assert torch.backends.cudnn.benchmark
     run.network.train()
@@ -745,9 +584,8 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         everyone = torch.randint(case.classes, (case.batch * case.ranks,), generator=generator)
-        images = torch.zeros((case.batch, 112, 112, 3), dtype=torch.uint8, pin_memory=True).permute(
-            0, 3, 1, 2
-        )
+        images = torch.zeros((case.batch, 112, 112, 3), dtype=torch.uint8, pin_memory=True)
+        images = images.permute(0, 3, 1, 2)
         labels = everyone[: case.batch].pin_memory()
         read = (batch for batch in [Batch(images, labels, [""] * case.batch)])
         batch = next(copied_in_side_stream(read, world.device))

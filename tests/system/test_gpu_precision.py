@@ -75,12 +75,7 @@ def test_a_scale_that_overflows_float16_falls_and_training_goes_on_and_resumes(d
 
 @pytest.mark.parametrize("mode", ["float32", "bfloat16"])
 def test_a_step_that_is_not_logged_does_not_wait_for_the_device(mode, dataset, tmp_path, world):
-    made = options(
-        dataset,
-        tmp_path / "run",
-        precision__mode=mode,
-        optim__clip_norm=1.0,
-    )
+    made = options(dataset, tmp_path / "run", precision__mode=mode, optim__clip_norm=1.0)
     run = build_run(made, world, UserParts())
     run.network.train()
     step = Step(run)

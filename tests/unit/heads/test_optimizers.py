@@ -7,7 +7,6 @@ import torch
 
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads import (
-    MARGINS,
     Execution,
     RowAdagrad,
     RowAdamW,
@@ -94,13 +93,12 @@ def assert_same_parameters(head, truth, tolerance):
         torch.testing.assert_close(mine.double(), right.double(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize("margin", ["arcface", "curricularface", "magface", "softmax"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("keep", [False, True])
-def test_row_optimizers_equal_torch_optimizers_on_full_gradients(margin, name, keep):
+def test_row_optimizers_equal_torch_optimizers_on_full_gradients(margin, name):
     ours, theirs = OPTIMIZERS[name]
     centers = 1 if margin == "softmax" else 2
-    execution = Execution(tile=9, keep_bytes=10**6 if keep else 0)
+    execution = Execution(tile=9, keep_bytes=10**6 if margin == "magface" else 0)
     head = make_head(margin, centers=centers, execution=execution)
     truth = make_head(margin, centers=centers)
     rows, optimizer = ours(head), theirs(truth.parameters())
@@ -112,21 +110,6 @@ def test_row_optimizers_equal_torch_optimizers_on_full_gradients(margin, name, k
         optimizer.step()
         optimizer.zero_grad()
         assert_same_parameters(head, truth, 1e-9)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_float32_updates_equal_float64_updates_up_to_rounding(name, kernels):
-    ours, _ = OPTIMIZERS[name]
-    head = make_head(row_dtype=torch.float32, execution=Execution(kernels=kernels))
-    truth = make_head()
-    rows, exact = ours(head), ours(truth)
-    for x, y in batches(5):
-        head(x.detach().float().requires_grad_(), y).loss.backward()
-        truth(x, y).loss.backward()
-        rows.step()
-        exact.step()
-    assert_same_parameters(head, truth, 3e-4)
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
@@ -158,8 +141,7 @@ def test_accumulated_micro_batches_equal_one_step_with_summed_gradients(sampling
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("margin", "row_dtype"), [("arcface", torch.bfloat16), ("softmax", torch.float32)])
 def test_class_weights_and_states_that_are_not_sampled_do_not_change(name, margin, row_dtype):
     ours, _ = OPTIMIZERS[name]
     head = make_head(margin, row_dtype=row_dtype, sampling=Sampling(0.2))
@@ -183,8 +165,7 @@ def test_class_weights_and_states_that_are_not_sampled_do_not_change(name, margi
     assert sampled.sum() > 20  # each step samples other classes
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kernels", "row_dtype"), [("torch", torch.bfloat16), ("auto", torch.float32)])
 @pytest.mark.parametrize("name", ["sgd", "int8", "adamw", "adagrad"])
 def test_class_weights_of_extreme_norms_are_updated_as_in_float64_and_stay_finite(name, row_dtype, kernels):
     head = make_head(row_dtype=row_dtype, execution=Execution(kernels=kernels))
@@ -229,8 +210,7 @@ def test_stochastic_rounding_is_unbiased(state_dtype):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("margin", ["arcface", "softmax"])
-@pytest.mark.parametrize("sampling", [None, Sampling(0.3)])
+@pytest.mark.parametrize(("margin", "sampling"), [("softmax", None), ("arcface", Sampling(0.3))])
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_offload_gives_the_same_class_weights(name, margin, sampling, device):
     ours, _ = OPTIMIZERS[name]
@@ -275,19 +255,6 @@ def test_skip_does_not_change_class_weights_states_and_running_statistics():
     assert not head.contexts
 
 
-def test_clip_multiplies_the_gradients_of_class_weights():
-    head, truth = make_head(), make_head()
-    rows, optimizer = RowSGD(head, momentum=0.0), torch.optim.SGD(truth.parameters(), lr=0.1)
-    x, y = next(batches(1))
-    head(x, y).loss.backward()
-    truth(x.detach().requires_grad_(), y).loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
-    assert rows.gradient_norm().item() == pytest.approx(norm.item(), rel=1e-9)
-    rows.step(clip=0.5 / (norm.item() + 1e-6))
-    optimizer.step()
-    assert_same_parameters(head, truth, 1e-9)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_loaded_optimizer_resumes_bit_for_bit(name):
     ours, _ = OPTIMIZERS[name]
@@ -312,20 +279,22 @@ def test_a_loaded_optimizer_resumes_bit_for_bit(name):
 def test_loading_states_of_another_dtype_raises():
     rows = RowSGD(make_head(row_dtype=torch.float32), state_dtype="bfloat16")
     other = RowSGD(make_head(row_dtype=torch.float32))
-    with pytest.raises(CheckpointError, match=r"momentum_buffer': 'torch\.bfloat16 \[40, 6\]'}\]; expected"):
+    with pytest.raises(CheckpointError, match=r"torch\.bfloat16"):
         other.load_state_dict(rows.state_dict())
 
 
-def test_invalid_row_optimizer_settings_raise():
-    with pytest.raises(OptionError, match="the head is a Linear; expected a ShardedHead"):
-        RowSGD(torch.nn.Linear(2, 2))
-    head = make_head()
-    with pytest.raises(OptionError, match="lr is -1"):
-        RowSGD(head, lr=-1.0)
-    with pytest.raises(OptionError, match="state_dtype is 'float8'"):
-        RowSGD(head, state_dtype="float8")
-    with pytest.raises(OptionError, match="state_dtype is 'int8', which adamw does not support; use float32"):
-        RowAdamW(head, state_dtype="int8")
+@pytest.mark.parametrize(
+    ("make", "noun"),
+    [
+        (lambda head: RowSGD(torch.nn.Linear(2, 2)), "expected a ShardedHead"),
+        (lambda head: RowSGD(head, lr=-1.0), "lr is -1"),
+        (lambda head: RowSGD(head, state_dtype="float8"), "state_dtype"),
+        (lambda head: RowAdamW(head, state_dtype="int8"), "int8"),
+    ],
+)
+def test_invalid_row_optimizer_settings_raise(make, noun):
+    with pytest.raises(OptionError, match=noun):
+        make(make_head())
 
 
 def test_a_torch_learning_rate_scheduler_works():

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from plsc.heads.kernels.triton_backend import TritonBackend
 from plsc.heads.rules import Rule
+from plsc.heads.softmax import tile_size
 from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_context, states_of
 
 ARCHITECTURE = int(sys.argv[1])
@@ -77,10 +78,12 @@ for shape in (
     Shape(dimension=4096, row_dtype=INT8),
     Shape(has_hard=True, is_sampled=True, dimension=1),
     Shape(centers=3, has_hard=True, is_sampled=True),
+    *(Shape(batch, classes=20_000, dimension=64, products=BF16) for batch in (768, 1000)),  # a tile of a run
 ):
     rows, queries = make(shape)
     rows.weight = rows.weight.contiguous()
-    backend = TritonBackend(shape.products, tile=32)
+    tile = 32 if shape.classes < 1000 else tile_size(torch.device("cuda"), shape.batch)
+    backend = TritonBackend(shape.products, tile)
     context = some_context(shape, rows, queries)
     for want_weighted in (False, True):
         backend.forward(rows, queries, fixed_shift=None, want_weighted=want_weighted)

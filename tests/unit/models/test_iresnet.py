@@ -12,15 +12,8 @@ from tests.unit.checkpoint.external_files import random_network
 
 
 def norm(state, name, x):
-    return F.batch_norm(
-        x,
-        state[f"{name}.running_mean"],
-        state[f"{name}.running_var"],
-        state[f"{name}.weight"],
-        state[f"{name}.bias"],
-        training=False,
-        eps=1e-5,
-    )
+    parts = (state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
+    return F.batch_norm(x, *parts, training=False, eps=1e-5)
 
 
 def published(state, x, blocks):

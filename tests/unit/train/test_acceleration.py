@@ -74,15 +74,6 @@ def test_every_feature_map_and_gradient_stays_channels_last():
     assert all(p.grad.stride() == p.stride() for p in kernels)
 
 
-def test_the_order_of_features_does_not_depend_on_the_layout():
-    first, last = (build_model("SmallResNet", 16, SHAPE, dropout=0.0).eval() for _ in range(2))
-    last.load_state_dict(first.state_dict())
-    set_memory_format(last, options_with({}), torch.device("cpu"))
-    images = torch.randn(4, *SHAPE)
-    with torch.no_grad():
-        torch.testing.assert_close(last(images), first(images), rtol=1e-4, atol=1e-5)
-
-
 def test_a_batch_is_written_in_the_networks_layout_at_once():
     pixels = torch.randint(256, (3, 16, 16, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     mirrored = torch.tensor([True, False, True])

