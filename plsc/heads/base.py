@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,8 @@ class Head(nn.Module):
 
     is_sharded: bool
     execution = Execution()
+    # (batch, embeddings, labels, with_accuracy, with_gauge); batch: of all ranks, the tensors: of this one.
+    _loss_of: Callable[[GlobalBatch, Tensor, Tensor, bool, bool], HeadOutput]
 
     def __init__(
         self,
@@ -98,15 +100,9 @@ class Head(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        for name, count in (("class_num", class_num), ("emb_size", emb_size), ("centers", centers)):
-            if count < 1:
-                raise OptionError(f"{name} is {count}; expected 1 or more")
         row_dtype = read_dtype("row_dtype", row_dtype, ROW_DTYPES)
         if centers > 1 and not margin.is_cosine:
-            raise OptionError(
-                f"{margin.name} does not support sub-centres (centers is {centers}); use a cosine margin, "
-                "such as arcface, or centers=1"
-            )
+            raise OptionError(f"{margin.name} does not support sub-centres (centers is {centers})")
         self.class_num = class_num
         self.emb_size = emb_size
         self.class_range = (0, class_num)
@@ -164,12 +160,6 @@ class Head(nn.Module):
                 output.effective_rank = effective_rank(batch.embeddings)
         return output
 
-    def _loss_of(
-        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool, with_gauge: bool
-    ) -> HeadOutput:
-        """Return the output for the gathered global batch; embeddings and labels are this rank's."""
-        raise NotImplementedError
-
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k classes with the highest logits without margin, highest first; a collective.
@@ -182,8 +172,6 @@ class Head(nn.Module):
             Logits [b, k]: the scale times the cosine (of the nearest sub-centre), or for plain softmax the
             product plus the bias. Classes, int64 [b, k]; of equal logits, the lowest class comes first.
         """
-        if k < 1:
-            raise OptionError(f"k is {k}; expected 1 or more")
         k = min(k, self.class_num)
         with torch.autocast(embeddings.device.type, enabled=False):
             backend, queries, sizes, group = self._search(embeddings)
@@ -295,11 +283,7 @@ class GlobalBatch:
 def check_batch(embeddings: Tensor, labels: Any, emb_size: int) -> Tensor:
     """Return labels, also of a list or an array, as int64 [b]. Raises DataError, also for embeddings."""
     check_embeddings(embeddings, emb_size)
-    if not isinstance(labels, Tensor):
-        try:
-            labels = torch.as_tensor(labels, device=embeddings.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"the labels are no list of class indices: {error}") from error
+    labels = torch.as_tensor(labels, device=None if isinstance(labels, Tensor) else embeddings.device)
     is_index = not (labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool)
     labels = labels.long() if is_index else labels
     if labels.dtype is not torch.int64 or labels.shape != embeddings.shape[:1]:

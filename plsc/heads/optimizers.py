@@ -15,14 +15,8 @@ from plsc.errors import CheckpointError, OptionError
 from plsc.heads.rules import BLOCK, MOMENTUM, MOMENTUM_SCALE, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
 from plsc.heads.softmax import ForwardContext
-from plsc.heads.update import SavedContexts, rows_of
-from plsc.heads.weights import (
-    Rows,
-    States,
-    copy_states_to_device,
-    read_dtype,
-    write_back,
-)
+from plsc.heads.update import rows_of
+from plsc.heads.weights import Rows, States, copy_states_to_device, read_dtype, write_back
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.seeds import hash_key
 
@@ -38,20 +32,14 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     kind: str
+    _empty_states: Callable[[Tensor], States]
     state_dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
     def __init__(self, head: ShardedHead, state_dtype: str | torch.dtype, **settings: Any) -> None:
         for name, value in settings.items():
             if min(value if isinstance(value, tuple) else (value,)) < 0:
                 raise OptionError(f"{name} is {value}; expected 0 or more")
-        if not isinstance(getattr(head, "contexts", None), SavedContexts):
-            raise OptionError(f"the head is a {type(head).__name__}; expected a ShardedHead")
         self.head = head
-        if str(state_dtype).removeprefix("torch.") == "int8" and "int8" not in self.state_dtypes:
-            raise OptionError(
-                f"state_dtype is 'int8', which {self.kind} does not support; use float32 or bfloat16, or the "
-                "optimizer sgd"
-            )
         self._dtype = read_dtype("state_dtype", state_dtype, self.state_dtypes)
         if head.weight.dtype is torch.float64:
             self._dtype = torch.float64
@@ -62,9 +50,6 @@ class RowOptimizer(torch.optim.Optimizer):
             self.state[parameter] = self._empty_states(parameter)
         if head.file is not None:
             head.file.add_states(self.state[head.weight])
-
-    def _empty_states(self, parameter: Tensor) -> States:
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(
@@ -126,14 +111,14 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         (group, *others), saved = state_dict["param_groups"], state_dict["state"]
         states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
-        found, expected = (
-            [{name: f"{t.dtype} {list(t.shape)}" for name, t in one.items()} for one in every]
+        # copy_() would cast states of another dtype, and broadcast smaller ones.
+        given, expected = (
+            [{name: f"{t.dtype} {list(t.shape)}" for name, t in state.items()} for state in every]
             for every in (saved.values(), states)
         )
-        if others or found != expected:
+        if others or given != expected:
             raise CheckpointError(
-                f"the states of the row optimizer are {found}; expected {expected} on this rank: use the "
-                "optimizer settings and the number of ranks that it was saved with"
+                f"the states of the row optimizer are {given}; expected {expected} on this rank"
             )
         for state, values in zip(states, saved.values(), strict=True):
             for name, tensor in state.items():

@@ -41,15 +41,11 @@ class Sampling:
                 f"the sample ratio is {self.ratio}; expected a fraction in (0, 1], or several by their first "
                 "step, which starts at 0"
             )
-        if not 0 <= self.hard < 1:
-            raise OptionError(f"the hard fraction of the sample is {self.hard}; expected a number in [0, 1)")
-        if self.hard and not self.is_partial:
+        if not 0 <= self.hard < 1 or (self.hard and (self.in_pages or not self.is_partial)):
             raise OptionError(
-                f"the hard fraction is {self.hard}, but the sample ratio is 1, so all classes are used; set "
-                "a sample ratio below 1"
+                f"the hard fraction of the sample is {self.hard}; expected a number in [0, 1), and 0 if all "
+                "classes are used or classes are drawn in pages"
             )
-        if self.hard and self.in_pages:
-            raise OptionError("hard negatives are single classes, which cannot be drawn in pages; set hard=0")
 
     @property
     def _ratios(self) -> Mapping[int, float]:

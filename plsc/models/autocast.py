@@ -47,10 +47,7 @@ class PrecisionLists:
         black_modules, black_operators = _resolve(network, "custom_black_list", black)
         both = [name for name in white_modules if name in black_modules]
         if both:
-            raise OptionError(
-                f"both lists of precision.lists match {both[0] or 'the whole network'}"
-                f"{f' and {len(both) - 1} more modules' if len(both) > 1 else ''}; remove them from one list"
-            )
+            raise OptionError(f"both lists of precision.lists match {both[0] or 'the whole network'}")
         return PrecisionLists(white_modules, black_modules, white_operators, black_operators)
 
 
@@ -99,18 +96,18 @@ def _resolve(network: nn.Module, option: str, names: Sequence[str]) -> tuple[lis
     found: dict[str, None] = {}
     operators = [name for name in names if name in OPERATORS]
     for pattern in names:
-        mine = [
+        matching = [
             name
             for name, kind in modules.items()
             if (name and fnmatchcase(name, pattern)) or fnmatchcase(kind, pattern)
         ]
-        if not mine and pattern not in OPERATORS:
+        if not matching and pattern not in OPERATORS:
             near = did_you_mean(pattern, [*OPERATORS, *modules.values(), *filter(None, modules)])
             raise OptionError(
                 f"precision.{option} has {pattern!r}, which matches no module name or class of "
                 f"{type(network).__name__}{near}; operators: {', '.join(OPERATORS)}"
             )
-        found.update(dict.fromkeys(mine))
+        found.update(dict.fromkeys(matching))
     return list(found), operators
 
 

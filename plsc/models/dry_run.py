@@ -57,17 +57,12 @@ def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -
     """
     name = type(model).__name__
     output = dry_run(model, image_shape)
-    if not isinstance(output, Tensor):
+    is_embedding = isinstance(output, Tensor) and output.is_floating_point()
+    if not is_embedding or output.shape != (2, emb_size):
+        kind = f"{output.dtype} {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise OptionError(
-            f"{name} returns {'None' if output is None else f'a {type(output).__name__}'}; expected one "
-            f"tensor of embeddings [batch, {emb_size}]"
-        )
-    if not output.is_floating_point():
-        raise OptionError(f"{name} returns {output.dtype} embeddings; expected floating point")
-    if output.shape != (2, emb_size):
-        raise OptionError(
-            f"{name} returns embeddings of shape {list(output.shape)} for 2 samples; expected "
-            f"[2, {emb_size}]; change its last layer or model.emb_size"
+            f"{name} returns {kind} for 2 samples; expected floating point embeddings [2, {emb_size}]; "
+            "change its last layer or model.emb_size"
         )
     _check_no_new_parameters(model, image_shape)
 

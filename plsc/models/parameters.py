@@ -59,12 +59,8 @@ def initialise_by_rule(network: nn.Module, rules: Sequence[Initialization], seed
     for rule in rules:
         found = find_parameters(rule.pattern, labels, _OPTION)
         if rule.rule.startswith(_OF_MATRICES):
-            found = [name for name in found if named[name].ndim > 1]
-            if not found:
-                raise OptionError(
-                    f"{_OPTION}: the rule {rule.rule} needs parameters with 2 or more dimensions, but "
-                    f"{rule.pattern!r} matches none; use normal, uniform or constant instead"
-                )
+            # Without a matrix, torch refuses the first vector.
+            found = [name for name in found if named[name].ndim > 1] or found
         for name in found:
             if name not in taken:
                 _initialise(named[name], name, rule, seed)

@@ -144,10 +144,7 @@ def _torchvision_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Mo
     linear = [at for at, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)]
     path, last = layers[linear[-1]] if linear else ("", None)
     if last is None or last.out_features != _CLASSES:
-        raise OptionError(
-            f"{TORCHVISION}{name} does not end with a linear layer, so it has no embeddings; choose another "
-            "network"
-        )
+        raise OptionError(f"{TORCHVISION}{name} does not end with a linear layer, so it has no embeddings")
     _, before = layers[linear[-1] - 1]
     if isinstance(before, nn.Dropout):
         before.p = 0.0
@@ -173,15 +170,8 @@ def _timm_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, i
             f"{did_you_mean(name, timm.list_models())}"
         )
     channels = image_shape[0]
-    settings: dict[str, Any] = {
-        "pretrained": False,
-        "num_classes": 0,
-        "in_chans": channels,
-        "drop_rate": 0.0,
-    }
+    settings: dict[str, Any] = {"pretrained": False, "num_classes": 0, "in_chans": channels, "drop_rate": 0.0}
     try:
         return timm.create_model(name, img_size=image_shape[1:], **settings), channels
-    except TypeError as error:
-        if "img_size" not in str(error):
-            raise
-        return timm.create_model(name, **settings), channels  # a network without img_size
+    except TypeError:  # a network without img_size; any other error comes again
+        return timm.create_model(name, **settings), channels

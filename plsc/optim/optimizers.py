@@ -40,27 +40,25 @@ class OptimizerKind:
     """One of the classes of torch.optim.
 
     takes: options of the group ``optim`` that are passed to it. has_fused: whether torch has a fused
-    implementation. takes_sparse: whether it updates parameters with sparse gradients, see
-    `plsc.optim.sparse`.
+    implementation.
     """
 
     class_name: str
     takes: tuple[str, ...]
     has_fused: bool = False
-    takes_sparse: bool = False
 
 
 _DECAY = ("weight_decay",)
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    "sgd": OptimizerKind("SGD", ("momentum", "weight_decay"), has_fused=True, takes_sparse=True),
+    "sgd": OptimizerKind("SGD", ("momentum", "weight_decay"), has_fused=True),
     "adam": OptimizerKind("Adam", _DECAY, has_fused=True),
     "adamw": OptimizerKind("AdamW", _DECAY, has_fused=True),
     "rmsprop": OptimizerKind("RMSprop", _DECAY),
     "adadelta": OptimizerKind("Adadelta", _DECAY),
-    "adagrad": OptimizerKind("Adagrad", _DECAY, has_fused=True, takes_sparse=True),
+    "adagrad": OptimizerKind("Adagrad", _DECAY, has_fused=True),
     # SparseAdam for parameters with sparse gradients, Adam for all others.
-    "sparse_adam": OptimizerKind("Adam", _DECAY, takes_sparse=True),
+    "sparse_adam": OptimizerKind("Adam", _DECAY),
     "adamax": OptimizerKind("Adamax", _DECAY),
     "nadam": OptimizerKind("NAdam", _DECAY),
     "radam": OptimizerKind("RAdam", _DECAY),
@@ -144,7 +142,10 @@ def _split_by_decay(
 def _split_sparse(
     groups: list[tuple[list[str], dict[str, Any]]], sparse: set[str], options: OptimOptions
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Move the parameters with sparse gradients of each group to a group without momentum and decay."""
+    """Move the parameters with sparse gradients of each group to a group without momentum and decay.
+
+    In the first step, torch refuses sparse gradients for most optimizers.
+    """
     kind = OPTIMIZERS[options.optimizer.lower()]
     split = []
     for names, own in groups:
@@ -152,12 +153,6 @@ def _split_sparse(
         split.append(([name for name in names if name not in sparse], own))
         if not mine:
             continue
-        if not kind.takes_sparse:
-            known = [name for name, one in OPTIMIZERS.items() if one.takes_sparse]
-            raise OptionError(
-                f"optim.optimizer {options.optimizer} does not support the sparse gradients of {mine[0]}; "
-                f"use {', '.join(known)}, or nn.Embedding(sparse=False)"
-            )
         wrong = next((name for name in ("momentum", "weight_decay", L1_DECAY) if own.get(name)), None)
         if wrong is not None:
             raise OptionError(
@@ -194,13 +189,9 @@ def build_optimizer(
     make = SparseAdam if is_sparse_adam else getattr(torch.optim, kind.class_name)
     known = set(inspect.signature(make).parameters) - {*RESERVED, *kind.takes}
     for name in more:
-        if name in kind.takes:
-            raise OptionError(
-                f"optim.optimizer_arguments has {name}, which is a separate option; use "
-                f"set_{name}({getattr(options, name)})"
-            )
         if name not in known:
-            raise OptionError(f"{what} has no argument {name!r}; {suggest(name, known)}")
+            expected = f"use optim.{name}" if name in kind.takes else suggest(name, known)
+            raise OptionError(f"{what} has no argument {name!r}; {expected}")
     arguments = {
         **({} if {"fused", "foreach"} & more.keys() else implementation_flags(kind, device)),
         **more,
@@ -232,18 +223,11 @@ def build_custom(
             "parameter groups, which has called super().__init__()"
         )
     wanted = {id(p) for group in groups for p in group["params"]}
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if wanted != mine:
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if wanted != taken:
         raise OptionError(
-            f"{what} returned an optimizer without {len(wanted - mine)} of the {len(wanted)} given "
-            f"parameters, and with {len(mine - wanted)} others; use exactly the given ones, and optim.freeze "
-            "for parameters that should not be trained"
-        )
-    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty]
-    if "closure" in needed or getattr(optimizer, "is_second_order", False):
-        raise OptionError(
-            f"{what} returned a {type(optimizer).__name__}, which needs a closure or second derivatives; "
-            "expected an optimizer that steps with the gradients, such as torch.optim.AdamW"
+            f"{what} returned an optimizer without {len(wanted - taken)} of the {len(wanted)} given "
+            f"parameters, and with {len(taken - wanted)} others; optim.freeze leaves parameters untrained"
         )
     _check_settings(optimizer, groups, what)
     _check_inner(optimizer, what)
@@ -320,9 +304,7 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def finish_group(group: dict[str, Any]) -> None:
-    """Set the learning rate before the schedule's factor. Raises OptionError for a group without a rate."""
-    if group.get("lr") is None:
-        raise OptionError("a parameter group has no learning rate; the schedule needs the key 'lr'")
+    """Set the learning rate before the schedule's factor."""
     group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)
 
 

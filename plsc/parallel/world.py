@@ -303,8 +303,6 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         return torch.device("cpu")
-    if device != "cuda":
-        raise OptionError(f"device is {device!r}; expected 'auto', 'cpu' or 'cuda'")
     count = torch.cuda.device_count()
     if count == 1:  # as with `srun --gpus-per-task=1`; `_check_own_gpu` finds ranks with the same one
         return torch.device("cuda", 0)

@@ -286,11 +286,10 @@ def test_nan_counts_as_the_lowest_logit():
         (lambda: build_head("dist_arcfase", 5, 4), "did you mean 'dist_arcface'"),
         (lambda: build_head("dist_softmax", 5, 4, centers=2), "sub-centres"),
         (lambda: build_head("arcface", 5, 4, initial_norm=0), "initial_norm"),
-        (lambda: build_head("dist_arcface", 0, 4), "class_num"),
         (lambda: build_head("dist_arcface", 5, 4, row_dtype="half"), "row_dtype"),
-        (lambda: build_head("dist_arcface", 5, 4).topk(torch.ones(1, 4), 0), "k is 0"),
         (lambda: Sampling(1.5), "sample ratio"),
         (lambda: Sampling(math.nan), "sample ratio"),
+        (lambda: Sampling(1.0, hard=0.5), "hard fraction"),
         (lambda: Sampling({5: 1.0}), "sample ratio"),
         (lambda: Execution(products="float16"), "products"),
         (lambda: Execution(tile=0), "tile"),
@@ -435,6 +434,5 @@ def test_labels_may_be_an_array_or_a_list(loss_type):
         torch.tensor([1, 4], dtype=torch.int32),
     ):
         assert head(embeddings, labels).loss.equal(wanted)
-    for labels in (["a", "b"], [1.0, 4.0]):
-        with pytest.raises(DataError, match="labels"):
-            head(embeddings, labels)
+    with pytest.raises(DataError, match="labels"):
+        head(embeddings, [1.0, 4.0])

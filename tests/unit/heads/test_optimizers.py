@@ -286,7 +286,6 @@ def test_loading_states_of_another_dtype_raises():
 @pytest.mark.parametrize(
     ("make", "noun"),
     [
-        (lambda head: RowSGD(torch.nn.Linear(2, 2)), "expected a ShardedHead"),
         (lambda head: RowSGD(head, lr=-1.0), "lr is -1"),
         (lambda head: RowSGD(head, state_dtype="float8"), "state_dtype"),
         (lambda head: RowAdamW(head, state_dtype="int8"), "int8"),

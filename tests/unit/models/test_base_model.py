@@ -53,7 +53,7 @@ def test_check_model_accepts_a_valid_network_without_side_effects():
 @pytest.mark.parametrize(
     ("output", "noun"),
     [
-        (lambda x: x.mean((2, 3)), r"\[2, 3\].*expected \[2, 8\]"),
+        (lambda x: x.mean((2, 3)), r"\[2, 3\].*\[2, 8\]"),
         (lambda x: torch.zeros(2, 8, dtype=torch.int64), "int64"),
         (lambda x: (torch.zeros(2, 8),), "tuple"),
         (lambda x: x @ torch.zeros(7, 7), r"\(3, 4, 4\): RuntimeError"),

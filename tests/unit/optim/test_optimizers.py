@@ -161,11 +161,6 @@ def flattening(groups):
     return torch.optim.SGD([p for group in groups for p in group["params"]], 0.1)
 
 
-class WithoutRate(torch.optim.Optimizer):
-    def __init__(self, groups):
-        super().__init__(groups, {"lr_factor": 1})
-
-
 class Holding(torch.optim.Optimizer):
     def __init__(self, groups, shares=False):
         self.inner = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -194,7 +189,6 @@ def test_an_inner_optimizer_must_share_the_outer_state():
         (flattening, "lr_factor"),
         (lambda groups: groups, "returned a list"),
         (lambda groups: 1 / 0, "ZeroDivisionError"),
-        (WithoutRate, "no learning rate"),
         (Holding, "separate state"),
     ],
 )
@@ -259,7 +253,7 @@ def test_unsupported_settings_of_a_group_raise_before_data_are_read(optimizer, g
         ({"optimizer": "radam", "optimizer_arguments": {"fused": True}}, "fused"),
         ({"optimizer": "adam", "optimizer_arguments": {"epps": 1}}, "no argument 'epps'.*did you"),
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value"),
-        ({"optimizer_arguments": {"momentum": 0.5}}, r"set_momentum\(0\.9\)"),
+        ({"optimizer_arguments": {"momentum": 0.5}}, r"use optim\.momentum"),
         ({"optimizer_arguments": {"lr": 1}}, "'lr'"),
         ({"optimizer_arguments": {"nesterov": True}, "momentum": 0.0}, "Nesterov momentum requires"),
     ],

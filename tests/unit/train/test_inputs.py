@@ -237,8 +237,6 @@ def test_expected_states_of_sparse_gradients_equal_those_of_a_real_step(name):
 
 
 def test_what_sparse_gradients_do_not_support_is_refused():
-    with pytest.raises(OptionError, match=r"adamw does not support the sparse gradients of embedding.weight"):
-        assign_parameters(Words(), options_with(optimizer="adamw"))
     groups = ({"pattern": "embedding", "weight_decay": 0.1},)
     with pytest.raises(OptionError, match=r"do not support weight_decay 0\.1"):
         assign_parameters(Words(), options_with(groups=groups))

@@ -153,8 +153,6 @@ FOREIGN = {
     "lamb": timms("lamb"),
     "kron": timms("kron"),
     "lookahead": timms("lookahead_radam"),
-    "lbfgs": torch.optim.LBFGS,
-    "adahessian": timms("adahessian"),
     "inner": ForgetsInner,
     "unmade": Unmade,
 }
@@ -206,8 +204,6 @@ def test_a_run_with_an_optimizer_of_other_people_resumes_to_the_same_bits(kind, 
 @pytest.mark.parametrize(
     ("kind", "error", "noun"),
     [
-        ("lbfgs", OptionError, "closure"),
-        ("adahessian", OptionError, "closure"),
         ("unmade", OptionError, "super"),
         ("inner", CheckpointError, "inner optimizer"),
     ],
