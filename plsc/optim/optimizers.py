@@ -15,7 +15,6 @@ from plsc.config.optim import (
     RESERVED,
     OptimOptions,
     ParameterGroup,
-    check_named_arguments,
     known_settings,
     read_parameter_groups,
 )
@@ -182,16 +181,14 @@ def build_optimizer(
     kind = OPTIMIZERS[options.optimizer.lower()]
     what = f"optim.optimizer {options.optimizer}"
     more = options.optimizer_arguments or {}
-    expected = check_named_arguments(more)
-    if expected is not None:
-        raise OptionError(f"optim.optimizer is {options.optimizer}; expected {expected}")
     is_sparse_adam = options.optimizer.lower() == "sparse_adam"
     make = SparseAdam if is_sparse_adam else getattr(torch.optim, kind.class_name)
     known = set(inspect.signature(make).parameters) - {*RESERVED, *kind.takes}
     for name in more:
         if name not in known:
+            # The value of the option would replace this one without a word.
             expected = f"use optim.{name}" if name in kind.takes else suggest(name, known)
-            raise OptionError(f"{what} has no argument {name!r}; {expected}")
+            raise OptionError(f"{what} has no argument {name!r}; {RESERVED.get(name) or expected}")
     arguments = {
         **({} if {"fused", "foreach"} & more.keys() else implementation_flags(kind, device)),
         **more,
@@ -273,15 +270,10 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
         holder = holders[id(group["params"][0])] if group["params"] else group
         for name, value in settings.items():
             is_off = name == "weight_decay" and not value
-            if name not in known and not is_off:
+            if (name not in known and not is_off) or holder.get(name) != value:
                 raise OptionError(
-                    f"{what} has no setting {name!r}, but a parameter group sets it; "
+                    f"{what} has no setting {name!r}, or drops it, but a parameter group sets it to {value}; "
                     f"{suggest(name, known_settings(optimizer.defaults))}"
-                )
-            if holder.get(name) != value:
-                raise OptionError(
-                    f"{what} dropped the {name} {value} of a parameter group; pass the groups to the "
-                    "optimizer unchanged"
                 )
 
 

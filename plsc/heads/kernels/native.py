@@ -211,10 +211,9 @@ def _call(function: str, *arguments: ctypes.Structure | Tensor | int | None) -> 
         for argument in arguments
     ]
     status = getattr(_library(), function)(*passed)
-    if status == _STATUS_NO_MEMORY:
-        raise MemoryError("the native kernels of the head could not allocate memory")
     if status:
-        raise RuntimeError(f"the native kernels of the head failed with status {status}")
+        kind = MemoryError if status == _STATUS_NO_MEMORY else RuntimeError
+        raise kind(f"the native kernels of the head failed with status {status}")
 
 
 def _rows(rows: Rows) -> _Rows:
