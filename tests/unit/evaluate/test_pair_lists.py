@@ -84,8 +84,7 @@ def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(fol
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "contains no pairs; expected '<path> <path> <0 or 1>'"),
-        (b"\n \n", "contains no pairs"),
+        (b"", "no pairs"),
         (b"a.png b.png\n", r"list\.txt:1: expected .*, got 'a\.png b\.png'"),
         (b"a.png b.png 1\nmy face.png b.png 1\n", r"list\.txt:2: expected .* contains a blank, got"),
         (b"a.png\tb.png\t1\ta\n", r"list\.txt:1: expected"),
@@ -100,11 +99,9 @@ def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(fol
         (b"a.png b\0.png 1\n", r"list\.txt:1: the location 'b\\x00\.png' has a null byte"),
         (b"a.png http://host/b.png 1\n", r"list\.txt:1: the location .* argument `allowed`"),
         (b"a.png " + b"b" * 100_000, r"list\.txt:1 is longer than 16384 bytes"),
-        (b"\x80\x04\x95\n", r"list\.txt:1: expected"),
         (b"1\t2\nAl_Gore\t1\t12\n", r"has 1 pairs, but its first line announces 4; it is truncated"),
-        (b"1\t1\nAl_Gore\t1\n", r"list\.txt:2: expected '<name> <n> <n>' or"),
-        (b"1\t1\nAl_Gore\t1\tx\n", r"list\.txt:2: expected '<name> <n> <n>' or"),
-        (b"1\t1\nAl_Gore\t1\tBo\t3\t4\n", r"list\.txt:2: expected '<name> <n> <n>' or"),
+        (b"1\t1\nAl_Gore\t1\n", r"list\.txt:2: expected"),
+        (b"1\t1\nAl_Gore\t1\tx\n", r"list\.txt:2: expected"),
         (b"1\t1\n..\t1\t12\n", r"list\.txt:2: the location '\.\./"),
     ],
 )  # fmt: skip
@@ -115,11 +112,10 @@ def test_a_bad_list_is_an_error_that_names_file_and_line(folder, content, messag
 
 
 def test_a_missing_list_or_image_is_an_error(folder):
-    with pytest.raises(DataError, match=r"none\.txt does not exist"):
-        read_pair_list(folder / "none.txt")
-    with pytest.raises(DataError, match="Is a directory"):
-        read_pair_list(folder)
-    found = read_pair_list(write(folder, b"a.png b.png 0\n"))
+    for place, message in ((folder / "none.txt", "none.txt"), (folder, "directory")):
+        with pytest.raises(DataError, match=f"(?i){message}"):
+            read_pair_list(place)
+    listed = read_pair_list(write(folder, b"a.png b.png 0\n"))
     (folder / "b.png").unlink()
-    with pytest.raises(DataError, match=r"^b\.png \(list\.txt:1\): the image file is missing"):
-        found.images[1]
+    with pytest.raises(DataError, match=r"^b\.png \(list\.txt:1\): .*missing"):
+        listed.images[1]

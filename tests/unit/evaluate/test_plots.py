@@ -1,7 +1,5 @@
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from plsc.errors import DataError
+from plsc.evaluate import plots
 from plsc.evaluate.plots import plot_hardest_pairs, plot_metrics, plot_roc
 
 
@@ -44,6 +43,7 @@ def test_roc_starts_at_one_false_accept(tmp_path, drawn):
     assert far.tolist() == [0.5, 1.0]
     assert tar.tolist() == [1.0, 1.0]
     assert_picture(tmp_path / "roc.png")
+    assert not hasattr(plots, "pyplot")  # it would choose a backend for the whole process
 
 
 def test_roc_supports_any_name_and_many_curves(tmp_path):
@@ -54,13 +54,6 @@ def test_roc_supports_any_name_and_many_curves(tmp_path):
     }
     plot_roc(curves, tmp_path / "roc.png")
     assert_picture(tmp_path / "roc.png")
-
-
-def test_roc_of_one_kind_of_pairs_raises(tmp_path):
-    with pytest.raises(DataError, match="only same"):
-        plot_roc({"net": (np.ones(3), np.ones(3, bool))}, tmp_path / "roc.png")
-    with pytest.raises(DataError, match="cannot write"):
-        plot_roc({"net": (np.ones(2), np.arange(2) > 0)}, tmp_path / "missing" / "roc.png")
 
 
 def test_incomplete_and_unexpected_metrics_lines_are_ignored(tmp_path, drawn):
@@ -113,15 +106,14 @@ def test_metrics_without_a_loss_raise(tmp_path, content):
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_plots_do_not_import_pyplot(tmp_path):
-    script = (
-        "import sys\n"
-        "from plsc.evaluate.plots import plot_roc\n"
-        "plot_roc({'net': ([0.1, 0.9], [False, True])}, sys.argv[1])\n"
-        "sys.exit('matplotlib.pyplot' in sys.modules)\n"
+@pytest.fixture
+def captions(monkeypatch):
+    """Record the strings that are drawn."""
+    drawn, text = [], Axes.text
+    monkeypatch.setattr(
+        Axes, "text", lambda *args, **options: drawn.append(args[3]) or text(*args, **options)
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "roc.png")], check=True)
-    assert_picture(tmp_path / "roc.png")
+    return drawn
 
 
 def grey(level):
@@ -130,26 +122,14 @@ def grey(level):
     return file.getvalue()
 
 
-def test_hardest_pairs_are_sorted_worst_first(tmp_path, monkeypatch):
-    captions = []
-    text = Axes.text
-    monkeypatch.setattr(
-        Axes, "text", lambda *args, **options: captions.append(args[3]) or text(*args, **options)
-    )
+def test_hardest_pairs_are_sorted_worst_first_without_duplicates(tmp_path, captions):
     is_same = np.array([True, False, True, False, True, False])
     cosines = np.array([0.9, 0.1, -0.2, 0.8, 0.3, 0.5])
     images = [grey(20 * index) for index in range(12)]
     plot_hardest_pairs(images, is_same, cosines, tmp_path / "hardest.png", count=2)
     assert captions == ["0.800", "0.500", "\N{MINUS SIGN}0.200", "0.300"]
     assert_picture(tmp_path / "hardest.png")
-
-
-def test_hardest_pairs_have_no_duplicates(tmp_path, monkeypatch):
-    captions = []
-    text = Axes.text
-    monkeypatch.setattr(
-        Axes, "text", lambda *args, **options: captions.append(args[3]) or text(*args, **options)
-    )
+    captions.clear()
     a, b, c = grey(10), grey(20), grey(30)
     images = [a, b, b, a, a, c, a, b]
     cosines = np.array([0.9, 0.8, 0.7, 0.6])
@@ -157,7 +137,11 @@ def test_hardest_pairs_have_no_duplicates(tmp_path, monkeypatch):
     assert captions == ["0.900", "0.700"]
 
 
-def test_hardest_pairs_report_a_bad_image(tmp_path):
+def test_pairs_of_one_kind_a_bad_image_and_a_missing_folder_are_errors(tmp_path):
+    with pytest.raises(DataError, match="only same"):
+        plot_roc({"net": (np.ones(3), np.ones(3, bool))}, tmp_path / "roc.png")
+    with pytest.raises(DataError, match="cannot write"):
+        plot_roc({"net": (np.ones(2), np.arange(2) > 0)}, tmp_path / "missing" / "roc.png")
     images, is_same, cosines = [grey(9), b"bad", grey(9), grey(9)], np.array([True, False]), [0, 1]
     with pytest.raises(DataError, match="image 1 of the pairs: "):
         plot_hardest_pairs(images, is_same, cosines, tmp_path / "hardest.png")

@@ -109,7 +109,6 @@ def test_scores_of_the_detector_are_weights(tmp_path):
         ({"tid": None}, "needs one file <dataset>_face_tid_mid.txt, .* found none"),
         ({"tid": ""}, "lists no images"),
         ({"tid": "1.jpg 7 100\n2.jpg 7\n"}, r"mid\.txt:2: expected '<image>"),
-        ({"tid": "1.jpg 7 100\n\n"}, r"mid\.txt:2: "),
         ({"tid": "1.jpg -7 100\n"}, r"mid\.txt:1: .*'1.jpg -7 100'"),
         ({"tid": "1.jpg 7 1.0\n"}, r"mid\.txt:1: "),
         ({"tid": "1.jpg " + "9" * 30 + " 1\n"}, r"mid\.txt:1: "),
@@ -118,17 +117,13 @@ def test_scores_of_the_detector_are_weights(tmp_path):
         ({"pair": "1" * 20000}, r"label\.txt: "),
         ({"tid": "x" * 20000 + " 7 100\n"}, r"mid\.txt:1 is longer than 16384 bytes"),
         ({"pair": None, "gallery": None, "probe": None}, "has neither ijbc_template_pair_label.txt for 1:1"),
-        ({"pair": ""}, r"label\.txt: "),
         ({"pair": "7 2 1\n"}, "needs pairs of the same and of different subjects"),
         ({"pair": "7 2 1\n7 2 0 1\n"}, r"label\.txt: .*#2.* 7 2 0 1;"),
         ({"pair": "7 2\n0 7 2 1\n"}, r"label\.txt: .*#1"),
-        ({"pair": "7 2 1\n\n7 2 1\n"}, r"label\.txt: .*#2"),
         ({"pair": "7 2 1\n7 -2 0\n"}, r"label\.txt: .*#2: '7 -2 0'"),
         ({"pair": "7 2 1\n7 2 0\n7 2 2\n"}, r"label\.txt: .*#3: '7 2 2'"),
         ({"pair": "7 2 1\n7 8 0\n"}, r"label\.txt: .*#2: '7 8 0'"),
-        ({"pair": "7 99 1\n"}, r"label\.txt: .*#1: '7 99 1'"),
         ({"pair": b"7 2 1\n\x00\xff 2 0\n"}, r"label\.txt: .*#2"),
-        ({"pair": "7 2 1\n7 " + "1" * 20 + " 0\n"}, r"label\.txt: .*#2"),
         ({"G1": "7,40,img/1.jpg\n"}, r"G1\.csv:1: .*TEMPLATE_ID"),
         ({"G2": HEADER + "2\n"}, r"G2\.csv:2: .*'2'"),
         ({"G2": HEADER + "2,x,\n"}, r"G2\.csv:2: .*'2,x,'"),
@@ -145,5 +140,5 @@ def test_bad_files_raise_an_error_with_the_line(tmp_path, changes, message):
 
 def test_two_datasets_in_one_folder_raise_an_error(tmp_path):
     (write(tmp_path) / "ijbb_face_tid_mid.txt").write_text(IMAGES)
-    with pytest.raises(DataError, match=r"found ijbb_face_tid_mid\.txt, ijbc_face_tid_mid\.txt"):
+    with pytest.raises(DataError, match=r"ijbb_face_tid_mid\.txt, ijbc_face_tid_mid\.txt"):
         read_protocol(tmp_path)

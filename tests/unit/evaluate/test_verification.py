@@ -67,8 +67,9 @@ def some_pairs(pairs, noise, seed, size=8):
     return embeddings.astype(np.float32), is_same
 
 
-@pytest.mark.parametrize(("pairs", "folds"), [(60, 10), (47, 10), (10, 10), (23, 2)])
-@pytest.mark.parametrize("noise", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("pairs", "folds", "noise"), [(60, 10, 0.1), (47, 10, 1.0), (10, 10, 3.0), (23, 2, 1.0)]
+)
 def test_accuracy_equals_the_protocol_with_loops(pairs, folds, noise):
     embeddings, is_same = some_pairs(pairs, noise, seed=pairs)
     result = verify(embeddings, is_same, folds)
@@ -90,15 +91,16 @@ def test_folds_are_contiguous_and_unshuffled():
 
 
 # few distinct scores, so that ties are common
-SCORED = st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=2, max_size=40).filter(
-    lambda pairs: len({same for _, same in pairs}) == 2
+SCORED = (
+    st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=2, max_size=40)
+    .filter(lambda pairs: len({same for _, same in pairs}) == 2)
+    .map(lambda pairs: (np.array([score / 4 for score, _ in pairs]), np.array([same for _, same in pairs])))
 )
 
 
 @given(SCORED, st.sampled_from([0.001, 0.1, 0.25, 0.29, 1 / 3, 0.5, 0.7, 1.0]))
-def test_tar_at_far_is_the_maximum_over_all_thresholds(pairs, far):
-    cosines = np.array([score / 4 for score, _ in pairs])
-    is_same = np.array([same for _, same in pairs])
+def test_tar_at_far_is_the_maximum_over_all_thresholds(scored, far):
+    cosines, is_same = scored
     assert tar_at_far(cosines, is_same, far) == pytest.approx(naive_tar(cosines, is_same, far))
 
 
@@ -111,16 +113,9 @@ def test_tar_at_far_uses_all_allowed_false_accepts():
 
 
 @given(SCORED)
-def test_auc_is_the_probability_that_a_same_pair_scores_higher(pairs):
-    cosines = np.array([score / 4 for score, _ in pairs])
-    is_same = np.array([same for _, same in pairs])
+def test_auc_is_the_probability_that_a_same_pair_scores_higher(scored):
+    cosines, is_same = scored
     assert area_under_roc(cosines, is_same) == pytest.approx(naive_auc(cosines, is_same))
-
-
-def test_roc_accepts_tied_pairs_together():
-    far, tar = roc_curve(np.array([0.9, 0.5, 0.5, 0.1]), np.array([True, True, False, False]))
-    assert far.tolist() == [0, 0, 0.5, 1]
-    assert tar.tolist() == [0, 0.5, 1, 1]
 
 
 def test_scores_are_cosines_of_pairs_across_chunks():
@@ -155,20 +150,16 @@ def test_result_lists_unresolved_fars():
     is_same[:] = np.arange(100) < 50
     result = verify(embeddings, is_same)
     assert result.unresolved_fars == (0.01, 0.001, 0.0001, 0.00001, 0.000001)
-    assert result.warning() == (
-        "50 different pairs are too few for FAR 0.01, 0.001, 0.0001, 1e-05, 1e-06: the TAR there is that of "
-        "no false accept; use at least 1,000,000"
-    )
+    assert "50 different pairs" in result.warning()
     cosines = scores(embeddings)
     assert result.tar_at_far[0.01] == naive_tar(cosines, is_same, 0)
 
 
 @given(SCORED, st.sampled_from([0.1, 0.01]))
-def test_the_threshold_of_a_far_gives_its_tar(pairs, far):
-    cosines = np.array([score / 4 for score, _ in pairs])
-    is_same = np.array([same for _, same in pairs])
+def test_the_threshold_of_a_far_gives_its_tar(scored, far):
+    cosines, is_same = scored
     angles = np.arccos(cosines)
-    embeddings = np.zeros((2 * len(pairs), 2))
+    embeddings = np.zeros((2 * len(cosines), 2))
     embeddings[::2, 0] = 1
     embeddings[1::2] = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     result = verify(embeddings, is_same, folds=2)
@@ -190,9 +181,8 @@ def test_intervals_are_those_of_wilson():
 
 
 @given(SCORED)
-def test_eer_is_where_the_roc_curve_crosses_the_diagonal(pairs):
-    cosines = np.array([score / 4 for score, _ in pairs])
-    is_same = np.array([same for _, same in pairs])
+def test_eer_is_where_the_roc_curve_crosses_the_diagonal(scored):
+    cosines, is_same = scored
     points = []
     for threshold in [np.inf, *sorted(set(cosines), reverse=True)]:
         accepted = cosines >= threshold
@@ -220,14 +210,9 @@ def test_the_report_has_a_line_per_pair_and_names_its_choices(tmp_path):
     names = [f"a\tb/{index}.png" for index in range(120)]
     path = write_report(tmp_path, "Report", [result.section("my pairs", labels=names)])
     text = path.read_text()
-    for one in (
-        "Wilson",
-        "ten contiguous folds",
-        "too few for FAR",
-        "my_pairs_roc.png",
-        "my_pairs_scores.tsv",
-    ):
-        assert one in text
+    assert all(
+        part in text for part in ("Wilson", "too few for FAR", "my_pairs_roc.png", "my_pairs_scores.tsv")
+    )
     header, *lines = (tmp_path / "my_pairs_scores.tsv").read_text().splitlines()
     assert header.split("\t") == ["score", "same", "first", "second"]
     assert len(lines) == 60
@@ -237,32 +222,22 @@ def test_the_report_has_a_line_per_pair_and_names_its_choices(tmp_path):
     values = json.loads((tmp_path / "report.json").read_text())["my pairs"]
     assert values.pop("choices")
     assert values == result.as_dict()
-
-
-def test_result_is_plain_json():
-    embeddings, is_same = some_pairs(50, 0.5, seed=0)
-    result = verify(embeddings, is_same)
-    plain = json.loads(json.dumps(result.as_dict(), allow_nan=False))
-    assert plain == result.as_dict()
-    for name in ("tar_at_far", "tar_intervals", "threshold_at_far"):
-        assert list(plain[name]) == ["0.1", "0.01", "0.001", "0.0001", "1e-05", "1e-06"]
-    assert plain["pairs"] == plain["positives"] + plain["negatives"] == 50
-    assert plain["mean_norm"] == pytest.approx(np.linalg.norm(embeddings, axis=1).mean())
+    assert list(values["tar_at_far"]) == ["0.1", "0.01", "0.001", "0.0001", "1e-05", "1e-06"]
+    assert values["pairs"] == values["positives"] + values["negatives"] == 60
+    assert values["mean_norm"] == pytest.approx(np.linalg.norm(embeddings, axis=1).mean())
 
 
 def test_invalid_verification_input_raises():
     embeddings, is_same = some_pairs(20, 0.5, seed=0)
-    with pytest.raises(DataError, match="9 pairs for 10 folds"):
-        verify(embeddings[:18], is_same[:9])
-    with pytest.raises(DataError, match="only same"):
-        verify(embeddings, np.ones(20, bool))
-    with pytest.raises(DataError, match="only different"):
-        verify(embeddings, np.zeros(20, bool))
-    with pytest.raises(DataError, match="no pairs"):
-        verify(np.empty((0, 4)), np.empty(0, bool))
-    with pytest.raises(DataError, match=r"shape \[20\].*shape \[19\]"):
-        verify(embeddings, is_same[:19])
-    for bad in (np.nan, np.inf):
-        embeddings[7, 3] = bad
-        with pytest.raises(DataError, match="pair 3 is not finite"):
-            verify(embeddings, is_same)
+    infinite = embeddings.copy()
+    infinite[7, 3] = np.inf
+    for rows, same, message in [
+        (embeddings[:18], is_same[:9], "10 folds"),
+        (embeddings, np.ones(20, bool), "only same"),
+        (embeddings, np.zeros(20, bool), "only different"),
+        (np.empty((0, 4)), np.empty(0, bool), "no pairs"),
+        (embeddings, is_same[:19], "shape"),
+        (infinite, is_same, "pair 3 is not finite"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            verify(rows, same)

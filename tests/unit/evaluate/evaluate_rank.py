@@ -1,4 +1,4 @@
-"""A rank of test_identification.py and test_templates.py: identify_rank.py FOLDER
+"""A rank of test_templates.py: evaluate_rank.py FOLDER
 
 FOLDER has data.npz and meta files; the results go to FOLDER/RANKS-RANK.npz.
 """
@@ -9,27 +9,34 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.evaluate import identification, retrieval, templates
+from plsc.evaluate import all_pairs, identification, retrieval, templates
+from plsc.evaluate.groups import Groups
 from plsc.evaluate.identification import identify
 from plsc.evaluate.template_files import read_protocol
 from plsc.evaluate.templates import evaluate_templates
 from plsc.parallel.world import World
 
 identification._CHUNK = templates._CHUNK = 7
-retrieval._CELLS = 20
+retrieval._CELLS = all_pairs.TILE = 20
 folder = Path(sys.argv[1])
 world = World.from_environment(device="cpu", timeout_seconds=60)
 data = np.load(folder / "data.npz")
-found = identify(*(data[name] for name in ("gallery", "gallery_labels", "probes", "probe_labels")), world)
+gallery, labels = data["gallery"], data["gallery_labels"]
+found = identify(gallery, labels, data["probes"], data["probe_labels"], world)
 pooled = evaluate_templates(data["images"], read_protocol(folder), world)
-searched = retrieval.retrieval(data["gallery"], data["gallery_labels"], world)
+searched = retrieval.retrieval(gallery, labels, world)
+compared = all_pairs.all_pairs(gallery, labels, world)
+rates = all_pairs.all_pair_rates(gallery, labels, Groups(("a", "b"), labels % 2), compared, world)
+results = (found, pooled, searched, compared, rates)
 np.savez(
     folder / f"{world.size}-{world.rank}.npz",
     ranks=found.ranks,
     mate_scores=found.mate_scores,
     top_scores=found.top_scores,
     retrieval=searched.values,
-    values=repr((found.as_dict(), pooled.as_dict(), searched.as_dict())),
+    same=compared.same,
+    different=compared.different,
+    values=repr([result.as_dict() for result in results]),
 )
 world.close()
 # As in embed_rank.py.
