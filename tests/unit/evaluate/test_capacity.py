@@ -107,14 +107,6 @@ def test_far_and_spread_are_those_of_all_pairs_with_equal_weight_per_class():
     )
 
 
-def test_order_labels_and_norms_do_not_matter(table):
-    embeddings, labels = images_of(100, 4, families=40)
-    order = np.random.default_rng(1).permutation(len(labels))
-    again = measure_capacity(embeddings[order] * np.float32(2.0), 7 * labels[order] + 3)
-    assert len(again.rows) == len(table.rows)
-    np.testing.assert_allclose(np.array(again.rows), np.array(table.rows), rtol=0.05, atol=1e-6)
-
-
 def test_limits_rise_with_identities_and_fall_with_the_threshold(table):
     thresholds = np.linspace(table.rows[0].threshold, table.rows[-1].threshold + 0.01, 60)
     for identities in (1, 50, 5000):

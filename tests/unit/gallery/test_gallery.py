@@ -9,7 +9,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from plsc.checkpoint.shard_file import checksum, entry_of, write_shard
-from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.errors import DataError, OptionError
 from plsc.gallery import build_gallery, open_gallery, write_gallery
 from tests.images import UNSAFE_NAMES
 
@@ -34,16 +34,24 @@ def made(folder, kind, vectors, names=None, **how):
     return write_gallery(folder / "gallery", vectors, names, model="network", kind=kind, **how)
 
 
-@pytest.mark.parametrize("kind", ["memory", "float32", "int8"])
-@pytest.mark.parametrize("size", [3, 32, 50])
-@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize(
+    ("kind", "size", "queries"),
+    [
+        ("memory", 3, 70),
+        ("memory", 50, 1),
+        ("float32", 32, 70),
+        ("int8", 3, 1),
+        ("int8", 32, 70),
+        ("int8", 50, 70),
+    ],
+)
 def test_search_finds_the_highest_cosines_and_of_equal_ones_the_lower_numbers_first(
     tmp_path, kind, size, queries
 ):
     different = RANDOM.standard_normal((90, size)) * RANDOM.lognormal(0, 4, (90, 1))
     vectors = different[RANDOM.integers(90, size=400)]  # about four of each are equal
     vectors[[5, 300]] = 0
-    asked = np.concatenate([vectors[:4], RANDOM.standard_normal((queries, size))])
+    asked = np.concatenate([vectors[:4], np.zeros((1, size)), RANDOM.standard_normal((queries, size))])
     truth = cosines(vectors, asked)
     tolerance = 3e-4 if kind == "int8" else 1e-6
     gallery = made(tmp_path, kind, vectors)
@@ -66,12 +74,6 @@ def test_many_equal_vectors_are_returned_in_order(tmp_path, kind):
     scores, numbers = gallery.search(np.ones((2, 32)), 3000)
     assert numbers.tolist() == [list(range(3000))] * 2
     np.testing.assert_allclose(scores, 1, atol=1e-4)
-
-
-def test_a_zero_query_has_cosine_0_with_every_entry(tmp_path):
-    for kind in ("memory", "int8"):
-        scores, _ = made(tmp_path, kind, RANDOM.standard_normal((10, 8))).search(np.zeros((1, 8)), 10)
-        assert not scores.any()
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
@@ -112,42 +114,28 @@ def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_pat
                 write_gallery(tmp_path / "unsafe", vectors[:1], [name], model="a", kind=kind)
 
 
-@pytest.mark.parametrize(
-    ("vectors", "message"),
-    [
-        (np.zeros((0, 4)), "there are no vectors"),
+def test_what_cannot_be_searched_is_refused_and_nothing_is_written(tmp_path):
+    for vectors, message in (
+        (np.zeros((0, 4)), "no vectors"),
         (np.array([[1.0, 2], [3, np.nan]]), "vector 1 is not finite"),
-        (np.zeros(4), r"expected vectors of shape \[N, D\]"),
-    ],
-)
-def test_vectors_that_cannot_be_searched_are_refused_and_nothing_is_written(tmp_path, vectors, message):
-    with pytest.raises(DataError, match=message):
-        write_gallery(tmp_path / "gallery", vectors, model="a")
-    with pytest.raises(DataError, match=message):
-        build_gallery(vectors)
-    assert not list(tmp_path.iterdir())
-
-
-def test_wrong_arguments_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="kind is 'int4'; known: float32, int8"):
+        (np.zeros(4), "shape"),
+    ):
+        with pytest.raises(DataError, match=message):
+            write_gallery(tmp_path / "gallery", vectors, model="a")
+        with pytest.raises(DataError, match=message):
+            build_gallery(vectors)
+    with pytest.raises(OptionError, match=r"int4.*known: float32, int8"):
         write_gallery(tmp_path / "gallery", np.ones((2, 2)), model="a", kind="int4")
     for centers in (2, 0, -1, 10, 2.5, True):
-        with pytest.raises(OptionError, match=f"centers is {centers} for 5 vectors"):
+        with pytest.raises(OptionError, match="centers"):
             write_gallery(tmp_path / "gallery", np.ones((5, 2)), model="a", centers=centers)
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="1 names for 2 entries"):
         build_gallery(np.ones((2, 2)), ["one"])
     gallery = build_gallery(np.ones((2, 2)))
-    with pytest.raises(DataError, match=r"\[queries, 2\]"):
-        gallery.search(np.ones((1, 3)))
-    with pytest.raises(DataError, match="query 1 is not finite"):
-        gallery.search(np.array([[1.0, 1], [1, np.inf]]))
-
-
-def test_a_gallery_of_another_network_is_refused(tmp_path):
-    write_gallery(tmp_path / "gallery", np.ones((2, 2)), model="aaaa")
-    with pytest.raises(CheckpointError, match=r"another network \(weights aaaa, not bbbb\)"):
-        open_gallery(tmp_path / "gallery", model="bbbb")
+    for query, message in ((np.ones((1, 3)), "queries"), (np.array([[1.0, 1], [1, np.inf]]), "query 1")):
+        with pytest.raises(DataError, match=message):
+            gallery.search(query)
 
 
 def rewrite(folder, **tensors):
@@ -186,56 +174,44 @@ def test_every_truncation_and_flipped_byte_is_an_error_message(tmp_path, kind):
         content[place] ^= 1
 
 
+OF_THE_FILE = [
+    {"name_ends": np.array([5, 1, 9], np.int64)},
+    {"name_ends": np.array([1, 2, 2**60], np.int64)},
+    {"name_ends": np.array([1, 2], np.int64)},
+    {"names": np.zeros(3, np.float32)},
+    {"names": np.zeros((3, 0), np.uint8)},
+    {"scale": np.ones(3, np.float32)},
+    {"scale": np.ones(4, np.float64)},
+    {"rest": np.ones((4, 3), np.int8)},
+    {"codes": np.ones(12, np.uint8)},
+]
+OF_THE_DESCRIPTION = [
+    *({"count": count} for count in (10, 2**39, -9)),
+    {"size": 2},
+    {"size": 12, "count": 1},
+    {"centers": 2},
+    *({"kind": kind} for kind in ("float32", [], "../x")),
+    {"model": None},
+    {"file": None},
+    {"version": 2},
+    {"format": {}},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"count": 10},
-        {"count": 2**39},
-        {"count": -9},
-        {"count": 9.0},
-        {"size": 2},
-        {"size": 36, "count": 1},
-        {"centers": 2},
-        {"kind": "float32"},
-        {"kind": []},
-        {"kind": "../x"},
-        {"model": None},
-        {"file": None},
-        {"version": 2},
-        {"format": {}},
-    ],
+    ("tensors", "changes"),
+    [*((tensors, {}) for tensors in OF_THE_FILE), *(({}, changes) for changes in OF_THE_DESCRIPTION)],
 )
-def test_a_description_that_does_not_match_the_file_is_refused(tmp_path, changes):
+def test_a_file_and_a_description_that_do_not_match_are_refused(tmp_path, tensors, changes):
     folder = tmp_path / "gallery"
-    write_gallery(folder, RANDOM.standard_normal((9, 4)), ["a"] * 9, model="a", kind="int8")
+    write_gallery(folder, RANDOM.standard_normal((3, 4)), ["a", "b", "c"], model="a", kind="int8")
+    rewrite(folder, **tensors)
     describe(folder, **changes)
     with pytest.raises(DataError):
         open_gallery(folder)
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"name_ends": np.array([5, 1, 9], np.int64)},
-        {"name_ends": np.array([1, 2, 2**60], np.int64)},
-        {"name_ends": np.array([1, 2], np.int64)},
-        {"names": np.zeros(3, np.float32)},
-        {"names": np.zeros((3, 0), np.uint8)},
-        {"scale": np.ones(3, np.float32)},
-        {"scale": np.ones(4, np.float64)},
-        {"rest": np.ones((4, 3), np.int8)},
-        {"codes": np.ones(12, np.uint8)},
-    ],
-)
-def test_tensors_that_do_not_match_the_description_are_refused(tmp_path, tensors):
-    folder = tmp_path / "gallery"
-    write_gallery(folder, RANDOM.standard_normal((3, 4)), ["a", "b", "c"], model="a", kind="int8")
-    rewrite(folder, **tensors)
-    with pytest.raises(DataError):
-        open_gallery(folder)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 2104, 1.002, 0.998, 1e-3])
+@pytest.mark.parametrize("value", [np.nan, 3e38, 1.002, 0.998])
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_vectors_without_norm_1_are_refused_when_the_gallery_is_opened(tmp_path, kind, value):
     folder, vectors = tmp_path / "gallery", np.eye(32, dtype=np.float32)[np.arange(20_000) % 32]

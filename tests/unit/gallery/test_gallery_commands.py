@@ -37,8 +37,7 @@ def plsc(capsys, *words):
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("model", ["run/0", "model"])
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize(("model", "kind"), [("run/0", "float32"), ("model", "int8")])
 def test_every_image_finds_itself(trained, tmp_path, capsys, model, kind):
     pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
     images = trained / "faces/images"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from plsc.export.folder import checksum_of
 from plsc.gallery import open_gallery, write_gallery
 from plsc.gallery.embedder import open_embedder
 from plsc.gallery.places import open_store
-from plsc.gallery.store import New, Replacement, Store
+from plsc.gallery.store import New, Replacement
 from tests.images import write_dataset
-from tests.postgres_server import PASSWORD, postgres_server
+from tests.postgres_server import PASSWORD
 from tests.system.small_entry import entry
 
 CLASSES = 120
@@ -44,17 +45,6 @@ def folder(tmp_path_factory):
     indexed = ["--embeddings", str(folder / "by_old")]
     assert main(["index", str(folder / "old"), str(folder / "gallery"), *indexed]) == 0
     return folder
-
-
-@pytest.fixture
-def database():
-    pytest.importorskip("psycopg", reason="plsc[postgres] is not installed")
-    import psycopg
-
-    with contextlib.contextmanager(postgres_server)() as server:
-        with psycopg.connect(server.url(), autocommit=True) as connection:
-            connection.execute("CREATE EXTENSION vector")
-        yield server.url()
 
 
 def model_of(run):
@@ -134,13 +124,7 @@ def test_a_mapped_store_keeps_ids_and_continues_and_is_copied_but_not_mapped_aga
         after = store.read(0, 10**6)
         assert json.loads(store.read(0, 1)[0].mapped)["from"] == models[0]
     for one, other in zip(before, after, strict=True):
-        assert (one.id, one.name, one.thumbnail, one.enrolled) == (
-            other.id,
-            other.name,
-            other.thumbnail,
-            other.enrolled,
-        )
-        assert one.mapped == ""
+        assert replace(one, vector=None) == replace(other, vector=None, mapped="")
         assert json.loads(other.mapped)["from"] == models[0]
     kept = [one.id - 1 for one in before]
     real = open_embeddings(folder / "by_new")["embeddings"][:][kept]
@@ -185,20 +169,10 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
     for source, more, how, message in [
         (gallery, [], {"old": "new", "new": "old"}, "pass the run that made it as --from"),
         (gallery, [], {"new": "named/3"}, "only one of .*/old and .*/named/3 has class names"),
-        (
-            gallery,
-            [],
-            {"new": tmp_path / "few_run/0"},
-            "have 20 classes in common, but a map needs 80 of them; ",
-        ),
+        (gallery, [], {"new": tmp_path / "few_run/0"}, "20 classes in common"),
         (gallery, [], {"new": tmp_path / "unlike_run/0"}, "renamed or numbered otherwise"),
         (gallery, both, {}, "by_new was computed with another network than .*/old"),
-        (
-            gallery,
-            [*ours, tmp_path / "by_few"],
-            {},
-            "by_few differ in images .by their paths. or their order",
-        ),
+        (gallery, [*ours, tmp_path / "by_few"], {}, "by_few differ in images"),
         (gallery, [], {"new": tmp_path / "centers_run/0"}, "a class has several sub-centres"),
         (gallery, both[:2], {}, "one of --anchors-from and --anchors-to is missing"),
         (tmp_path / "classes", [], {}, "has the classes of a model"),
@@ -210,11 +184,3 @@ def test_what_cannot_be_mapped_is_one_message_and_writes_nothing(folder, tmp_pat
         assert not target.exists()
     assert upgrade(folder, gallery, gallery) == 1
     assert "exists" in messages[-1]
-
-
-def test_an_entry_that_is_not_mapped_is_stored_as_before(tmp_path):
-    """Column `model` is the fingerprint, so files without mapped entries have not changed."""
-    with contextlib.closing(Store(tmp_path / "s.sqlite", "m1", 8)) as store:
-        store.write([New("a", np.eye(8, dtype=np.float32)[0], b"")])
-        assert store.read(0, 1)[0].mapped == ""
-        assert store._database.execute("SELECT model FROM entries").fetchall() == [("m1",)]

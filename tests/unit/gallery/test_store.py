@@ -43,12 +43,14 @@ def nearest(store, query, k):
 def test_the_index_finds_what_is_in_the_file_after_changes_and_after_opening(tmp_path):
     path = tmp_path / "s.sqlite"
     opened = Store(path, "m1", SIZE)
-    expected = {}
+    expected, last = {}, 0
     for batch in range(5):
         added = news(50, seed=batch)
-        gone = list(expected)[::3]
+        gone = list(expected)[-1:0:-3]
         results = opened.write([*added, *gone, 10**9])
         assert results[len(added) :] == [True] * len(gone) + [False]
+        assert min(results[: len(added)]) > last  # ids are never used again
+        last = max(results[: len(added)])
         expected = {number: vector for number, vector in expected.items() if number not in gone}
         expected |= dict(zip(results, (new.vector for new in added), strict=False))
     queries = vectors(7, seed=99)
@@ -93,14 +95,6 @@ def test_of_equal_vectors_the_lower_ids_are_found_first(tmp_path):
     opened.close()
 
 
-def test_ids_are_never_used_again(store):
-    first = store.write(news(2))
-    store.write(first)
-    assert len(store) == 0
-    assert store.search(vectors(2), 3) == [[], []]
-    assert min(store.write(news(2))) > max(first)
-
-
 def test_a_full_store_refuses_only_what_exceeds_it(store, monkeypatch):
     monkeypatch.setattr(plsc.gallery.store, "MOST_ENTRIES", 2)
     *good, refused = store.write(news(3))
@@ -120,16 +114,23 @@ def test_a_full_disk_is_no_fault_of_the_request_and_loses_nothing(store):
     assert len(store) == len(store.entries(0, 9)) == 2
 
 
-def test_a_store_of_another_network_or_size_is_refused(store, tmp_path):
+def test_a_store_of_another_network_or_size_or_in_use_is_refused(store, tmp_path):
     store.write(news(3))
+    with pytest.raises(DataError, match="in use"):
+        Store(tmp_path / "s.sqlite", "m1", SIZE)
     store.close()
-    with pytest.raises(CheckpointError, match="entries of another network"):
-        Store(tmp_path / "s.sqlite", "m2", SIZE)
-    with pytest.raises(CheckpointError, match=f"vectors of {SIZE} values; the model has 7"):
-        Store(tmp_path / "s.sqlite", "m1", 7)
+    for model, size in (("m2", SIZE), ("m1", 7)):
+        with pytest.raises(CheckpointError, match=r"network|values"):
+            Store(tmp_path / "s.sqlite", model, size)
+    for column in ("vector", "model"):
+        with contextlib.closing(sqlite3.connect(tmp_path / "s.sqlite")) as database:
+            database.execute(f"UPDATE entries SET {column} = 7 WHERE id = 1")
+            database.commit()
+        with pytest.raises(CheckpointError):
+            Store(tmp_path / "s.sqlite", "m1", SIZE)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 2104, 0.998, 1e-3])
+@pytest.mark.parametrize("value", [np.nan, 3e38, 1.002, 0.998])
 def test_a_vector_without_norm_1_is_refused_and_zero_is_not(store, tmp_path, value):
     ids = store.write(news(3))
     vector, zero = vectors(1)[0] * np.float32(value), np.zeros(SIZE, np.float32)
@@ -139,13 +140,11 @@ def test_a_vector_without_norm_1_is_refused_and_zero_is_not(store, tmp_path, val
     store.close()
     with pytest.raises(DataError, match=f"vector of entry {ids[1]} does not have norm 1"):
         Store(tmp_path / "s.sqlite", "m1", SIZE)
-    database = sqlite3.connect(tmp_path / "s.sqlite")
-    database.execute("DELETE FROM entries WHERE id = ?", (ids[1],))
-    database.commit()
-    database.close()
-    opened = Store(tmp_path / "s.sqlite", "m1", SIZE)
-    assert [one.id for one in opened.search(vectors(1), 3)[0]] == [ids[0], ids[2]]
-    opened.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.sqlite")) as database:
+        database.execute("DELETE FROM entries WHERE id = ?", (ids[1],))
+        database.commit()
+    with contextlib.closing(Store(tmp_path / "s.sqlite", "m1", SIZE)) as opened:
+        assert [entry.id for entry in opened.search(vectors(1), 3)[0]] == [ids[0], ids[2]]
 
 
 def test_ids_that_do_not_rise_are_refused(store, tmp_path):
@@ -174,7 +173,7 @@ def test_an_entry_with_an_odd_id_or_without_a_time_is_refused(store, tmp_path, n
         Store(tmp_path / "s.sqlite", "m1", SIZE)
 
 
-@pytest.mark.parametrize("value", [7, 1e300, "text", b"\xff", b"text"])
+@pytest.mark.parametrize("value", [1e300, b"\xff", b"text"])
 def test_columns_of_other_types_are_an_error_message_or_converted(store, tmp_path, value):
     ids = store.write(news(3))
     for number, column in zip(ids, ("name", "thumbnail", "enrolled"), strict=True):
@@ -192,31 +191,12 @@ def test_columns_of_other_types_are_an_error_message_or_converted(store, tmp_pat
     opened.close()
 
 
-@pytest.mark.parametrize("column", ["vector", "model"])
-def test_a_vector_or_model_of_another_type_is_an_error_message(store, tmp_path, column):
-    ids = store.write(news(3))
-    store._database.execute(f"UPDATE entries SET {column} = 7 WHERE id = ?", (ids[0],))
-    store.close()
-    with pytest.raises(CheckpointError):
-        Store(tmp_path / "s.sqlite", "m1", SIZE)
-
-
-def test_a_store_in_use_is_refused(store, tmp_path):
-    store.write(news(1))
-    with pytest.raises(DataError, match="is in use, for example by plsc serve"):
-        Store(tmp_path / "s.sqlite", "m1", SIZE)
-
-
-def test_another_database_and_another_file_are_refused(tmp_path):
-    database = sqlite3.connect(tmp_path / "other.sqlite")
-    database.execute("CREATE TABLE x (y)")
-    database.close()
+def test_another_file_is_refused(tmp_path):
     (tmp_path / "text.sqlite").write_text("no database" * 1000)
-    for name in ("other", "text"):
-        before = (tmp_path / f"{name}.sqlite").read_bytes()
-        with pytest.raises(DataError, match="choose another"):
-            Store(tmp_path / f"{name}.sqlite", "m1", SIZE)
-        assert (tmp_path / f"{name}.sqlite").read_bytes() == before
+    before = (tmp_path / "text.sqlite").read_bytes()
+    with pytest.raises(DataError, match="choose another"):
+        Store(tmp_path / "text.sqlite", "m1", SIZE)
+    assert (tmp_path / "text.sqlite").read_bytes() == before
 
 
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
@@ -299,12 +279,9 @@ def test_copies_keep_the_permissions_and_entries_with_names_are_private(tmp_path
         copy_gallery(str(tmp_path / source), str(tmp_path / target))
         assert modes(target) == {mode}
     assert (tmp_path / "c").stat().st_mode & 0o777 == {0o600: 0o700, 0o640: 0o750}[mode]
-
-
-def test_a_gallery_of_a_network_with_a_blank_in_its_name_is_not_copied_to_a_store(tmp_path):
-    write_gallery(tmp_path / "a", vectors(3), model="m1 mapped")
+    write_gallery(tmp_path / "blank", vectors(3), model="m1 mapped")
     with pytest.raises(DataError, match="blanks"):  # after a blank, a store has something else
-        copy_gallery(str(tmp_path / "a"), str(tmp_path / "b.sqlite"))
+        copy_gallery(str(tmp_path / "blank"), str(tmp_path / "blank.sqlite"))
 
 
 def umask():

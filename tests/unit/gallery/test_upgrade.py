@@ -109,11 +109,9 @@ def test_95_percent_of_images_reach_the_bound_which_needs_200_images():
 
 def test_too_few_renamed_or_infinite_pairs_are_one_message():
     ours, theirs = related(2000)
-    with pytest.raises(DataError, match="have 60 classes and 0 images in common, but a map needs 80 of them"):
+    with pytest.raises(DataError, match="60 classes and 0 images"):
         fit_map(pairs(ours[:60], theirs[:60]), pairs(ours[:0], theirs[:0]))
-    with pytest.raises(
-        DataError, match=r"have 100 classes in common, but a map needs 192 of them; .*--anchors-from"
-    ):
+    with pytest.raises(DataError, match=r"100 classes .* 192 of them; .*--anchors-from"):
         fit_map(pairs(*related(100, old=128, new=128)))
     for seed in (0, 1):
         with pytest.raises(DataError, match="are nearer to each other than to another pair"):
