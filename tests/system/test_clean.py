@@ -112,8 +112,11 @@ def check_changes(folder):
     assert doubled == {f"images/{label}_again.png" for label in range(20, 30)}
 
 
-def test_planted_faults_are_found_and_the_changes_are_applied(world, run, checkpoint):
-    shown = run(f"clean {checkpoint} faces out").splitlines()
+def test_planted_faults_are_found_the_changes_are_applied_and_an_interrupted_command_resumes(
+    world, run, checkpoint, monkeypatch, messages
+):
+    monkeypatch.setattr(prediction, "MOST_ROWS", 64)
+    shown = run(command := f"clean {checkpoint} faces out").splitlines()
     check_changes(world / "out")
     assert "faces: 310 of 311 images, 36 classes." in shown
     assert "images/broken.png" in next(line for line in shown if line.startswith("Without embedding"))
@@ -122,12 +125,20 @@ def test_planted_faults_are_found_and_the_changes_are_applied(world, run, checkp
     told = re.search(r"(\d+)% of the images are nearest to their own class\.( Many.*too weak)?", page)
     assert (int(told[1]) < 80) == bool(told[2])
     assert page.count("<img ") > 100
-    command = shlex.split(shown[-1])
-    assert run(" ".join(command[2:-1]) + " applied").startswith("wrote applied/list.tsv: ")
+    apply = shlex.split(shown[-1])
+    assert run(" ".join(apply[2:-1]) + " applied").startswith("wrote applied/list.tsv: ")
     _, after = read_listing(world / "applied/list.tsv", image_folder=world / "faces")
     labels = {path: int(after.classes[label]) for path, label in zip(after.paths, after.labels, strict=True)}
     assert labels.pop("images/broken.png") == 7
     assert sum(owner(path) != label % 30 for path, label in labels.items()) <= 6
+    changes = (world / "out/changes.tsv").read_bytes()
+    for path in (world / "out/changes.tsv", world / "out/questions.tsv", world / "out/report.html"):
+        assert f"out/{path.name} exists" in run(command, code=1)
+        path.unlink()
+    min((world / "out/embeddings").glob("00002-*")).unlink()
+    run(command)
+    assert "out/embeddings: 4 shards are complete; predicting the others" in messages
+    assert (world / "out/changes.tsv").read_bytes() == changes
 
 
 def test_embeddings_of_predict_are_used_and_those_of_other_images_are_refused(world, run, checkpoint):
@@ -139,29 +150,6 @@ def test_embeddings_of_predict_are_used_and_those_of_other_images_are_refused(wo
     assert not (world / "used/embeddings").exists()
     message = run("clean embedded others refused", code=1)
     assert "embedded have no image of others" in message
-
-
-def test_an_interrupted_command_resumes_and_a_finished_one_is_not_overwritten(
-    world, run, checkpoint, monkeypatch, messages
-):
-    monkeypatch.setattr(prediction, "MOST_ROWS", 64)
-    command = f"clean {checkpoint} faces again"
-    run(command)
-    changes = (world / "again/changes.tsv").read_bytes()
-    for path in (world / "again/changes.tsv", world / "again/questions.tsv", world / "again/report.html"):
-        assert f"again/{path.name} exists" in run(command, code=1)
-        path.unlink()
-    min((world / "again/embeddings").glob("00002-*")).unlink()
-    run(command)
-    assert "again/embeddings: 4 shards are complete; predicting the others" in messages
-    assert (world / "again/changes.tsv").read_bytes() == changes
-
-
-def test_embeddings_are_not_written_through_a_link(world, run, checkpoint, tmp_path):
-    (world / "linked").mkdir()
-    (world / "linked/embeddings").symlink_to(tmp_path)
-    assert "link" in run(f"clean {checkpoint} faces linked", code=1)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_network_of_the_same_images_is_reported(world, run, checkpoint):
@@ -208,7 +196,13 @@ def test_six_shared_classes_are_questions_if_six_others_are_there_twice(world, r
     assert set(asked[:6]) == set(map(str, range(20, 26)))
 
 
-def test_data_without_files_is_refused_before_it_is_embedded(world, run, checkpoint):
+def test_data_without_files_and_a_link_are_refused_before_anything_is_embedded(
+    world, run, checkpoint, tmp_path
+):
+    (world / "linked").mkdir()
+    (world / "linked/embeddings").symlink_to(tmp_path)
+    assert "link" in run(f"clean {checkpoint} faces linked", code=1)
+    assert not list(tmp_path.iterdir())
     run("convert others others.rec")
     for command in (f"clean {checkpoint} others.rec early", f"overlap {checkpoint} faces others.rec early"):
         assert "the images of others.rec are inside its files" in run(command, code=1)

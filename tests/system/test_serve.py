@@ -13,7 +13,6 @@ import sqlite3
 import struct
 import subprocess
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -103,15 +102,9 @@ def test_concurrent_requests_in_all_forms_get_the_embedding_of_their_image(serve
     ):
         assert status == 200
         np.testing.assert_allclose(answer["embedding"], expected[0], atol=1e-5)
-
-
-def test_a_large_image_is_embedded_as_by_the_model(server, folder):
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).resize((2000, 1500), Image.Resampling.NEAREST).save(stream, "PNG")
-    model = open_model(folder / "model")
-    expected = model.embed(model.preprocess(stream.getvalue())[None])[0]
-    np.testing.assert_allclose(server.client().encode(stream.getvalue()), expected, atol=1e-5)
+    large = photo(Image.open(io.BytesIO(images[0])).resize((2000, 1500), Image.Resampling.NEAREST), 1, "PNG")
+    expected = model.embed(model.preprocess(large)[None])[0]
+    np.testing.assert_allclose(client.encode(large), expected, atol=1e-5)
 
 
 def test_compare_decides_by_the_threshold_of_a_far(server, folder, images):
@@ -134,7 +127,8 @@ def test_what_is_unknown_is_enrolled_found_and_deleted(server):
     Image.fromarray(np.random.default_rng(5).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(noise, "PNG")
     client = server.client()
     before = client.search(noise.getvalue(), k=3)
-    assert (before["name"], before["known"]) == ("unknown", False)
+    assert (before["name"], before["known"], before["strangers"]) == ("unknown", False, None)
+    assert client.about()["warning"] is None
     assert [one["source"] for one in before["results"]] == ["class"] * 3
     number = client.enrol("Zoë 1", noise.getvalue())
     after = client.search(noise.getvalue(), k=3)
@@ -187,13 +181,14 @@ def test_a_mapped_entry_is_found_among_others_and_replaced_by_an_image(folder, i
         client.replace(1, images[0])
         with pytest.raises(DataError, match="there is no entry 3"):
             client.replace(3, images[0])
-    with serving(folder / "model", tmp_path / "s.sqlite") as server:
-        [first] = [one for one in server.client().search(images[0])["results"] if one["id"] == 1]
-        assert first["similarity"] == pytest.approx(1, abs=1e-5)
-        assert not first["mapped"]
+        [first] = [one for one in client.search(images[0])["results"] if one["id"] == 1]
+        assert (first["similarity"], first["mapped"]) == (pytest.approx(1, abs=1e-5), False)
         now = ask(server, "GET", "/entries")[1]["entries"]
         assert now == [{**entries[0], "mapped": False}, entries[1]]
         assert ask(server, "GET", "/entries/1/thumbnail")[1].startswith(b"\xff\xd8")
+    with contextlib.closing(Store(tmp_path / "s.sqlite")) as store:
+        [found, _] = store.search(query[None], 2)[0]
+    assert (found.id, found.mapped, found.similarity) == (1, "", pytest.approx(1, abs=1e-5))
 
 
 def test_without_thresholds_the_name_is_null_with_and_without_entries(folder, images, tmp_path):
@@ -223,68 +218,48 @@ def png(width, height, more=()):
 
 JSON = {"Content_Type": "application/json"}
 RANDOM = np.random.default_rng(7).bytes(50_000)
-HOSTILE = {
-    "random bytes": ("/embed", RANDOM, {}),
-    "no bytes": ("/embed", b"", {}),
-    "huge png": ("/embed", png(50_000, 50_000), {}),
-    "wide png": ("/search", png(10**9, 1), {}),
-    "text as jpeg": ("/embed", b"\xff\xd8\xff" + b"x" * 1000, {"Content_Type": "image/jpeg"}),
-    "svg": ("/embed", b'<svg xmlns="http://www.w3.org/2000/svg"/>', {}),
-    "eps": ("/embed", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", {}),
-    "bad json": ("/embed", b"{", JSON),
-    "deep json": ("/embed", b"[" * 300_000, JSON),
-    "json of another type": ("/embed", b'{"image": {"a": 1}}', JSON),
-    "json list": ("/embed", b"[1]", JSON),
-    "json not base64": ("/embed", b'{"image": "???"}', JSON),
-    "json bytes not utf-8": ("/embed", b'{"image": "\xff\xfe"}', JSON),
-    "json number": ("/compare", b'{"images": 7}', JSON),
-    "images are a string": ("/compare", b'{"images": "AAAA"}', JSON),
-    "one image to compare": ("/compare", b'{"images": ["AAAA"]}', JSON),
-    "many images": ("/compare", json.dumps({"images": ["AAAA"] * 1000}).encode(), JSON),
-    "form without boundary": ("/embed", b"x", {"Content_Type": "multipart/form-data"}),
-    "broken form": ("/embed", b"--xyz\r\nx", {"Content_Type": "multipart/form-data; boundary=xyz"}),
-    "many files": ("/embed", form(*[b"x"] * 100)[1], form()[0]),
-    "too many bytes": ("/embed", bytes(400_001), {}),
-    "k": ("/search?k=1000000", b"x", {}),
-    "k not a number": ("/search?k=x", b"x", {}),
-    "far nan": ("/search?far=nan", b"x", {}),
-    "no name": ("/entries", b"x", {}),
-    "long name": ("/entries?name=" + "x" * 201, b"x", {}),
-    "name with NUL": ("/entries?name=a%00b", b"x", {}),
-    "path as name": ("/entries?name=..%2F..%2Fetc%2Fpasswd", b"x", {}),
-    "json name": ("/entries", b'{"image": "AAAA", "name": ["a"]}', JSON),
-    "unknown path": ("/../../etc/passwd", b"x", {}),
-}
+HOSTILE = [
+    # path, body, headers, a word of the reason
+    ("/embed", RANDOM, {}, ""),
+    ("/embed", b"", {}, "empty"),
+    ("/embed", png(50_000, 50_000), {}, "pixels"),
+    ("/search", png(10**9, 1), {}, "pixels"),
+    ("/embed", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", {}, ""),
+    ("/embed", b'{"image": ', JSON, "line 1 column 11"),
+    ("/embed", b"[" * 300_000, JSON, "JSON"),
+    ("/embed", b'{"image": {"a": 1}}', JSON, "JSON"),
+    ("/embed", b'{"picture": "AAAA"}', JSON, "'image'"),
+    ("/embed", b'{"image": ""}', JSON, "empty"),
+    ("/embed", b'{"image": "A"}', JSON, "base64"),
+    ("/embed", b'{"image": "AA\\tAA"}', JSON, "base64"),
+    ("/embed", b'{"image": "data:image/png,AAAA"}', JSON, "base64"),
+    ("/embed", b'{"image": "\xff\xfe"}', JSON, "JSON"),
+    ("/compare", b'{"images": 7}', JSON, "list"),
+    ("/compare", b'{"images": {"AAAA": 1, "AAAB": 1}}', JSON, "list"),
+    ("/compare", b'{"images": ["AAAA"]}', JSON, "expected 2"),
+    ("/compare", b'{"images": ["AAAA", ""]}', JSON, "empty"),
+    ("/compare", json.dumps({"images": ["AAAA"] * 1000}).encode(), JSON, "1000"),
+    ("/embed", b"x", {"Content_Type": "multipart/form-data"}, "boundary"),
+    ("/embed", b"--xyz\r\nx", {"Content_Type": "multipart/form-data; boundary=xyz"}, "parts"),
+    ("/embed", form(*[b"x"] * 100)[1], form()[0], "parts"),
+    ("/embed", bytes(400_001), {}, "400000 bytes"),
+    ("/search?k=1000000", b"x", {}, ""),
+    ("/search?far=nan", b"x", {}, "FAR"),
+    ("/entries", b"x", {}, "name"),
+    ("/entries?name=" + "x" * 201, b"x", {}, "name"),
+    ("/entries?name=a%00b", b"x", {}, "name"),
+    ("/entries?name=..%2F..%2Fetc%2Fpasswd", b"x", {}, "name"),
+    ("/entries", b'{"image": "AAAA", "name": ["a"]}', JSON, "name"),
+    ("/../../etc/passwd", b"x", {}, ""),
+]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_body_gets_a_4xx_with_a_reason(name, server):
-    path, body, headers = HOSTILE[name]
+@pytest.mark.parametrize(("path", "body", "headers", "reason"), HOSTILE)
+def test_a_hostile_body_gets_a_4xx_with_a_reason(path, body, headers, reason, server):
     status, answer = ask(server, "POST", path, body, **headers)
     assert 400 <= status < 500
     assert answer["detail"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "reason"),
-    [
-        ("/embed", b"", "empty"),
-        ("/embed", b'{"image": ""}', "empty"),
-        ("/compare", b'{"images": ["AAAA", ""]}', "empty"),
-        ("/compare", b'{"images": ["AAAA"]}', "has 1 images; expected 2"),
-        ("/compare", b'{"images": "  "}', "not a list"),
-        ("/compare", b'{"images": {"AAAA": 1, "AAAB": 1}}', "not a list"),
-        ("/embed", b'{"image": "A"}', "base64 digit"),
-        ("/embed", b'{"image": "AA\\tAA"}', "base64 digit"),
-        ("/embed", b'{"image": "data:image/png,AAAA"}', "base64 digit"),
-        ("/embed", b'{"image": ', "line 1 column 11"),
-        ("/embed", b'{"picture": "AAAA"}', "KeyError: 'image'"),
-    ],
-)
-def test_the_reason_of_a_bad_body_is_said(path, body, reason, server):
-    status, answer = ask(server, "POST", path, body, **(JSON if body else {}))
-    assert status == 400
-    assert reason in answer["detail"]
+    assert reason in str(answer["detail"])
 
 
 def test_every_truncation_of_an_image_gets_a_4xx(server, images):
@@ -295,7 +270,7 @@ def test_every_truncation_of_an_image_gets_a_4xx(server, images):
             assert ask(server, "POST", "/embed", whole[:length])[0] == 400, length
 
 
-@pytest.mark.parametrize(("kind", "side"), [("JPEG", 16), ("PNG", 16), ("PNG", 300), ("JPEG", 600)])
+@pytest.mark.parametrize(("kind", "side"), [("JPEG", 16), ("PNG", 300), ("JPEG", 600)])
 def test_a_photo_is_turned_upright_by_the_server_whatever_its_size(server, images, kind, side):
     upright = Image.open(io.BytesIO(images[0])).resize((side, side), Image.Resampling.NEAREST)
     options = {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
@@ -305,56 +280,59 @@ def test_a_photo_is_turned_upright_by_the_server_whatever_its_size(server, image
         assert found @ expected > (0.9999 if kind == "PNG" else 0.99), orientation
 
 
-def test_images_of_formats_that_are_slow_to_decode_are_refused(server):
-    for kind in ("BMP", "TIFF", "GIF"):
-        file = io.BytesIO()
-        Image.new("RGB", (16, 16)).save(file, kind)
-        status, answer = ask(server, "POST", "/embed", file.getvalue())
-        assert (status, "long to decode" in answer["detail"]) == (400, True)
-
-
 @pytest.mark.parametrize(
     ("header", "status"),
     [
         (b"P6 8 8 255\n", 200), (b"P5 8 8 255\n", 200), (b"P5 8 8 65535\n", 200), (b"P6 8 8 254\n", 400),
         (b"P5 8 8 1000\n", 400), (b"P6 8 8 65535\n", 400), (b"P3 8 8 255\n", 400), (b"P1 8 8\n", 400),
-        (b"P6 8 8 #\n255\n", 400),
+        (b"P6 8 8 #\n255\n", 400), (b"BM", 400), (b"II*\0", 400), (b"GIF89a", 400),
     ],
 )  # fmt: skip
-def test_what_pillow_decodes_in_python_is_refused(header, status, server):
+def test_what_pillow_decodes_slowly_is_refused(header, status, server):
     body = header + (b"1 " if header[1:2] in b"123" else bytes(2)) * 200
     found, answer = ask(server, "POST", "/embed", body)
     assert found == status
-    assert status == 200 or "PPM" in answer["detail"]
+    assert status == 200 or ("PPM" if header[:1] == b"P" else "BMP") in answer["detail"]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("zTXt", 3), ("iTXt", 3), ("iCCP", 9)])
-def test_metadata_of_a_png_counts_towards_its_size(kind, most, server):
-    start = b"%d\0\1\0\0\0" if kind == "iTXt" else b"%d\0\0"
-    text = zlib.compress(bytes(200_000))
-    for count, status in ((1, 200), (most, 400)):
-        more = [(kind.encode(), start % number + text) for number in range(count)]
-        assert ask(server, "POST", "/embed", png(16, 16, more))[0] == status
+LARGE, DROPPED = zlib.compress(bytes(200_000)), zlib.compress(b"\xff" * 9)
 
 
 @pytest.mark.parametrize(
-    "chunk", [(b"iTXt", b"k\0\1\0\0\0" + zlib.compress(b"\xff" * 9)), (b"zTXt", b"\0\0")]
+    ("kind", "data", "accepted", "refused"),
+    [
+        (b"zTXt", b"%d\0\0" + LARGE, 1, 3),
+        (b"iTXt", b"%d\0\1\0\0\0" + LARGE, 1, 3),
+        (b"iCCP", b"%d\0\0" + LARGE, 1, 9),
+        (b"iTXt", b"%d\0\1\0\0\0" + DROPPED, 8, 9),  # not UTF-8: Pillow drops it
+        (b"zTXt", b"%d\0\0", 8, 9),
+    ],
 )
-def test_texts_of_a_png_that_pillow_drops_count_too(chunk, server):
-    for count, status in ((8, 200), (9, 400)):
-        assert ask(server, "POST", "/embed", png(16, 16, [chunk] * count))[0] == status
+def test_metadata_of_a_png_counts_towards_its_size(kind, data, accepted, refused, server):
+    for count, status in ((accepted, 200), (refused, 400)):
+        chunks = [(kind, data.replace(b"%d", b"%d" % number)) for number in range(count)]
+        assert ask(server, "POST", "/embed", png(16, 16, chunks))[0] == status
 
 
-def test_scans_of_a_jpeg_count_towards_its_size(folder, images, tmp_path):
+def encoded(kind, size, **how):
     file = io.BytesIO()
-    Image.open(io.BytesIO(images[0])).resize((40, 40)).save(file, "JPEG", progressive=True)
-    photo = file.getvalue()
-    scan = photo[photo.rindex(b"\xff\xda") : -2]
-    with serving(folder / "model", tmp_path / "s.sqlite", "--max_pixels", "1600") as server:
-        assert ask(server, "POST", "/embed", photo)[0] == 200
-        status, answer = ask(server, "POST", "/embed", photo[:-2] + scan * 10 + photo[-2:])
-    assert status == 400
-    assert "long" in answer["detail"]
+    Image.new("RGB", size).save(file, kind, **how)
+    return file.getvalue()
+
+
+def test_pixels_of_every_format_and_scans_of_a_jpeg_are_limited_to_max_pixels(folder, tmp_path):
+    with serving(folder / "model", tmp_path / "s.sqlite", "--max_pixels", "255") as server:
+        for kind in ("JPEG", "PNG"):
+            assert ask(server, "POST", "/embed", encoded(kind, (15, 17)))[0] == 200
+            for width, height in ((16, 16), (20, 20), (300, 400)):  # the network's input is 16 x 16
+                status, answer = ask(server, "POST", "/embed", encoded(kind, (width, height)))
+                assert status == 400
+                assert f"{width}x{height} pixels" in answer["detail"]
+        progressive = encoded("JPEG", (15, 17), progressive=True)
+        scan = progressive[progressive.rindex(b"\xff\xda") : -2]
+        assert ask(server, "POST", "/embed", progressive)[0] == 200
+        status, answer = ask(server, "POST", "/embed", progressive[:-2] + scan * 10 + progressive[-2:])
+        assert (status, "long" in answer["detail"]) == (400, True)
 
 
 def test_images_are_decoded_in_threads_and_one_that_takes_too_long_makes_room(
@@ -385,15 +363,23 @@ def test_images_are_decoded_in_threads_and_one_that_takes_too_long_makes_room(
     assert threading.main_thread() not in threads
 
 
-def test_an_image_with_thousands_of_wrong_tags_does_not_fill_the_log(server, folder):
+def converse(server, request):
+    """Return the status of a request, which may come before all was sent."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(request)
+        return connection.makefile("rb").readline()[9:12]
+
+
+def test_invalid_images_and_requests_do_not_fill_the_log(server, folder):
     tags = [(1000 + number, 1, 10**9, 8) for number in range(2600)]
     entries = b"".join(struct.pack("<HHII", *one) for one in tags)
-    jpeg = io.BytesIO()
     exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
-    Image.new("RGB", (20, 20)).save(jpeg, "JPEG", exif=exif)
     before = (folder / "log").stat().st_size
-    assert ask(server, "POST", "/embed", jpeg.getvalue())[0] == 200
-    assert (folder / "log").stat().st_size < before + 1000
+    assert ask(server, "POST", "/embed", encoded("JPEG", (20, 20), exif=exif))[0] == 200
+    for _ in range(200):
+        converse(server, b"nonsense\r\n\r\n")
+    assert (folder / "log").stat().st_size < before + 3000
 
 
 def test_json_of_many_values_is_refused_before_it_is_parsed():
@@ -413,37 +399,11 @@ def test_a_path_that_does_not_exist_gets_a_4xx(path, server):
     assert 400 <= ask(server, "DELETE", path)[0] < 500
 
 
-def converse(server, head, chunks):
-    """Send a request in pieces; return the status line, which may come before all was sent."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as one:
-        try:
-            one.sendall(head)
-            for chunk in chunks:
-                one.sendall(chunk)
-        except ConnectionError:
-            pass
-        return one.makefile("rb").readline()
-
-
 def test_large_bodies_and_headers_are_cut_off(server):
     head = b"POST /embed HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
-    assert converse(server, head % b"Content-Length: 99999999999999\r\n", [])[9:12] == b"413"
-    assert converse(server, b"\x00\x01\x02 nonsense\r\n\r\n", [])[9:12] == b"400"
-    assert converse(server, b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 10**6, [])[9:12] == b"400"
-
-
-def test_images_of_every_size_and_format_are_limited_to_max_pixels(folder, tmp_path):
-    with serving(folder / "model", tmp_path / "s.sqlite", "--max_pixels", "255") as server:
-        for kind in ("JPEG", "PNG"):
-            for width, height in ((15, 17), (16, 16), (20, 20), (300, 400)):  # the network's input is 16 x 16
-                file = io.BytesIO()
-                Image.new("RGB", (width, height)).save(file, kind)
-                status, answer = ask(server, "POST", "/embed", file.getvalue())
-                if width * height <= 255:
-                    assert status == 200
-                else:
-                    assert status == 400
-                    assert f"{width}x{height} pixels" in answer["detail"]
+    assert converse(server, head % b"Content-Length: 99999999999999\r\n") == b"413"
+    assert converse(server, b"\x00\x01\x02 nonsense\r\n\r\n") == b"400"
+    assert converse(server, b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 10**6) == b"400"
 
 
 @pytest.mark.parametrize("charset", ["punycode", "utf-7", "idna", "latin-1"])
@@ -455,13 +415,6 @@ def test_forms_are_utf_8_whatever_charset_they_declare(charset, server, images):
     server.client().delete(answer["id"])
     _, body = form(name="ab" * 190_000)  # with punycode, this takes the square of its length
     assert ask(server, "POST", "/entries", body, **declared)[0] == 400
-
-
-def test_invalid_requests_do_not_fill_the_log(server, folder):
-    before = (folder / "log").stat().st_size
-    for _ in range(200):
-        converse(server, b"nonsense\r\n\r\n", [])
-    assert (folder / "log").stat().st_size < before + 2000
 
 
 @pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
@@ -496,13 +449,11 @@ def test_behind_the_proxy_of_the_docs_chunks_are_accepted_and_slow_clients_do_no
         process.wait(60)
 
 
-def test_the_client_says_that_an_image_is_too_large(server):
-    with pytest.raises(DataError, match="more than 400000 bytes"):
-        server.client().encode(bytes(10**7))  # refused before it is sent
-
-
 def test_the_server_still_serves_in_little_memory(server, images):  # after the hostile requests above
-    assert len(server.client().encode(images[0])) == 8
+    client = server.client()
+    assert len(client.encode(images[0])) == 8
+    with pytest.raises(DataError, match="400000 bytes"):
+        client.encode(bytes(10**7))  # refused before it is sent
     before = server.peak_megabytes()
     with ThreadPoolExecutor(8) as pool:
         huge = png(50_000, 50_000)
@@ -512,12 +463,7 @@ def test_the_server_still_serves_in_little_memory(server, images):  # after the 
 
 
 def test_a_web_site_cannot_use_the_server_of_its_visitor(server, images):
-    for host in (
-        "evil.example",
-        "localhost:evil.example",
-        "localhost:80:evil.example",
-        "localhost.evil.example:80",
-    ):
+    for host in ("evil.example", "localhost:80:evil.example", "localhost.evil.example:80"):
         assert ask(server, "POST", "/embed", images[0], Host=host, Origin=f"http://{host}")[0] == 403
     for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}):
         assert ask(server, "POST", "/embed", images[0], **headers)[0] == 403
@@ -536,21 +482,17 @@ def test_a_body_in_chunks_is_refused_before_it_is_parsed(server, length, method)
         assert (answer[9:12], answer.count(b"HTTP/1.1")) == (b"411", 1)
 
 
-def test_a_long_content_type_is_not_parsed(server, images):
+def test_a_long_content_type_is_not_parsed_and_of_a_repeated_header_only_the_checked_one(server, images):
     headers = {"Content-Type": 'multipart/form-data; boundary="' + ";" * 10_000}
     status, answer = ask(server, "POST", "/embed", images[0], **headers)
     assert (status, "Content-Type" in answer["detail"]) == (400, True)
-
-
-def test_a_repeated_header_has_one_value_for_all_who_read_it(server, images):
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.putrequest("POST", "/embed")
-    for kind in ("multipart/form-data; boundary=x", "image/png"):  # the first would be parsed unchecked
-        connection.putheader("Content-Type", kind)
-    connection.putheader("Content-Length", str(len(images[0])))
-    connection.endheaders(images[0])
-    assert connection.getresponse().status == 200
-    connection.close()
+    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.putrequest("POST", "/embed")
+        for kind in ("multipart/form-data; boundary=x", "image/png"):  # the first would be parsed unchecked
+            connection.putheader("Content-Type", kind)
+        connection.putheader("Content-Length", str(len(images[0])))
+        connection.endheaders(images[0])
+        assert connection.getresponse().status == 200
 
 
 def test_the_pages_load_nothing_from_other_hosts(server):
@@ -562,8 +504,16 @@ def test_the_pages_load_nothing_from_other_hosts(server):
     assert "/embed" in ask(server, "GET", "/openapi.json")[1]["paths"]
 
 
+def ignore_other_signals():
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def test_sigterm_answers_started_requests_and_the_key_is_needed(folder, images, tmp_path):
-    with serving(folder / "model", tmp_path / "s.sqlite", key="secret") as server:
+    how = {"key": "secret", "preexec_fn": ignore_other_signals}
+    with serving(folder / "model", tmp_path / "s.sqlite", **how) as server:
+        server.process.send_signal(signal.SIGHUP)  # ignored at the start, as by nohup: does not stop it
+        server.process.send_signal(signal.SIGINT)
         assert ask(server, "POST", "/embed", images[0])[0] == 401
         assert ask(server, "POST", "/embed", images[0], Authorization="Bearer wrong")[0] == 401
         assert ask(server, "GET", "/entries")[0] == 401
@@ -586,29 +536,10 @@ def test_sigterm_answers_started_requests_and_the_key_is_needed(folder, images, 
         assert all(answer.startswith(b"HTTP/1.1 201") for answer in answers)
         assert server.process.wait(60) == 128 + signal.SIGTERM
         assert server.process.stdout.read() == "stopped; requests without an answer: 0\n"
-    with serving(folder / "model", tmp_path / "s.sqlite") as server:
-        entries = ask(server, "GET", "/entries")[1]["entries"]
-    assert [one["name"] for one in entries] == ["a"] + ["b"] * 8
-    assert entries[0]["id"] == number
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_signals_that_are_ignored_at_the_start_do_not_stop_the_server(number, folder, images, tmp_path):
-    ignored = [one for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) if one != number]
-
-    def ignore():
-        for one in ignored:
-            signal.signal(one, signal.SIG_IGN)
-
-    with serving(folder / "model", tmp_path / "s.sqlite", preexec_fn=ignore) as server:
-        for one in ignored:
-            server.process.send_signal(one)
-        time.sleep(1)
-        assert ask(server, "POST", "/embed", images[0])[0] == 200
-        assert server.process.poll() is None
-        server.process.send_signal(number)
-        assert server.process.wait(60) == 128 + number
-        assert server.process.stdout.read() == "stopped; requests without an answer: 0\n"
+    with contextlib.closing(Store(tmp_path / "s.sqlite")) as store:
+        entries = store.entries(0, 100)
+    assert [name for _, name, *_ in entries] == ["a"] + ["b"] * 8
+    assert entries[0][0] == number
 
 
 def is_listening(server):
@@ -628,7 +559,7 @@ def test_a_forced_stop_does_not_claim_that_all_requests_were_answered(folder, tm
             b"POST /embed HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
         )
         assert one.recv(100).startswith(b"HTTP/1.1 100")  # the request has started
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGHUP)
         while is_listening(server):
             pass
         server.process.send_signal(signal.SIGINT)
@@ -655,14 +586,13 @@ def test_every_acknowledged_enrolment_survives_sigkill(folder, images, tmp_path)
             server.process.kill()
         assert any(isinstance(task.exception(), DataError) for task in tasks)
     assert 500 <= len(acknowledged) < 1000
-    with serving(folder / "model", tmp_path / "s.sqlite") as server:
-        found = {one["id"]: one["name"] for one in ask(server, "GET", "/entries")[1]["entries"]}
-        assert acknowledged.items() <= found.items()
-        number = max(acknowledged)
-        image = images[int(acknowledged[number]) % len(images)]
-        near = server.client().search(image, k=100)["results"]
-        assert near[0]["similarity"] == pytest.approx(1, abs=1e-5)
-        assert near[0]["source"] == "enrolled"
+    model = open_model(folder / "model")
+    number = max(acknowledged)
+    query = model.embed(model.preprocess(images[int(acknowledged[number]) % len(images)])[None])
+    with contextlib.closing(Store(tmp_path / "s.sqlite")) as store:
+        assert acknowledged.items() <= {entry: name for entry, name, *_ in store.entries(0, 2000)}.items()
+        [near] = store.search(query, 100)
+    assert near[0].similarity == pytest.approx(1, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -705,11 +635,6 @@ def test_the_threshold_of_an_fpir_follows_the_number_of_enrolled_images(for_stra
         assert (about["fpir"], about["holds"]) == (0.3, capacity.holds(0.3))  # None: a weak network
         assert about["warning"] == capacity.warning(3, 0.3)
     assert (tmp_path / "log").read_text().count("is more than the model was shown to hold") == 1
-
-
-def test_class_weights_have_no_share_of_strangers(server, images):
-    assert server.client().search(images[0])["strangers"] is None
-    assert server.client().about()["warning"] is None
 
 
 def refusal(capsys, *arguments):
