@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,19 +64,34 @@ def samples(folder: Path) -> list[tuple[bytes, int]]:
 def written(suffix: str) -> Callable[[Path], Source]:
     def make(folder: Path) -> Source:
         location = str(folder / f"train{suffix}")
-        assert writer_of(location)(location, samples(folder)) == len(LABELS)
+        assert writer_of(location)(location, samples(folder.parent / "images")) == len(LABELS)
         return open_source(location)
 
     make.__name__ = f"from_written_{suffix.removeprefix('.')}"
     return make
 
 
-def from_remote_recordio(folder: Path) -> Source:
-    written(".rec")(folder)
+def copied_to_memory(folder: Path, name: str, **options: int) -> Source:
     memory = fsspec.filesystem("memory")
-    for name in ("train.rec", "train.idx"):
-        memory.pipe(f"/contract/{name}", (folder / name).read_bytes())
-    return open_source("memory://contract/train.rec")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            memory.pipe(f"/{name}/{path.relative_to(folder)}", path.read_bytes())
+    return open_source(f"memory://{name}", **options)
+
+
+def from_remote_recordio(folder: Path) -> Source:
+    written(".rec")(folder / "set")
+    return copied_to_memory(folder / "set", "contract-recordio")
+
+
+def from_remote_tar(folder: Path) -> Source:
+    written(".tar")(folder / "set")
+    return copied_to_memory(folder / "set", "contract-tar")
+
+
+def from_remote_parquet(folder: Path) -> Source:
+    written(".parquet")(folder / "set")
+    return copied_to_memory(folder / "set", "contract-parquet")
 
 
 def from_csv_of_paths(folder: Path) -> Source:
@@ -102,18 +118,7 @@ def from_base64_parts(folder: Path) -> Source:
 
 def from_remote_base64(folder: Path) -> Source:
     from_base64_parts(folder)
-    memory = fsspec.filesystem("memory")
-    for name in ("file_list.txt", "a.txt", "empty.txt", "b.txt"):
-        memory.pipe(f"/contract-base64/{name}", (folder / name).read_bytes())
-    return open_source("memory://contract-base64")
-
-
-def copied_to_memory(folder: Path, name: str, **options: int) -> Source:
-    memory = fsspec.filesystem("memory")
-    for path in folder.rglob("*"):
-        if path.is_file():
-            memory.pipe(f"/{name}/{path.relative_to(folder)}", path.read_bytes())
-    return open_source(f"memory://{name}", **options)
+    return copied_to_memory(folder, "contract-base64")
 
 
 def from_remote_label_file(folder: Path) -> Source:
@@ -170,6 +175,8 @@ SOURCES = [
     from_torch_dataset,
     written(".rec"),
     from_remote_recordio,
+    from_remote_tar,
+    from_remote_parquet,
     from_csv_of_paths,
     from_csv_of_base64_and_names,
     from_base64_parts,
@@ -180,11 +187,6 @@ SOURCES = [
     written(".tar"),
     from_lmdb,
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture(params=SOURCES, ids=lambda make: make.__name__)
@@ -237,16 +239,24 @@ def test_a_copy_in_another_process_returns_the_same(source):
 
 
 def test_concurrent_threads_read_the_same_as_one(source):
-    expected = [source[index][1] for index in range(len(source))] * 25
-    images = [decode_image(source[index][0], (3, 16, 16)) for index in range(len(source))]
+    order = list(range(len(source))) * 25
 
-    def read(position: int) -> int:
-        data, label = source[position % len(source)]
-        assert torch.equal(decode_image(data, (3, 16, 16)), images[position % len(source)])
-        return label
+    def read(index: int) -> tuple[list, int]:
+        image, label = source[index]
+        return decode_image(image, (3, 16, 16)).tolist(), label
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(read, range(len(expected)))) == expected
+        assert list(pool.map(read, order)) == list(map(read, order[: len(source)])) * 25
+
+
+@pytest.mark.parametrize("suffix", [".rec", ".parquet", ".tar"])
+def test_an_empty_image_is_named_when_it_is_read(tmp_path, suffix):
+    location = str(tmp_path / f"a{suffix}")
+    writer_of(location)(location, [(b"image", 0), (b"", 1)])
+    source = open_source(location)
+    with pytest.raises(DataError, match=f"^{re.escape(source.name(1))}: ") as caught:
+        source[1]
+    assert caught.value.kind == "empty"
 
 
 def test_a_label_out_of_range_is_reported(source):

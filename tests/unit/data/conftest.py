@@ -34,7 +34,12 @@ def png_file(width: int, height: int, pixels: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 def hostile_images() -> dict[str, bytes]:
     jpeg, png = (encode(smooth_picture(1), kind) for kind in ("JPEG", "PNG"))
     rows = b"".join(b"\0" + bytes(60) for _ in range(24))

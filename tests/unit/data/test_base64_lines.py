@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,6 @@ from plsc.data.partition import PartitionOptions, partition
 from plsc.data.sources import Base64Source, base64_lines, open_source
 from plsc.errors import DataError, OptionError
 from plsc.utils import base64_reader
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def line_of(data: bytes, label: int) -> bytes:
@@ -85,19 +79,25 @@ def test_data_uris_and_url_safe_text_are_read(tmp_path):
     assert [source[n] for n in range(3)] == [(b"\xff\xef", n) for n in (1, 2, 3)]
 
 
+@pytest.mark.timeout(60)  # not an hour
 @pytest.mark.parametrize("text", [b" ", b"data:", b"\r\n"])
 def test_text_that_is_nearly_a_data_uri_is_refused_in_linear_time(text):
-    began = time.monotonic()
     with pytest.raises(DataError, match="not base64"):
         decode_base64(text * 2**17 + b"!")
-    assert time.monotonic() - began < 5  # not an hour
 
 
-def test_wrapped_base64_and_utf_16_are_reported_as_such(tmp_path):
-    with pytest.raises(DataError, match=r"a:1: .*-w0"):
-        Base64Source(write_set(tmp_path / "one", {"a": b"QUJD\nQUJD\t1\n"}))
-    with pytest.raises(DataError, match="a is UTF-16"):
-        Base64Source(write_set(tmp_path / "two", {"a": "QUJD\t1\n".encode("utf-16")}))
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a", b"QUJD\nQUJD\t1\n", r"a:1: .*-w0"),
+        ("a", "QUJD\t1\n".encode("utf-16"), "a is UTF-16"),
+        ("a", b"\n\n", "no samples"),
+        ("a.gz", gzip.compress(b"QUJD\t1\n" * 100), r"a\.gz"),
+    ],
+)
+def test_a_file_that_is_not_lines_of_base64_is_refused_as_what_it_is(tmp_path, name, content, message):
+    with pytest.raises(DataError, match=message):
+        Base64Source(write_set(tmp_path / "set", {name: content}))
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,6 @@ def test_wrapped_base64_and_utf_16_are_reported_as_such(tmp_path):
 def test_an_invalid_label_is_reported_when_the_index_is_built(tmp_path, line):
     with pytest.raises(DataError, match="b:2: "):
         Base64Source(write_set(tmp_path / "set", {"a": b"QUJD\t1\n", "b": b"QUJD\t1\n" + line}))
-
-
-def test_a_dataset_of_blank_lines_is_refused(tmp_path):
-    with pytest.raises(DataError, match="contain no samples"):
-        Base64Source(write_set(tmp_path / "set", {"a": b"\n\n"}))
-
-
-def test_compressed_files_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"a\.gz"):
-        Base64Source(write_set(tmp_path / "set", {"a.gz": gzip.compress(b"QUJD\t1\n" * 100)}))
 
 
 def test_the_index_is_rebuilt_only_when_a_file_has_changed(tmp_path, monkeypatch):
@@ -162,13 +152,6 @@ class TestReader:
             mirrored += is_mirrored
         assert 0 < mirrored < 20
 
-    def test_the_iterator_yields_unnormalised_pixels(self, tmp_path):
-        folder = write_images(tmp_path / "set", {"a": 2})
-        reader = base64_reader.arc_iterator(folder / "file_list.txt", 3, image_shape=(3, 24, 20))
-        (first, label), _ = reader()
-        assert np.array_equal(first, np.array(smooth_picture(0)).transpose(2, 0, 1))
-        assert label == 0
-
     @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")])
     def test_the_rank_is_read_from_the_launcher_s_environment(self, tmp_path, monkeypatch, names):
         for name, value in zip(names, ("1", "2"), strict=True):
@@ -191,8 +174,3 @@ class TestReader:
             base64_reader.train(folder, "file_list.txt", 2)
         with pytest.raises(OptionError, match="rotate"):
             base64_reader.arc_iterator(folder / "file_list.txt", 3, rotate=True)
-
-    def test_an_image_that_cannot_be_decoded_is_reported_by_name(self, tmp_path):
-        folder = write_set(tmp_path / "set", {"a": line_of(b"no image", 0)})
-        with pytest.raises(DataError, match="a:1: "):
-            next(base64_reader.train(folder, "file_list.txt", 1)())

@@ -10,30 +10,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import encode, smooth_picture
+from conftest import encode, hostile_images, smooth_picture
 from PIL import Image, ImageOps, features
 
 from plsc.data.decode import count_pixels, decode_image, decode_into, decode_whole
 from plsc.errors import DataError
 
 SHAPE = (3, 24, 20)
-HOSTILE = [
-    "nothing",
-    "text",
-    "jpeg cut in half",
-    "jpeg without its last byte",
-    "jpeg of two bytes",
-    "png cut in half",
-    "png header only",
-    "png of 100000x100000",
-    "png of 9000x9000",
-    "png with a bad checksum inside",
-    "png with too few pixels",
-    "jpeg of 65000x65000",
-    "jpeg with an odd header",
-    "jpeg of no height",
-    "eps",
-]
+HOSTILE = hostile_images()
 
 
 def channels_first(picture: Image.Image) -> torch.Tensor:
@@ -59,12 +43,12 @@ def test_a_jpeg_is_decoded_as_pillow_decodes_it(mode, channels):
     assert difference.abs().max() <= 4  # decoders may round differently
 
 
-def test_without_simplejpeg_pillow_decodes_jpeg(monkeypatch, hostile_images):
+def test_without_simplejpeg_pillow_decodes_jpeg(monkeypatch):
     data = encode(smooth_picture(3), "JPEG", quality=95, subsampling=0)
     expected = decode_image(data, SHAPE)
     monkeypatch.setattr("plsc.data.decode.decode_jpeg", None)
     assert (decode_image(data, SHAPE).int() - expected.int()).abs().max() <= 4
-    for name, content in hostile_images.items():
+    for name, content in HOSTILE.items():
         if name.startswith("jpeg"):
             with pytest.raises(DataError):
                 decode_image(content, SHAPE)
@@ -128,34 +112,12 @@ def test_exif_of_both_byte_orders_is_found_after_other_segments(order):
     entries = struct.pack(f"{signs}HHIHHHHIHH", 0x0111, 3, 1, 7, 0, 0x0112, 3, 1, 6, 0)
     exif = b"Exif\0\0" + order.encode() + struct.pack(f"{signs}HIH", 42, 8, 2) + entries
     other = b"\xff\xe2" + struct.pack(">H", 20) + b"\xff\xda" * 9
+    where = plain.index(b"\xff\xdb")
     for junk in (b"", b"\xff\xff", b"junk"):
-        where = plain.index(b"\xff\xdb")
-        data = (
-            plain[:where]
-            + other
-            + junk
-            + b"\xff\xe1"
-            + struct.pack(">H", len(exif) + 2)
-            + exif
-            + plain[where:]
-        )
+        data = plain[:where] + other + junk + segment(0xFFE1, exif) + plain[where:]
         assert torch.equal(decode_whole(data), decode_whole(plain).transpose(1, 2).flip(2))
         for length in range(len(exif)):  # damaged: never an error
-            cut = b"\xff\xe1" + struct.pack(">H", length + 2) + exif[:length]
-            decode_whole(plain[:2] + cut + plain[2:])
-
-
-def test_arrays_tensors_and_pictures_give_the_same_image():
-    picture = smooth_picture(4)
-    expected = channels_first(picture)
-    for data in (picture, np.array(picture), expected):
-        assert torch.equal(decode_image(data, SHAPE), expected)
-
-
-def test_float_images_are_unchanged():
-    image = torch.randn(SHAPE)
-    assert torch.equal(decode_image(image, SHAPE), image)
-    assert torch.equal(decode_image(image.double().numpy(), SHAPE), image)
+            decode_whole(plain[:2] + segment(0xFFE1, exif[:length]) + plain[2:])
 
 
 def test_the_result_shares_no_memory_with_the_input():
@@ -176,17 +138,6 @@ def test_another_size_is_resized_with_antialiasing():
     assert ((small[:, :, 2:-2].int() - 100).abs() < 15).all()  # no stripe is lost or kept
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_bad_file_is_refused_with_a_one_line_message(kind, hostile_images):
-    with pytest.raises(DataError) as caught:
-        decode_image(hostile_images[kind], SHAPE)
-    assert "\n" not in str(caught.value)
-
-
-def test_every_hostile_image_is_tried(hostile_images):
-    assert set(HOSTILE) == set(hostile_images)
-
-
 def test_a_narrow_image_is_resized_in_little_memory(tmp_path):
     Image.new("L", (1, 4_000_000), 77).save(tmp_path / "a.png")
     script = (
@@ -201,12 +152,6 @@ def test_a_narrow_image_is_resized_in_little_memory(tmp_path):
     least, most, kilobytes = map(int, done.stdout.split())
     assert (least, most) == (77, 77)
     assert kilobytes < 1_000_000  # 2,300,000 if the width is resized first; 400,000 for torch
-
-
-@pytest.mark.parametrize("kind", ["png of 100000x100000", "png of 9000x9000", "jpeg of 65000x65000"])
-def test_a_declared_size_over_the_limit_is_refused_before_decoding(kind, hostile_images):
-    with pytest.raises(DataError, match="pixels"):
-        decode_image(hostile_images[kind], SHAPE)
 
 
 @pytest.mark.parametrize(("kind", "odd"), [("JPEG", 11), ("JPEG", None), ("PNG", None)])
@@ -265,24 +210,26 @@ def test_decoding_into_a_batch_gives_the_same_pixels(size, mode, channels):
     assert torch.equal(decoded_into(data, shape), decode_image(data, shape))
 
 
-def test_all_kinds_of_images_can_be_decoded_into_a_batch():
+def test_all_kinds_of_images_give_the_same_pixels_alone_and_in_a_batch():
     picture = smooth_picture(4)
-    expected = channels_first(picture)
-    for data in (picture, np.array(picture), expected, encode(picture, "PNG")):
-        assert torch.equal(decoded_into(data), expected)
-    floats = torch.randn(SHAPE)
-    assert torch.equal(decoded_into(floats), floats)
+    expected, floats = channels_first(picture), torch.randn(SHAPE)
+    for decode in (decoded_into, lambda data: decode_image(data, SHAPE)):
+        for data in (picture, np.array(picture), expected, encode(picture, "PNG")):
+            assert torch.equal(decode(data), expected)
+        for data in (floats, floats.double().numpy()):
+            assert torch.equal(decode(data), floats)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_bad_file_is_refused_when_decoded_into_a_batch(kind, hostile_images):
+def test_a_bad_file_is_refused_alike_alone_and_in_a_batch(kind):
     with pytest.raises(DataError) as whole:
-        decode_image(hostile_images[kind], SHAPE)
+        decode_image(HOSTILE[kind], SHAPE)
     with pytest.raises(DataError) as into:
-        decoded_into(hostile_images[kind])
-    assert str(into.value) == str(whole.value)
-    assert into.value.kind == whole.value.kind
+        decoded_into(HOSTILE[kind])
+    assert (str(into.value), into.value.kind) == (str(whole.value), whole.value.kind)
     assert whole.value.kind in ("undecodable", "empty", "too large")
+    assert "\n" not in str(whole.value)
+    assert ("000" in kind) == (" pixels" in str(whole.value))
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -308,14 +255,6 @@ def test_a_jpeg_truncated_anywhere_is_refused():
             decoded_into(good[:length])
 
 
-def test_a_jpeg_with_damaged_data_is_refused_instead_of_wrong_pixels():
-    data = bytearray(encode(smooth_picture(6, 240, 200), "JPEG"))
-    middle = len(data) // 2
-    data[middle : middle + 2] = b"\xff\xd9"  # an early end marker
-    with pytest.raises(DataError, match="damaged"):
-        decoded_into(bytes(data))
-
-
 def segment(marker: int, content: bytes) -> bytes:
     return struct.pack(">HH", marker, len(content) + 2) + content
 
@@ -325,21 +264,14 @@ def odd_jpegs(good: bytes) -> dict[str, bytes]:
     tables, scan, end = good.index(b"\xff\xdb"), good.index(b"\xff\xda"), good.rindex(b"\xff\xd9")
     last = good.rindex(b"\xff\xda")
     short = b"\xff\xe1\0\x06Exif and longer than it says"
+    profile = segment(0xFFE2, b"ICC_PROFILE\0\3\7abc")
     return {
         "JFIF 9.1": good[:11] + b"\x09" + good[12:],
         "surplus before the tables": good[:tables] + b"surplus" + good[tables:],
         "surplus before the scan": good[:scan] + b"surplus" + good[scan:],
-        "ICC profile without a part": good[:tables]
-        + segment(0xFFE2, b"ICC_PROFILE\0\3\7abc")
-        + good[tables:],
+        "ICC profile without a part": good[:tables] + profile + good[tables:],
         "short segment": good[:tables] + short + good[tables:],
-        "all of them": good[:11]
-        + b"\x09"
-        + good[12:tables]
-        + short
-        + good[tables:scan]
-        + b"and"
-        + good[scan:],
+        "all of them": good[:11] + b"\x09" + good[12:tables] + short + good[tables:scan] + b"x" + good[scan:],
         "surplus before the end": good[:end] + b"surplus bytes" + good[end:],
         "zeros before the last scan": good[:last] + bytes(3000) + good[last:],
         "zeros before the end": good[:end] + bytes(5000) + good[end:],

@@ -8,7 +8,7 @@ import pytest
 from PIL import features
 
 from plsc.data.decode import decode_image
-from plsc.data.sources import ImageFolderSource, LabelFileSource, open_source
+from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.base import Ignored
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError
@@ -240,12 +240,6 @@ def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
     (folder / "d").symlink_to(tmp_path)
     with pytest.raises(DataError, match="d is a link to a folder"):
         ImageFolderSource(folder)
-
-
-def test_open_source_distinguishes_the_layouts(folder):
-    assert isinstance(open_source(folder, class_depth=1), ImageFolderSource)
-    (folder / "label.txt").write_text("a/1.jpg 0\n")
-    assert isinstance(open_source(str(folder)), LabelFileSource)
 
 
 def test_a_folder_of_unknown_layout_is_refused_with_a_list_of_layouts(tmp_path):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.data.class_names import ClassNames
@@ -12,11 +12,6 @@ from plsc.data.files import name_key
 from plsc.data.sources.rows import JsonLinesSource
 from plsc.errors import DataError, OptionError
 from tests.images import NAMES, UNSAFE_NAMES
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -101,17 +96,12 @@ def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("image", ["null", "3", '["a.jpg"]'])
-def test_an_image_that_is_not_a_string_is_reported_when_it_is_read(tmp_path, image):
-    source = JsonLinesSource(write(tmp_path, f'{GOOD}\n{{"image": {image}, "label": 1}}'))
+def test_a_file_without_samples_and_an_image_that_is_not_a_string_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"train\.jsonl is empty"):
+        JsonLinesSource(write(tmp_path, "\n\n"))
+    source = JsonLinesSource(write(tmp_path, f'{GOOD}\n{{"image": 3, "label": 1}}'))
     with pytest.raises(DataError, match=r"train\.jsonl:2: 'image'"):
         source[1]
-
-
-@pytest.mark.parametrize("text", ["", "\n\n"])
-def test_a_file_without_samples_is_refused(tmp_path, text):
-    with pytest.raises(DataError, match=r"train\.jsonl is empty"):
-        JsonLinesSource(write(tmp_path, text))
 
 
 values = st.recursive(
@@ -121,6 +111,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(values, max_size=5))
 def test_every_label_is_read_or_refused(tmp_path_factory, labels):
     folder = tmp_path_factory.mktemp("json")

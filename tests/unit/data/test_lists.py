@@ -14,11 +14,6 @@ from plsc.errors import DataError, OptionError
 from tests.images import write_dataset
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 def folders(root, images):
     """Write files at these paths, whose content is the path."""
     for path in images:

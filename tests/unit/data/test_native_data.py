@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import re
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -69,11 +66,6 @@ def test_newlines_equal_those_found_by_python(data, at_end):
     array = FENCED.holding(data, at_end)
     expected = [match.start() for match in re.finditer(b"\n", data)]
     assert native_lines.find_newlines(array).tolist() == expected
-
-
-def test_all_newlines_are_found_by_several_calls():
-    data = np.full(50_000, 10, dtype=np.uint8)
-    assert native_lines.find_newlines(data).tolist() == list(range(50_000))
 
 
 @given(texts, st.booleans(), st.integers(0, 3), st.sampled_from([5, 20, MAX_LINE_BYTES]))
@@ -156,24 +148,6 @@ def test_lines_are_copied_in_any_order_to_any_offset(tmp_path, lengths, offset):
     )
     assert ours == plain
     assert ours[1][offset:] == b"".join(contents[i] + b"\n" for i in order)
-
-
-@pytest.fixture
-def tiny_files() -> Iterator[None]:
-    """Limit files to 300,000 bytes, as if the disk were full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # Python ignores the signal
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_raises_os_error(tmp_path, tiny_files):
-    lines, _ = some_places([5000] * 100)
-    with (
-        (tmp_path / "full").open("wb") as full,
-        pytest.raises(OSError, match=os.strerror(errno.EFBIG)),
-    ):
-        copy_lines(lines, np.arange(100), full.fileno(), 0)
 
 
 @pytest.mark.parametrize("lengths", [[0, 1, 5, 40] * 9, [2000, 1500, 70_000] * 300])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from plsc.data.sources import Base64Source, ImageFolderSource, LabelFileSource, open_source
+from plsc.data.sources import Base64Source, ImageFolderSource, open_source
 from plsc.data.sources.lmdb import LmdbSource
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
@@ -14,11 +14,6 @@ from plsc.data.writers import writer_of
 from plsc.errors import DataError, OptionError
 
 SAMPLES = [(b"first", 1), (b"second", 0)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def write(location: Path | str) -> None:
@@ -44,12 +39,6 @@ def test_a_file_and_the_folder_that_contains_only_it_are_recognised(tmp_path, na
         source = open_source(location)
         assert type(source) is kind
         assert source[0] == SAMPLES[0]
-
-
-def test_a_label_file_has_priority_over_other_files(tmp_path):
-    write(tmp_path / "a.tar")
-    (tmp_path / "label.txt").write_text("a.tar 0\n")
-    assert type(open_source(tmp_path)) is LabelFileSource
 
 
 def test_several_datasets_in_one_folder_are_refused(tmp_path):
@@ -109,21 +98,6 @@ def test_a_file_next_to_the_folder_of_its_images_is_the_dataset(tmp_path):
     assert type(open_source(tmp_path)) is CsvSource
 
 
-def test_options_reach_the_source(tmp_path):
-    (tmp_path / "a.csv").write_text("x,y\na.jpg,7\n")
-    source = open_source(tmp_path / "a.csv", image_column="x", label_column="y")
-    assert type(source) is CsvSource
-    assert source.labels().tolist() == [7]
-
-
-@pytest.mark.parametrize("name", ["gone", "gone.rec", "gone.tar", "file.txt", "empty"])
-def test_a_missing_or_unknown_dataset_is_refused(tmp_path, name):
-    (tmp_path / "file.txt").write_text("text")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"does not exist|cannot be opened|no class folders"):
-        open_source(tmp_path / name)
-
-
 def test_a_url_shows_no_password():
     with pytest.raises(DataError) as caught:
         open_source("memory://user:secret@opening/gone.rec")
@@ -145,6 +119,9 @@ def make_lmdb(folder: Path, count: bytes = b"2", **changes: bytes) -> Path:
 
 
 def test_an_lmdb_folder_is_recognised_by_its_content(tmp_path):
+    missing = open_source(make_lmdb(tmp_path / "a.lmdb", **{"image-000000002": b""}))
+    with pytest.raises(DataError, match=r"a\.lmdb:image-000000002: the image is empty"):
+        missing[1]
     source = open_source(make_lmdb(tmp_path / "anything"))
     assert type(source) is LmdbSource
     assert [source[0], source[1]] == SAMPLES
@@ -164,16 +141,3 @@ def test_an_lmdb_folder_is_recognised_by_its_content(tmp_path):
 def test_an_inconsistent_lmdb_file_is_refused(tmp_path, count, changes, message):
     with pytest.raises(DataError, match=message):
         open_source(make_lmdb(tmp_path / "a.lmdb", count, **changes))
-
-
-def test_a_missing_lmdb_entry_is_reported_when_it_is_read(tmp_path):
-    source = open_source(make_lmdb(tmp_path / "a.lmdb", **{"image-000000002": b""}))
-    with pytest.raises(DataError, match=r"a\.lmdb:image-000000002: the image is empty"):
-        source[1]
-
-
-def test_a_folder_that_is_not_lmdb_is_refused(tmp_path):
-    (tmp_path / "data.mdb").write_bytes(b"text" * 5000)
-    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
-    with pytest.raises(lmdb.Error, match=str(tmp_path)):
-        open_source(tmp_path)

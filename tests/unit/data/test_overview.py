@@ -23,38 +23,23 @@ def folder(tmp_path) -> Path:
 
 
 def test_samples_classes_and_their_sizes_are_counted(folder):
-    found = inspect_dataset(open_source(folder))
+    found = inspect_dataset(open_source(folder), checked=0)
     assert (found.samples, found.classes, found.largest_label, found.unused) == (19, 6, 9, 4)
     assert (found.fewest, found.median, found.most) == (3, 3, 4)
     assert found.images_per_class == [(2, 3, 5), (4, 7, 1)]
     assert found.pixels == [("16x16", 17)]
     assert 0 < found.bytes_median <= found.bytes_most
+    assert (found.checked, found.broken) == (19, 2)
+    assert "images/cut.png (label.txt:18)" in found.faults[0]
+    assert "images/gone.png (label.txt:19): the image file is missing" in found.faults[1]
+    assert "broken           2 of 19 checked" in found.render()
+    assert inspect_dataset(open_source(folder), checked=7).checked == 7
 
 
 def test_names_of_files_do_not_control_the_terminal(folder):
     path = folder / "a\x1b[2J.csv"
     path.write_text("path,label\nimages/0_0.png,x\nimages/1_0.png,y\n")
     assert r"a\x1b[2J.csv:2" in inspect_dataset(open_source(path)).render()
-
-
-def test_broken_samples_are_counted_and_named(folder):
-    found = inspect_dataset(open_source(folder))
-    assert found.broken == 2
-    assert "images/cut.png (label.txt:18)" in found.faults[0]
-    assert "images/gone.png (label.txt:19): the image file is missing" in found.faults[1]
-
-
-def test_the_summary_is_lines_of_text(folder):
-    text = inspect_dataset(open_source(folder)).render()
-    assert "samples          19" in text
-    assert "4 labels without samples" in text
-    assert "broken           2 of 19 checked" in text
-
-
-def test_only_the_requested_number_of_samples_is_decoded(folder):
-    found = inspect_dataset(open_source(folder), checked=7)
-    assert found.checked == 7
-    assert inspect_dataset(open_source(folder), checked=0).checked == 19
 
 
 def test_the_chosen_samples_depend_only_on_the_seed():

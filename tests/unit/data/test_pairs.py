@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import os
 import pickle
 import struct
@@ -44,16 +45,13 @@ def assert_refused(path, content, *words):
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("bins", BINS)
-@pytest.mark.parametrize("is_same", IS_SAME)
-def test_every_form_and_protocol_gives_the_same_pairs(tmp_path, protocol, bins, is_same):
+def test_every_form_and_protocol_gives_the_same_pairs(tmp_path, protocol):
     path = tmp_path / "lfw.bin"
-    path.write_bytes(pickle.dumps((BINS[bins](IMAGES), IS_SAME[is_same](FLAGS)), protocol))
-    pairs = read_pairs(path)
-    assert pairs.images == IMAGES
-    assert pairs.is_same.dtype == bool
-    assert pairs.is_same.tolist() == FLAGS
-    assert len(pairs) == 2
+    for bins, is_same in itertools.product(BINS.values(), IS_SAME.values()):
+        path.write_bytes(pickle.dumps((bins(IMAGES), is_same(FLAGS)), protocol))
+        pairs = read_pairs(path)
+        assert (pairs.images, pairs.is_same.tolist(), len(pairs)) == (IMAGES, FLAGS, 2)
+        assert pairs.is_same.dtype == bool
 
 
 # Output of cPickle of Python 2.7 for (['\xff\xd8ab\n\'"\\', 'x'], [True]), by protocol.
@@ -61,15 +59,13 @@ PYTHON_2 = {
     0: b"((lp1\nS'\\xff\\xd8ab\\n\\'\"\\\\'\np2\naS'x'\na(lp3\nI01\nat.",
     1: b"(]q\x01(U\x08\xff\xd8ab\n'\"\\q\x02U\x01xe]q\x03I01\nat.",
     2: b"\x80\x02]q\x01(U\x08\xff\xd8ab\n'\"\\q\x02U\x01xe]q\x03\x88a\x86.",
-}
-# The same with arrays, by NumPy of Python 2: names under numpy.core, states of str and 0/1 flags.
-PYTHON_2_ARRAY = (
-    b"\x80\x02]q\x01(cnumpy.core.multiarray\n_reconstruct\nq\x02cnumpy\nndarray\nq\x03K\x00\x85U\x01b"
-    b"\x87Rq\x04(K\x01K\x02\x85cnumpy\ndtype\nq\x05U\x02u1K\x00K\x01\x87Rq\x06(K\x03U\x01|NNNJ"
-    b"\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x02\xff\xd8tbU\x01xe]cnumpy.core.multiarray\n"
+    # With arrays, by NumPy of Python 2: names under numpy.core, states of str and 0/1 flags.
+    "arrays": b"\x80\x02]q\x01(cnumpy.core.multiarray\n_reconstruct\nq\x02cnumpy\nndarray\nq\x03K\x00\x85"
+    b"U\x01b\x87Rq\x04(K\x01K\x08\x85cnumpy\ndtype\nq\x05U\x02u1K\x00K\x01\x87Rq\x06(K\x03U\x01|NNNJ"
+    b"\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x08\xff\xd8ab\n'\"\\tbU\x01xe]cnumpy.core.multiarray\n"
     b"scalar\nh\x05U\x02b1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-    b"U\x01\x01\x86Ra\x86."
-)
+    b"U\x01\x01\x86Ra\x86.",
+}
 
 
 @pytest.mark.parametrize("protocol", PYTHON_2)
@@ -78,14 +74,6 @@ def test_files_written_by_python_2_are_read(tmp_path, protocol):
     path.write_bytes(PYTHON_2[protocol])
     pairs = read_pairs(path)
     assert pairs.images == [b"\xff\xd8ab\n'\"\\", b"x"]
-    assert pairs.is_same.tolist() == [True]
-
-
-def test_arrays_written_by_python_2_are_read(tmp_path):
-    path = tmp_path / "lfw.bin"
-    path.write_bytes(PYTHON_2_ARRAY)
-    pairs = read_pairs(path)
-    assert pairs.images == [b"\xff\xd8", b"x"]
     assert pairs.is_same.tolist() == [True]
 
 
@@ -98,16 +86,7 @@ def test_a_written_file_is_a_pickle_that_other_tools_load(tmp_path, encoding):
     assert bins == IMAGES
     assert is_same == FLAGS
     assert {type(flag) for flag in is_same} == {bool}
-
-
-@given(st.lists(st.tuples(st.binary(min_size=1), st.binary(min_size=1), st.booleans()), min_size=1))
-def test_written_pairs_read_back(tmp_path_factory, pairs):
-    path = tmp_path_factory.getbasetemp() / "round.bin"
-    images = [image for first, second, _ in pairs for image in (first, second)]
-    write_pairs(path, images, [same for _, _, same in pairs])
-    read = read_pairs(path)
-    assert read.images == images
-    assert read.is_same.tolist() == [same for _, _, same in pairs]
+    assert (read_pairs(path).images, read_pairs(path).is_same.tolist()) == (IMAGES, FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +112,9 @@ def test_a_write_that_fails_is_a_data_error_and_leaves_no_file(tmp_path):
     (tmp_path / "taken.bin").mkdir()
     with pytest.raises(DataError, match=r"cannot write .*taken\.bin"):
         write_pairs(tmp_path / "taken.bin", IMAGES, FLAGS)
+    for name in ("gone", "taken.bin"):
+        with pytest.raises(DataError, match=name):
+            read_pairs(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["taken.bin"]
 
 
@@ -194,14 +176,20 @@ def test_a_pickle_of_something_else_is_refused(tmp_path, value, word):
 
 
 NDARRAY = b"cnumpy\nndarray\n"
-RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n"
+EMPTY_ARRAY = b"((lcnumpy.core.multiarray\n_reconstruct\n(" + NDARRAY + b"(I0\ntS'b'\ntR"
 UINT8 = b"cnumpy\ndtype\n(S'u1'\nI0\nI1\ntR"
+END = b"aS'b'\na(lI01\nat."
 HUGE = struct.pack("<Q", 1 << 62)
 
 
 @pytest.mark.parametrize(
     "content",
     [
+        b"((l" + NDARRAY + b"(I9\ntR" + END,  # ndarray itself is never called
+        EMPTY_ARRAY + b"(I1\n(I1000000000000\nt" + UINT8 + b"I00\nS'a'\ntb" + END,
+        EMPTY_ARRAY + b"(I1\n(I-1\nI-1\nt" + UINT8 + b"I00\nS'a'\ntb" + END,
+        EMPTY_ARRAY + b"(I1\n(I1\nt" + UINT8 + b"I00\n(lS'a'\natb" + END,  # a list for its bytes
+        b"((lcnumpy.core.multiarray\nscalar\n(" + UINT8 + b"S''\ntR" + END,  # without its byte
         b"\x80\x04\x8e" + HUGE,  # BINBYTES8 of 4 EiB
         b"\x80\x04\x8d" + HUGE,  # BINUNICODE8
         b"\x80\x05\x96" + HUGE,  # BYTEARRAY8
@@ -226,6 +214,10 @@ HUGE = struct.pack("<Q", 1 << 62)
         b"X\x01\x00\x00\x00\xff.",  # not UTF-8
         b"c_codecs\nencode\n(V\\u20ac\nS'latin1'\ntR.",
         b"c_codecs\nencode\n(Va\nS'utf-16'\ntR.",
+        b"((lS'a'\naS'b'\na]b(lI01\nat.",  # BUILD on a list
+        b"\x80\x04\x95\xff\0\0\0\0\0\0\0K\x01.",  # a frame longer than the file
+        b"I0x" + b"f" * 2000 + b"\n.",  # a number of two thousand digits
+        b"",
         b"hello world",
         b"\xff\xd8\xff\xe0 a JPEG",
         b"\x00" * 100,
@@ -235,23 +227,6 @@ HUGE = struct.pack("<Q", 1 << 62)
 )  # fmt: skip
 def test_hostile_or_damaged_bytes_give_a_one_line_error(tmp_path, content):
     assert_refused(tmp_path / "lfw.bin", content)
-
-
-EMPTY_ARRAY = RECONSTRUCT + b"(" + NDARRAY + b"(I0\ntS'b'\ntR"
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        NDARRAY + b"(I9\ntR",  # ndarray itself is never called
-        EMPTY_ARRAY + b"(I1\n(I1000000000000\nt" + UINT8 + b"I00\nS'a'\ntb",
-        EMPTY_ARRAY + b"(I1\n(I-1\nI-1\nt" + UINT8 + b"I00\nS'a'\ntb",
-        EMPTY_ARRAY + b"(I1\n(I1\nt" + UINT8 + b"I00\n(lS'a'\natb",  # a list for its bytes
-        b"cnumpy.core.multiarray\nscalar\n(" + UINT8 + b"S''\ntR",  # a scalar without its byte
-    ],
-)
-def test_an_inconsistent_array_is_refused(tmp_path, array):
-    assert_refused(tmp_path / "lfw.bin", b"((l" + array + b"aS'b'\na(lI01\nat.")
 
 
 def test_a_value_larger_than_any_image_is_refused_before_it_is_read(tmp_path):
@@ -286,7 +261,6 @@ ENCODE_AGAIN = b"h\x01(h\x00U\x06latin1tR"
 BOMBS = {
     "largest memo index": (b"]r\xff\xff\xff\xff.", "LONG_BINPUT"),
     "deep lists": (b"]" * 500_000 + b"a" * 499_999 + b".", "length 1"),
-    "deep tuples": (b")" + b"\x85" * 900_000 + b".", "length 1"),
     "deep tuples as an image": (
         b"](" + b")" + b"\x85" * 900_000 + b"e]\x88a\x86.",
         "length 1",
@@ -315,28 +289,3 @@ def test_a_decompression_bomb_is_refused_in_bounded_memory(tmp_path, bomb):
         "except DataError as error: print(error)\n"
     )
     assert words in run_code(script, str(path), timeout=120).stdout
-
-
-def test_a_missing_file_an_empty_file_and_a_directory_are_reported(tmp_path):
-    for name in ("missing", "directory"):
-        path = tmp_path / name
-        if name == "directory":
-            path.mkdir()
-        with pytest.raises(DataError, match=name):
-            read_pairs(path)
-    assert_refused(tmp_path / "lfw.bin", b"")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"((lS'a'\naS'b'\na]b(lI01\nat.", "state is not a dictionary"),  # BUILD on a list
-        (b"\x80\x04\x95\xff\0\0\0\0\0\0\0K\x01.", "not a pair file"),  # a frame longer than the file
-        (b"I0x" + b"f" * 2000 + b"\n.", "not a pair file"),  # a number of two thousand digits
-    ],
-)
-def test_a_bad_pickle_operation_is_reported(tmp_path, content, message):
-    path = tmp_path / "bad.bin"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_pairs(path)

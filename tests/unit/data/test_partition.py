@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 
 import fsspec
@@ -132,19 +132,19 @@ blank = st.sampled_from([b"", b"", b" ", b"\t"])
 
 @given(
     files=st.lists(st.lists(st.one_of(sample, sample, sample, blank), max_size=8), min_size=1, max_size=4),
-    end=st.sampled_from([b"\n", b"\r\n"]),
+    ends=st.lists(st.sampled_from([b"\n", b"\r\n"]), min_size=1, max_size=3),
     has_bom=st.booleans(),
     is_cut=st.booleans(),
     nranks=st.integers(1, 5),
     way=st.sampled_from(["within memory", "small pieces", "many buckets", "plain", "plain buckets"]),
 )  # fmt: skip
 @settings(max_examples=150)
-def test_any_content_keeps_its_bytes(tmp_path_factory, files, end, has_bom, is_cut, nranks, way):
+def test_any_content_keeps_its_bytes(tmp_path_factory, files, ends, has_bom, is_cut, nranks, way):
     folder = tmp_path_factory.mktemp("set")
     names = []
     for index, lines in enumerate(files):
-        data = b"".join(line + end for line in lines)
-        data = b"\xef\xbb\xbf" * has_bom + (data[: -len(end)] if is_cut else data)
+        data = b"".join(map(b"".join, zip(lines, cycle(ends), strict=False)))
+        data = b"\xef\xbb\xbf" * has_bom + (data.removesuffix(b"\n") if is_cut else data)
         (folder / f"{index}.txt").write_bytes(data)
         names.append(f"{index}.txt")
     (folder / "file_list.txt").write_text("\n".join(names))
@@ -162,27 +162,12 @@ def test_any_content_keeps_its_bytes(tmp_path_factory, files, end, has_bom, is_c
         verify(options)
 
 
-def test_the_parts_do_not_depend_on_how_lines_are_split_into_files(tmp_path):
-    lines = some_lines(50)
-    for files in (1, 7):
-        partition(PartitionOptions(str(write_set(tmp_path / str(files), lines, files)), 3))
-    one, seven = (read_parts(tmp_path / name / "partition_3") for name in ("1", "7"))
-    assert one == seven
-
-
 def test_a_file_listed_twice_is_refused(tmp_path):
     folder = write_set(tmp_path, some_lines(9))
     (folder / "link.txt").symlink_to("data1.txt")
     (folder / "file_list.txt").write_text("data0.txt\ndata1.txt\nlink.txt\n")
     with pytest.raises(DataError, match="same file"):
         partition(PartitionOptions(str(folder), 2))
-
-
-def test_another_seed_gives_another_order(tmp_path):
-    folder = write_set(tmp_path, some_lines(50))
-    for seed in (1, 2, -1):
-        partition(PartitionOptions(str(folder), 2, seed=seed, output_dir=str(tmp_path / f"s{seed}")))
-    assert len({repr(read_parts(tmp_path / f"s{seed}")) for seed in (1, 2, -1)}) == 3
 
 
 def test_every_line_is_equally_likely_at_every_position():
@@ -193,42 +178,16 @@ def test_every_line_is_equally_likely_at_every_position():
     assert chi_square(counts, seeds / lines) < 312  # 0.9999 quantile of 225 degrees of freedom
 
 
-def test_a_long_shuffle_distributes_consecutive_lines_evenly():
-    lines, cells = 200_000, 40
-    order = np.argsort(line_keys(3, np.arange(lines)))
-    counts = np.histogram2d(order, np.arange(lines), bins=cells)[0]
-    assert chi_square(counts, lines / cells**2) < 1734  # of 1521
-    neighbours = np.abs(np.diff(order)) == 1  # 2 are expected
-    assert neighbours.sum() < 12
-
-
-def test_padding_lines_are_equally_likely_and_distinct():
+def test_padding_lines_are_distinct_and_equally_likely_at_every_position():
     lines, nranks, seeds = 30, 14, 6_000  # 12 padding positions
-    counts = np.zeros(lines)
+    counts, places = np.zeros(lines), np.zeros(lines)
     for seed in range(seeds):
         chosen = padding_lines(seed, lines, nranks)
         assert len(set(chosen.tolist())) == len(chosen) == 12
         counts[chosen] += 1
-    assert chi_square(counts, seeds * 12 / lines) < 66  # of 29 degrees, an upper bound without replacement
-
-
-def test_padding_is_independent_of_a_line_s_position():
-    lines, nranks, seeds = 30, 14, 6_000
-    counts = np.zeros(lines)
-    for seed in range(seeds):
-        order = np.argsort(line_keys(seed, np.arange(lines)))
-        position = np.argsort(order)
-        counts[position[padding_lines(seed, lines, nranks)]] += 1
-    assert chi_square(counts, seeds * 12 / lines) < 66
-
-
-def test_with_more_positions_than_lines_all_lines_pad_equally_often():
-    for lines in range(1, 8):
-        for nranks in range(lines, 40):
-            chosen = padding_lines(1, lines, nranks)
-            assert len(chosen) == lines_per_rank(lines, nranks) * nranks - lines
-            times = np.bincount(chosen, minlength=lines)
-            assert times.max() - times.min() <= 1
+        places[np.argsort(np.argsort(line_keys(seed, np.arange(lines))))[chosen]] += 1
+    for found in (counts, places):  # of 29 degrees, an upper bound without replacement
+        assert chi_square(found, seeds * 12 / lines) < 66
 
 
 def test_ranks_begin_at_the_right_sorted_keys():
@@ -259,8 +218,6 @@ def test_the_checksum_is_additive_and_detects_any_changed_byte():
         changed = bytearray(data)
         changed[place] ^= 1
         assert checksum(changed) != whole
-    words = np.frombuffer(data, dtype="<u8", count=60_000)
-    assert checksum(words[::-1].tobytes()) != checksum(words.tobytes())
 
 
 def compress(path: Path, kind: str) -> None:
@@ -283,23 +240,14 @@ def write_compressed_set(folder: Path, lines: list[bytes]) -> Path:
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_no_sync_skips_fsync_and_writes_the_same_parts(tmp_path, monkeypatch, way, no_sync):
+def test_no_sync_skips_fsync_and_writes_the_same_parts(tmp_path, monkeypatch, no_sync):
     synced: list[str] = []
     monkeypatch.setattr("plsc.storage.publish.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))
     partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out"), no_sync=no_sync))
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
-    assert set(synced) == (
-        set()
-        if no_sync
-        else {
-            *parts.part_names(3),
-            "file_list.txt",
-            "manifest.json",
-            ".out.plsc-partial",
-            tmp_path.name,
-        }
-    )
+    expected = {*parts.part_names(3), "file_list.txt", "manifest.json", ".out.plsc-partial", tmp_path.name}
+    assert set(synced) == (set() if no_sync else expected)
 
 
 def test_compressed_inputs_give_the_same_parts(tmp_path):
@@ -522,24 +470,6 @@ def test_an_input_that_became_shorter_is_an_error(tmp_path, monkeypatch):
     assert not (folder / "partition_2").exists()
 
 
-def test_unusual_lines_are_read_the_same_in_memory_and_through_buckets(tmp_path, monkeypatch):
-    lines = some_lines(400, longest=300)
-    folder = write_set(tmp_path, lines, files=2)
-    (folder / "data0.txt").write_bytes(
-        b"\xef\xbb\xbf" + b"\r\n".join(lines[:150]) + b"\n\r\n\n" + b" \n".join(lines[150:200])
-    )
-    monkeypatch.setattr(local, "_PIECE_BYTES", 2000)
-    partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "within")))
-    choose(monkeypatch, "many buckets")
-    partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "buckets")))
-    manifests = []
-    for name in ("within", "buckets"):
-        manifests.append(json.loads((tmp_path / name / "manifest.json").read_text()))
-    assert manifests[0] == manifests[1]
-    assert manifests[0]["blank_lines"] == 2
-    assert manifests[0]["lines"] == 400
-
-
 def test_a_byte_order_mark_is_left_out_only_at_the_start_of_a_file(tmp_path, way):
     lines = [b"\xef\xbb\xbf" + line for line in some_lines(60)]
     folder = write_set(tmp_path, lines, files=1)
@@ -548,8 +478,7 @@ def test_a_byte_order_mark_is_left_out_only_at_the_start_of_a_file(tmp_path, way
 
 
 def test_too_many_lines_for_the_memory_go_through_buckets(tmp_path, monkeypatch):
-    lines = some_lines(300, longest=2)
-    folder = write_set(tmp_path, lines)
+    folder = write_set(tmp_path, lines := some_lines(300, longest=2))
     monkeypatch.setattr(local, "BYTES_PER_LINE", 10**7)
     monkeypatch.setattr(local, "_cut", None)
     partition(PartitionOptions(str(folder), 2))
@@ -567,25 +496,19 @@ class TestVerify:
         with pytest.raises(DataError, match=problem):
             verify(PartitionOptions(str(folder), 3))
 
-    def test_a_changed_byte_is_reported_with_the_part(self, folder):
-        part = folder / "partition_3/part_1.txt"
-        data = bytearray(part.read_bytes())
-        data[0] = ord("B") if data[0] != ord("B") else ord("C")
-        part.write_bytes(data)
-        self.refuses(folder, r"part_1\.txt")
-
-    def test_a_missing_line_is_reported_with_the_part(self, folder):
-        part = folder / "partition_3/part_2.txt"
-        part.write_bytes(part.read_bytes().split(b"\n", 1)[1])
-        self.refuses(folder, r"part_2\.txt")
-
-    def test_a_missing_part_is_reported(self, folder):
-        (folder / "partition_3/part_0.txt").unlink()
-        self.refuses(folder, r"part_0\.txt")
-
-    def test_a_changed_input_is_reported(self, folder):
-        (folder / "data1.txt").write_bytes(b"QUJD\t1\n")
-        self.refuses(folder, r"data1\.txt")
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("partition_3/part_1.txt", lambda data: bytes([data[0] ^ 1]) + data[1:]),
+            ("partition_3/part_2.txt", lambda data: data.split(b"\n", 1)[1]),
+            ("partition_3/part_0.txt", lambda data: None),
+            ("data1.txt", lambda data: b"QUJD\t1\n"),
+        ],
+    )
+    def test_a_changed_file_is_named(self, folder, name, change):
+        path, data = folder / name, change((folder / name).read_bytes())
+        path.unlink() if data is None else path.write_bytes(data)
+        self.refuses(folder, path.name)
 
     def test_parts_with_other_lines_are_detected_despite_a_matching_manifest(self, folder):
         part = folder / "partition_3/part_1.txt"
@@ -640,24 +563,3 @@ def test_invalid_options_are_refused(wrong):
 def test_the_command_starts_without_importing_torch():
     code = "import sys, plsc.data.partition; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_memory_filesystem_of_fsspec_works_as_input_and_output(tmp_path):
-    lines = some_lines(100)
-    store = fsspec.filesystem("memory")
-    store.put(str(write_set(tmp_path, lines)), "/partition-in", recursive=True)
-    options = PartitionOptions(
-        "memory://partition-in",
-        3,
-        output_dir="memory://partition-out",
-        tmp_dir=str(tmp_path / "tmp"),
-    )
-    partition(options)
-    store.get("/partition-out", str(tmp_path / "out"), recursive=True)
-    assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
-    verify(options)
-    with pytest.raises(DataError, match="already exists"):
-        partition(options)
-    assert list((tmp_path / "tmp").iterdir()) == []
-    store.rm("/partition-in", recursive=True)
-    store.rm("/partition-out", recursive=True)

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 import struct
 import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,16 +24,10 @@ from plsc.data.sources.recordio import (
 )
 from plsc.data.writers import write_recordio
 from plsc.errors import DataError
-from tests.distributed.launch import run_code
 
 ROOT = Path(__file__).resolve().parents[3]
 IMAGES = [b"first image", MAGIC_BYTES * 2 + b"x", b"a" * 4001, b"12345678" + MAGIC_BYTES]
 LABELS = [3, 0, 2**24, 3]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -150,12 +142,6 @@ def test_an_invalid_label_is_reported_with_its_record(tmp_path, label):
         RecordIOSource(path)
 
 
-def test_a_record_without_image_is_reported_when_it_is_read(tmp_path):
-    source = RecordIOSource(write(tmp_path / "a.rec", [record(b"a", [1]), record(b"", [1])]))
-    with pytest.raises(DataError, match=r"a\.rec record 1: the image is empty"):
-        source[1]
-
-
 def test_a_huge_record_is_refused_without_reading_it(tmp_path):
     size = 65 * 2**20
     with (tmp_path / "a.rec").open("wb") as file:
@@ -169,39 +155,15 @@ def test_a_huge_record_is_refused_without_reading_it(tmp_path):
     tracemalloc.stop()
 
 
-def cut(content: bytes) -> bytes:
-    return content[:-9]
-
-
-def no_magic(content: bytes) -> bytes:
-    return b"\xff\xd8" + content[2:]
-
-
-def length_beyond_the_end(content: bytes) -> bytes:
-    return content[:4] + struct.pack("<I", 2**29 - 1) + content[8:]
-
-
-def a_last_part_first(content: bytes) -> bytes:
-    return content[:4] + struct.pack("<I", 3 << 29 | 35) + content[8:]
-
-
-def huge_number_of_labels(content: bytes) -> bytes:
-    return content[:8] + b"\xff" * 4 + content[12:]
-
-
-def shorter_than_a_header(content: bytes) -> bytes:
-    return frame(b"tiny") + content
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"record 3 at byte \d+ "),
-        (no_magic, "record 0 at byte 0 "),
-        (length_beyond_the_end, "record 0 at byte 0 "),
-        (a_last_part_first, "record 0 at byte 0 "),
-        (huge_number_of_labels, "record 0 at byte 0 "),
-        (shorter_than_a_header, "record 0 at byte 0 "),
+        (lambda content: content[:-9], r"record 3 at byte \d+ "),
+        (lambda content: b"\xff\xd8" + content[2:], "record 0 at byte 0 "),  # no magic
+        (lambda content: content[:4] + struct.pack("<I", 2**29 - 1) + content[8:], "record 0 at byte 0 "),
+        (lambda content: content[:4] + struct.pack("<I", 3 << 29 | 35) + content[8:], "record 0 at byte 0 "),
+        (lambda content: content[:8] + b"\xff" * 4 + content[12:], "record 0 at byte 0 "),  # of labels
+        (lambda content: frame(b"tiny") + content, "record 0 at byte 0 "),
     ],
 )
 def test_damage_is_reported_with_its_record(rec, damage, message):
@@ -247,78 +209,12 @@ def test_a_file_without_records_is_refused(tmp_path, keys):
         RecordIOSource(write(tmp_path / "a.rec", [], keys))
 
 
-def test_a_remote_file_reads_like_a_local_one(rec):
-    memory = fsspec.filesystem("memory")
-    for path in (rec, rec.with_suffix(".idx")):
-        memory.pipe(f"/recs/{path.name}", path.read_bytes())
-    source = RecordIOSource("memory://recs/train.rec")
-    assert [source[i] for i in range(4)] == list(zip(IMAGES, LABELS, strict=True))
-    assert pickle.loads(pickle.dumps(source))[3] == (IMAGES[3], LABELS[3])
-
-
 def test_a_label_that_float32_cannot_represent_is_not_written(tmp_path):
     with pytest.raises(DataError, match="label 16777217 cannot be written"):
         write_recordio(str(tmp_path / "a.rec"), [(b"image", 2**24 + 1)])
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match="label -1 cannot"):
         pack_image(b"image", -1, 0)
-
-
-def test_no_existing_file_is_overwritten(rec):
-    before = rec.read_bytes()
-    with pytest.raises(DataError, match="already exists"):
-        write_recordio(str(rec), [])
-    assert rec.read_bytes() == before
-
-
-FUZZ = """
-import os, resource, sys
-import numpy as np
-from pathlib import Path
-from plsc.data.sources import recordio
-from plsc.errors import DataError
-
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
-folder = Path(sys.argv[1])
-good = {p: p.read_bytes() for p in (folder / "train.rec", folder / "train.idx")}
-rng = np.random.default_rng(0)
-outcomes = {"read": 0, "refused": 0}
-for turn in range(300):
-    for path, content in good.items():
-        bad = bytearray(content)
-        if rng.random() < 0.6:
-            for _ in range(rng.integers(1, 4)):
-                bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
-        elif rng.random() < 0.5:
-            bad = bad[: rng.integers(len(bad))]
-        else:
-            start = rng.integers(len(bad))
-            bad[start : start + 40] = rng.bytes(min(40, len(bad) - start))
-        path.write_bytes(bad if rng.random() < 0.7 else content)
-    if rng.random() < 0.3:
-        (folder / "train.idx").unlink()
-    try:
-        source = recordio.RecordIOSource(folder / "train.rec")
-        for index in range(len(source)):
-            try:
-                data, label = source[index]
-                assert isinstance(data, bytes) and label >= 0
-            except DataError:
-                pass
-        outcomes["read"] += 1
-    except DataError:
-        outcomes["refused"] += 1
-assert min(outcomes.values()) > 25, outcomes
-status = open("/proc/self/status").read()
-print(status.partition("VmHWM:")[2].split()[0])
-"""
-
-
-@pytest.mark.slow
-def test_damaged_files_neither_crash_nor_exhaust_memory(rec):
-    limit = 6 * 2**30  # of address space: torch alone maps some
-    done = run_code(FUZZ, str(rec.parent), str(limit))
-    assert int(done.stdout) < 2 * 2**20  # KiB
 
 
 @pytest.fixture(scope="module")
@@ -333,27 +229,14 @@ def from_mxnet(tmp_path_factory) -> Path:
     return folder
 
 
-def expected(folder: Path) -> tuple[list[tuple[bytes, int]], list[int]]:
-    found = json.loads((folder / "expected.json").read_text())
-    images = [bytes.fromhex(text) for text in found["images"]]
-    return list(zip(images, found["labels"], strict=True)), found["order"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "several", "backwards", "unindexed"])
-def test_files_written_by_mxnet_are_read(from_mxnet, name):
-    assert read(from_mxnet / f"{name}.rec") == expected(from_mxnet)[0]
-
-
-@pytest.mark.slow
-def test_insightface_files_written_by_mxnet_are_read(from_mxnet):
-    samples, order = expected(from_mxnet)
-    assert read(from_mxnet / "insightface.rec") == [samples[i] for i in order]
-
-
-@pytest.mark.slow
-def test_written_files_equal_those_of_mxnet_byte_for_byte(from_mxnet, tmp_path):
-    write_recordio(str(tmp_path / "ours.rec"), expected(from_mxnet)[0])
+def test_files_written_by_mxnet_are_read_and_ours_are_equal_byte_for_byte(from_mxnet, tmp_path):
+    found = json.loads((from_mxnet / "expected.json").read_text())
+    samples = list(zip(map(bytes.fromhex, found["images"]), found["labels"], strict=True))
+    for name in ("plain", "several", "backwards", "unindexed"):
+        assert read(from_mxnet / f"{name}.rec") == samples
+    assert read(from_mxnet / "insightface.rec") == [samples[i] for i in found["order"]]
+    write_recordio(str(tmp_path / "ours.rec"), samples)
     for suffix in (".rec", ".idx"):
         theirs = (from_mxnet / f"plain{suffix}").read_bytes()
         assert (tmp_path / f"ours{suffix}").read_bytes() == theirs

@@ -6,22 +6,14 @@ import tarfile
 import tracemalloc
 from pathlib import Path
 
-import fsspec
-import numpy as np
 import pytest
 
 from plsc.data.sources import open_source
 from plsc.data.sources.tar import TarSource
 from plsc.data.writers import write_tar
 from plsc.errors import DataError
-from tests.distributed.launch import run_code
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
@@ -53,6 +45,15 @@ PLAIN = [
     ("x/b.PNG", b"image b" * 999),
 ]
 EXPECTED = [(b"image a", 3), (b"image b" * 999, 0)]
+
+
+def test_members_that_hold_no_label_are_not_kept_in_memory(tmp_path):
+    texts = [(f"a.text{number}", bytes(2**20)) for number in range(64)]
+    path = write(tmp_path / "train.tar", *texts, ("a.jpg", b"image"), ("a.cls", b"1"))
+    tracemalloc.start()
+    assert TarSource(path)[0] == (b"image", 1)
+    assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -134,7 +135,7 @@ def test_members_that_are_apart_or_many_get_a_short_message(tmp_path, suffix):
     members = [(f"{n}.{end}", b"1") for end in ("jpg", "cls") for n in range(3)]
     with pytest.raises(DataError, match=r"sort"):
         TarSource(write(tmp_path / "a.tar", *members))
-    members = [(f"photo.{n}.{suffix}", b"1") for n in range(5000)]
+    members = [(f"photo.{n}.{suffix}", b"1") for n in range(1000)]
     with pytest.raises(DataError, match="photo") as caught:
         TarSource(write(tmp_path / "b.tar", *members))
     assert len(str(caught.value)) < 500
@@ -172,13 +173,6 @@ def test_shards_are_read_in_their_order(tmp_path):
         TarSource(str(tmp_path / "train-{5..1}.tar"))
     with pytest.raises(DataError, match=r"train-003\.tar does not exist"):
         TarSource(str(tmp_path / "train-{000..003}.tar"))
-
-
-def test_a_remote_archive_reads_like_a_local_one(tmp_path):
-    path = write(tmp_path / "a.tar", *PLAIN)
-    fsspec.filesystem("memory").pipe("/tars/a.tar", path.read_bytes())
-    assert read("memory://tars/a.tar") == EXPECTED
-    assert read("memory://tars/*.tar") == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -220,12 +214,6 @@ def test_an_invalid_label_is_reported(tmp_path, label):
         TarSource(write(tmp_path / "a.tar", *members))
 
 
-def test_an_empty_image_is_reported_when_it_is_read(tmp_path):
-    source = TarSource(write(tmp_path / "a.tar", ("a.jpg", b""), ("a.cls", b"1")))
-    with pytest.raises(DataError, match=r"a\.tar:a: the image is empty"):
-        source[0]
-
-
 def header_of(size: int, kind: bytes) -> bytes:
     entry = member("huge", kind)
     entry.size = size
@@ -261,81 +249,14 @@ def test_an_archive_truncated_anywhere_is_refused(tmp_path):
             TarSource(path)
 
 
-FUZZ = """
-import sys
-import numpy as np
-from pathlib import Path
-from plsc.data.sources.tar import TarSource
-from plsc.errors import DataError, OptionError
-
-def peak():  # KiB; not ru_maxrss, which starts at the peak of the parent
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-
-path = Path(sys.argv[1])
-good = path.read_bytes()
-rng = np.random.default_rng(0)
-outcomes = {"read": 0, "refused": 0}
-start = peak()
-for turn in range(250):
-    bad = bytearray(good)
-    for _ in range(rng.integers(1, 5)):
-        bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
-    if turn % 4 == 0:
-        bad = bad[: rng.integers(len(bad))]
-    if turn % 2 == 0:  # valid checksums, so that later fields are parsed
-        for at in range(0, len(bad) - 511, 512):
-            if bad[at + 257 : at + 262] == b"ustar":
-                bad[at + 148 : at + 156] = b" " * 8
-                bad[at + 148 : at + 156] = b"%06o\\0 " % sum(bad[at : at + 512])
-    path.write_bytes(bad)
-    try:
-        source = TarSource(path)
-        for index in range(len(source)):
-            try:
-                source[index]
-            except DataError:
-                pass
-        outcomes["read"] += 1
-    except (DataError, OptionError):
-        outcomes["refused"] += 1
-assert min(outcomes.values()) > 10, outcomes
-assert peak() - start < 100 * 2**10
-"""
-
-
-@pytest.mark.slow
-def test_damaged_archives_neither_crash_nor_exhaust_memory(tmp_path):
-    long = "n" * 150
-    members = [*PLAIN, (f"{long}.jpg", b"image"), (f"{long}.json", b'{"label": 3}')]
-    path = write(tmp_path / "a.tar", *members)
-    run_code(FUZZ, str(path))
-
-
-def test_the_webdataset_package_reads_our_archives(tmp_path):
+def test_the_webdataset_package_and_we_read_each_other_s_archives(tmp_path):
     webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
     samples = [(b"\xff\xd8\xff jpeg", 3), (b"\x89PNG png", 70_000_000)]
     write_tar(str(tmp_path / "a.tar"), samples)
     found = list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False))
     assert [(s.get("jpg") or s.get("png"), int(s["cls"])) for s in found] == samples
     assert read(tmp_path / "a.tar") == samples
-
-
-def test_archives_of_the_webdataset_package_are_read(tmp_path):
-    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
-    rng = np.random.default_rng(0)
-    images = [rng.bytes(1000) for _ in range(5)]
     with webdataset.ShardWriter(str(tmp_path / "s-%03d.tar"), maxcount=2, verbose=0) as sink:
-        for number, image in enumerate(images):
-            sink.write({"__key__": f"k{number}", "jpg": image, "json": {"label": number}})
-    assert read(tmp_path) == [(image, number) for number, image in enumerate(images)]
-
-
-def test_members_that_hold_no_label_are_not_kept_in_memory(tmp_path):
-    texts = [(f"a.text{number}", bytes(2**20)) for number in range(64)]
-    path = write(tmp_path / "train.tar", *texts, ("a.jpg", b"image"), ("a.cls", b"1"))
-    tracemalloc.start()
-    try:
-        assert TarSource(path)[0] == (b"image", 1)
-        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
-    finally:
-        tracemalloc.stop()
+        for number in range(5):
+            sink.write({"__key__": f"k{number}", "jpg": b"%d" % number, "json": {"label": number}})
+    assert read(tmp_path / "s-*.tar") == [(b"%d" % number, number) for number in range(5)]
