@@ -54,14 +54,8 @@ def takes_image_by_name(transform: Transform) -> bool:
         parameters = inspect.signature(transform).parameters.values()
     except (TypeError, ValueError):  # no signature: written in C
         return False
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-    )
-    if any(parameter.kind in positional for parameter in parameters):
-        return False
-    return any(p.name == "image" or p.kind is p.VAR_KEYWORD for p in parameters)
+    is_positional = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
+    return not is_positional and any(p.name == "image" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _call(transform: Transform, pixels: np.ndarray, key: int) -> Any:

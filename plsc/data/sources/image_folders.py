@@ -166,9 +166,7 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
                 for name in names:
                     paths.append(os.fsencode(posixpath.join(folder, name)))
             ignored.report(place)
-        elif _starts_image(
-            file := open_bytes(place), shown(place)
-        ):  # an image of another type, or without a suffix
+        elif _starts_image(file := open_bytes(place), shown(place)):  # of another type, or without a suffix
             paths.append(os.fsencode(place))
         else:
             may_leave, root = False, Path(place).parent

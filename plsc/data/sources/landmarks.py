@@ -118,9 +118,8 @@ def _check_fit(points: np.ndarray, name: str) -> None:
     """Raise DataError if most lines do not look like faces, as in another order, or there are none."""
     z, w = ((one - one.mean(axis=-2, keepdims=True)) @ [1, 1j] for one in (points, TEMPLATE))
     size = np.sqrt((np.abs(z) ** 2).sum(axis=1) * (np.abs(w) ** 2).sum())
-    fit = np.abs((z.conj() * w).sum(axis=1)) / np.maximum(
-        size, 1e-9
-    )  # equal points: 0; `align` names the image
+    # Of equal points it is 0; `align` names their image.
+    fit = np.abs((z.conj() * w).sum(axis=1)) / np.maximum(size, 1e-9)
     if not len(fit) or np.median(fit) < _WORST_FIT:
         raise DataError(
             f"the landmarks in {name} are none, or do not look like faces; expected x1 y1 to x5 y5 of left "

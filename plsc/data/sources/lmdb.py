@@ -10,7 +10,7 @@ from typing import Any
 from plsc.data.sources.columns import LabelReader, NamedLabelSource
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
-from plsc.storage.urls import base_name, is_url
+from plsc.storage.urls import base_name
 
 
 class LmdbSource(NamedLabelSource):
@@ -23,9 +23,7 @@ class LmdbSource(NamedLabelSource):
     """
 
     def __init__(self, location: str | Path, *, label_map: str | Path | None = None) -> None:
-        if is_url(location):
-            raise DataError("an LMDB file must be on a local disk; copy it, or convert it")
-        self._path = Path(location)
+        self._path = Path(location)  # the library reads only local files
         file, folder = (self._path / "data.mdb", self._path) if self._path.is_dir() else (self._path, None)
         streamed(file, folder).close()  # LMDB would wait for a pipe, and follow links
         with self._begin() as transaction:
