@@ -98,9 +98,7 @@ def test_a_run_that_resumes_from_the_store_of_another_one_changes_nothing_there(
 
     # The same with a copy of it that the user made.
     shutil.copytree(tmp_path / "a/0", tmp_path / "copy/0")
-    start(
-        dataset, tmp_path / "c", checkpoint__load_dir=str(tmp_path / "copy/0"), train__epochs=4
-    )  # fmt: skip
+    start(dataset, tmp_path / "c", checkpoint__load_dir=str(tmp_path / "copy/0"), train__epochs=4)
     assert content(store) == theirs
 
     # And with a run that uploads its own checkpoints there, too.

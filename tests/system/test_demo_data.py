@@ -19,9 +19,8 @@ DEMO = REPO / "demo"
 sys.path.insert(0, str(DEMO))
 
 from fonts import bundled_faces, system_faces  # noqa: E402
-from glyph_classes import GlyphClass, agreed_pairs, find_classes  # noqa: E402
+from glyph_classes import GlyphClass, find_classes  # noqa: E402
 from make_glyphs import split_classes, training_faces  # noqa: E402
-from render import varied  # noqa: E402
 
 pytestmark = pytest.mark.slow
 FACES = bundled_faces()
@@ -106,15 +105,6 @@ def test_code_points_are_one_class_when_and_only_when_their_outlines_are_the_sam
     assert (other in class_of(classes, one)) == same
 
 
-def test_one_face_that_draws_two_characters_alike_does_not_merge_them() -> None:
-    faces = {face.name: face for face in FACES}
-    codes = {ord("o"), ord("0"), ord("I"), ord("l")}
-    alike = (ord("I"), ord("l"))
-    assert alike in agreed_pairs([faces["DejaVuSans"]], codes)
-    others = [faces[name] for name in ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif")]
-    assert alike not in agreed_pairs(others, codes)
-
-
 def test_a_class_holds_no_blank_no_mark_and_no_styled_copy(classes: list[GlyphClass]) -> None:
     usable = {chr(code) for item in classes for code in item.code_points}
     left_out = {
@@ -145,20 +135,6 @@ def test_no_face_trains_and_evaluates(classes: list[GlyphClass]) -> None:
     assert all(not f.evaluation for item in classes for f, _ in training_faces(item, FACES))
     families = {face.family for face in FACES}
     assert all(f.family not in families and not f.evaluation for f in system_faces(FACES))
-
-
-def test_an_image_is_a_function_of_seed_character_and_face() -> None:
-    paths = {face.name: face.path for face in FACES}
-    base = varied(paths["DejaVuSans"], "R", (1, 0))
-    assert base == varied(paths["DejaVuSans"], "R", (1, 0))
-    assert base.size == (32, 32)
-    for path, character, seed in (
-        (paths["DejaVuSans"], "R", (1, 1)),
-        (paths["DejaVuSans"], "R", (2, 0)),
-        (paths["DejaVuSans"], "S", (1, 0)),
-        (paths["DejaVuSerif"], "R", (1, 0)),
-    ):
-        assert base != varied(path, character, seed)
 
 
 def test_two_data_sets_of_one_seed_are_equal_in_every_byte(data: Path) -> None:

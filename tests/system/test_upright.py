@@ -8,9 +8,6 @@ import torch
 from PIL import Image
 
 import plsc
-from plsc.data.decode import decode_image
-from plsc.data.sources import open_source
-from plsc.data.writers import convert
 from plsc.evaluate.embed import embed_images
 from plsc.export import open_model
 from plsc.gallery import open_gallery
@@ -40,16 +37,6 @@ def test_training_on_turned_images_is_training_on_upright_ones(folders, trained,
     found = plsc.load_network(entry(folders[1], tmp_path, **settings).train().checkpoint).state_dict()
     expected = plsc.load_network(trained).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("target", ["a.tar", "a.parquet", "a.rec", "lines"])
-def test_a_converted_dataset_keeps_the_orientation(folders, tmp_path, target):
-    convert(folders[1], str(tmp_path / target))
-    plain, copied = open_source(folders[0]), open_source(tmp_path / target)
-    for index in range(len(plain)):
-        assert copied[index][0] == open_source(folders[1])[index][0]
-        one, other = (decode_image(source[index][0], (3, 16, 16)) for source in (plain, copied))
-        assert torch.equal(one, other)
 
 
 def test_predict_index_search_and_export_embed_turned_images_as_upright_ones(folders, trained, tmp_path):
