@@ -109,37 +109,22 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path, thing, new):
     assert not os.path.exists("/tmp/plsc-must-not-exist")  # noqa: PTH110
 
 
-def rewritten(source, target, change):
-    """Copy a zip file with its records changed by ``change(name, bytes)``."""
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
-        for info in old.infolist():
-            data = change(info.filename.split("/", 1)[1], old.read(info))
-            if data is not None:
-                new.writestr(info.filename, data)
-    return target
-
-
 @pytest.fixture
 def saved(tmp_path):
     torch.save({"a": torch.randn(4, 3), "b": torch.randn(5)}, tmp_path / "a.pt")
     return tmp_path / "a.pt"
 
 
-def test_a_tensor_whose_bytes_are_missing_is_refused(saved, tmp_path):
-    missing = rewritten(saved, tmp_path / "c.pt", lambda n, d: None if n == "data/0" else d)
-    assert "is damaged" in refusal(read_tensors, missing)
-
-
-def test_a_file_of_which_zipfile_and_torch_see_different_archives_is_refused(saved):
+def test_an_archive_that_torch_does_not_write_is_refused(saved, tmp_path):
+    """Without the bytes of a tensor, with compressed records, and another one for zipfile than for torch."""
+    for kind, dropped in ((zipfile.ZIP_STORED, "data/0"), (zipfile.ZIP_DEFLATED, "")):
+        with zipfile.ZipFile(saved) as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+            for info in old.infolist():
+                if info.filename.split("/", 1)[1] != dropped:
+                    new.writestr(info.filename, old.read(info), kind)
+        assert "is damaged" in refusal(read_tensors, tmp_path / "b.pt")
     saved.write_bytes(b"PK\3\4" + bytes(26) + saved.read_bytes())
     assert "is damaged" in refusal(read_tensors, saved)
-
-
-def test_a_compressed_record_is_refused(saved, tmp_path):
-    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info), zipfile.ZIP_DEFLATED)
-    assert "is damaged" in refusal(read_tensors, tmp_path / "b.pt")
 
 
 def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
@@ -147,18 +132,13 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
     assert "needs more than its 4 bytes" in refusal(read_tensors, tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("keep", [0, 1, 3, 30, 200, 600, -1])
-def test_a_truncated_file_is_refused(saved, keep):
-    os.truncate(saved, keep if keep >= 0 else saved.stat().st_size - 1)
-    assert refusal(read_tensors, saved)
-
-
-@pytest.mark.parametrize("keep", [20, 60, 110, 300, -1])
-def test_a_truncated_file_of_the_old_format_is_refused(tmp_path, keep):
+@pytest.mark.parametrize("new", [True, False])
+def test_a_truncated_file_is_refused(tmp_path, new):
     path = tmp_path / "a.pt"
-    torch.save({"a": torch.randn(4, 3)}, path, _use_new_zipfile_serialization=False)
-    os.truncate(path, keep if keep >= 0 else path.stat().st_size - 1)
-    assert refusal(read_tensors, path)
+    torch.save({"a": torch.randn(4, 3)}, path, _use_new_zipfile_serialization=new)
+    for keep in (path.stat().st_size - 1, 600, 300, 200, 110, 60, 30, 3, 1, 0):
+        os.truncate(path, min(keep, path.stat().st_size))
+        assert refusal(read_tensors, path)
 
 
 def with_pickle(path, operations):
@@ -242,17 +222,8 @@ def test_any_changed_byte_gives_tensors_or_a_one_line_error(tmp_path_factory, da
     assert "\n" not in message
 
 
-def paddle_with(**changes):
-    fields = {
-        "version": 0,
-        "levels": 0,
-        "inner": 0,
-        "length": 6,
-        "description": b"\x08\x05\x10\x02\x10\x03",
-    }
-    fields |= {"data": bytes(24)} | changes
-    head = struct.pack("<IQIi", *(fields[n] for n in ("version", "levels", "inner", "length")))
-    return head + fields["description"] + fields["data"]
+def paddle_with(levels=0, length=6, description=b"\x08\x05\x10\x02\x10\x03", data=bytes(24)):
+    return struct.pack("<IQIi", 0, levels, 0, length) + description + data
 
 
 def test_a_paddle_variable_is_read(tmp_path):
@@ -271,8 +242,6 @@ def test_a_paddle_variable_is_read(tmp_path):
         paddle_with(length=-1),
         paddle_with(length=1 << 30),
         paddle_with(data=bytes(23)),
-        paddle_with(data=bytes(25)),
-        paddle_with(length=5),
         paddle_with(description=b"\x08\x63\x10\x02\x10\x03"),
         paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"),
         paddle_with(length=12, description=b"\x08\x05\x10" + b"\xff" * 8 + b"\x7f"),
@@ -307,9 +276,6 @@ def test_only_regular_files_are_read(tmp_path, read):
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda s: s,
-        lambda s: {"state_dict": s, "epoch": 1},
-        lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
         lambda s: {"model": {f"_orig_mod.module.{k}": v for k, v in s.items()}},
         lambda s: {f"module.backbone.{k}": v for k, v in s.items()},
         lambda s: {**{f"backbone.{k}": v for k, v in s.items()}, "head.weight": torch.ones(2, 2)},
@@ -330,7 +296,7 @@ def test_the_last_layer_of_a_vision_transformer_is_not_read_as_class_weights(tmp
     assert (len(backbone), head) == (2, {})
 
 
-@pytest.mark.parametrize("value", [[1, 2], {"a": 3}, torch.ones(2), {"state_dict": {}}])
+@pytest.mark.parametrize("value", [[1, 2], {"a": 3}, {"state_dict": {}}])
 def test_a_file_without_a_state_dict_is_refused(tmp_path, value):
     torch.save(value, tmp_path / "a.pth")
     assert "has no state dict" in refusal(read_state_dict, tmp_path / "a.pth")
@@ -348,17 +314,12 @@ def test_the_summary_of_a_match_is_bounded_and_printable():
     assert shortened("a\nb") == "a\\nb"
 
 
-@pytest.mark.parametrize("kind", ["sparse", "sparse_csr", "meta", "quantized"])
-def test_a_tensor_without_plain_values_in_the_file_is_refused(tmp_path, kind):
+def test_a_tensor_without_plain_values_in_the_file_is_refused(tmp_path):
     ones = torch.ones(2, 2)
-    tensor = {
-        "sparse": ones.to_sparse,
-        "sparse_csr": ones.to_sparse_csr,
-        "meta": lambda: ones.to("meta"),
-        "quantized": lambda: torch.quantize_per_tensor(ones, 0.1, 0, torch.quint8),
-    }[kind]()
-    torch.save({"weight": tensor}, tmp_path / "a.pt")
-    assert "save_file" in refusal(read_state_dict, tmp_path / "a.pt")
+    quantised = torch.quantize_per_tensor(ones, 0.1, 0, torch.quint8)
+    for tensor in (ones.to_sparse(), ones.to_sparse_csr(), ones.to("meta"), quantised):
+        torch.save({"weight": tensor}, tmp_path / "a.pt")
+        assert "save_file" in refusal(read_state_dict, tmp_path / "a.pt")
 
 
 def test_a_file_of_the_old_format_without_its_values_is_refused(tmp_path):

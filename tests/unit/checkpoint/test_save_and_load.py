@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 
 import pytest
 import torch
@@ -37,12 +35,14 @@ def make_state():
     return tensors, sharded
 
 
-def save(folder, name, tensors=None, sharded=None):
-    own_tensors, own_sharded = make_state()
-    tensors = own_tensors if tensors is None else tensors
-    sharded = own_sharded if sharded is None else sharded
-    found = {role_of_key(key): value for key, value in {**tensors, **sharded}.items()}
-    return save_checkpoint(folder, name, Snapshot(found, MANIFEST), WORLD)
+def by_role(tensors):
+    """Return the tensors by role, by default those of `make_state`."""
+    tensors = {**make_state()[0], **make_state()[1]} if tensors is None else tensors
+    return {role_of_key(key): value for key, value in tensors.items()}
+
+
+def save(folder, name, tensors=None):
+    return save_checkpoint(folder, name, Snapshot(by_role(tensors), MANIFEST), WORLD)
 
 
 @pytest.fixture
@@ -50,17 +50,13 @@ def saved(tmp_path):
     return save(tmp_path, "1")
 
 
-def load(path, tensors=None, sharded=None):
-    own_tensors, own_sharded = make_state()
-    tensors = own_tensors if tensors is None else tensors
-    sharded = own_sharded if sharded is None else sharded
-    found = {role_of_key(key): value for key, value in {**tensors, **sharded}.items()}
-    return load_tensors(path, found, WORLD)
+def load(path, tensors=None):
+    return load_tensors(path, by_role(tensors), WORLD)
 
 
-def refusal(path, **wanted):
+def refusal(path, tensors=None):
     with pytest.raises(CheckpointError) as caught:
-        load(path, **wanted)
+        load(path, tensors)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -74,13 +70,10 @@ def test_weights_are_loaded_alone(saved):
 def test_sharded_tensors_load_as_whole_ones_and_vice_versa(saved):
     tensors, sharded = make_state()
     whole, rows = torch.zeros(5, 3), ShardedTensor(torch.zeros(4, 3), 4, 0)
-    load(saved, tensors={"head.weight": whole}, sharded={"model.a": rows})
+    load(saved, {"head.weight": whole, "model.a": rows})
     assert torch.equal(whole, sharded["head.weight"].local)
     assert torch.equal(rows.local, tensors["model.a"])
     assert torch.equal(load_weights(saved, "class_weights")["weight"], whole)
-
-
-def test_missing_weights_are_reported(saved):
     with pytest.raises(CheckpointError, match="has no backbone"):
         load_weights(saved)
 
@@ -88,32 +81,24 @@ def test_missing_weights_are_reported(saved):
 def test_a_parameter_is_loaded_in_place_and_can_be_trained(saved):
     tensors, _ = make_state()
     parameter = torch.nn.Parameter(torch.zeros(4, 3))
-    load(saved, tensors={"model.a": parameter}, sharded={})
+    load(saved, {"model.a": parameter})
     assert torch.equal(parameter, tensors["model.a"])
     assert parameter.requires_grad
 
 
 @pytest.mark.parametrize(
-    ("tensors", "sharded", "message"),
+    ("tensors", "message"),
     [
-        ({"absent": torch.zeros(1)}, {}, "is missing"),
-        ({"model.a": torch.zeros(3, 4)}, {}, "is float32 [4, 3], but this run needs float32 [3, 4]"),
-        ({"model.a": torch.zeros(4, 3).double()}, {}, "this run needs float64"),
-        (
-            {},
-            {"head.weight": ShardedTensor(torch.zeros(6, 3), 6, 0)},
-            "this run needs float32 [6, 3]",
-        ),
+        ({"absent": torch.zeros(1)}, "is missing"),
+        ({"model.a": torch.zeros(3, 4)}, "is float32 [4, 3], but this run needs float32 [3, 4]"),
+        ({"model.a": torch.zeros(4, 3).double()}, "this run needs float64"),
+        ({"head.weight": ShardedTensor(torch.zeros(6, 3), 6, 0)}, "this run needs float32 [6, 3]"),
     ],
 )
-def test_a_mismatched_tensor_is_reported(saved, tensors, sharded, message):
-    assert message in refusal(saved, tensors=tensors, sharded=sharded)
-
-
-def test_nothing_is_overwritten_when_the_check_fails(saved):
-    tensors = {"model.a": torch.zeros(4, 3), "absent": torch.zeros(1)}
-    refusal(saved, tensors=tensors, sharded={})
-    assert not tensors["model.a"].any()
+def test_a_mismatched_tensor_is_reported_before_another_is_overwritten(saved, tensors, message):
+    sound = torch.zeros(2)
+    assert message in refusal(saved, {"other": sound, **tensors})
+    assert not sound.any()
 
 
 def data_file(folder):
@@ -133,24 +118,17 @@ def test_a_flipped_bit_in_the_data_is_detected(saved):
     content = bytearray(data_file(saved).read_bytes())
     content[-1] ^= 1
     data_file(saved).write_bytes(content)
-    assert "is damaged: its checksum" in refusal(saved)
+    assert "checksum" in refusal(saved)
     with pytest.raises(CheckpointError, match="is damaged"):
         load_weights(saved, "extra")
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file_is_detected(saved, keep):
-    data_file(saved).write_bytes(data_file(saved).read_bytes()[:keep])
-    assert "bytes" in refusal(saved)
-    sign(saved)
-    assert data_file(saved).name in refusal(saved)
-
-
-@pytest.mark.parametrize("garbage", [b"\xff" * 64, b"\x02" + bytes(7) + b"[]", b"PK\x03\x04" * 99])
-def test_garbage_instead_of_data_is_refused(saved, garbage):
-    data_file(saved).write_bytes(garbage)
-    sign(saved)
-    assert data_file(saved).name in refusal(saved)
+def test_a_truncated_file_or_garbage_is_refused(saved):
+    whole = data_file(saved).read_bytes()
+    for content in (*(whole[:keep] for keep in (0, 4, 100, -1)), b"\xff" * 64, b"\x02" + bytes(7) + b"[]"):
+        data_file(saved).write_bytes(content)
+        sign(saved)
+        assert data_file(saved).name in refusal(saved)
 
 
 def test_a_missing_and_an_extra_file_are_reported(saved):
@@ -188,12 +166,9 @@ def at(*offsets):
         (4, at(1, 0), "'head.weight'"),
         (5, at(0, 1), "'head.weight'"),
         (5, at(0), "'head.weight'"),
-        (5, at(-1, 0), "expected an integer"),
-        (6, at(0, 0), "'head.weight'"),
         (5, at(2**70, 0), "expected an integer"),
-        (5, {}, "'saved_offsets' is missing"),
+        (6, at(0, 0), "'head.weight'"),
         (5, [], "head.weight"),
-        (5, {"saved_offsets": 3}, "expected a list"),
     ],
 )
 def test_missing_or_misplaced_rows_in_a_header_are_detected(saved, rows, place, message):
@@ -204,13 +179,10 @@ def test_missing_or_misplaced_rows_in_a_header_are_detected(saved, rows, place, 
     )
 
 
-@pytest.mark.parametrize("places", ["", "[]", "[" * 100_000, "{}", "null", "3"])
-def test_a_header_without_valid_offsets_is_refused(saved, places):
-    forge(saved, make_state()[0], places)
-
-
-def test_a_tensor_that_differs_from_the_manifest_is_detected(saved):
+def test_a_header_without_valid_offsets_or_with_another_tensor_than_the_manifest_is_refused(saved):
     tensors, sharded = make_state()
+    for places in ("", "[" * 100_000, "{}"):
+        forge(saved, tensors, places)
     tensors["head.weight"] = sharded["head.weight"].local
     places = {key: at(*[0] * value.dim()) for key, value in tensors.items()}
     assert "'model.n'" in forge(saved, {**tensors, "model.n": torch.tensor(1.5)}, places)
@@ -252,32 +224,6 @@ def test_a_save_dir_that_cannot_be_created_gives_a_one_line_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"could not save checkpoint .*Not a directory"):
         save(tmp_path / "file" / "x", "1")
-
-
-def test_a_full_disk_gives_a_one_line_error_and_keeps_the_earlier_checkpoint(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.decode().strip()}")
-    try:
-        save(disk, "1")
-        big = {"big": torch.zeros(200_000)}
-        with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints"):
-            save(disk, "2", big, {})
-        assert [path.name for path in disk.iterdir()] == ["1"]
-        load(disk / "1")
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-def test_the_error_of_an_unreadable_manifest_reaches_every_loader(saved):
-    os.truncate(saved / "manifest.json", 10)
-    assert "is not JSON" in refusal(saved)
-    with pytest.raises(CheckpointError, match="is not JSON"):
-        load_weights(saved, "extra")
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,5 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
 def test_only_names_of_shards_are_recognised():
     names = [shard_name(0), shard_name(123_456, "step7")]
     assert [rank_of_shard(name) for name in names] == [0, 123_456]
-    others = [
-        "shard-00001.safetensors",
-        "shard-1-0.safetensors",
-        "model.safetensors",
-        names[0] + "x",
-    ]
+    others = ["shard-00001.safetensors", "shard-1-0.safetensors", "model.safetensors", names[0] + "x"]
     assert [rank_of_shard(name) for name in others] == [None] * 4

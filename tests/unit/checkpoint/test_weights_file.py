@@ -24,6 +24,7 @@ from tests.devices import GPU
 
 CLASSES, DIMENSION = 330, 24  # 11 pages, the last one with 10 classes
 PAGES = Sampling(0.3, in_pages=True)
+SAVED = mark_of(2, "run"), CheckpointError
 
 
 def make_head(folder=None, sampling=PAGES, **settings):
@@ -54,6 +55,15 @@ def contents(head):
     """Return weights and states of all classes."""
     everything = slice(0, CLASSES)
     return head.file.read(everything).clone(), head.file.read(everything, "sum_of_squares").clone()
+
+
+def saved_run(opened, steps=2, **settings):
+    """Train a head in a file, and publish a checkpoint; return the head, and its optimizer."""
+    head, rows = opened(**settings)
+    train(head, rows, range(steps))
+    head.file.begin(mark_of(steps, "run"))
+    head.file.forget(mark_of(steps, "run"))
+    return head, rows
 
 
 @pytest.fixture
@@ -153,10 +163,7 @@ def test_opening_at_a_checkpoint_undoes_what_came_after_it(opened, checkpoint):
 
 
 def test_opening_finishes_an_undo_that_was_killed(opened, monkeypatch):
-    head, rows = opened()
-    train(head, rows, range(3))
-    head.file.begin(mark_of(3, "run"))
-    head.file.forget(mark_of(3, "run"))
+    head, rows = saved_run(opened, 3)
     expected = contents(head)
     train(head, rows, range(3, 6))
     head.file.close()
@@ -198,24 +205,6 @@ def test_a_block_that_was_cut_off_is_ignored_and_a_damaged_one_refused(opened):
         opened(mark_of(3, "run"))
 
 
-def spoil_other_run(head):
-    return (
-        mark_of(4, "other"),
-        CheckpointError,
-        r"has the class weights of step 2, not of this checkpoint of step 4; resume the newest",
-    )
-
-
-def spoil_size(head):
-    os.truncate(head.file.folder / "pages", 100)
-    return mark_of(2, "run"), CheckpointError, "pages does not have 11264 bytes; delete .*checkpoint copy"
-
-
-def spoil_header(head):
-    (head.file.folder / "header.json").write_text("[" * 10**5)
-    return mark_of(2, "run"), CheckpointError, "header.json"
-
-
 def change_header(head, **changes):
     path = head.file.folder / "header.json"
     header = {**json.loads(path.read_text()), **changes}
@@ -223,57 +212,29 @@ def change_header(head, **changes):
     path.write_text(json.dumps({**header, "crc32": zlib.crc32(json.dumps(header).encode())}))
 
 
-def spoil_bit_of_header(head):
+def flip_bit_of_header(head):
     path = head.file.folder / "header.json"
     path.write_text(path.read_text().replace("330]", "331]"))
-    return mark_of(2, "run"), CheckpointError, "header.json .* damaged"
-
-
-def spoil_large_header(head):
-    os.truncate(head.file.folder / "header.json", 3 << 30)
-    return mark_of(2, "run"), CheckpointError, "header.json"
-
-
-def spoil_format(head):
-    change_header(head, format=1)
-    return mark_of(2, "run"), CheckpointError, "format 2"
-
-
-def spoil_ranks(head):
-    change_header(head, classes=[0, 165])
-    return mark_of(2, "run"), CheckpointError, r"have classes \[0, 165\], but this run has \[0, 330\]; use"
-
-
-def spoil_boot(head):
-    change_header(head, boot="earlier")
-    return mark_of(2, "run"), CheckpointError, "the system was restarted while .* were in use"
-
-
-def spoil_scratch(head):
-    return None, OptionError, "has the class weights of a run, of its checkpoint of step 2; resume"
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    ("spoil", "mark", "error", "message"),
     [
-        spoil_other_run,
-        spoil_size,
-        spoil_header,
-        spoil_bit_of_header,
-        spoil_large_header,
-        spoil_format,
-        spoil_ranks,
-        spoil_boot,
-        spoil_scratch,
+        (lambda _: None, mark_of(4, "other"), CheckpointError, "of step 2, .* of step 4"),
+        (lambda _: None, None, OptionError, "of its checkpoint of step 2"),
+        (lambda head: os.truncate(head.file.folder / "pages", 100), *SAVED, "pages .* 11264 bytes"),
+        (lambda head: (head.file.folder / "header.json").write_text("[" * 10**5), *SAVED, "header.json"),
+        (lambda head: os.truncate(head.file.folder / "header.json", 3 << 30), *SAVED, "header.json"),
+        (flip_bit_of_header, *SAVED, "header.json .* damaged"),
+        (lambda head: change_header(head, format=1), *SAVED, "format 2"),
+        (lambda head: change_header(head, classes=[0, 165]), *SAVED, r"classes \[0, 165\], .* \[0, 330\]"),
+        (lambda head: change_header(head, boot="earlier"), *SAVED, "restarted"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(opened, spoil):
-    head, rows = opened()
-    train(head, rows, range(2))
-    head.file.begin(mark_of(2, "run"))
-    head.file.forget(mark_of(2, "run"))
+def test_files_that_do_not_fit_are_refused(opened, spoil, mark, error, message):
+    head, _ = saved_run(opened)
     head.file.close()
-    mark, error, message = spoil(head)
+    spoil(head)
     again = make_head(head.file.folder)
     RowAdagrad(again)
     with pytest.raises(error, match=message):
@@ -288,22 +249,15 @@ def flip_bit(pages):
     pages[-700] ^= 4
 
 
-def zero_page(pages):
-    pages[:PAGE_BYTES] = bytes(PAGE_BYTES)
-
-
 def swap_pages(pages):
     first = pages[:PAGE_BYTES]
     pages[:PAGE_BYTES] = pages[PAGE_BYTES : 2 * PAGE_BYTES]
     pages[PAGE_BYTES : 2 * PAGE_BYTES] = first
 
 
-@pytest.mark.parametrize(("damage", "page"), [(flip_bit, 10), (zero_page, 0), (swap_pages, 0)])
+@pytest.mark.parametrize(("damage", "page"), [(flip_bit, 10), (swap_pages, 0)])
 def test_a_damaged_page_is_never_used(opened, damage, page):
-    head, rows = opened()
-    train(head, rows, range(8))
-    head.file.begin(mark_of(8, "run"))
-    head.file.forget(mark_of(8, "run"))
+    head, _ = saved_run(opened, 8)
     head.file.close()
     path = head.file.folder / "pages"
     content = bytearray(path.read_bytes())
@@ -341,34 +295,20 @@ def test_verify_reads_every_state_that_can_be_resumed_and_changes_nothing(opened
         make_existing(head.file.folder).verify(mark_of(2, "run"))
 
 
-def truncated(journal, other):
-    return journal[:-PAGE_BYTES]
-
-
-def raised_count(journal, other):
-    return journal[:TABLE] + bytes([journal[TABLE] + 1]) + journal[TABLE + 1 :]
-
-
-def of_other_run(journal, other):
-    return other
-
-
-def without_blocks(journal, other):
-    return journal[:TABLE]
-
-
-def without_table(journal, other):
-    return journal[:20]
-
-
-@pytest.mark.parametrize("damage", [truncated, raised_count, of_other_run, without_blocks, without_table])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda journal, other: journal[:-PAGE_BYTES],
+        lambda journal, other: journal[:TABLE] + bytes([journal[TABLE] + 1]) + journal[TABLE + 1 :],
+        lambda journal, other: other,
+        lambda journal, other: journal[:TABLE],  # no blocks
+        lambda journal, other: journal[:20],  # no table
+    ],
+)
 def test_a_journal_that_is_not_whole_and_of_these_files_is_refused_before_a_change(opened, tmp_path, damage):
     mark = mark_of(2, "run")
     for folder in ("rows", "other"):
-        head, rows = opened(folder=tmp_path / folder)
-        train(head, rows, range(2))
-        head.file.begin(mark)
-        head.file.forget(mark)
+        head, rows = saved_run(opened, folder=tmp_path / folder)
         train(head, rows, range(2, 5))
         head.file.close()
     path = tmp_path / "rows" / f"journal-{mark}"
@@ -382,10 +322,7 @@ def test_a_journal_that_is_not_whole_and_of_these_files_is_refused_before_a_chan
 @pytest.mark.parametrize("name", ["header.json", "pages", f"journal-{mark_of(2, 'run')}"])
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_pipes_and_links_out_of_the_folder_are_refused(opened, tmp_path, name, kind):
-    head, rows = opened()
-    train(head, rows, range(2))
-    head.file.begin(mark_of(2, "run"))
-    head.file.forget(mark_of(2, "run"))
+    head, _ = saved_run(opened)
     head.file.close()
     path = (head.file.folder / name).rename(tmp_path / "outside")
     os.mkfifo(head.file.folder / name) if kind == "pipe" else (head.file.folder / name).symlink_to(path)
@@ -473,12 +410,8 @@ def test_a_second_run_is_refused_while_the_first_lives(opened, monkeypatch, tmp_
 
 @pytest.mark.parametrize("where", [(os, "pwritev"), (module, "move_blocks")])
 def test_a_full_disk_stops_the_run_and_loses_nothing(opened, monkeypatch, where):
-    head, rows = opened()
-    train(head, rows, range(2))
-    head.file.begin(mark_of(2, "run"))
-    head.file.forget(mark_of(2, "run"))
+    head, rows = saved_run(opened)
     expected = contents(head)
-
     move_blocks = module.move_blocks
 
     def full(*arguments):

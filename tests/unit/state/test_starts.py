@@ -98,8 +98,7 @@ def test_ranks_that_a_launcher_started_anew_resume_the_run_of_the_dead(start, tm
     assert list(saved(run / "version_2")) == ["0", "1"]
 
 
-@pytest.mark.parametrize("way", ["last", "path", "launcher"])
-@pytest.mark.parametrize("version", ["", "version_1"])
+@pytest.mark.parametrize(("way", "version"), [("last", ""), ("path", "version_1"), ("launcher", "version_1")])
 def test_a_checkpoint_that_a_killed_run_was_replacing_is_found_by_the_next_start(
     way, version, start, tmp_path, capsys
 ):

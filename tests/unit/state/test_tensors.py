@@ -84,14 +84,11 @@ def test_an_optimizer_goes_on_to_the_same_bits(name, device):
     assert collect_numbers(*second) == collect_numbers(*first)
 
 
-@pytest.mark.parametrize(
-    ("key", "info", "said"),
-    [
-        ("optimizer.exp_avg.backbone.no", ((6,), "float32"), "backbone.no, which"),
-        ("momentum.backbone.bias", ((2**40,), "float32"), "its parameter has \\[4\\]"),
-    ],
-)
-def test_state_that_no_parameter_here_can_have_is_refused(key, info, said):
-    saved = {key: TensorInfo(*info, False, role_of_key(key))}
-    with pytest.raises(CheckpointError, match=said):
-        make_state(*parts(OPTIMIZERS["Adam"]), saved, {})
+def test_state_that_no_parameter_here_can_have_is_refused():
+    for key, size, noun in (
+        ("optimizer.exp_avg.backbone.no", 6, "this network"),
+        ("momentum.backbone.bias", 2**40, "its parameter"),
+    ):
+        saved = {key: TensorInfo((size,), "float32", False, role_of_key(key))}
+        with pytest.raises(CheckpointError, match=noun):
+            make_state(*parts(OPTIMIZERS["Adam"]), saved, {})

@@ -256,51 +256,39 @@ def case(request, tmp_path):
     return request.param(tmp_path / "data")
 
 
-def test_a_pipe_is_an_error_and_does_not_block(case):
-    if case.file.is_dir():
-        pytest.skip("only files can be pipes")
+def test_links_are_followed_inside_the_folder_only_and_a_pipe_does_not_block(case, tmp_path):
+    def refused(match):
+        with pytest.raises(PlscError, match=match) as caught:
+            case.read()
+        assert re.search(rf"{case.file.name}|train\.csv:3", str(caught.value))
+
+    expected, is_folder, outside = case.read(), case.file.is_dir(), tmp_path / "outside"
+    case.file.rename(outside)
+    case.file.symlink_to(outside)
+    if case.is_named:  # by the user
+        assert case.read() == expected
+    else:
+        refused("link")
     case.file.unlink()
-    os.mkfifo(case.file)
-    with pytest.raises(PlscError) as caught:
-        case.read()
-    assert re.search(rf"{case.file.name}|train\.csv:3", str(caught.value))
+    if case.file.name != "manifest.json":  # a checkpoint folder has only the files of its manifest
+        inside = case.file.parent / ".inside"
+        inside.mkdir()
+        outside.rename(inside / "it")
+        for target in (Path(".inside/it"), inside / "it"):
+            case.file.symlink_to(target)
+            assert case.read() == expected
+            case.file.unlink()
+    if not is_folder:
+        os.mkfifo(case.file)
+        refused("")
 
 
-def test_only_files_that_the_user_names_may_be_links_out_of_their_folder(case, tmp_path):
-    expected = case.read()
-    case.file.rename(tmp_path / "outside")
-    case.file.symlink_to(tmp_path / "outside")
-    if case.is_named:
-        assert case.read() == expected
-        return
-    with pytest.raises(PlscError, match="link") as caught:
-        case.read()
-    assert re.search(rf"{case.file.name}|train\.csv:3", str(caught.value))
-
-
-def test_a_link_to_a_target_in_the_folder_is_followed(case):
-    if case.file.name == "manifest.json":
-        pytest.skip("a checkpoint folder has only the files of its manifest")
-    expected = case.read()
-    (case.file.parent / ".inside").mkdir()
-    case.file.rename(case.file.parent / ".inside/it")
-    for target in (Path(".inside/it"), case.file.parent / ".inside/it"):
-        case.file.symlink_to(target)
-        assert case.read() == expected
-        case.file.unlink()
-
-
-def test_the_folder_itself_may_be_a_link(tmp_path):
-    (tmp_path / "data").mkdir()
-    label_list(tmp_path / "data")
-    (tmp_path / "link").symlink_to("data")
-    assert every_image(tmp_path / "link")() == every_image(tmp_path / "data")()
-
-
-def test_a_pattern_names_files_which_may_be_links(tmp_path):
+def test_the_folder_itself_and_files_of_a_pattern_may_be_links(tmp_path):
     (tmp_path / "data").mkdir()
     case = found(".parquet")(tmp_path / "data")
     expected = case.read()
+    (tmp_path / "link").symlink_to("data")
+    assert every_image(tmp_path / "link")() == expected
     case.file.rename(tmp_path / "blob")
     case.file.symlink_to(tmp_path / "blob")
     assert every_image(tmp_path / "data/*.parquet")() == expected
@@ -313,9 +301,7 @@ def test_convert_does_not_publish_a_file_outside_the_folder(tmp_path, capsys):
     file.unlink()
     file.symlink_to(tmp_path / "secret")
     assert main(["data", "convert", str(tmp_path / "data"), str(tmp_path / "copy.tar")]) == 1
-    error = capsys.readouterr().err
-    assert "a.jpg (label.txt:1)" in error
-    assert "cp -rL" in error
+    assert "a.jpg (label.txt:1)" in capsys.readouterr().err
     assert not (tmp_path / "copy.tar").exists()
 
 
@@ -333,27 +319,16 @@ def test_an_index_that_is_a_pipe_is_replaced(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["data", "convert", "LONG", "out.tar"],
-        ["data", "inspect", "LONG"],
-        ["data", "pack", "LONG", "out.tar.zst"],
-        ["data", "unpack", "LONG.tar.zst", "out"],
-        ["index", "LONG", "out"],
-        ["search", "LONG", "LONG", "LONG"],
-        ["serve", "LONG"],
-        ["checkpoint", "show", "LONG"],
-        ["checkpoint", "import", "LONG", "out"],
-        ["checkpoint", "classes", "LONG", "out", "--grow", "1"],
-        ["predict", "--checkpoint.load_dir", "LONG"],
-        ["train", "--data.dataset_dir", "LONG"],
+        "data convert LONG out.tar", "data inspect LONG", "data pack LONG out.tar.zst", "index LONG out",
+        "data unpack LONG.tar.zst out", "search LONG LONG LONG", "serve LONG", "checkpoint show LONG",
+        "checkpoint import LONG out", "checkpoint classes LONG out --grow 1",
+        "predict --checkpoint.load_dir LONG", "train --data.dataset_dir LONG",
     ],
-    ids=lambda words: " ".join(words[:2]),
-)
+)  # fmt: skip
 def test_a_path_of_5000_bytes_is_an_error_message(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main([word.replace("LONG", "x" * 5000) for word in words]) == 1
-    error = capsys.readouterr().err
-    assert "plsc: error: " in error
-    assert re.search("name too long|does not exist", error)
+    assert main([word.replace("LONG", "x" * 5000) for word in words.split()]) == 1
+    assert re.search("plsc: error: .*(name too long|does not exist)", capsys.readouterr().err)
 
 
 def test_a_list_with_a_path_of_5000_bytes_is_an_error_message(tmp_path):
@@ -366,18 +341,19 @@ def test_a_list_with_a_path_of_5000_bytes_is_an_error_message(tmp_path):
         read_pair_list(tmp_path / "pairs.txt")
 
 
-def test_the_size_is_checked_before_a_sparse_file_is_hashed(tmp_path):
+def test_the_size_of_a_sparse_file_is_checked_before_it_is_read(tmp_path):
     write_gallery(tmp_path / "g", np.eye(3), model="0" * 64)
-    os.truncate(tmp_path / "g/gallery.safetensors", 8 * 10**12)
-    with pytest.raises(PlscError, match="has 8000000000000 bytes; expected"):
-        open_gallery(tmp_path / "g")
-
-
-def test_what_is_read_whole_is_bounded(tmp_path):
-    (tmp_path / "map.json").write_text("{}")
-    os.truncate(tmp_path / "map.json", 2**40)
-    with pytest.raises(PlscError, match="1099511627776 bytes; expected at most 1073741824"):
-        read_label_map(tmp_path / "map.json")
+    (tmp_path / "list.txt").write_bytes(b"a" * 100)  # it does not look like a picture
+    for name, read, message in (
+        ("g/gallery.safetensors", lambda _: open_gallery(tmp_path / "g"), "8000000000000 bytes; expected"),
+        ("map.json", read_label_map, "8000000000000 bytes; expected at most"),
+        ("map.txt", read_label_map, "expected at most"),
+        ("list.txt", open_images, r"list\.txt:1 is longer than"),
+    ):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 8 * 10**12)
+        with pytest.raises(PlscError, match=message):
+            read(tmp_path / name)
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "missing", "."])
@@ -411,20 +387,6 @@ def test_a_name_that_no_file_can_have_is_an_error_message(tmp_path, name):
         read_pairs("a\0.bin")
 
 
-def test_a_sparse_list_of_images_ends_in_an_error(tmp_path):
-    (tmp_path / "list.txt").write_bytes(b"a" * 100)  # it does not look like a picture
-    os.truncate(tmp_path / "list.txt", 8 * 10**12)
-    with pytest.raises(PlscError, match=r"list\.txt:1 is longer than"):
-        open_images(tmp_path / "list.txt")
-
-
-def test_a_sparse_label_map_is_not_read(tmp_path):
-    (tmp_path / "map.txt").touch()
-    os.truncate(tmp_path / "map.txt", 8 * 10**12)
-    with pytest.raises(PlscError, match="expected at most"):
-        read_label_map(tmp_path / "map.txt")
-
-
 def test_folders_nested_deeper_than_python_recurses_are_read(tmp_path):
     (tmp_path / "data/b").mkdir(parents=True)
     deep = tmp_path.joinpath("data", *["a"] * 400)
@@ -453,24 +415,19 @@ def test_a_file_that_becomes_a_link_after_the_list_was_checked_is_refused(tmp_pa
         pickle.loads(source)[0] if command == "read" else stack.enter_context(listed.open())
 
 
-def _write_prediction(folder):
-    values = np.zeros((1, 2), np.float32)
-    prediction = {
-        "embeddings": values,
-        "names": ["a"],
-        "labels": [0],
-        "ids": None,
-        "probs": None,
-        "layers": {},
-    }
-    command._write_prediction(folder / "out", SimpleNamespace(**prediction))
+def write_prediction(folder):
+    no_more = dict.fromkeys(("ids", "probs"))
+    prediction = SimpleNamespace(
+        embeddings=np.zeros((1, 2), np.float32), names=["a"], labels=[0], layers={}, **no_more
+    )
+    command._write_prediction(folder / "out", prediction)
 
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe"])
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        ("out", _write_prediction),
+        ("out", write_prediction),
         ("metrics.jsonl", lambda folder: JsonLines(folder, 0).write({"step": 1})),
         ("bad_samples.txt", lambda folder: BadSampleList(folder).add([BadSample("missing", "a.jpg")])),
     ],
@@ -479,9 +436,10 @@ def test_an_output_is_never_written_through_a_link_or_into_a_pipe(tmp_path, name
     (tmp_path / "run").mkdir()
     (tmp_path / "outside").write_text('{"step": 0}\n')
     place = tmp_path / "run" / name
-    os.mkfifo(place) if kind == "pipe" else place.symlink_to(
-        tmp_path / ("outside" if kind == "link" else "missing")
-    )
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(tmp_path / ("outside" if kind == "link" else "missing"))
     with contextlib.suppress(PlscError, OSError):
         write(tmp_path / "run")
         assert place.is_file()

@@ -9,7 +9,7 @@ import pytest
 
 from plsc.data.files import read_file_list
 from plsc.errors import DataError
-from plsc.storage.retry import reason_of, with_retries
+from plsc.storage.retry import reason_of
 from plsc.storage.store import Store
 from plsc.storage.urls import exists
 
@@ -53,18 +53,6 @@ def test_missing_s3_credentials_are_reported_and_not_retried(no_credentials, mon
     monkeypatch.setattr("plsc.storage.retry.time.sleep", lambda seconds: pytest.fail("asked again"))
     with pytest.raises(DataError, match="Credentials"):
         ask("s3://bucket/run")
-
-
-def test_a_denied_permission_is_reported_and_not_retried():
-    asked = []
-
-    def call():
-        asked.append(1)
-        raise PermissionError("not for you")
-
-    with pytest.raises(DataError, match=r"it failed \(.*not for you\)"):
-        with_retries(call, "it failed")
-    assert len(asked) == 1
 
 
 def test_an_hdfs_error_is_reported_without_the_java_stack_trace() -> None:
