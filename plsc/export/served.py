@@ -6,16 +6,17 @@ the graph runs. Only ONNX is served, because loading a torch.export program can 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
+from plsc.checkpoint.importers.tensor_files import read_tensors
 from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
 from plsc.data.decode import ImageShape, count_pixels, decode_image
@@ -134,7 +135,8 @@ class ServedModel:
         for what, file in (("weights", WEIGHTS_NAME), ("graph", name), ("classes", CLASSES_NAME)):
             if what != "classes" or what in self.about:
                 check_file(folder, file, self.about.get(what))
-        if checksum_of(_tensors(folder / WEIGHTS_NAME)) != self.fingerprint:  # by which galleries are found
+        # Galleries are found by the fingerprint.
+        if checksum_of(read_tensors(folder / WEIGHTS_NAME)) != self.fingerprint:
             raise CheckpointError(f"{folder} has the fingerprint of other weights; choose another model")
         if graph.get("flip") is True:  # other embeddings than those of the weights alone
             self.fingerprint = f"flip-{self.fingerprint}"
@@ -183,17 +185,20 @@ class ServedModel:
         if "classes" not in self.about:
             raise CheckpointError(f"{self.folder} has no class weights; export the model with --classes")
         file = self.folder / CLASSES_NAME
-        held = _tensors(file)
+        held = read_tensors(file)
         weight, text, ends = (held.get(name) for name in ("weight", "names.bytes", "names.ends"))
-        if weight is None or weight.dtype != torch.float32 or weight.shape[1:] != (self.emb_size,):
-            raise CheckpointError(f"{file}: it has no float32 weight [classes, {self.emb_size}]")
-        if text is None or ends is None:
-            return weight.numpy(), None
-        is_sound = (text.dtype, ends.dtype) == (torch.uint8, torch.int64) and ends.shape == weight.shape[:1]
-        bounds = [0, *ends.tolist(), len(text)] if is_sound else [1, 0]
-        if bounds != sorted(bounds):
-            raise CheckpointError(f"{file}: its class names are damaged")
-        return weight.numpy(), ClassNames(text.numpy(), ends.numpy())
+        is_sound = weight is not None and weight.dtype == torch.float32
+        is_sound = is_sound and weight.shape[1:] == (self.emb_size,)
+        names = None
+        if is_sound and text is not None and ends is not None:
+            names = ClassNames(text.numpy(), ends.numpy())
+            is_sound = (text.dtype, ends.dtype) == (torch.uint8, torch.int64)
+            is_sound = is_sound and ends.shape == weight.shape[:1] and names.is_sound()
+        if not is_sound:
+            raise CheckpointError(
+                f"{file}: it has no float32 weight [classes, {self.emb_size}], or damaged class names"
+            )
+        return weight.numpy(), names
 
     def thumbnail(self, number: int) -> Path | None:
         """Return the JPEG file of a class; None if there is none."""
@@ -209,13 +214,9 @@ class ServedModel:
         return path if path.is_file() and path.resolve() == self.folder.resolve() / name else None
 
     def _run(self, images: np.ndarray) -> np.ndarray:
-        try:
+        with _blaming(self._path, f"it fails on {len(images)} images"):
             given = images if self._scale == 1 else images * self._scale
             found: np.ndarray = self._session.run([OUTPUT], {INPUT: given})[0]
-        except Exception as error:  # onnxruntime has an exception class per status code
-            raise CheckpointError(
-                f"{self._path} fails on {len(images)} images: {str(error)[:300]}"
-            ) from error
         if found.shape != (len(images), self.emb_size) or found.dtype != np.float32:
             raise CheckpointError(
                 f"{self._path} returns {found.dtype} {list(found.shape)} for {len(images)} images; expected "
@@ -230,11 +231,15 @@ def are_normalised(vectors: np.ndarray) -> np.ndarray:
     return (np.abs(np.sqrt(squares) - 1) <= 1e-3) | (squares == 0)
 
 
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
+@contextlib.contextmanager
+def _blaming(path: Path, what: str) -> Iterator[None]:
+    """Convert errors of onnx, onnxruntime and protobuf, of many kinds, to CheckpointError about a graph."""
     try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: it cannot be read ({error})") from error
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: {what}: {str(error)[:300]}") from error
 
 
 def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
@@ -243,10 +248,8 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     import onnxruntime
 
     data = path.read_bytes()
-    try:
+    with _blaming(path, "it is not an ONNX file"):
         model = onnx.load_model_from_string(data)
-    except Exception as error:  # protobuf raises several kinds
-        raise CheckpointError(f"{path} is not an ONNX file ({str(error)[:200]})") from error
     _check_graph(path, model)
     _check_work(path, model, image_shape)
     options = onnxruntime.SessionOptions()
@@ -257,16 +260,8 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     # Without VNNI, products of uint8 and int8 would saturate.
     options.add_session_config_entry("session.x64quantprecision", "1")
-    try:
-        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise CheckpointError(f"onnxruntime cannot load {path}: {str(error)[:300]}") from error
-    names = [[one.name for one in side] for side in (session.get_inputs(), session.get_outputs())]
-    if names != [[INPUT], [OUTPUT]]:
-        raise CheckpointError(
-            f"{path}: its inputs and outputs are {names!s:.200}; expected {INPUT} and {OUTPUT}"
-        )
-    return session
+    with _blaming(path, "onnxruntime cannot load it"):
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
 def _check_graph(path: Path, model: onnx.ModelProto) -> None:
@@ -303,7 +298,7 @@ def _check_work(path: Path, model: onnx.ModelProto, image_shape: ImageShape) -> 
     values = operations = 0
     for node in model.graph.node:
         names = [name for name in node.input if name]
-        try:
+        with _blaming(path, f"its node {node.name!r:.100}"):
             shapes = [_known_shape(types[name]) for name in names]
             schema = defs.get_schema(node.op_type, opsets[0].version, "")
             given, data = ({name: one[name] for name in names if name in one} for one in (types, known))
@@ -319,8 +314,6 @@ def _check_work(path: Path, model: onnx.ModelProto, image_shape: ImageShape) -> 
             is_known = len(data) == len(given) or node.op_type in ("Shape", "Size")
             if is_known and node.op_type in _COMPUTED and written <= _SMALL:
                 known |= _computed(node, dict(zip(names, shapes, strict=True)), data, opsets[0].version)
-        except Exception as error:  # onnx raises several kinds
-            raise CheckpointError(f"{path}: its node {node.name!r:.100}: {str(error)[:200]}") from error
 
 
 def _known_shape(about: onnx.TypeProto) -> list[int]:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from plsc.checkpoint import load_weights
+from plsc.checkpoint.importers.tensor_files import read_tensors
 from plsc.checkpoint.remote import fetch
 from plsc.config import Config, Options
 from plsc.config.option import importable, name_of, shown_value
@@ -99,11 +98,7 @@ def read_model(
         config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
     network = build_network(config, world, custom)
     check_file(folder, WEIGHTS_NAME, about.get("weights"))
-    try:
-        weights = load_file(folder / WEIGHTS_NAME)
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder / WEIGHTS_NAME} is damaged: {str(error)[:400]}") from error
-    _load(network, weights, folder)
+    _load(network, read_tensors(folder / WEIGHTS_NAME), folder)
     return network, config
 
 

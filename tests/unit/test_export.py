@@ -66,14 +66,21 @@ def flat(trained, tmp_path_factory):
 def exported(trained, tmp_path_factory):
     dataset, run = trained
     folder = tmp_path_factory.mktemp("exported") / "model"
+    unseen = write_dataset(folder.parent / "unseen", classes=24, per_class=3, seed=9)
     given = ["--flip", "--classes", "--thumbnails", "--quiet", "--data.dataset_dir", str(dataset)]
-    assert main(["export", str(run / "0"), str(folder), *given]) == 0
+    assert main(["export", str(run / "0"), str(folder), *given, "--unseen", str(unseen)]) == 0
     return folder
+
+
+def of_flat(trained, flat, **settings):
+    ins = entry(*trained, set_checkpoint_dir=flat, **settings)
+    ins.set_model(Flat())
+    return ins
 
 
 def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
     dataset, run = trained
-    folder = entry(dataset, run, set_checkpoint_dir=run / "0").convert_for_prediction()
+    folder = entry(dataset, run, set_checkpoint_dir=run / "0").convert_for_prediction(graph="none")
     assert folder == run / "model"
     about = json.loads((folder / "model.json").read_text())
     assert about["input"] == {
@@ -88,7 +95,7 @@ def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
     assert load_file(folder / "model.safetensors").keys() == expected.state_dict().keys()
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # others may read what they can list
     with pytest.raises(CheckpointError, match="already exists; remove it"):
-        entry(dataset, run, set_checkpoint_dir=run / "0").convert_for_prediction()
+        entry(dataset, run, set_checkpoint_dir=run / "0").convert_for_prediction(graph="none")
 
 
 def test_no_secret_of_a_location_is_exported(trained, tmp_path):
@@ -132,15 +139,18 @@ def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
         plsc.load_network(checkpoint, model=nn.Linear)
 
 
-def test_without_a_dataset_a_graph_is_compared_on_random_images(trained, tmp_path, messages, monkeypatch):
+def test_without_a_dataset_a_graph_is_compared_on_random_images(
+    trained, flat, tmp_path, messages, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    checkpoint = str(trained[1] / "0")
-    assert main(["export", checkpoint, "model", "--classes"]) == 0
-    assert any("no dataset is set, so the graph is compared on random images" in one for one in messages)
-    model = plsc.export.open_model("model")
+    ins, checkpoint = plsc.Entry(), str(trained[1] / "0")
+    ins.set_checkpoint_dir(flat)
+    ins.set_model(Flat())
+    model = plsc.export.open_model(ins.convert_for_prediction("model", classes=True))
+    assert any("no dataset is set, so the graph is compared on random images" in line for line in messages)
     assert model.class_weights()[0].shape == (3, 8)
     image = model.preprocess(pictures(trained[0])[0])[None]
-    expected = F.normalize(plsc.load_network(checkpoint)(torch.from_numpy(image)))
+    expected = F.normalize(plsc.load_network(flat, model=Flat())(torch.from_numpy(image)))
     assert np.abs(model.embed(image) - expected.detach().numpy()).max() < 1e-5
     for flags in (["--thumbnails"], ["--precision", "int8"], ["--data.dataset_dir", "missing"]):
         assert main(["export", checkpoint, "other", *flags]) == 1
@@ -177,7 +187,7 @@ def pictures(dataset):
 def test_the_served_model_embeds_as_the_network_with_flip(trained, exported):
     dataset, run = trained
     model = plsc.export.open_model(exported)
-    images = np.stack([model.preprocess(one) for one in pictures(dataset)])
+    images = np.stack([model.preprocess(picture) for picture in pictures(dataset)])
     network = plsc.load_network(run / "0")
     eager = embed_images(network, pictures(dataset), (3, 16, 16), batch_size=7, device="cpu", flip=True)
     assert np.abs(model.embed(images) - F.normalize(torch.from_numpy(eager)).numpy()).max() < 1e-5
@@ -200,34 +210,35 @@ def test_thresholds_accept_at_most_the_far_of_the_run_own_pairs(trained, exporte
     assert accepted[pairs.is_same].mean() == result.tar_at_far[FARS[0]]
 
 
-def test_thresholds_come_from_a_text_list_as_from_a_bin_file(trained, exported, tmp_path):
-    dataset, run = trained
+def test_thresholds_come_from_a_text_list_as_from_a_bin_file(trained, flat, tmp_path):
+    dataset, _ = trained
     names = {path.read_bytes(): f"images/{path.name}" for path in (dataset / "images").iterdir()}
     pairs = read_pairs(dataset / "lfw.bin")
     paths = [names[image] for image in pairs.images]
     flags = zip(paths[::2], paths[1::2], pairs.is_same, strict=True)
     (dataset / "mine.txt").write_text("".join(f"{a} {b} {same:d}\n" for a, b, same in flags))
-    ins = entry(dataset, run, set_checkpoint_dir=run / "0", set_val_targets="mine.txt")
-    listed = plsc.export.open_model(ins.convert_for_prediction(tmp_path / "model", flip=True))
-    assert listed.thresholds == pytest.approx(plsc.export.open_model(exported).thresholds, abs=1e-5)
+    found = []
+    for target in ("lfw.bin", "mine.txt"):
+        ins = of_flat(trained, flat, set_val_targets=target)
+        found.append(plsc.export.open_model(ins.convert_for_prediction(tmp_path / target)).thresholds)
+    assert found[0]
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
 
 
-def test_unseen_classes_give_the_fpir_of_galleries(trained, tmp_path):
-    unseen = write_dataset(tmp_path / "unseen", classes=24, per_class=3, seed=9)
+def test_unseen_classes_give_the_fpir_of_galleries(trained, exported, tmp_path):
     ins = entry(*trained, set_checkpoint_dir=trained[1] / "0")
-    folder = ins.convert_for_prediction(tmp_path / "model", flip=True, unseen=str(unseen))
-    model = plsc.export.open_model(folder)
-    paths = [unseen / f"images/{label}_{copy}.png" for label in range(24) for copy in range(3)]
+    model = plsc.export.open_model(exported)
+    paths = [
+        exported.parent / f"unseen/images/{label}_{copy}.png" for label in range(24) for copy in range(3)
+    ]
     embeddings = model.embed(np.stack([model.preprocess(path.read_bytes()) for path in paths]))
     expected = measure_capacity(embeddings, np.repeat(np.arange(24), 3))
     assert (model.capacity.classes, model.capacity.images) == (24, 72)
-    for found in model.capacity.rows[
-        1:-1
-    ]:  # the network's and the graph's embeddings differ by rounding errors
+    for found in model.capacity.rows[1:-1]:  # the graph's embeddings differ by rounding errors
         for identities in (10, 1000):
             near = expected.fpir(found.threshold, identities).high
             assert model.capacity.fpir(found.threshold, identities).high == pytest.approx(near, rel=0.2)
-    assert json.loads((folder / "model.json").read_text())["capacity"]["holds"] is None  # a weak network
+    assert model.about["capacity"]["holds"] is None  # a weak network
     with pytest.raises(DataError, match=f"the classes of {trained[0]} were trained"):
         ins.convert_for_prediction(tmp_path / "other", unseen=str(trained[0]))
     few = write_dataset(tmp_path / "few", classes=3, per_class=3)
@@ -258,50 +269,26 @@ def test_class_weights_and_thumbnails(trained, exported, tmp_path):
     assert linked.thumbnail(1).is_file()
 
 
-def test_a_fingerprint_of_other_weights_is_refused(exported, tmp_path):
-    folder = shutil.copytree(exported, tmp_path / "model")
-    about = json.loads((folder / "model.json").read_text())
-    for wrong in ("0" * 64, "a b", ""):
-        (folder / "model.json").write_text(json.dumps(about | {"fingerprint": wrong}))
-        with pytest.raises(CheckpointError, match="fingerprint"):
-            plsc.export.open_model(folder)
-
-
 def test_broken_images_are_skipped_by_option(trained, tmp_path):
     dataset = shutil.copytree(trained[0], tmp_path / "faces")
     (dataset / "images/0_0.png").write_bytes(b"no image")
-    given = [str(trained[1] / "0"), "--thumbnails", "--quiet", "--data.dataset_dir", str(dataset)]
-    assert main(["export", given[0], str(tmp_path / "refused"), *given[1:]]) == 1
-    assert main(["export", given[0], str(tmp_path / "model"), *given[1:], "--data.bad_images", "skip"]) == 0
-    assert all(plsc.export.open_model(tmp_path / "model").thumbnail(label) for label in range(3))
+    words = ["export", str(trained[1] / "0"), str(tmp_path / "model"), "--thumbnails", "--graph", "none"]
+    words += ["--quiet", "--data.dataset_dir", str(dataset)]
+    assert main(words) == 1
+    assert main([*words, "--data.bad_images", "skip"]) == 0
+    assert all((tmp_path / f"model/thumbnails/{label}.jpg").is_file() for label in range(3))
 
 
-@pytest.mark.parametrize(
-    ("graph", "precision"),
-    [
-        ("onnx", "float16"),
-        ("onnx", "int8"),
-        ("torch", "float32"),
-        ("torch", "float16"),
-        ("torch", "bfloat16"),
-    ],
-)
-def test_every_precision(trained, flat, tmp_path, graph, precision, messages):
+@pytest.mark.parametrize(("graph", "precision"), [("onnx", "int8"), ("torch", "bfloat16")])
+def test_a_lower_precision(trained, flat, tmp_path, graph, precision, messages):
     # Of a network that is exported quickly; tests/system/test_export_networks.py has others.
-    ins = entry(trained[0], tmp_path / "run", set_checkpoint_dir=flat)
-    ins.set_model(Flat())
-    folder = ins.convert_for_prediction(tmp_path / "model", graph=graph, precision=precision)
-    assert any(one.startswith(f"{graph} {precision}: largest difference") for one in messages)
+    how = {"graph": graph, "precision": precision}
+    folder = of_flat(trained, flat).convert_for_prediction(tmp_path / "model", **how)
+    assert any(line.startswith(f"{graph} {precision}: largest difference") for line in messages)
     saved, given = (plsc.load_network(place, model=Flat()).state_dict() for place in (folder, flat))
     assert set(saved) == set(given)
     if graph == "onnx":
         assert plsc.export.open_model(folder).about["graph"]["precision"] == precision
-        model = onnx.load(folder / "model.onnx")
-        dims = [
-            one[0].type.tensor_type.shape.dim[0].dim_param for one in (model.graph.input, model.graph.output)
-        ]
-        assert dims == ["batch", "batch"]
-        assert "fingerprint" in {one.key for one in model.metadata_props}
         return
     with pytest.raises(CheckpointError, match=r"a .pt2 file could run code"):
         plsc.export.open_model(folder)
@@ -328,23 +315,12 @@ def test_options_that_cannot_be_combined_are_refused(trained):
     ins = entry(*trained)
     for given, message in (
         ({"graph": "onnx", "precision": "bfloat16"}, "'onnx' can have float32, float16, int8"),
-        ({"graph": "torch", "precision": "int8"}, "'torch' can have"),
         ({"graph": "onx"}, "graph is 'onx'"),
-        ({"graph": "none", "flip": True}, "there is no graph"),
-        ({"graph": "none", "unseen": "images"}, "unseen is set, but there is no graph"),
+        ({"graph": "none", "flip": True}, "no graph"),
+        ({"graph": "none", "unseen": "images"}, "unseen"),
     ):
         with pytest.raises(OptionError, match=message):
             ins.convert_for_prediction(**given)
-
-
-@pytest.mark.parametrize("name", ["model.onnx", "model.safetensors", "classes.safetensors"])
-def test_a_flipped_byte_is_an_error(exported, tmp_path, name):
-    folder = shutil.copytree(exported, tmp_path / "model")
-    data = bytearray((folder / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{name} was changed or damaged"):
-        plsc.export.open_model(folder)
 
 
 def rewrite(folder, change_graph=None, **change):
@@ -411,38 +387,42 @@ def rename_input(model):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.onnx", "classes.safetensors"])
-def test_files_of_a_model_are_not_read_if_they_are_too_large_pipes_or_links(exported, tmp_path, name):
+def test_files_of_a_model_that_are_damaged_too_large_pipes_or_links_are_refused(exported, tmp_path, name):
     folder = shutil.copytree(exported, tmp_path / "model")
-    os.truncate(folder / name, 8 * 10**12)
-    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it has 8000000000000 bytes"):
-        plsc.export.open_model(folder)
+    path = folder / name
+
+    def refused(reason, open_folder=plsc.export.open_model):
+        with pytest.raises(CheckpointError, match=rf"{name} .*{reason}|manifest\.json"):
+            open_folder(folder)
+
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    refused("damaged")
+    os.truncate(path, 8 * 10**12)
+    refused("it has 8000000000000 bytes")
     about = json.loads((folder / "model.json").read_text())
     for key in ("weights", "graph", "classes"):
         del about[key]["bytes"]  # as in earlier versions
     (folder / "model.json").write_text(json.dumps(about))
-    with pytest.raises(CheckpointError, match=f"{name} has 8000000000000 bytes, which is too large"):
-        plsc.export.open_model(folder)
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
-        plsc.export.open_model(folder)
-    (folder / name).unlink()
-    (folder / name).symlink_to(exported / name)
-    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is a link that leaves"):
-        plsc.export.open_model(folder)
-    (folder / name).unlink()
-    shutil.copy(exported / name, folder / name)
+    refused("8000000000000 bytes, which is too large")
+    path.unlink()
+    os.mkfifo(path)
+    refused("regular file")
+    if name == "model.safetensors":
+        refused("regular file", plsc.load_network)
+    path.unlink()
+    path.symlink_to(exported / name)
+    refused("link")
+    path.unlink()
+    shutil.copy(exported / name, path)
     plsc.export.open_model(folder)
+    (folder / "model.json").unlink()
+    os.mkfifo(folder / "model.json")
+    refused("", plsc.load_network)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["model.json", "model.safetensors"])
-def test_a_model_with_a_pipe_is_not_loaded(exported, tmp_path, name):
-    folder = shutil.copytree(exported, tmp_path / "model")
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read|manifest\.json"):
-        plsc.load_network(folder)
+RNN, ROI = ([2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024]), ([1, 9, 2, 2], [1, 4], [1])
 
 
 @pytest.mark.parametrize(
@@ -452,34 +432,20 @@ def test_a_model_with_a_pipe_is_not_loaded(exported, tmp_path, name):
         ({"change_graph": edited(name_foreign_operator)}, r"operators of \['', 'evil'\]"),
         ({"change_graph": edited(add_loop)}, "control flow"),
         ({"change_graph": edited(rename_input)}, "model.onnx"),
-        (
-            {
-                "change_graph": run_for_days(
-                    "RNN", [2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024], hidden_size=1024
-                )
-            },
-            "operations",
-        ),
-        (
-            {"change_graph": run_for_days("RoiAlign", [1, 9, 2, 2], [1, 4], [1], sampling_ratio=2000)},
-            "RoiAlign",
-        ),
+        ({"change_graph": run_for_days("RNN", *RNN, hidden_size=1024)}, "operations"),
+        ({"change_graph": run_for_days("RoiAlign", *ROI, sampling_ratio=2000)}, "RoiAlign"),
         ({"change_graph": edited(stretch)}, "an embedding of the graph does not have norm 1"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
-        ({"change_graph": lambda data: b""}, "model.onnx"),
         ({"output": {"shape": ["batch", 9]}}, r"returns float32 \[2, 8\]"),
         ({"change_graph": edited(drop)}, r"returns float32 \[1, 8\] for 2 images"),
         ({"input": {"shape": ["batch", 3, 10**9, 10**9]}}, "'shape' of input"),
         ({"input": {"shape": ["batch", 3, 32, 32]}}, "model.onnx: its node"),
-        ({"thresholds": {"1e-3": "high"}}, "of thresholds"),
-        ({"thresholds": {"1e-3": 10**400}}, "of thresholds"),
+        *(({"fingerprint": text}, "fingerprint") for text in ("0" * 64, "a b", "")),
         ({"thresholds": {"2": 0.5}}, "name in thresholds"),
-        ({"thresholds": {"1e-3": float("nan")}}, "NaN is not a JSON number"),
+        ({"thresholds": {"1e-3": float("nan")}}, "NaN"),
         ({"thresholds": {"1e-3": 2.0}}, "of thresholds"),
-        ({"capacity": {"table": {"format": 1}}}, "capacity table is damaged"),
-        ({"capacity": []}, "capacity is"),
+        ({"capacity": {"table": {"format": 1}}}, "capacity"),
         ({"graph": {"file": "../../model.onnx"}}, "only model.onnx is served"),
-        ({"graph": []}, "graph is"),
         ({"metrics": "x" * 2**21}, "cannot be read"),
     ],
 )
@@ -523,28 +489,22 @@ def chain(kind, inputs, count=1000, **about):
 FILL = ("Expand", "x size", "m0", {})  # the mean, which is known only when the graph runs, as an image
 IMAGE, PADS = [1, 1, 2048, 2048], {"pads": [1023] * 4}
 SUMS = [("ReduceSum", "m0", f"r{i}", {"keepdims": 0}) for i in range(9000)]
+HUGE = [2**14, 2**14]
 LARGE = {
     "products": graph_of(FILL, *chain("MatMul", 2), size=IMAGE),
     "pooling": graph_of(FILL, ("MaxPool", "m0", "y", {"kernel_shape": [2047] * 2, **PADS}), size=IMAGE),
     "kernel": graph_of(
         FILL, ("Expand", "x side", "w", {}), ("Conv", "m0 w", "y", PADS), size=IMAGE, side=[1, 1, 2047, 2047]
     ),
-    "sums of products": graph_of(
-        FILL, ("Einsum", "m0 m0", "y", {"equation": "ij,jk->ik"}), size=[2**14, 2**14]
-    ),
-    "reductions": graph_of(
-        FILL, *SUMS, ("Sum", " ".join(one[2] for one in SUMS), "y", {}), size=[2**14, 2**14]
-    ),
-    "constant": graph_of(("ConstantOfShape", "size", "y", {}), size=[2**16, 2**16]),
+    "sums of products": graph_of(FILL, ("Einsum", "m0 m0", "y", {"equation": "ij,jk->ik"}), size=HUGE),
+    "reductions": graph_of(FILL, *SUMS, ("Sum", " ".join(node[2] for node in SUMS), "y", {}), size=HUGE),
     "range": graph_of(("Range", "zero many one", "y", {}), zero=0, many=2**40, one=1),
-    "doubling": graph_of(FILL, *chain("Concat", 2, axis=0), size=[1]),
     "doubled shapes": graph_of(
-        ("Reshape", "images side", "s", {}),
-        ("Shape", "s", "m0", {}),
-        *chain("Concat", 2, axis=0),
+        ("Reshape", "images side", "s", {}), ("Shape", "s", "m0", {}), *chain("Concat", 2, axis=0),
         side=[-1, 16],
     ),
-}
+}  # fmt: skip
+TWO_SETS = edited(lambda model: model.opset_import.add(version=9))
 HOURS = {
     **{name: (data, r"more than 2\.1e\+09 values or 1\.1e\+12 operations") for name, data in LARGE.items()},
     "doubled strings": (
@@ -553,10 +513,7 @@ HOURS = {
     ),
     "unknown size": (graph_of(("NonZero", "images", "y", {})), "known only when the graph runs"),
     "nodes": (graph_of(FILL, *chain("Relu", 1, 17_000), size=[1]), "it has 17008 nodes"),
-    "operator sets": (
-        edited(lambda model: model.opset_import.add(version=9))(graph_of(FILL, size=[1])),
-        "of 2 operator sets",
-    ),
+    "operator sets": (TWO_SETS(graph_of(FILL, size=[1])), "of 2 operator sets"),
 }
 
 
@@ -576,14 +533,9 @@ def test_a_graph_that_would_compute_for_hours_is_refused_before_it_is_loaded(
 def test_a_small_graph_with_computed_shapes_is_served(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "model")
     data = graph_of(
-        ("Shape", "images", "s", {}),
-        ("Gather", "s two", "side", {}),
-        ("Range", "zero side one", "r", {}),
-        ("Shape", "r", "n", {}),
-        ("Div", "n four", "q", {}),
-        ("ConstantOfShape", "q", "c", {}),
-        ("Add", "c x", "y", {}),
-        zero=0, one=1, two=2, four=[4],
+        ("Shape", "images", "s", {}), ("Gather", "s two", "side", {}), ("Range", "zero side one", "r", {}),
+        ("Shape", "r", "n", {}), ("Div", "n four", "q", {}), ("ConstantOfShape", "q", "c", {}),
+        ("Add", "c x", "y", {}), zero=0, one=1, two=2, four=[4],
     )  # fmt: skip
     rewrite(folder, lambda _: data)
     image = np.random.default_rng(0).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)
@@ -592,20 +544,14 @@ def test_a_small_graph_with_computed_shapes_is_served(exported, tmp_path):
     np.testing.assert_allclose(found[0], expected / np.linalg.norm(expected), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        (2**62).to_bytes(8, "little") + b"{}",
-        (2).to_bytes(8, "little") + b"{}",
-        (60).to_bytes(8, "little") + b'{"weight":{"dtype":"F32","shape":[9,9],"data_offsets":[0,4]}}',
-    ],
-)
-def test_hostile_class_weights_are_refused(exported, tmp_path, content):
+def test_hostile_class_weights_are_refused(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "model")
-    (folder / "classes.safetensors").write_bytes(content)
-    rewrite(folder, classes=describe_file(folder, "classes.safetensors"))
-    with pytest.raises(CheckpointError, match=r"classes.safetensors: it (cannot be read|has no)"):
-        plsc.export.open_model(folder).class_weights()
+    outside = b'{"weight":{"dtype":"F32","shape":[9,9],"data_offsets":[0,4]}}'
+    for length, header in ((2**62, b"{}"), (2, b"{}"), (60, outside)):
+        (folder / "classes.safetensors").write_bytes(length.to_bytes(8, "little") + header)
+        rewrite(folder, classes=describe_file(folder, "classes.safetensors"))
+        with pytest.raises(CheckpointError, match=r"classes\.safetensors"):
+            plsc.export.open_model(folder).class_weights()
 
 
 def test_an_image_over_the_limits_is_not_decoded(exported):
@@ -616,6 +562,6 @@ def test_an_image_over_the_limits_is_not_decoded(exported):
         model.preprocess(file.getvalue())
     with pytest.raises(DataError, match="over the limit of 10;"):
         model.preprocess(file.getvalue(), max_bytes=10)
-    for damaged in (b"", b"text", file.getvalue()[:50]):
+    for damaged in (b"", file.getvalue()[:50]):
         with pytest.raises(DataError):
             model.preprocess(damaged)

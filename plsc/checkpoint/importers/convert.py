@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
-from plsc.checkpoint.importers.insightface import STATES, iresnet_source, is_iresnet, read_insightface
+from plsc.checkpoint.importers.insightface import STATES, iresnet_source, read_insightface
 from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
 from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
 from plsc.checkpoint.importers.plsc1 import ROWS as PLSC1_ROWS
@@ -146,11 +146,6 @@ def _read_named(path: Path, layout: str, given: Network) -> Source:
     """
     state, head = read_state_dict(path, follow_links=True)
     if given.name is None:
-        if not is_iresnet(state):
-            raise CheckpointError(
-                f"{path} does not name its network; pass --model, such as torchvision/resnet18, with "
-                "--emb_size and --image_shape"
-            )
         source = iresnet_source(state, str(path))
         source.layout = layout
     else:

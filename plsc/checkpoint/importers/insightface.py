@@ -36,11 +36,6 @@ STATES = re.compile(f"{_RANK_STATES.pattern}|{_WEIGHTS.pattern}")
 _BACKBONE = re.compile(r"(\d*)_?backbone\.pth?|model\.pth?")
 
 
-def is_iresnet(state: Mapping[str, object]) -> bool:
-    """Return whether a state dict has the parameter names of an iresnet."""
-    return {"conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"} <= set(state)
-
-
 def read_insightface(path: Path) -> Source:
     """Read a folder of these files, or one file with a backbone's state dict.
 
@@ -89,10 +84,11 @@ def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
     )
     depth = next((depth for depth, have in BLOCKS.items() if have == blocks), None)
     weight = state.get("fc.weight")
-    if not is_iresnet(state) or depth is None or weight is None or len(weight.shape) != 2:
+    named = {"conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"}
+    if not named <= set(state) or depth is None or weight is None or len(weight.shape) != 2:
         raise CheckpointError(
-            f"{where} is not an iresnet of a depth of {', '.join(map(str, BLOCKS))}; name its network with "
-            "--model, and pass --layout state_dict"
+            f"{where} is not an iresnet of insightface; name its network with --model, such as "
+            "torchvision/resnet18, --emb_size and --image_shape, and pass --layout state_dict"
         )
     emb_size, inputs = weight.shape
     side = square_side(inputs // WIDTHS[-1], DOWNSAMPLING) if inputs % WIDTHS[-1] == 0 else None

@@ -192,8 +192,8 @@ def _check_values(file: IO[bytes]) -> None:
             value.is_shared = True
         elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"):
             taken[-1].size, value = value.size, taken[-1]
-            if value.is_shared:
-                raise ValueError("a value that contains itself")
+            if value.is_shared:  # it might contain itself, any number of times
+                left = 0
         left -= 1 if name[:6] in ("APPEND", "SETITE") else value.size
         if left < 0:
             raise ValueError("too many values")
