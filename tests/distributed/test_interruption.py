@@ -96,7 +96,7 @@ def test_ctrl_c_in_one_process_saves_and_exits_with_130(dataset, tmp_path):
     assert "stopped by SIGINT after step" in output.strip().splitlines()[-1]
     assert "Traceback" not in output
     path, manifest = list_checkpoints(save_dir)[-1]
-    assert f"set_checkpoint_dir('{path}')" in output
+    assert f"checkpoint.load_dir {path}" in output
     assert manifest.step > 0
 
 

@@ -49,3 +49,11 @@ def test_the_best_by_a_metric_are_kept_too(retention, kept, tmp_path):
     save(tmp_path, "5", 5, loss=2.0)
     prune(Store(tmp_path), retention)
     assert names(tmp_path) == kept
+
+
+def test_a_folder_with_other_files_is_kept(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, str(step), step)
+    (tmp_path / "1/model").mkdir()
+    assert prune(Store(tmp_path), Retention(1)) == ["2"]
+    assert names(tmp_path) == ["1", "3"]

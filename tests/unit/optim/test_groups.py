@@ -103,7 +103,7 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
         ({"patern": "neck"}, "pattern"),
         ({"pattern": "re:("}, "regular expression"),
         ({"pattern": "fc", "lr_factor": 0}, "lr_factor"),
-        ({"pattern": "fc", "lr": 0.1}, "set_lr"),
+        ({"pattern": "fc", "lr": 0.1}, "optim.lr"),
         ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "frozen"),
         ({"pattern": "fc", "betas": [0.9, object()]}, "plain values"),
     ],

@@ -254,7 +254,7 @@ def test_unsupported_settings_of_a_group_raise_before_data_are_read(optimizer, g
         ({"optimizer": "adam", "optimizer_arguments": {"epps": 1}}, "no argument 'epps'.*did you"),
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value"),
         ({"optimizer_arguments": {"momentum": 0.5}}, r"use optim\.momentum"),
-        ({"optimizer_arguments": {"lr": 1}}, "'lr'; use set_lr"),
+        ({"optimizer_arguments": {"lr": 1}}, "'lr'; use optim.lr"),
         ({"optimizer_arguments": {"nesterov": True}, "momentum": 0.0}, "Nesterov momentum requires"),
     ],
 )

@@ -167,8 +167,8 @@ def test_a_decay_that_ends_before_the_warm_up_raises():
 @pytest.mark.parametrize(
     ("changes", "noun"),
     [
-        ({"schedule": "cosine"}, "set_train_steps"),
-        ({"warmup_steps": "2ep"}, "set_warmup_steps"),
+        ({"schedule": "cosine"}, r"train\.steps"),
+        ({"warmup_steps": "2ep"}, r"optim\.warmup_steps"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"schedule": "__main__:mine"}, "training script"),
         ({"schedule": f"{__name__}:halvin"}, "no attribute 'halvin'"),

@@ -23,11 +23,11 @@ def said(wait, step, workers=1, is_generator=False, steps=60):
 def test_as_many_workers_as_read_a_batch_while_one_is_computed():
     (line,) = said(0.020, 0.030)
     assert "waits 20 ms (67%) for its batch, with 1 worker and 8 cores" in line
-    assert line.endswith("; try set_num_workers(4)")  # 30 / 10 and a tenth more
+    assert line.endswith("; try data.num_workers 4")  # 30 / 10 and a tenth more
     (line,) = said(0.005, 0.030, workers=0)
-    assert line.endswith("try set_num_workers(1)")
+    assert line.endswith("try data.num_workers 1")
     (line,) = said(0.029, 0.030)
-    assert line.endswith("try set_num_workers(8)")  # 33 would be asked for
+    assert line.endswith("try data.num_workers 8")  # 33 would be asked for
 
 
 def test_nothing_is_said_of_a_wait_below_a_twentieth_or_of_a_few_steps():
@@ -37,7 +37,7 @@ def test_nothing_is_said_of_a_wait_below_a_twentieth_or_of_a_few_steps():
 
 @pytest.mark.parametrize(
     ("workers", "is_generator", "noun"),
-    [(8, False, "every core"), (0, True, r"set_num_workers\(1\)"), (1, True, "one process")],
+    [(8, False, "every core"), (0, True, "data.num_workers 1"), (1, True, "one process")],
 )
 def test_what_helps_depends_on_workers_and_reader(workers, is_generator, noun):
     (line,) = said(0.020, 0.030, workers, is_generator)
