@@ -21,6 +21,7 @@ import shutil
 import socket
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -66,17 +67,15 @@ def main() -> int:
         path.unlink(missing_ok=True)
     earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     first = 1 + max((sample["round"] for sample in earlier), default=-1)
-    work = given.results / "work"
     for turn in range(first, first + given.rounds):
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
+        work = Path(tempfile.mkdtemp(dir=given.results))
         for sample in measure_round(turn, work, given.classes, given.dimension):
             sample = {"round": turn, "classes": given.classes, "D": given.dimension, **sample}
             earlier.append(sample)
             print(json.dumps(sample), flush=True)
             with path.open("a") as file:
                 file.write(json.dumps(sample) + "\n")
-    shutil.rmtree(work)
+        shutil.rmtree(work)
     table = render(earlier)
     (given.results / "results.md").write_text(table)
     print(table)

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,9 +46,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="folder for the set")
     given = parser.parse_args()
     records, rounds = (5_000, 2) if given.quick else (100_000, given.rounds)
-    work = given.work or given.results / "work"
-    for folder in (work, given.results):
-        folder.mkdir(parents=True, exist_ok=True)
+    given.results.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=given.work or given.results))
     os.environ["PLSC_CACHE_DIR"] = str(work / "cache")
     try:
         samples = []

@@ -20,6 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,9 +77,9 @@ def main() -> int:
     parser.add_argument("--ways", help="names, separated by |; cat always runs")
     given = parser.parse_args()
     lines, rounds = (10_003, 2) if given.quick else (200_003, given.rounds)
-    work = given.work or given.results / "work"
     chosen = [way for way in WAYS if way in BASELINES or not given.ways or way.name in given.ways.split("|")]
     given.results.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=given.work or given.results))
     samples = []
     try:
         data = make_set(work / f"set-{lines}", lines)
