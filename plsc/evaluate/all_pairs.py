@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plsc.data.native import function
 from plsc.errors import DataError
-from plsc.evaluate.curves import _area, equal_error_rate
+from plsc.evaluate.curves import area_under, equal_error_rate
 from plsc.evaluate.groups import GroupRates, Groups, count, rates_at
 from plsc.evaluate.identification import norms_of
 from plsc.evaluate.report import Table
@@ -182,7 +182,7 @@ def result_of(same: np.ndarray, different: np.ndarray, images: int, classes: int
         threshold_at_far={far: (bin - GRID) / GRID for far, bin in chosen.items()},
         unresolved_fars=tuple(far for far in fars if 1 / negatives > far),
         eer=equal_error_rate(far, tar),
-        auc=_area(far, tar),
+        auc=area_under(far, tar),
         images=images,
         classes=classes,
         pairs=positives + negatives,

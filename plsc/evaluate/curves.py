@@ -26,7 +26,7 @@ def area_under_roc(cosines: np.ndarray, is_same: np.ndarray) -> float:
         DataError: the pairs are all same or all different, or a score is not finite.
     """
     far, tar = roc_curve(cosines, is_same)
-    return _area(far, tar)
+    return area_under(far, tar)
 
 
 def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -36,11 +36,13 @@ def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.
         DataError: the pairs are all same or all different, or a score is not finite.
     """
     cosines, is_same = np.asarray(cosines), np.asarray(is_same, dtype=bool)
-    _check_labels(cosines, is_same)
-    return _curve(cosines, is_same)[:2]
+    check_pairs(cosines, is_same)
+    return curve_and_thresholds(cosines, is_same)[:2]
 
 
-def _curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def curve_and_thresholds(
+    cosines: np.ndarray, is_same: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return FAR, TAR and the threshold of each point of the ROC curve."""
     order = np.argsort(-cosines, kind="stable")
     ranked = cosines[order]
@@ -52,7 +54,8 @@ def _curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.nda
     return far, tar, np.append(np.inf, ranked[last_of_score])
 
 
-def _area(far: np.ndarray, tar: np.ndarray) -> float:
+def area_under(far: np.ndarray, tar: np.ndarray) -> float:
+    """Return the area under a curve of `roc_curve`."""
     return float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2))
 
 
@@ -65,7 +68,8 @@ def equal_error_rate(far: np.ndarray, tar: np.ndarray) -> float:
     return float(far[before] + share * (far[after] - far[before]))
 
 
-def _check_labels(cosines: np.ndarray, is_same: np.ndarray) -> None:
+def check_pairs(cosines: np.ndarray, is_same: np.ndarray) -> None:
+    """Raise DataError as `roc_curve`."""
     if cosines.shape != is_same.shape or is_same.ndim != 1:
         raise DataError(
             f"the scores have shape {list(cosines.shape)} and is_same has shape {list(is_same.shape)}; "

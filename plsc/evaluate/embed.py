@@ -63,8 +63,6 @@ def embed_images(
         DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
         DistributedError: another rank failed for a reason other than the data.
     """
-    if not len(images):
-        raise DataError(f"{name}: there are no images to embed")
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
     if gather:  # whole batches: the last bits of an embedding depend on the size of its batch

@@ -17,7 +17,7 @@ from torch import Tensor
 from plsc.data.files import name_key
 from plsc.data.sources.base import FileSource, printable
 from plsc.errors import DataError
-from plsc.evaluate.curves import _curve
+from plsc.evaluate.curves import curve_and_thresholds
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.identification import IdentificationResult
 from plsc.evaluate.pair_lists import lines_of
@@ -206,7 +206,7 @@ def pair_rates(groups: Groups, pairs: np.ndarray, scores: np.ndarray, is_same: n
     pairs: images of each pair, integers [P, 2]. scores: float64 [P]. is_same: bool [P].
     """
     fars = [far for far in FARS if (~is_same).sum() >= round(1 / far)] or [max(FARS)]
-    reached, _, limits = _curve(scores, is_same)
+    reached, _, limits = curve_and_thresholds(scores, is_same)
     thresholds = limits[np.searchsorted(reached, fars, side="right") - 1].tolist()
     one, other = groups.of[pairs].T
     return rates_at(groups, count(scores, one, other, is_same, thresholds, len(groups.names)), fars)

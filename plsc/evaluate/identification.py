@@ -156,13 +156,13 @@ def identify(
         DataError: an embedding is not finite, the shapes do not fit, or there are no mated searches.
     """
     identity, searched = _number_identities(gallery_labels, probe_labels)
-    gallery_rows = _Rows(gallery, identity, device, "gallery")
-    probe_rows = _Rows(probes, searched, device, "probe")
+    gallery_rows = Rows(gallery, identity, device, "gallery")
+    probe_rows = Rows(probes, searched, device, "probe")
     non_mated = int((searched < 0).sum())  # they come first in the order of probe_rows
     if non_mated == len(searched):
         raise DataError("no probe has its identity in the gallery; identification needs mated searches")
     rows, run = (gallery_rows, probe_rows), partial(share, world=world, progress=progress)
-    top = run(partial(_top_score, *rows), 0, non_mated)
+    top = run(partial(_top_score, *rows), 0, non_mated, width=1)
     mates = run(partial(_rank_and_score, *rows), non_mated, len(searched))
     # Back to the order of the arguments.
     top = top[np.argsort(probe_rows.order[:non_mated])]
@@ -200,7 +200,7 @@ def split_gallery(labels: np.ndarray, open_set: bool = True) -> np.ndarray:
     return is_gallery
 
 
-class _Rows:
+class Rows:
     """Embeddings in the order of their identities, normalised and rounded part by part.
 
     identity: int64 [N], in this order.
@@ -223,7 +223,7 @@ class _Rows:
         return unit_rows(np.asarray(self._embeddings[which]), self._norms[which], self._device)
 
 
-def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield ``(first, last + 1)`` of each chunk."""
     for first in range(start, stop, _CHUNK):
         yield first, min(first + _CHUNK, stop)
@@ -293,7 +293,7 @@ def share(
     first, last = (start + bound for bound in ranks[world.rank if world is not None else 0])
     found = [torch.empty((0, width), dtype=torch.float64)]
     said = time.monotonic()
-    for chunk in _chunks(first, last):
+    for chunk in chunks(first, last):
         found.append(search(*chunk).cpu())
         if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
             said = time.monotonic()
@@ -305,23 +305,23 @@ def share(
     return own.numpy()
 
 
-def _top_score(gallery: _Rows, probes: _Rows, start: int, stop: int) -> Tensor:
-    """Return the highest score of each probe, [n, 2]; the second column is unused."""
+def _top_score(gallery: Rows, probes: Rows, start: int, stop: int) -> Tensor:
+    """Return the highest score of each probe, [n, 1]."""
     x = probes.part(start, stop).T
     top = x.new_full((stop - start,), -torch.inf)
-    for chunk in _chunks(0, len(gallery)):
+    for chunk in chunks(0, len(gallery)):
         top = torch.maximum(top, (gallery.part(*chunk) @ x).amax(0))
-    return torch.stack([top, top], 1)
+    return top[:, None]
 
 
-def _rank_and_score(gallery: _Rows, probes: _Rows, start: int, stop: int) -> Tensor:
+def _rank_and_score(gallery: Rows, probes: Rows, start: int, stop: int) -> Tensor:
     """Return the rank and the score of the mate of each probe, [n, 2]."""
     x = probes.part(start, stop).T
     mate = _mate_score(gallery, probes.identity[start:stop], x)
     rank = torch.zeros_like(mate, dtype=torch.int64)
     # Best score so far of an identity with images in two chunks.
     unfinished = torch.full_like(mate, -torch.inf)
-    for first, last in _chunks(0, len(gallery)):
+    for first, last in chunks(0, len(gallery)):
         scores = gallery.part(first, last) @ x
         identity = gallery.identity[first:last]
         _, images = np.unique(identity, return_counts=True)
@@ -335,7 +335,7 @@ def _rank_and_score(gallery: _Rows, probes: _Rows, start: int, stop: int) -> Ten
     return torch.stack([rank.double(), mate], 1)
 
 
-def _mate_score(gallery: _Rows, identity: np.ndarray, x: Tensor) -> Tensor:
+def _mate_score(gallery: Rows, identity: np.ndarray, x: Tensor) -> Tensor:
     """Return the highest score of the gallery images of each probe's identity; x: [D, n], identity: [n].
 
     The identities are in order, so that only a part of the gallery has them.
@@ -343,7 +343,7 @@ def _mate_score(gallery: _Rows, identity: np.ndarray, x: Tensor) -> Tensor:
     mate = x.new_full((len(identity),), -torch.inf)
     wanted = torch.from_numpy(identity).to(x.device)
     first, last = np.searchsorted(gallery.identity, [identity[0], identity[-1] + 1])
-    for chunk in _chunks(int(first), int(last)):
+    for chunk in chunks(int(first), int(last)):
         scores = gallery.part(*chunk) @ x
         enrolled = torch.from_numpy(gallery.identity[slice(*chunk)]).to(x.device)
         scores.masked_fill_(enrolled[:, None] != wanted, -torch.inf)

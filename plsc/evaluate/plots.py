@@ -1,4 +1,7 @@
-"""Plots of evaluation protocols and of training metrics, without matplotlib's global state."""
+"""Plots of evaluation protocols and of training metrics, without matplotlib's global state.
+
+Every function that writes a file raises DataError if it cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,7 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
 def plot_roc_curves(
     curves: Mapping[str, tuple[np.ndarray, np.ndarray, float]], path: str | os.PathLike[str]
 ) -> None:
-    """Plot ``{label: (far [K], tar [K], FAR of a single false accept)}`` with a logarithmic FAR axis.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Plot ``{label: (far [K], tar [K], FAR of a single false accept)}`` with a logarithmic FAR axis."""
     with _one_plot(path, columns=1 if len(curves) < 3 else 2) as axes:
         for index, (label, (far, tar, least)) in enumerate(curves.items()):
             # The left edge is the best TAR with at most one false accept.
@@ -73,11 +72,7 @@ def plot_roc_curves(
 
 
 def plot_cmc(curves: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
-    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a log rank axis.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Plot the cumulative match characteristics of ``{name: rates at rank 1..N}``, with a log rank axis."""
     points = {
         f"{name}  (rank-1 {rates[0]:.3f})": (np.arange(1, len(rates) + 1), rates)
         for name, rates in curves.items()
@@ -92,11 +87,7 @@ def plot_rates(
     ylabel: str,
     limits: tuple[float, float],
 ) -> None:
-    """Plot rates ``{name: (x, rates)}`` as steps, with a logarithmic x axis within `limits`.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Plot rates ``{name: (x, rates)}`` as steps, with a logarithmic x axis within `limits`."""
     with _one_plot(path) as axes:
         for index, (name, (x, rates)) in enumerate(curves.items()):
             inside = np.maximum(x, limits[0])
@@ -112,11 +103,7 @@ def plot_capacity(
     measured: Mapping[int, float],
     path: str | os.PathLike[str],
 ) -> None:
-    """Plot FPIR over identities: ``{identities: (estimate or None, low, high)}``, and measured values.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Plot FPIR over identities: ``{identities: (estimate or None, low, high)}``, and measured values."""
     with _one_plot(path, columns=3) as axes:
         estimate, low, high = np.array(list(predicted.values()), dtype=float).T  # None: NaN, not drawn
         x = np.array(list(predicted))
@@ -140,9 +127,6 @@ def plot_scores(
         is_same: bool [P].
         path: the PNG file to write.
         threshold: a score to mark.
-
-    Raises:
-        DataError: the file cannot be written.
     """
     is_same = np.asarray(is_same, dtype=bool)
     plot_counted_scores(np.asarray(cosines), is_same.astype(int), (~is_same).astype(int), path, threshold)
@@ -155,11 +139,7 @@ def plot_counted_scores(
     path: str | os.PathLike[str],
     threshold: float | None = None,
 ) -> None:
-    """Plot the histograms of `plot_scores` from the numbers of same and different pairs per score, each [K].
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Plot the histograms of `plot_scores` from the numbers of same and different pairs per score, [K]."""
     with _one_plot(path, height=3.2, columns=2) as axes:
         edges = np.linspace(scores.min() - 1e-6, scores.max() + 1e-6, 61)
         for pairs, name, colour in ((different, "different", COLOURS[1]), (same, "same", COLOURS[0])):
@@ -409,11 +389,7 @@ def add_legend(axes: Axes, **placement: Any) -> None:
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str], dpi: int = 160) -> None:
-    """Write ``figure`` as PNG, atomically.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write ``figure`` as PNG, atomically."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=dpi)
 

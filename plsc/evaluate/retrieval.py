@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError
-from plsc.evaluate.identification import _chunks, _Rows, share
+from plsc.evaluate.identification import Rows, chunks, share
 from plsc.evaluate.report import Result, Table
 from plsc.parallel.world import World
 
@@ -82,7 +82,7 @@ def retrieval(
     if sizes.max(initial=0) < 2:
         raise DataError("no class has two images; retrieval needs other images of the class of a query")
     by_size = np.argsort(-sizes, kind="stable")
-    rows = _Rows(embeddings, np.argsort(by_size)[classes], device, "query")  # the largest class first
+    rows = Rows(embeddings, np.argsort(by_size)[classes], device, "query")  # the largest class first
     search = partial(_search, sizes[by_size][rows.identity] - 1, rows)
     is_query = sizes[classes] > 1
     count = int(is_query.sum())
@@ -93,7 +93,7 @@ def retrieval(
     return RetrievalResult(**means, **counts, is_query=is_query, values=values)
 
 
-def _search(others: np.ndarray, images: _Rows, start: int, stop: int) -> Tensor:
+def _search(others: np.ndarray, images: Rows, start: int, stop: int) -> Tensor:
     """Return `RATES` of these queries, float64 [stop - start, 3]; others: R of each image, descending."""
     most, middle = int(others[start]), (start + stop) // 2
     if start < middle and (stop - start) * most > _CELLS:
@@ -103,7 +103,7 @@ def _search(others: np.ndarray, images: _Rows, start: int, stop: int) -> Tensor:
     classes = torch.from_numpy(images.identity).to(x.device)
     # The highest scores of right and of wrong results, descending, [stop - start, most]
     right = wrong = x.new_full((stop - start, most), -torch.inf)
-    for first, last in _chunks(0, len(images)):
+    for first, last in chunks(0, len(images)):
         scores = x @ images.part(first, last).T
         same = classes[start:stop, None] == classes[first:last]
         wrong = torch.cat([wrong, scores.masked_fill(same, -torch.inf)], 1).topk(most).values

@@ -29,7 +29,7 @@ from plsc.evaluate.identification import (
 )  # fmt: skip
 from plsc.evaluate.report import Result, Table
 from plsc.evaluate.template_files import TemplateProtocol
-from plsc.evaluate.verification import FARS, PairRates, wilson_interval
+from plsc.evaluate.verification import PairRates, rates_of_curve
 from plsc.parallel.world import World
 
 _CHUNK = 8192  # images that are pooled at a time
@@ -279,21 +279,10 @@ def _pair_scores(
 
 def _pair_rates(scores: np.ndarray, is_same: np.ndarray) -> TemplatePairs:
     far, tar = roc_curve(scores, is_same)
-    positives = int(is_same.sum())
-    negatives = len(is_same) - positives
-    at = {one: float(tar[np.searchsorted(far, one, side="right") - 1]) for one in FARS}
-    shown = np.geomspace(1 / negatives, 1, _POINTS)
-    return TemplatePairs(
-        tar_at_far=at,
-        tar_intervals={one: wilson_interval(round(rate * positives), positives) for one, rate in at.items()},
-        unresolved_fars=tuple(one for one in FARS if 1 / negatives > one),
-        auc=float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2)),
-        pairs=len(is_same),
-        positives=positives,
-        negatives=negatives,
-        curve=(shown, tar[np.searchsorted(far, shown, side="right") - 1]),
-        scores=scores,
-    )
+    rates = rates_of_curve(far, tar, is_same)
+    shown = np.geomspace(1 / rates["negatives"], 1, _POINTS)
+    curve = (shown, tar[np.searchsorted(far, shown, side="right") - 1])
+    return TemplatePairs(**rates, curve=curve, scores=scores)
 
 
 def _mean_over_galleries(results: dict[str, IdentificationResult]) -> TemplateSearch:

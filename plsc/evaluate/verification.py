@@ -19,7 +19,7 @@ import numpy as np
 
 from plsc.data.sources.base import printable
 from plsc.errors import DataError
-from plsc.evaluate.curves import _area, _check_labels, _curve, equal_error_rate
+from plsc.evaluate.curves import area_under, check_pairs, curve_and_thresholds, equal_error_rate
 from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result, Section, Table, stem_of
 from plsc.storage.publish import replacing
@@ -169,35 +169,43 @@ def verify(
     """
     is_same = np.asarray(is_same, dtype=bool)
     cosines, mean_norm = _compare(embeddings, pairs)
-    _check_labels(cosines, is_same)
+    check_pairs(cosines, is_same)
     if len(is_same) < folds:
         raise DataError(f"there are {len(is_same)} pairs for {folds} folds; use more pairs or fewer folds")
     accuracies, thresholds = _cross_validate(2 - 2 * cosines, is_same, folds)
-    positives = int(is_same.sum())
-    negatives = len(is_same) - positives
     threshold = float(thresholds.mean())
-    far, tar, accepted = _curve(cosines, is_same)
-    at = {one: int(np.searchsorted(far, one, side="right")) - 1 for one in FARS}
+    far, tar, accepted = curve_and_thresholds(cosines, is_same)
+    at = {rate: int(np.searchsorted(far, rate, side="right")) - 1 for rate in FARS}
     return VerificationResult(
         accuracy=float(accuracies.mean()),
         accuracy_std=float(accuracies.std()),
         threshold=threshold,
         threshold_cosine=1 - threshold / 2,
-        tar_at_far={one: float(tar[index]) for one, index in at.items()},
-        tar_intervals={
-            one: wilson_interval(round(tar[index] * positives), positives) for one, index in at.items()
-        },
-        threshold_at_far={one: float(accepted[index]) if index else None for one, index in at.items()},
-        unresolved_fars=tuple(one for one in FARS if 1 / negatives > one),
-        auc=_area(far, tar),
+        threshold_at_far={rate: float(accepted[index]) if index else None for rate, index in at.items()},
         eer=equal_error_rate(far, tar),
-        pairs=len(is_same),
-        positives=positives,
-        negatives=negatives,
         mean_norm=mean_norm,
         cosines=cosines,
         is_same=is_same,
+        **rates_of_curve(far, tar, is_same),
     )
+
+
+def rates_of_curve(far: np.ndarray, tar: np.ndarray, is_same: np.ndarray) -> dict[str, Any]:
+    """Return what `VerificationResult` and `TemplatePairs` both say of a curve of `roc_curve`."""
+    positives = int(is_same.sum())
+    negatives = len(is_same) - positives
+    at = {rate: float(tar[np.searchsorted(far, rate, side="right") - 1]) for rate in FARS}
+    return {
+        "tar_at_far": at,
+        "tar_intervals": {
+            rate: wilson_interval(round(share * positives), positives) for rate, share in at.items()
+        },
+        "unresolved_fars": tuple(rate for rate in FARS if 1 / negatives > rate),
+        "auc": area_under(far, tar),
+        "pairs": len(is_same),
+        "positives": positives,
+        "negatives": negatives,
+    }
 
 
 def write_scores(

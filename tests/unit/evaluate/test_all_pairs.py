@@ -171,15 +171,14 @@ def test_smaller_fars_are_reported_if_there_are_enough_different_pairs():
 
 
 def test_the_report_shows_rates_thresholds_and_warnings(tmp_path):
-    embeddings, labels = random_embeddings(300)
-    result = all_pairs(embeddings, labels)
+    result = all_pairs(*random_embeddings(300))
     report = write_report(tmp_path, "Report", [result.section("All pairs of a/b")]).read_text()
     assert f"| 0.01 | {result.tar_at_far[1e-2]:.6f} | {result.threshold_at_far[1e-2]:.6f} |  |" in report
-    assert "| 1e-06 | " in report
-    assert f"Warning: {result.negatives:,} different pairs are too few for FAR 1e-05, 1e-06: " in report
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "All_pairs_of_a_b_roc.png", "All_pairs_of_a_b_scores.png",
-    }  # fmt: skip
+    assert f"Warning: {result.negatives:,} different pairs" in report
+    assert {path.stem for path in tmp_path.glob("*.png")} == {
+        "All_pairs_of_a_b_roc",
+        "All_pairs_of_a_b_scores",
+    }
     values = json.loads((tmp_path / "report.json").read_text())["All pairs of a/b"]
     assert values["tar_at_far"] == {f"{far:g}": tar for far, tar in result.tar_at_far.items()}
     assert values["unresolved_fars"] == ["1e-05", "1e-06"]

@@ -203,15 +203,15 @@ def test_bad_arguments_are_named(table):
             call(1.5)
 
 
-@pytest.mark.parametrize(("prediction", "text"), [
-    ((0.005, 0, 0.1), "about 1 in 200 strangers would score as high among the 5,120 enrolled"),
-    ((0.4, 0.2, 0.6), "about 40 in 100 strangers would score as high among the 5,120 enrolled"),
-    ((0.000_123_4, 0, 0.1), "about 1 in 8,100 strangers would score as high among the 5,120 enrolled"),
-    ((None, 0.6, 1), "at least 60 in 100 strangers would score as high among the 5,120 enrolled"),
-    ((None, 0.002, 1), "an unknown share of strangers would score as high among the 5,120 enrolled"),
+@pytest.mark.parametrize(("prediction", "share"), [
+    ((0.005, 0, 0.1), "about 1 in 200"), ((0.4, 0.2, 0.6), "about 40 in 100"),
+    ((0.000_123_4, 0, 0.1), "about 1 in 8,100"), ((None, 0, 0.02), "at most 1 in 50"),
+    ((None, 0.6, 1), "at least 60 in 100"), ((None, 0.002, 1), "an unknown share"),
 ])  # fmt: skip
-def test_a_prediction_is_said_in_words(prediction, text):
-    assert Prediction(*prediction).sentence(5120) == text
+def test_a_prediction_is_said_in_words(prediction, share):
+    text = Prediction(*prediction).sentence(5120)
+    assert text.startswith(share)
+    assert "5,120" in text
 
 
 def test_where_data_cannot_say_the_threshold_is_above_all_scores_of_different_classes(table):

@@ -43,6 +43,7 @@ def nearest(store, query, k):
 def test_the_index_finds_what_is_in_the_file_after_changes_and_after_opening(tmp_path):
     path = tmp_path / "s.sqlite"
     opened = Store(path, "m1", SIZE)
+    assert opened.search(vectors(2), 3) == [[], []]
     expected, last = {}, 0
     for batch in range(5):
         added = news(50, seed=batch)
