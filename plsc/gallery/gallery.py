@@ -90,10 +90,7 @@ class Gallery:
         Raises:
             DataError: the queries have another size, or are not finite.
         """
-        queries = np.asarray(queries)
-        if queries.ndim != 2 or queries.shape[1] != self.size:
-            raise DataError(f"the queries have shape {list(queries.shape)}; expected [queries, {self.size}]")
-        unit = normalised(queries, 0, "query")
+        unit = normalised(np.asarray(queries), 0, "query", self.size)
         k = min(k, len(self))
         found = [self._search(unit[first : first + _QUERIES], k) for first in range(0, len(unit), _QUERIES)]
         if not found:
@@ -304,10 +301,10 @@ def _chunks(vectors: np.ndarray | Chunks) -> Chunks:
     return parts
 
 
-def normalised(rows: np.ndarray, first: int, what: str) -> np.ndarray:
+def normalised(rows: np.ndarray, first: int, what: str, size: int | None = None) -> np.ndarray:
     """Return rows of norm 1, float32 [n, D]; a zero row is unchanged. first: the number of the first row."""
-    if rows.ndim != 2:
-        raise DataError(f"expected vectors of shape [N, D], got {list(rows.shape)}")
+    if rows.ndim != 2 or size not in (None, rows.shape[1]):
+        raise DataError(f"expected each {what} as a row [n, {size or 'D'}], got shape {list(rows.shape)}")
     rows = rows.astype(np.float64)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     if not np.isfinite(norms).all():

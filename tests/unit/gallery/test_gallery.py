@@ -133,7 +133,7 @@ def test_what_cannot_be_searched_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(DataError, match="1 names for 2 entries"):
         build_gallery(np.ones((2, 2)), ["one"])
     gallery = build_gallery(np.ones((2, 2)))
-    for query, message in ((np.ones((1, 3)), "queries"), (np.array([[1.0, 1], [1, np.inf]]), "query 1")):
+    for query, message in ((np.ones((1, 3)), "shape"), (np.array([[1.0, 1], [1, np.inf]]), "query 1")):
         with pytest.raises(DataError, match=message):
             gallery.search(query)
 
