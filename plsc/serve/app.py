@@ -19,8 +19,10 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from plsc.data.lines import decode_base64
-from plsc.errors import DataError, kind_and_line
-from plsc.serve.guard import STATUSES, Guard
+from plsc.errors import CheckpointError, DataError, OptionError, kind_and_line
+from plsc.gallery.store import StoreError
+from plsc.serve.batching import Busy
+from plsc.serve.guard import Guard
 from plsc.serve.service import MOST_FOUND, Service, entry_name
 from plsc.storage.regular import parse_json
 from plsc.version import __version__
@@ -47,6 +49,15 @@ _MOST_COMMAS = 1000  # in a JSON body: base64 has none
 _MOST_PARTS, _LONGEST_HEAD = 32, 2**12  # of a form
 _LARGEST_ID = 2**63 - 1
 
+STATUSES: dict[type[Exception], int] = {
+    StoreError: 503,
+    DataError: 400,
+    OptionError: 400,
+    CheckpointError: 500,
+    Busy: 429,
+}
+"""Status of the response for an exception; a subclass is before its base."""
+
 Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
 
 
@@ -69,8 +80,8 @@ def create_app(service: Service) -> Guard:
     _add_images(app, service)
     _add_entries(app, service)
     _add_pages(app, service)
-    for kind, status in STATUSES.items():
-        app.add_exception_handler(kind, _answer_with(status))
+    for kind in STATUSES:
+        app.add_exception_handler(kind, _answer)
     options = service.options
     hosts = frozenset({"localhost", "127.0.0.1", "[::1]", options.host, f"[{options.host}]"})
     return Guard(
@@ -90,8 +101,11 @@ def is_loopback(host: str) -> bool:
 
 async def _embed(service: Service, request: Request) -> Response:
     """Return the embedding of an image as JSON, or as an .npy file if the client accepts only that."""
-    images, _ = await _read(request, 1)
-    embedding = await service.embed(images[0])
+    try:
+        images, _ = await _read(request, 1)
+        embedding = await service.embed(images[0])
+    except tuple(STATUSES) as error:  # FastAPI may not be there to call `_answer`
+        return await _answer(request, error)
     if request.headers.get("accept") != NPY:
         content = orjson.dumps({"embedding": embedding}, option=orjson.OPT_SERIALIZE_NUMPY)
         return Response(content, media_type="application/json")
@@ -298,17 +312,15 @@ def _from_form(body: bytes, declared: str) -> tuple[list[bytes], str | None]:
     return images, name
 
 
-def _answer_with(status: int) -> Any:
+async def _answer(request: Request, error: Exception) -> Response:
+    """Return the response for an error of `STATUSES`."""
+    status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
+    detail = str(error)[:500]
+    if status == 503:  # names the machine of the database
+        logger.warning(detail)
+        detail = "the entries cannot be used now; try again, or see the server's log"
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-
-    async def answer(request: Request, error: Exception) -> Response:
-        detail = str(error)[:500]
-        if status == 503:  # names the machine of the database
-            logger.warning(detail)
-            detail = "the entries cannot be used now; try again, or see the server's log"
-        return JSONResponse({"detail": detail}, status, headers)
-
-    return answer
+    return JSONResponse({"detail": detail}, status, headers)
 
 
 def _missing(what: str) -> Response:

@@ -15,24 +15,11 @@ from typing import Any, TypeAlias
 
 from fastapi import Request, Response
 
-from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.gallery.store import StoreError
-from plsc.serve.batching import Busy
-
 Headers: TypeAlias = Mapping[bytes, bytes]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-STATUSES: dict[type[Exception], int] = {
-    StoreError: 503,
-    DataError: 400,
-    OptionError: 400,
-    CheckpointError: 500,
-    Busy: 429,
-}
-"""Status of the response for an exception; a subclass is before its base."""
 
 _LONGEST_TYPE = 256
 _HELD = 256 * 2**20  # bytes of all request bodies together
@@ -44,14 +31,6 @@ class Refused(Exception):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
-
-
-class _Body:
-    """A request's body, and its part of the bytes that are held."""
-
-    def __init__(self) -> None:
-        self.data = b""
-        self.size = 0
 
 
 class Guard:
@@ -89,16 +68,17 @@ class Guard:
         """Serve a request."""
         if scope["type"] != "http":
             return await self._application(scope, receive, send)
-        body = _Body()
+        parts: list[bytes] = []  # of the body, which are held
         try:
             headers = dict(scope["headers"])
             scope["headers"] = list(headers.items())  # of a repeated one, only the checked value is used
             self._check(scope, headers)
             if scope["method"] == "POST":
-                await self._read(receive, body, headers)
-                receive = _replay(body.data, receive)
+                await self._read(receive, parts, headers)
+                receive = _replay(parts[0], receive)
                 if scope["path"] == "/embed":
-                    return await self._answer(scope, receive, send)
+                    response = await self._embed(Request(scope, receive))
+                    return await response(scope, receive, send)
             await self._application(scope, receive, send)
         except Refused as error:
             await _refuse(error, send)
@@ -106,16 +86,8 @@ class Guard:
             self.unanswered += 1
             raise
         finally:
-            self._held -= body.size
+            self._held -= sum(map(len, parts))
         return None
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await self._embed(Request(scope, receive))
-        except tuple(STATUSES) as error:
-            status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
-            return await _refuse(Refused(status, str(error)[:500]), send, closes=False)
-        return await response(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise Refused for a request from a web site, without the key, or with an unexpected body."""
@@ -139,23 +111,21 @@ class Guard:
         if headers.get(b"content-length", b"0") != b"0" and scope["method"] != "POST":
             raise Refused(400, f"{scope['method']} takes no body")
 
-    async def _read(self, receive: Receive, body: _Body, headers: Headers) -> None:
-        """Read the body. Raises Refused if it is too large or incomplete."""
+    async def _read(self, receive: Receive, parts: list[bytes], headers: Headers) -> None:
+        """Read the body as one part. Raises Refused if it is too large or incomplete."""
         if int(headers.get(b"content-length", b"0")) > self._max_bytes:  # h11 checks number and body
             raise Refused(413, f"the request has more than {self._max_bytes} bytes; shrink the image")
-        parts: list[bytes] = []
         more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise Refused(400, "the request is incomplete")
             parts.append(message.get("body", b""))
-            body.size += len(parts[-1])
             self._held += len(parts[-1])
             if self._held > max(_HELD, self._max_bytes):
                 raise Refused(429, "the server holds too many bytes; try again later")
             more = message.get("more_body", False)
-        body.data = b"".join(parts)
+        parts[:] = [b"".join(parts)]
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -172,12 +142,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(error: Refused, send: Send, closes: bool = True) -> None:
-    """Send an error. closes: also close the connection, as the body may be unread."""
+async def _refuse(error: Refused, send: Send) -> None:
+    """Send an error, and close the connection, as the body may be unread."""
     body = json.dumps({"detail": str(error)}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if closes:
-        headers.append((b"connection", b"close"))
+    headers.append((b"connection", b"close"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 429:

@@ -192,15 +192,12 @@ class Service:
             raise DataError("BMP, TIFF, GIF, AVIF and HEIC can take long to decode; send the image as JPEG")
         if data.startswith(b"\x89PNG") and sum(map(data.count, _COMPRESSED)) > _MOST_CHUNKS:
             raise DataError(f"the image has more than {_MOST_CHUNKS} profiles and texts; save it again")
-        pixels, most = self._empty(), self.options.max_pixels
+        channels, height, width = self.model.image_shape
+        pixels, most = np.empty((height, width, channels), np.uint8), self.options.max_pixels
         if pixels[..., 0].size > most or not decode_jpeg_of_size(data, pixels):
             count_pixels(data, most, allows_slow=False)
             decode_into(data, pixels)
         return pixels
-
-    def _empty(self) -> np.ndarray:
-        channels, height, width = self.model.image_shape
-        return np.empty((height, width, channels), np.uint8)
 
     def _embed(self, items: list[np.ndarray]) -> Sequence[np.ndarray | Exception]:
         images = torch.from_numpy(np.stack(items)).permute(0, 3, 1, 2)
