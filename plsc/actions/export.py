@@ -167,7 +167,7 @@ class Exporter:
         flip = self.conversion.flip and network is self.network
         options = self.config.changed({"data.flip": flip})
         evaluator = Evaluator(network, options, world, self.checkpoint)
-        unseen = evaluator.open(self.conversion.unseen, "unseen")
+        unseen = evaluator.open(self.conversion.unseen)
         check_unseen(unseen.place, unseen.class_names, self.checkpoint)
         return evaluate_capacity(evaluator.embed(unseen.images, unseen.place), unseen.labels)
 
@@ -254,8 +254,6 @@ class Exporter:
         order = np.argsort(samples.source.labels(), kind="stable")
         numbers = order[np.linspace(0, len(order) - 1, min(count, len(order))).astype(np.int64)]
         images = [to_input(image[None], "cpu").numpy() for image in self._decoded(samples, numbers)]
-        if not images:
-            raise DataError("none of the images that the graph is compared on can be decoded")
         return np.concatenate(images)
 
     def _decoded(self, samples: Samples, numbers: np.ndarray) -> Iterator[Tensor]:
@@ -297,8 +295,6 @@ class Exporter:
             if image is None:
                 continue
             count += 1
-            if image.dtype != torch.uint8:
-                raise DataError("thumbnails need encoded images or uint8 arrays; export without thumbnails")
             pixels = image.permute(1, 2, 0).numpy()
             picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
             picture.save(folder / f"{number}.jpg", quality=_THUMBNAIL_QUALITY)

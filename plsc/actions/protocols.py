@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.actions.test import log_results
+from plsc.actions.test import check_any, log_results
 from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.config import Config, Options
 from plsc.data.class_names import ClassNames, class_names_of
@@ -128,10 +128,7 @@ class Evaluator:
         """Yield the verification of each pair file."""
         if data.pairs is None:
             targets = load_targets(self.config, user.test_reader)
-            if not targets:
-                raise DataError(
-                    f"{self.config.data.dataset_dir} has no pair file; pass pairs or set data.val_targets"
-                )
+            check_any(targets, self.config)
         else:
             targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, self.config, data.images)]
         groups = [self._groups(data, target.images) for target in targets]
@@ -171,7 +168,7 @@ class Evaluator:
                 "the other images; those of classes that are not in the gallery are the non-mated searches."
             )
         else:
-            other = self.open(data.gallery, "gallery")
+            other = self.open(data.gallery)
             datasets.append(other)
             gallery, gallery_labels = self.embed(other.images, other.place), other.labels
             probe_labels = probes.labels_in(other)
@@ -181,7 +178,7 @@ class Evaluator:
         )
         choices = [choice, capacity] if isinstance(capacity, str) else [choice]
         if data.distractors is not None:
-            others = self.open(data.distractors, "distractors")
+            others = self.open(data.distractors)
             gallery = np.concatenate([gallery, self.embed(others.images, others.place)])
             gallery_labels = np.append(gallery_labels, np.full(len(others.labels), -1))
             choices.append(f"Distractors in the gallery: {others.place}, {len(others.labels):,} images.")
@@ -240,19 +237,17 @@ class Evaluator:
 
     def _embedded(self, data: ProtocolData) -> tuple[_Dataset, Groups | None, np.ndarray]:
         """Return the images of a protocol, their groups and their embeddings."""
-        images = self.open(data.images, "images")
+        images = self.open(data.images)
         groups = self._groups(data, images.images)
         return images, groups, self.embed(images.images, images.place)
 
     def _groups(self, data: ProtocolData, images: Sequence[Any]) -> Groups | None:
         return None if data.groups is None else read_groups(data.groups, images)
 
-    def open(self, place: str | None, argument: str) -> _Dataset:
+    def open(self, place: str | None) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""
         place = place or self.config.data.dataset_dir
         source = open_training_source(self.config.changed({"data.dataset_dir": place}), None)
-        if not len(source):
-            raise DataError(f"{argument} {shown(place)} contains no images; choose another dataset")
         labels = np.array(source.labels(), np.int64)
         if labels.min() < 0:
             raise DataError(

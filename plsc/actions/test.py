@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plsc.checkpoint.load import read_class_names
-from plsc.config import Options
+from plsc.config import Config, Options
 from plsc.errors import DataError
 from plsc.evaluate.verification import VerificationResult
 from plsc.parallel.world import World
@@ -30,14 +30,19 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
         head = load_head(*checkpoint, world)
         names, class_names = [target.name for target in targets], read_class_names(*checkpoint)
         targets += open_held_out(config, head.class_num, class_names, names, limit, world)
+    check_any(targets, config)
+    results = evaluate_targets(network, targets, config, world, head)
+    log_results(world, results)
+    return results
+
+
+def check_any(targets: Sequence[Target | HeldOutSet], config: Config) -> None:
+    """Raise DataError if there is nothing to test on."""
     if not targets:
         raise DataError(
             f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "
             "data.val_targets, or a labelled dataset as data.val_dir"
         )
-    results = evaluate_targets(network, targets, config, world, head)
-    log_results(world, results)
-    return results
 
 
 def log_results(world: World, results: Mapping[str, Any]) -> None:

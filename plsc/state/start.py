@@ -403,6 +403,7 @@ def open_directories(options: Options | Config, world: World, start: Start) -> D
     index, count = rank_on_shared_disk(local, world)
     is_owner = index == 0
     locks: list[FolderLock] = []
+    first = 0 if start.checkpoint is None else start.checkpoint[1].epoch
 
     def claim() -> None:
         if not is_owner:
@@ -417,7 +418,7 @@ def open_directories(options: Options | Config, world: World, start: Start) -> D
                     f"{local / name} is not a regular file; remove it, or save to another folder"
                 )
             # Check existing names, not all epochs: a run limited by train.steps may have billions of epochs.
-            if _EPOCH.fullmatch(name) and int(name) < options.train.epochs:
+            if _EPOCH.fullmatch(name) and first <= int(name) < options.train.epochs:
                 check_replaceable(folder, name, start.run_id)  # fail now, not after an epoch of training
 
     on_every_rank(world, f"save to {local}", claim)
