@@ -24,13 +24,11 @@ from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.regular import open_regular
 from plsc.storage.store import Store, clean
 from tests.images import write_dataset, write_pair_file
+from tests.system.small_entry import entry
 
 SAVED = Path(__file__).parents[1] / "saved" / "format_4"
 CODE = "plsc_stranger.net"
 URL = "memory://stranger/models"
-
-FOREIGN_STRING = "re:(a+)+$"
-HOSTILE = {int: 7, float: 0.123, bool: None, str: FOREIGN_STRING}
 
 
 @pytest.fixture
@@ -89,56 +87,31 @@ def content(folder):
 
 
 CASES = {
-    "a network is imported": (
-        "predict", {"model": {"name": f"{CODE}:Net"}}, f"--model.name {CODE}:Net"
-    ),
-    "a network is imported by a run": (
-        "train", {"model": {"name": f"{CODE}:Net"}}, f"--model.name {CODE}:Net"
-    ),
+    "a network is imported": ("predict", {"model": {"name": f"{CODE}:Net"}}, f"--model.name {CODE}:Net"),
+    "a network is imported by a run": ("train", {"model": {"name": f"{CODE}:Net"}}, "--model.name"),
     "an optimizer writes a file": (
-        "train",
-        {"optim": {"optimizer": "torch:save", "optimizer_arguments": {"f": "victim"}}},
-        "optim.optimizer is 'torch:save' in the checkpoint",
+        "train", {"optim": {"optimizer": "torch:save", "optimizer_arguments": {"f": "victim"}}}, "torch:save"
     ),
-    "a schedule ends the process": (
-        "train", {"optim": {"schedule": "torch:os._exit"}}, "--optim.schedule torch:os._exit"
-    ),
+    "a schedule ends the process": ("train", {"optim": {"schedule": "torch:os._exit"}}, "torch:os._exit"),
     "an argument of an optimizer is a path": (
         "train", {"optim": {"optimizer_arguments": {"eps": "/etc/passwd"}}}, "optimizer_arguments"
     ),
-    "a pattern takes forever": (
-        "train", {"optim": {"freeze": ["re:(a+)+$"]}}, "optim.freeze is"
-    ),
+    "a pattern takes forever": ("train", {"optim": {"freeze": ["re:(a+)+$"]}}, "optim.freeze is"),
     "a group has a pattern that takes forever": (
         "train", {"optim": {"groups": [{"pattern": "re:(.*)*x", "frozen": True}]}}, "optim.groups is"
     ),
     "an embedding is larger than memory": (
-        "predict", {"model": {"emb_size": 10**9}}, "model.emb_size is 1000000000, but its class weights"
-    ),
-    "an embedding is larger than memory, in all places": (
         "predict", {"model": {"emb_size": 10**9}, "emb_size": 10**9}, "but its class weights"
-    ),
-    "images are larger than memory": (
-        "predict", {"model": {"image_shape": [3, 100000, 100000]}}, "images of [3, 100000, 100000]"
     ),
     "images are larger than numbers": (
         "predict", {"model": {"image_shape": [3, 2**62, 2**62]}}, "images of [3, 4611686018427387904"
     ),
-    "classes are more than memory": (
-        "train", {"head": {"class_num": 10**12}}, "head.class_num is 1000000000000, but its class weights"
-    ),
-    "sub-centres are more than memory": (
-        "train", {"head": {"sub_centers": 64}}, "head.sub_centers is 64, but its class weights"
-    ),
-    "a batch is larger than memory": (
-        "train", {"train": {"batch_size": 10**12}}, "train.batch_size is 1000000000000; expected"
-    ),
-    "a message moves the cursor": (
-        "train", {"plsc_version": "\x1b[2J"}, "contains control characters"
-    ),
+    "classes are more than memory": ("train", {"head": {"class_num": 10**12}}, "but its class weights"),
+    "sub-centres are more than memory": ("train", {"head": {"sub_centers": 64}}, "but its class weights"),
+    "a batch is larger than memory": ("train", {"train": {"batch_size": 10**12}}, "train.batch_size is 10"),
+    "a message moves the cursor": ("train", {"plsc_version": "\x1b[2J"}, "contains control characters"),
     "a batch is 16 million images": (
-        "train", {"train": {"batch_size": 2**24}, "scalars": {"global_batch": 2**24}},
-        "asks for 16777216 images of shape [3, 16, 16] per rank and step",
+        "train", {"train": {"batch_size": 2**24}, "scalars": {"global_batch": 2**24}}, "16777216 images"
     ),
     "a buffer is larger than numbers": (
         "train", {"head": {"execution": {"keep_mb": 1e308}}}, "keep_mb is 1e+308"
@@ -162,20 +135,17 @@ def test_a_hostile_checkpoint_is_refused_and_changes_nothing(case, work, capsys)
     assert content(work) == before
 
 
-FILES = {
-    "code": lambda folder: (folder / "sitecustomize.py").write_text("1"),
-    "an empty file": lambda folder: (folder / ".hidden").touch(),
-    "a folder": lambda folder: (folder / "more").mkdir(),
-    "a link": lambda folder: (folder / "link").symlink_to("/etc/passwd"),
-    "a pickle": lambda folder: torch.save({}, folder / "more.pt"),
-}
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_files_that_the_manifest_does_not_name_are_refused(kind, work, capsys):
-    FILES[kind](work / "foreign")
-    with pytest.raises(CheckpointError, match="is not in the manifest"):
-        verify(work / "foreign")
+def test_files_that_the_manifest_does_not_name_are_refused(work, capsys):
+    for name, make in (
+        ("sitecustomize.py", Path.touch), (".hidden", Path.touch), ("more", Path.mkdir),
+        ("link", lambda path: path.symlink_to("/etc/passwd")),
+    ):  # fmt: skip
+        path = work / "foreign" / name
+        make(path)
+        with pytest.raises(CheckpointError, match="is not in the manifest"):
+            verify(work / "foreign")
+        path.rmdir() if name == "more" else path.unlink()
+    path.touch()
     assert run("predict") == 1
     assert "is not in the manifest" in capsys.readouterr().err
 
@@ -193,13 +163,10 @@ def without(folder, parts):
             notes = json.loads(file.metadata()[PLACES_KEY])
         starts = {key: sum(notes[key][OFFSETS_KEY][:1]) for key in kept}
         (folder / name).unlink()
-        info = write_shard(
-            folder / name,
-            [entry_of(key, one, starts[key]) for key, one in kept.items()],
-        )
+        info = write_shard(folder / name, [entry_of(key, value, starts[key]) for key, value in kept.items()])
         manifest["files"][name] = dataclasses.asdict(info)
     held = manifest["tensors"].items()
-    manifest["tensors"] = {key: one for key, one in held if not any(part in key for part in parts)}
+    manifest["tensors"] = {key: info for key, info in held if not any(part in key for part in parts)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -219,20 +186,12 @@ def test_sizes_that_contradict_the_tensors_are_refused(case, work, capsys):
     assert message in capsys.readouterr().err
 
 
-LISTED = {
-    "a list": [1],
-    "strings": {"loss": "x"},
-    "an integer beyond the floats": {"loss": 10**400},
-    "half a character": {"\ud800": 1},
-}
-
-
-@pytest.mark.parametrize("kind", LISTED)
-def test_metrics_that_are_not_finite_are_left_out(kind, work, capsys):
-    change(work / "foreign", scalars={"metrics": LISTED[kind]})
-    assert main(["checkpoint", "list", "."]) == 0
-    assert capsys.readouterr().out.startswith("foreign: step 2")
-    assert main(["checkpoint", "prune", ".", "--keep_last", "1", "--save_top_k", "1"]) == 0
+def test_metrics_that_are_not_finite_are_left_out(work, capsys):
+    for metrics in ([1], {"loss": 10**400}, {"\ud800": 1}):
+        change(work / "foreign", scalars={"metrics": metrics})
+        assert main(["checkpoint", "list", "."]) == 0
+        assert "foreign: step 2" in capsys.readouterr().out
+        assert main(["checkpoint", "prune", ".", "--keep_last", "1", "--save_top_k", "1"]) == 0
 
 
 def test_a_manifest_in_another_encoding_or_deeply_nested_is_refused(work, capsys):
@@ -261,21 +220,18 @@ def test_a_hidden_folder_is_not_restored_outside(work):
     assert content(work) == before
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 10**5, '{"pid": 1e999, "host": 1}', '{"pid": 1, "host": "a", "launches": 5}']
-)
-def test_a_damaged_lock_note_is_ignored(text, tmp_path):
-    (tmp_path / ".lock").write_text(text)
-    assert lock_note(tmp_path) == {}
-
-
-def test_a_lock_that_is_a_pipe_or_device_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / ".lock")
+def test_a_lock_whose_note_is_damaged_or_that_is_a_pipe_or_device_is_not_read(tmp_path):
+    lock = tmp_path / ".lock"
+    for text in ("[" * 10**5, '{"pid": 1e999, "host": 1}', '{"pid": 1, "host": "a", "launches": 5}'):
+        lock.write_text(text)
+        assert lock_note(tmp_path) == {}
+    lock.unlink()
+    os.mkfifo(lock)
     assert lock_note(tmp_path) == {}
     with pytest.raises(DataError, match=r"cannot write .*\.lock"):
         FolderLock(tmp_path)
-    (tmp_path / ".lock").unlink()
-    (tmp_path / ".lock").symlink_to("/dev/zero")
+    lock.unlink()
+    lock.symlink_to("/dev/zero")
     assert lock_note(tmp_path) == {}
 
 
@@ -294,14 +250,7 @@ def test_a_file_with_another_name_is_not_written(write, tmp_path):
 
 def in_save_dir(work):
     shutil.copytree(work / "foreign", work / "run" / "0")
-    return [
-        "--checkpoint.load_dir",
-        "last",
-        "--checkpoint.save_dir",
-        "run",
-        "--train.with_test",
-        "false",
-    ]
+    return ["--checkpoint.load_dir", "last", "--checkpoint.save_dir", "run", "--train.with_test", "false"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "bad_samples.txt", "log-rank1.txt"])
@@ -390,12 +339,8 @@ def test_a_checkpoint_sets_only_numbers_and_known_names(spec):
 
 def test_a_run_neither_uploads_nor_writes_where_a_checkpoint_says(work):
     places = {"upload_dir": URL, "download_dir": URL, "save_dir": "theirs", "local_dir": "theirs"}
-    change(work / "foreign", checkpoint=places)
-    change(
-        work / "foreign",
-        model={"pretrained": "theirs.pt"},
-        data={"cache": "theirs:1M"},
-    )
+    theirs = {"model": {"pretrained": "theirs.pt"}, "data": {"cache": "theirs:1M"}}
+    change(work / "foreign", checkpoint=places, **theirs)
     assert run("train", "--checkpoint.save_dir", "mine", "--train.with_test", "false") == 0
     assert not (work / "theirs").exists()
     options = read_manifest(work / "mine" / "1").options
@@ -409,16 +354,8 @@ def test_a_network_class_named_on_the_command_line_is_built_as_saved(work, capsy
     from plsc import Entry
 
     (work / "ran").unlink()
-    ins = Entry()
-    ins.set_model(Net(5, weights="theirs.pt"))
-    ins.set_image_shape((3, 16, 16))
-    ins.set_emb_size(5)
-    ins.set_dataset_dir("faces")
-    ins.set_model_save_dir("saved")
-    ins.set_train_epochs(1)
-    ins.set_num_workers(0)
-    ins.set_with_test(False)
-    checkpoint = ins.train().checkpoint
+    run_of_net = entry("faces", "saved", set_model=Net(5, weights="theirs.pt"), set_emb_size=5)
+    checkpoint = run_of_net.train().checkpoint
     assert read_manifest(checkpoint).scalars["model_arguments"] == {
         "width": 5, "weights": "theirs.pt"
     }  # fmt: skip

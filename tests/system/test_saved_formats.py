@@ -20,12 +20,8 @@ from tests.images import write_dataset, write_pair_file
 from tests.resuming import Drawing, losses_of, options_of
 
 SAVED = Path(__file__).parents[1] / "saved/format_4"
-LOSSES = {
-    3: 1.6539366,
-    4: 1.4653594,
-    5: 1.3717589,
-    6: 1.2819481,
-}  # resumed by one rank, which draws other classes
+# Resumed by one rank, which draws other classes.
+LOSSES = {3: 1.6539366, 4: 1.4653594, 5: 1.3717589, 6: 1.2819481}
 ACCURACY = 0.975
 EMBEDDING = (-0.1691543, 0.1415846, -0.0041926)
 
