@@ -91,36 +91,39 @@ def test_the_graph_of_every_kind_of_network_equals_the_network(name, tmp_path, m
     assert difference(tmp_path, network, SHAPE, "float32").largest <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["ResNet18", "IResNet18"])
-@pytest.mark.parametrize(("kind", "precision"), [("onnx", "float16"), ("torch", "bfloat16")])
-def test_networks_in_16_bits(name, kind, precision, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "kind", "precision"),
+    [
+        ("ResNet18", "onnx", "float16"),
+        ("IResNet18", "torch", "bfloat16"),
+        ("torchvision/mobilenet_v2", "onnx", "int8"),
+        ("timm/vit_tiny_patch16_224", "onnx", "float16"),
+        ("timm/vit_tiny_patch16_224", "onnx", "int8"),
+    ],
+)
+def test_networks_in_lower_precision(name, kind, precision, tmp_path):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
     difference(tmp_path, build_model(name, 64, SHAPE), SHAPE, precision, kind)
 
 
-@pytest.mark.parametrize("name", ["torchvision/mobilenet_v2", "timm/vit_tiny_patch16_224"])
-@pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_mobile_networks_and_transformers_in_lower_precision(name, precision, tmp_path):
-    if name.startswith("timm/"):
-        pytest.importorskip("timm")
-    difference(tmp_path, build_model(name, 64, SHAPE), SHAPE, precision)
-
-
-@pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "precision"),
-    [("onnx", "float32"), ("onnx", "float16"), ("onnx", "int8"), ("torch", "float32"), ("torch", "bfloat16")],
+    ("kind", "precision", "flip"),
+    [
+        *(("onnx", "float32", True), ("onnx", "float16", False), ("onnx", "int8", True)),
+        *(("torch", "float32", True), ("torch", "bfloat16", False)),
+    ],
 )
 def test_a_custom_network_in_every_precision(kind, precision, flip, tmp_path):
     difference(tmp_path, TwoTowers(), SHAPE, precision, kind, flip)
 
 
-@pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize(
-    ("make", "layout"),
+    ("make", "layout", "flip"),
     [
-        (lambda: build_model("SmallResNet", 64, SHAPE), "plain"),
-        (lambda: build_model("SmallResNet", 64, SHAPE), "insightface"),
-        (Normalised, "plain"),
+        (lambda: build_model("SmallResNet", 64, SHAPE), "plain", True),
+        (lambda: build_model("SmallResNet", 64, SHAPE), "insightface", False),
+        (Normalised, "plain", False),
     ],
 )
 def test_opencv_and_the_preprocessing_for_quantisation_read_the_graph(make, layout, flip, tmp_path):

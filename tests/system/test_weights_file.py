@@ -75,7 +75,7 @@ def test_killed_runs_resume_to_the_same_bits(dataset, undisturbed, tmp_path):
     assert different(copy(newest, tmp_path / "files"), undisturbed[1]) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, undisturbed, tmp_path, ranks):
     first, _ = undisturbed
     shutil.copytree(first, tmp_path / "start")
@@ -99,38 +99,27 @@ def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, 
         assert 0.3 <= changed < 0.9  # one step: the sampled classes only
 
 
-def test_what_cannot_be_resumed_is_refused(dataset, tmp_path):
+def test_what_cannot_be_resumed_and_a_flipped_bit_are_refused(dataset, tmp_path, messages):
     files = {**CODED, "set_weights_file": str(tmp_path / "files")}
     first = entry(dataset, tmp_path / "run", **files, set_train_steps=3).train().checkpoint
-    with pytest.raises(CheckpointError, match=r"has no class weights; if they are in files of .* copy"):
+    with pytest.raises(CheckpointError, match=r"no class weights; .* copy"):
         entry(dataset, tmp_path / "b", **CODED, set_checkpoint_dir=str(first)).train()
-    with pytest.raises(CheckpointError, match=r"has the class weights of a run, of its checkpoint of step 3"):
+    with pytest.raises(CheckpointError, match="of its checkpoint of step 3"):
         entry(dataset, tmp_path / "c", **files).train()
-    second = entry(
-        dataset, tmp_path / "run", **files, set_train_steps=5, set_checkpoint_dir=str(first)
-    ).train()
-    assert main(["checkpoint", "verify", str(second.checkpoint)]) == 0
-    with pytest.raises(
-        CheckpointError, match=r"of step 5, not of this checkpoint of step 3; resume the newest"
-    ):
-        entry(dataset, tmp_path / "d", **files, set_checkpoint_dir=str(first)).train()
-    entry(
-        dataset, tmp_path / "run", **files, set_train_steps=7, set_checkpoint_dir=str(second.checkpoint)
-    ).train()
-
-
-def test_verify_and_copy_find_a_flipped_bit(dataset, tmp_path, messages):
-    files = {**CODED, "set_weights_file": str(tmp_path / "files")}
-    first = entry(dataset, tmp_path / "run", **files, set_train_steps=3).train().checkpoint
+    files["set_checkpoint_dir"] = str(first)
+    second = entry(dataset, tmp_path / "run", **files, set_train_steps=5).train().checkpoint
+    with pytest.raises(CheckpointError, match=r"of step 5, .* of step 3"):
+        entry(dataset, tmp_path / "d", **files).train()
+    files["set_checkpoint_dir"] = str(second)
+    first = entry(dataset, tmp_path / "run", **files, set_train_steps=7).train().checkpoint
     assert main(["checkpoint", "verify", str(first)]) == 0
+    # A flipped bit is found.
     path = tmp_path / "files" / "rank0" / "pages"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    for words in (
-        ["verify", first],
-        ["copy", first, tmp_path / "whole", "--weights_file", tmp_path / "files"],
-    ):
+    copied = ["copy", first, tmp_path / "whole", "--weights_file", tmp_path / "files"]
+    for words in (["verify", first], copied):
         assert main(["checkpoint", *map(str, words)]) == 1
         assert "page 4 " in messages[-1]
     assert not (tmp_path / "whole").exists()
@@ -142,10 +131,10 @@ def test_verify_and_copy_find_a_flipped_bit(dataset, tmp_path, messages):
 def test_settings_that_do_not_fit_a_file_are_refused(dataset, tmp_path):
     file = str(tmp_path / "files")
     for change, message in (
-        ({"set_row_dtype": "float32"}, r"only if head\.row_dtype is int8, but"),
-        ({"set_sample_ratio": 1.0}, r"only if head\.sample_ratio is always below 1, but"),
-        ({"set_hard_share": 0.5}, r"only if head\.hard_share is 0, but"),
-        ({"set_upload_dir": "memory://run"}, r"only if checkpoints are not uploaded"),
+        ({"set_row_dtype": "float32"}, r"head\.row_dtype"),
+        ({"set_sample_ratio": 1.0}, r"head\.sample_ratio"),
+        ({"set_hard_share": 0.5}, r"head\.hard_share"),
+        ({"set_upload_dir": "memory://run"}, "uploaded"),
     ):
         with pytest.raises(OptionError, match=message):
             entry(dataset, tmp_path / "run", **{**CODED, **change}, set_weights_file=file).train()
@@ -156,9 +145,8 @@ def test_a_link_in_the_folder_changes_nothing_outside_but_the_folder_may_be_one(
     (tmp_path / "outside").mkdir()
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to(tmp_path / "outside")
-    run = entry(
-        dataset, tmp_path / "run", **CODED, set_weights_file=str(tmp_path / "files"), set_train_steps=1
-    )
+    settings = {**CODED, "set_weights_file": str(tmp_path / "files"), "set_train_steps": 1}
+    run = entry(dataset, tmp_path / "run", **settings)
     if name == "files":
         run.train()
         return
@@ -168,15 +156,13 @@ def test_a_link_in_the_folder_changes_nothing_outside_but_the_folder_may_be_one(
 
 
 def test_a_stopped_run_saves_and_resumes(dataset, tmp_path):
-    settings = words(set_weights_file=str(tmp_path / "files"), set_train_epochs=50)
-    run = Ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *settings)
+    files = {"set_weights_file": str(tmp_path / "files")}
+    run = Ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *words(**files, set_train_epochs=50))
     while not list_checkpoints(tmp_path / "run"):
         assert run.wait(0.05) is None
     os.killpg(run.pid, signal.SIGTERM)
     run.communicate()
     newest = list_checkpoints(tmp_path / "run")[-1][1].step
-    more = words(
-        set_weights_file=str(tmp_path / "files"), set_checkpoint_dir="last", set_train_steps=newest + 2
-    )
+    more = words(**files, set_checkpoint_dir="last", set_train_steps=newest + 2)
     run_ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *more)
     assert list_checkpoints(tmp_path / "run")[-1][1].step == newest + 2
