@@ -207,5 +207,8 @@ def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction
         arguments = []
     given = {"total_steps": total_steps} if "total_steps" in arguments else {}
     shape = shapes.custom(lambda step: function(step, **given), name)
-    shape(0)  # reports errors in the function before training
+    if shape(0) != shape(0):  # also reports errors in the function before training
+        raise OptionError(
+            f"the schedule {name} returned two factors for step 0; it must depend only on the step"
+        )
     return shape

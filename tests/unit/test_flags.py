@@ -32,7 +32,6 @@ def said_of(capsys, *arguments) -> str:
         ("model.image_shape", "[3,112]", "is [3, 112]; expected (channels, height, width)"),
         ("model.image_shape", "[1,a]", "expected a list of integers"),
         ("train.epochs", "0", "train.epochs is 0; expected a number of at least 1"),
-        ("train.epochs", "0", "; see plsc config --help"),
         ("batch_size", "3", "unknown flag --batch_size; did you mean --train.batch_size?"),
         ("lr", "3", "did you mean --optim.lr?"),
         (

@@ -333,8 +333,6 @@ def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     ins = entry(dataset, tmp_path)
     with pytest.raises(OptionError, match=r"expected any of jsonl.*did you mean 'tensorboard'"):
         ins.set_loggers("tensorbord")
-    with pytest.raises(OptionError, match=r"expected a name, or an object with the methods"):
-        ins.set_loggers(print)
     monkeypatch.setitem(sys.modules, "wandb", None)  # Python then behaves as if it were not installed
     with pytest.raises(OptionError, match=r"pip install 'plsc\[wandb\]'"):
         train(dataset, tmp_path / "run", "wandb")

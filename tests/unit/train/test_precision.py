@@ -212,10 +212,9 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"use_fp16": 1}, {"init_loss_scaling": 0.5}, {"init_loss_scaling": 2.0**25},
+        {"init_loss_scaling": 0.5}, {"init_loss_scaling": 2.0**25},
         {"init_loss_scaling": math.nan}, {"incr_every_n_steps": 0}, {"decr_every_n_nan_or_inf": 2.5},
         {"incr_ratio": 1.0}, {"decr_ratio": 1}, {"decr_ratio": 0.0}, {"use_dynamic_loss_scaling": "yes"},
-        {"amp_lists": ["softmax"]},
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_and_changes_nothing(wrong):
