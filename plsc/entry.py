@@ -251,7 +251,7 @@ class Entry(OriginalSetters):
                 "function and the name of an event"
             )
 
-    def set_loggers(self, *loggers: str | list[str] | tuple[str, ...] | Logger) -> None:
+    def set_loggers(self, *loggers: str | Sequence[str] | Logger) -> None:
         """Choose where metrics are written, by ``train.loggers`` and by loggers of your own.
 
         Args:
@@ -261,7 +261,7 @@ class Entry(OriginalSetters):
         names: list[str] = []
         custom: list[Logger] = []
         for one in loggers:
-            if isinstance(one, (str, list, tuple)):
+            if isinstance(one, Sequence):
                 names += listed_names(one)
             else:
                 custom.append(one)

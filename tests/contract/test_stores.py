@@ -350,3 +350,11 @@ def _check_keys_from_now_on(address: str) -> None:
     plain = {"Content-Type": "text/plain"}
     request = urllib.request.Request(f"{address}/moto-api/reset-auth", b"0", plain)
     urllib.request.urlopen(request).close()
+
+
+def test_a_silently_failed_rename_is_detected(tmp_path, monkeypatch):
+    store = Store(f"file://{tmp_path}/x")
+    store.make_folder("a")
+    monkeypatch.setattr(store, "_move", lambda *args: None)
+    with pytest.raises(DataError, match="was not renamed"):
+        store.rename("a", "b")

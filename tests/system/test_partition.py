@@ -346,3 +346,10 @@ def test_a_file_on_s3_that_changes_while_the_output_is_published_is_not_deleted(
     assert store.cat(f"{s3}/set/1.txt") == b"QUJD\t1\n"
     assert not store.exists(f"{s3}/set/0.txt")
     assert store.exists(f"{s3}/set/partition_2/manifest.json")
+
+
+def test_a_missing_bucket_gives_a_one_line_error(tmp_path, s3):
+    folder = write_set(tmp_path / "set", 30, (10, 20))
+    printed = run("--data_dir", folder, "--nranks", 3, "--output_dir", "s3://no-bucket/out", code=1)
+    assert "s3://no-bucket/out" in printed
+    assert len(printed.splitlines()) == 1
