@@ -48,8 +48,7 @@ from torch import Tensor, nn
 from plsc.config import Options
 from plsc.config.optim import CLIP_NORM, CLIPPED_STEP
 from plsc.models import build_model
-from plsc.run.build_heads import margin_of
-from plsc.run.build_updates import default_warmup
+from plsc.train.build import default_warmup, margin_of
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

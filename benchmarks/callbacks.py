@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from plsc import Callback, EarlyStopping, Entry
-from plsc.run.callbacks import Context
+from plsc.train.callbacks import Context
 
 WARM_UP = 10  # steps
 

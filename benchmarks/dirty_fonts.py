@@ -72,11 +72,11 @@ from glyph_classes import agreed_pairs
 from render import plain, varied
 
 from plsc import Entry, open_embeddings
-from plsc.actions.embeddings import INDEX_NAME, NAMES
-from plsc.actions.predict import EMBEDDINGS
-from plsc.actions.predict_images import Samples
 from plsc.clean import review
 from plsc.data.lists import read_listing
+from plsc.predict.embeddings import INDEX_NAME, NAMES
+from plsc.predict.images import Samples
+from plsc.predict.predict import EMBEDDINGS
 
 CHARACTERS, CLEANED, PER_CLASS, USED, TRAINED = 750, 400, 24, 18, 12
 FAMILIES, ODD = 8, 0.4

@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 import plsc.checkpoint.retention
-import plsc.state.saving
-import plsc.state.upload
+import plsc.train.saving
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.complete import copy_complete
 from plsc.checkpoint.remote import clean, verify
@@ -111,8 +110,8 @@ def train(job: Facts) -> None:
 
         setattr(module, name, watched)
 
-    watch(plsc.state.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
-    watch(plsc.state.upload, "upload", "upload", lambda folder, *_: read_manifest(folder).step)
+    watch(plsc.train.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
+    watch(plsc.train.saving, "upload", "upload", lambda folder, *_: read_manifest(folder).step)
     watch(plsc.checkpoint.retention, "withdraw", "retention", lambda *_: 0)
     watch(WeightsFile, "_transfer", "pages", lambda *_: 0)
     watch(WeightsFile, "_roll_back", "undo", lambda *_: 0)

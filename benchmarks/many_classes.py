@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from plsc import Callback, Entry
 from plsc.heads import Sampling
 from plsc.models import BaseModel
-from plsc.run import build_heads
-from plsc.run.callbacks import Context
+from plsc.train import build as build_heads
+from plsc.train.callbacks import Context
 
 INPUTS = 32
 

@@ -22,10 +22,10 @@ from plsc.models import build_model
 from plsc.models.autocast import autocast
 from plsc.models.layers import use_torch_layers
 from plsc.parallel.world import World
-from plsc.run.build_network import training_mode
-from plsc.run.run import Run, build_run
-from plsc.run.user_parts import UserParts
+from plsc.train.build import training_mode
+from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
+from plsc.train.run import Run, build_run
 from plsc.train.step import Step
 
 BASELINE = "plain PyTorch, fp32"

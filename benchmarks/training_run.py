@@ -12,9 +12,9 @@ import numpy as np
 from plsc.config import Options
 from plsc.data.batch import Batch
 from plsc.parallel.world import World
-from plsc.run.run import Run, build_run
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
+from plsc.train.run import Run, build_run
 from plsc.train.step import Step
 
 

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from plsc import Entry
-from plsc.run.callbacks import Context
+from plsc.train.callbacks import Context
 
 LAYER = "stages.3"
 

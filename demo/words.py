@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from plsc import Callback, Entry
 from plsc.checkpoint import load_weights
 from plsc.models.base_model import BaseModel
-from plsc.run.callbacks import Context
+from plsc.train.callbacks import Context
 
 SIDE = 2  # neighbours on each side
 HELD_OUT = 20  # every 20th paragraph

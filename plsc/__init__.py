@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plsc.actions.embeddings import open_embeddings
     from plsc.config.runtime import AutoMixedPrecisionLists
     from plsc.entry import Entry
-    from plsc.run.callbacks import Callback, EarlyStopping
-    from plsc.state.network import load_network
-    from plsc.train.watch.limits import MaxTime
+    from plsc.predict.embeddings import open_embeddings
+    from plsc.predict.network import load_network
+    from plsc.train.callbacks import Callback, EarlyStopping
+    from plsc.train.watch import MaxTime
 
 from plsc.version import __version__
 
@@ -33,12 +33,12 @@ __all__ = [
 # Imported on first use: `import plsc` alone does not import torch.
 _MODULES = {
     "AutoMixedPrecisionLists": "plsc.config.runtime",
-    "Callback": "plsc.run.callbacks",
-    "EarlyStopping": "plsc.run.callbacks",
+    "Callback": "plsc.train.callbacks",
+    "EarlyStopping": "plsc.train.callbacks",
     "Entry": "plsc.entry",
-    "MaxTime": "plsc.train.watch.limits",
-    "load_network": "plsc.state.network",
-    "open_embeddings": "plsc.actions.embeddings",
+    "MaxTime": "plsc.train.watch",
+    "load_network": "plsc.predict.network",
+    "open_embeddings": "plsc.predict.embeddings",
 }
 
 

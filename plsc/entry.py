@@ -12,20 +12,12 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from plsc.actions.dominant import run_dominant
-from plsc.actions.embeddings import Embeddings
-from plsc.actions.export import Conversion, run_conversion
-from plsc.actions.predict import Prediction, Request, run_prediction
-from plsc.actions.predict_images import Images
-from plsc.actions.protocols import ProtocolData, run_protocol
-from plsc.actions.test import run_test
-from plsc.actions.train import run_training
 from plsc.config import Options
 from plsc.config.optim import ParameterGroup
 from plsc.config.option import name_of
 from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
 from plsc.config.train import listed_names
-from plsc.data.transform import Transform
+from plsc.data.augment import Transform
 from plsc.errors import OptionError, record_failure
 from plsc.models import BaseModel
 from plsc.models.parameters import Initialization
@@ -34,12 +26,18 @@ from plsc.optim.schedule import ScheduleFunction
 from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
-from plsc.run.build_data import as_reader
-from plsc.run.callbacks import Callback, Context, FunctionCallback, Logger
-from plsc.run.user_parts import UserParts
+from plsc.predict.class_weights import run_dominant
+from plsc.predict.embeddings import Embeddings
+from plsc.predict.exporter import Conversion, run_conversion
+from plsc.predict.images import Images
+from plsc.predict.predict import Prediction, Request, run_prediction
+from plsc.predict.protocols import ProtocolData, run_protocol, run_test
 from plsc.storage.urls import local_folder, set_hdfs_user
 from plsc.terminal import on_terminal
+from plsc.train.callbacks import Callback, Context, FunctionCallback, Logger, UserParts
+from plsc.train.data import as_reader
 from plsc.train.loop import TrainResult
+from plsc.train.train import run_training
 
 T = TypeVar("T")
 

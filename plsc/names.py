@@ -30,13 +30,13 @@ OPTIMIZERS = (
 """Of plsc/optim/optimizers.py."""
 
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
-"""Of plsc/run/build_updates.py."""
+"""Of plsc/train/build.py."""
 
 LOGGERS = ("jsonl", "tensorboard", "mlflow", "wandb")
-"""Of plsc/run/loggers.py."""
+"""Of plsc/train/log.py."""
 
 CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile")
-"""Of plsc/actions/train.py."""
+"""Of plsc/train/train.py."""
 
 PROTOCOLS = {
     "pairs": ("images", "pairs", "groups"),
@@ -45,4 +45,4 @@ PROTOCOLS = {
     "templates": ("images", "templates", "groups"),
     "retrieval": ("images", "groups"),
 }
-"""Of plsc/actions/protocols.py, with the arguments that each takes."""
+"""Of plsc/predict/protocols.py, with the arguments that each takes."""

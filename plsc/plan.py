@@ -26,7 +26,7 @@ from plsc.config.head import sample_ratios
 from plsc.config.optim import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
-from plsc.heads.neighbours import KEPT_BYTES, LIST_BYTES
+from plsc.heads.sampling import KEPT_BYTES, LIST_BYTES
 from plsc.heads.softmax import tile_size
 from plsc.inputs import Input, map_tensors
 from plsc.models import build_model

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from plsc.run import build_heads, build_network
+from plsc.train import build as build_heads
+from plsc.train import build as build_network
 
 
 def compute_in_float64(patch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import torch
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.run.run import build_run
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
+from plsc.train.run import build_run
 from plsc.train.step import Step
 from tests.overflowing import scale_in_any_mode
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from plsc.checkpoint.save import local_of
 from plsc.models import BaseModel
-from plsc.run import run as build
-from plsc.state.tensors import collect_tensors
+from plsc.train import run as build
+from plsc.train.snapshot import collect_tensors
 from plsc.train.step import Step
 from tests.resuming import train
 

@@ -547,19 +547,19 @@ def run_step(case: Case, gpu: PretendGPU) -> None:
     """Run a training step of a run, from the batch of the loader to the update, without the network's DDP."""
     import torch
 
-    import plsc.run.build_network
+    import plsc.train.build
     from plsc.config import Options
     from plsc.data.batch import Batch, copied_in_side_stream
     from plsc.heads import base
-    from plsc.run.run import build_run
-    from plsc.run.user_parts import UserParts
+    from plsc.train.callbacks import UserParts
+    from plsc.train.run import build_run
     from plsc.train.step import Step
 
     world = _world(case.ranks)
     base.initial_rows = lambda seed, start, stop, width, *others: torch.empty(
         stop - start, width, device="cuda:0"
     )
-    plsc.run.build_network.sum_gradients = lambda network, *_, **named: network  # C++: needs real tensors
+    plsc.train.build.sum_gradients = lambda network, *_, **named: network  # C++: needs real tensors
 
     class Images(torch.utils.data.Dataset[tuple[Any, int]]):
         targets = tuple(index % case.classes for index in range(case.batch * case.ranks))

@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from plsc.actions.train import run_training
 from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.run.user_parts import UserParts
 from plsc.terminal import on_terminal
+from plsc.train.callbacks import UserParts
+from plsc.train.train import run_training
 
 
 class Drawing(BaseModel):

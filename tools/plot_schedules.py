@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from plsc.config import Options  # noqa: E402
 from plsc.evaluate.plots import add_legend, line_look, new_figure, save_png, style_axes  # noqa: E402
-from plsc.run.build_updates import build_schedule  # noqa: E402
+from plsc.train.build import build_schedule  # noqa: E402
 
 STEPS = 1000
 DRAWN = {

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from plsc.actions.embeddings import NAMES, Embeddings
-from plsc.actions.predict import EMBEDDINGS
-from plsc.actions.predict_images import Samples
 from plsc.clean import faults
 from plsc.clean.changes import Change, write_changes
 from plsc.clean.duplicates import Pixels, agreeing, find_duplicates, planted_copies, read_pixels
@@ -25,10 +22,13 @@ from plsc.data.split import halves_of
 from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.identification import check_finite
 from plsc.gallery.vectors import nearest
-from plsc.run.classes import check_unseen
-from plsc.state.start import open_checkpoint
+from plsc.predict.embeddings import NAMES, Embeddings
+from plsc.predict.images import Samples
+from plsc.predict.predict import EMBEDDINGS
 from plsc.storage.publish import replacing
 from plsc.storage.urls import shown
+from plsc.train.data import check_unseen
+from plsc.train.folder import open_checkpoint
 
 _EXAMPLES = 5
 PAGE, CHANGES, QUESTIONS = "report.html", "changes.tsv", "questions.tsv"

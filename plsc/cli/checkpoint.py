@@ -111,7 +111,7 @@ def run_classes(source: str, destination: str, images: str | None, model: str | 
     if images is None:
         manifest = change_classes(source, destination, **given)
     else:
-        from plsc.actions.grow import grow_from_images
+        from plsc.predict.class_weights import grow_from_images
 
         others = [name for name in ("drop", "merge", "reorder") if given[name] is not None]
         if given["grow"] is None or others:

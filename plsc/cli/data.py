@@ -145,8 +145,8 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
 
 def _embeddings(model: str, location: str, folder: Path, network: str | None, reading: dict[str, Any]) -> Any:
     """Return the embeddings of a dataset: those in the folder `model`, or of this checkpoint, in `folder`."""
-    from plsc.actions.embeddings import INDEX_NAME, open_embeddings
     from plsc.entry import Entry
+    from plsc.predict.embeddings import INDEX_NAME, open_embeddings
 
     if Path(model, INDEX_NAME).is_file():
         return open_embeddings(model)

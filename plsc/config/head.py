@@ -116,7 +116,7 @@ class HeadOptions:
         "set_loss_type(**loss_arguments)",
         _loss_arguments,
     )
-    # None: `with_margin` in plsc/run/build_heads.py decides.
+    # None: `with_margin` in plsc/train/build.py decides.
     margin: float | None = of_run(
         None,
         "margin: an angle in radians; cosface: a cosine; sphereface: a factor of the angle; None: the "
@@ -131,7 +131,7 @@ class HeadOptions:
         "set_class_margins(**class_margins)",
         _class_margins,
     )
-    # None: `count_classes` in plsc/run/classes.py decides.
+    # None: `count_classes` in plsc/train/data.py decides.
     class_num: int | None = of_run(
         None, "number of classes; None: largest label + 1", "set_class_num(num)", at_least(1)
     )

@@ -207,7 +207,7 @@ _NOT_ALL_OWN = Need(
 class OptimOptions:
     """Optimizer and learning rate schedule."""
 
-    # None: `with_rate` in plsc/run/build_updates.py decides.
+    # None: `with_rate` in plsc/train/build.py decides.
     lr: float | None = of_run(
         None,
         f"learning rate, used as it is; None: {DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",

@@ -11,11 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augment
+from plsc.data.augment import (
+    Augmentation,
+    Draws,
+    IsolatedRandom,
+    Operation,
+    Transform,
+    apply_transform,
+    are_mirrored,
+    augment,
+)
 from plsc.data.batch import BadSample, Batch, BufferRing, SampleNames
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.sources.base import Source, printable
-from plsc.data.transform import IsolatedRandom, Transform, apply_transform
 from plsc.data.workers import Stopped
 from plsc.errors import DataError, add_note, naming
 from plsc.inputs import Input, as_input, stack_inputs

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from plsc.actions.embeddings import NAMES, open_embeddings
-from plsc.actions.predict import EMBEDDINGS
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import CLASS_WEIGHTS
@@ -29,9 +27,11 @@ from plsc.gallery.gallery import Gallery, normalised, write_gallery
 from plsc.gallery.places import AnyStore, open_store
 from plsc.gallery.store import Found, New
 from plsc.parallel.world import World
-from plsc.run.targets import embed
-from plsc.state.network import load_with_config
+from plsc.predict.embeddings import NAMES, open_embeddings
+from plsc.predict.network import load_with_config
+from plsc.predict.predict import EMBEDDINGS
 from plsc.storage.urls import is_url
+from plsc.train.targets import embed
 
 _BATCH = 64  # images
 StrPath: TypeAlias = str | os.PathLike[str]

@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from plsc.actions.embeddings import NAMES, open_embeddings
-from plsc.actions.predict import EMBEDDINGS
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import fetch
 from plsc.data.class_names import ClassNames
@@ -34,6 +32,8 @@ from plsc.gallery.gallery import Gallery, write_gallery
 from plsc.gallery.places import copy_entries, is_folder, mode_of, opened_gallery
 from plsc.gallery.store import New
 from plsc.parallel.world import World
+from plsc.predict.embeddings import NAMES, open_embeddings
+from plsc.predict.predict import EMBEDDINGS
 from plsc.storage.urls import is_url
 
 _IMAGES = "pass the embeddings of the same images by both networks (--anchors-from, --anchors-to)"

@@ -27,8 +27,16 @@ from plsc.heads.geometry import normalised, norms
 from plsc.heads.host_copies import to_device
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
-from plsc.heads.neighbours import KEPT_BYTES, Neighbours, merge, nearest
-from plsc.heads.sampling import Sampling, classes_of, draw_classes, draw_pages
+from plsc.heads.sampling import (
+    KEPT_BYTES,
+    Neighbours,
+    Sampling,
+    classes_of,
+    draw_classes,
+    draw_pages,
+    merge,
+    nearest,
+)
 from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend, tile_size
 from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts

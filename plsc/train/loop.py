@@ -18,17 +18,17 @@ from plsc.models.sync_batch_norm import equal_buffers
 from plsc.parallel.collectives import gather_rows
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
-from plsc.run.callbacks import CurrentStep
-from plsc.run.notes import epoch_warning, interrupted, nothing_left, zero_rate
-from plsc.run.run import Run
-from plsc.run.targets import evaluate_targets
 from plsc.spans import span
-from plsc.state.saving import Saver
-from plsc.state.warm_start import WarmStart
-from plsc.train.bad_loss import stop_at_bad_weights
+from plsc.train.average import WeightAverage
+from plsc.train.callbacks import CurrentStep
+from plsc.train.losses import stop_at_bad_weights
+from plsc.train.restore import WarmStart
+from plsc.train.run import Run
+from plsc.train.saving import Saver
+from plsc.train.settle import epoch_warning, interrupted, nothing_left, zero_rate
 from plsc.train.step import Step, StepResult
-from plsc.train.watch.average import WeightAverage
-from plsc.train.watch.meters import BadSampleReport, Meter
+from plsc.train.targets import evaluate_targets
+from plsc.train.watch import BadSampleReport, Meter
 
 # Metrics that only logged steps compute.
 STOP_SECONDS = 60.0

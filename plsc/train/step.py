@@ -21,17 +21,15 @@ from plsc.heads.base import join_outputs
 from plsc.inputs import Input, split_input
 from plsc.models.autocast import autocast
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
-from plsc.optim.optimizers import assign_parameters, finish_group, set_rates
-from plsc.optim.sparse import sparse_parameters
+from plsc.optim.optimizers import assign_parameters, finish_group, set_rates, sparse_parameters
 from plsc.parallel.backbone import check_never_used, gradient_values, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
-from plsc.run.build_network import distribute_backbone, training_mode
-from plsc.run.notes import idle_parameters
-from plsc.run.run import Run, global_batch_size
 from plsc.seeds import hash_key
 from plsc.spans import span
-from plsc.train.bad_loss import find_bad_layer, stop_at_bad_loss
-from plsc.train.losses import LossReader, Pending
+from plsc.train.build import distribute_backbone, training_mode
+from plsc.train.losses import LossReader, Pending, find_bad_layer, stop_at_bad_loss
+from plsc.train.run import Run, global_batch_size
+from plsc.train.settle import idle_parameters
 
 
 @dataclass

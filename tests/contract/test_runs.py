@@ -12,9 +12,9 @@ from fsspec.implementations.local import LocalFileSystem
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.parallel.world import World
-from plsc.state.start import open_load_dir
 from plsc.storage.store import Store
 from plsc.storage.urls import open_filesystem
+from plsc.train.folder import open_load_dir
 from plsc.train.loop import TrainResult
 from tests.images import write_dataset
 from tests.resuming import losses_of, options_of, train

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from plsc import Callback
-from plsc.run.callbacks import EVENTS
+from plsc.train.callbacks import EVENTS
 from tests.system.small_entry import entry
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from plsc import Entry
 from plsc.errors import PlscError
-from plsc.state import start as directories
+from plsc.train import folder as directories
 from tests.undrawn import draw_nothing
 
 

@@ -19,8 +19,8 @@ from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
 from plsc.parallel.world import World
-from plsc.run.user_parts import UserParts
-from plsc.state.tensors import collect_tensors
+from plsc.train.callbacks import UserParts
+from plsc.train.snapshot import collect_tensors
 from tests.distributed.worker import run_worker, smaller_world
 from tests.float64 import compute_in_float64
 from tests.resuming import Steady, different, joined, losses_of, options_of, saved_at, tensors_of, train

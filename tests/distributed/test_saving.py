@@ -16,9 +16,9 @@ from plsc.checkpoint.remote import verify
 from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.errors import CheckpointError, NotSavedError, OptionError
-from plsc.state import saving
-from plsc.state import start as directories
 from plsc.storage.store import Store
+from plsc.train import folder as directories
+from plsc.train import saving
 from tests.distributed.job import small_entry
 from tests.distributed.launch import Ranks, run_ranks
 from tests.distributed.test_interruption import wait_for

@@ -19,7 +19,7 @@ from plsc.models import BaseModel
 from plsc.models.parameters import Initialization
 from plsc.parallel import backbone
 from plsc.parallel.world import World
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import UserParts
 from tests.distributed.worker import run_worker, smaller_world
 from tests.float64 import compute_in_float64
 from tests.resuming import options_of, train

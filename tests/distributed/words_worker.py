@@ -14,7 +14,7 @@ from torch import nn
 
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import UserParts
 from tests.distributed.worker import run_worker, smaller_world
 from tests.float64 import compute_in_float64
 from tests.resuming import different, losses_of, options_of, saved_at, train

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from plsc.actions import predict as prediction
+from plsc.predict import predict as prediction
 from tests.system.small_entry import entry
 from tests.undrawn import draw_nothing
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from plsc import cli
-from plsc.actions import predict as prediction
 from plsc.clean.changes import apply_changes
 from plsc.data.lists import read_listing
+from plsc.predict import predict as prediction
 from tests.images import write_dataset
 from tests.system.small_entry import entry
 

@@ -10,11 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.manifest import HeadInfo
 from plsc.config import Options
-from plsc.export.check import compare, load_graph
 from plsc.export.folder import write_about, write_weights
 from plsc.export.graph import as_served, write_graph
 from plsc.models import BaseModel, build_model, resnet
 from plsc.models.registry import Adapter
+from plsc.predict.exporter import compare, load_graph
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
 pytestmark = pytest.mark.slow

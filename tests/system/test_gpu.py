@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from plsc import Entry
 from plsc.errors import TrainingError
 from plsc.parallel.world import World
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import UserParts
 from tests.devices import NEEDS_GPU, VISIBLE
 from tests.distributed import job
 from tests.distributed.launch import run_torchrun

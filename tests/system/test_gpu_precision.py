@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from plsc.parallel.world import World
-from plsc.run.run import build_run
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
+from plsc.train.run import build_run
 from plsc.train.step import Step
 from tests.devices import NEEDS_GPU
 from tests.images import write_dataset

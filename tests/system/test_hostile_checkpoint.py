@@ -19,10 +19,10 @@ from plsc.checkpoint.shard_file import OFFSETS_KEY, PLACES_KEY, entry_of, write_
 from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.errors import CheckpointError, DataError
-from plsc.state.snapshot import pack_generators, unpack_generators
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.regular import open_regular
 from plsc.storage.store import Store, clean
+from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 

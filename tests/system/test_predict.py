@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 import plsc
-from plsc.actions import predict as prediction
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.models.base_model import BaseModel
 from plsc.parallel.world import World
-from plsc.run.build_heads import load_head
+from plsc.predict import predict as prediction
+from plsc.train.build import load_head
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.system import predict_worker

@@ -18,8 +18,8 @@ from plsc.config.text import render_options
 from plsc.entry import Entry
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.run.run import build_run
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import UserParts
+from plsc.train.run import build_run
 from tests.command_line import options_from
 from tests.images import write_dataset
 

@@ -18,7 +18,6 @@ from torch import nn
 import plsc
 import plsc.checkpoint
 import plsc.export
-from plsc.actions.predict_images import Samples
 from plsc.cli import main
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
@@ -29,6 +28,7 @@ from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import FARS, verify
 from plsc.export.folder import describe_file
 from plsc.models.base_model import BaseModel
+from plsc.predict.images import Samples
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 

@@ -4,12 +4,12 @@ import dataclasses
 import inspect
 
 from plsc import names
-from plsc.actions.protocols import Evaluator, ProtocolData
-from plsc.actions.train import CALLBACKS
 from plsc.heads.margins import MARGINS
 from plsc.models.registry import NETWORKS
 from plsc.optim.optimizers import OPTIMIZERS
-from plsc.run.loggers import LOGGERS
+from plsc.predict.protocols import Evaluator, ProtocolData
+from plsc.train.log import LOGGERS
+from plsc.train.train import CALLBACKS
 
 
 def test_names_are_those_of_the_owners():

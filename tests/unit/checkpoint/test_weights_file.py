@@ -18,8 +18,8 @@ from plsc.checkpoint.weights_file import WeightsFile
 from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
 from plsc.parallel.world import World
-from plsc.state.weights_files import opened_file
 from plsc.storage import publish
+from plsc.train.saving import opened_file
 from tests.devices import GPU
 
 CLASSES, DIMENSION = 330, 24  # 11 pages, the last one with 10 classes

@@ -7,8 +7,16 @@ import pytest
 import torch
 from conftest import smooth_picture
 
-from plsc.data.augment import Augmentation, Draws, Operation, are_mirrored, augment
-from plsc.data.transform import IsolatedRandom, apply_transform, takes_image_by_name
+from plsc.data.augment import (
+    Augmentation,
+    Draws,
+    IsolatedRandom,
+    Operation,
+    apply_transform,
+    are_mirrored,
+    augment,
+    takes_image_by_name,
+)
 from plsc.errors import DataError
 from plsc.seeds import hash_key, splitmix64
 

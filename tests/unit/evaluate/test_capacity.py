@@ -10,9 +10,10 @@ from plsc.evaluate.capacity import (
     Prediction,
     _fpir,
     capacity_of_search,
+    evaluate_capacity,
     measure_capacity,
+    measure_fpir,
 )
-from plsc.evaluate.capacity_report import evaluate_capacity, measure_fpir
 
 
 def images_of(classes, images, seed=0, families=0, size=16):
@@ -288,6 +289,6 @@ def test_a_report_of_one_image_per_class_cannot_say_what_is_held(tmp_path):
 
 
 def test_a_report_uses_whole_classes_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("plsc.evaluate.capacity_report._MOST_IMAGES", 100)
+    monkeypatch.setattr("plsc.evaluate.capacity._MOST_IMAGES", 100)
     capacity = evaluate_capacity(*images_of(60, 3)).capacity
     assert (capacity.classes, capacity.images) == (33, 99)

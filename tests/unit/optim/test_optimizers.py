@@ -18,7 +18,7 @@ from plsc.optim.optimizers import (
     describe_implementation,
     set_rates,
 )
-from plsc.run.build_updates import check_optim
+from plsc.train.build import check_optim
 
 CPU = torch.device("cpu")
 

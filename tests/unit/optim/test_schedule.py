@@ -9,8 +9,8 @@ import torch
 from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.run.build_updates import build_schedule, check_optim, default_rate, with_rate
-from plsc.run.position import Length
+from plsc.train.build import build_schedule, check_optim, default_rate, with_rate
+from plsc.train.callbacks import Length
 
 
 def schedule(function=None, total=None, epoch=None, **changes):

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from plsc.actions.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
 from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
 from plsc.checkpoint.classes.plan import read_class_list
 from plsc.checkpoint.manifest import HeadInfo
@@ -35,8 +34,9 @@ from plsc.evaluate.pair_lists import read_pair_list
 from plsc.evaluate.template_files import read_protocol
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
-from plsc.run.loggers import JsonLines
+from plsc.predict.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
 from plsc.storage.regular import open_regular, read_regular
+from plsc.train.log import JsonLines
 from tests.roles import role_of_key
 from tests.unit.data.test_opening import make_lmdb
 from tests.unit.evaluate.test_template_files import FILES

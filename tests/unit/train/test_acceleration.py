@@ -10,7 +10,7 @@ from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.parallel.world import World
-from plsc.run.build_network import batch_sizes, check_network_options, set_memory_format
+from plsc.train.build import batch_sizes, check_network_options, set_memory_format
 from tests.images import write_dataset
 from tests.option_pairs import CHANGES, SHAPE, check_pair, options_with, pairs
 from tests.resuming import different, losses_of, options_of, saved_at, train

@@ -6,8 +6,8 @@ import pytest
 
 from plsc.parallel import machine
 from plsc.parallel.world import World
-from plsc.train.watch import advice
-from plsc.train.watch.advice import DataWait
+from plsc.train import watch as advice
+from plsc.train.watch import DataWait
 
 
 @pytest.fixture(autouse=True)

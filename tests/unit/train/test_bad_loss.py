@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from plsc import Callback
 from plsc.errors import TrainingError
 from plsc.parallel.world import World
-from plsc.run.user_parts import UserParts
 from plsc.train import step as step_module
+from plsc.train.callbacks import UserParts
 from plsc.train.losses import LossReader
 from tests.images import write_dataset
 from tests.resuming import losses_of, options_of, train

@@ -11,17 +11,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import plsc
-from plsc.actions.export import run_conversion
-from plsc.actions.predict import run_prediction
 from plsc.config import Options
 from plsc.errors import DataError, OptionError, TrainingError
 from plsc.models import BaseModel, check_model
-from plsc.optim.optimizers import ExpectedStates, assign_parameters, build_optimizer
-from plsc.optim.sparse import SPARSE
+from plsc.optim.optimizers import SPARSE, ExpectedStates, assign_parameters, build_optimizer
 from plsc.parallel.world import World
-from plsc.run.build_data import open_training_data
-from plsc.run.user_parts import UserParts
-from plsc.state.network import load_network
+from plsc.predict.exporter import run_conversion
+from plsc.predict.network import load_network
+from plsc.predict.predict import run_prediction
+from plsc.train.callbacks import UserParts
+from plsc.train.data import open_training_data
 from tests.overflowing import scale_in_any_mode
 from tests.resuming import different, options_of, train
 

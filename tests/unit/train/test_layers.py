@@ -9,8 +9,7 @@ from torch import nn
 from plsc.errors import OptionError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.run.callbacks import FunctionCallback
-from plsc.run.user_parts import UserParts
+from plsc.train.callbacks import FunctionCallback, UserParts
 from tests.images import write_dataset
 from tests.resuming import options_of, train
 

@@ -15,8 +15,8 @@ from plsc.data.order import BatchPlan, spread
 from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError
 from plsc.parallel.world import World
-from plsc.run.user_parts import UserParts
-from plsc.train.watch.limits import MaxTime
+from plsc.train.callbacks import UserParts
+from plsc.train.watch import MaxTime
 from tests.command_line import options_from
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, options_of, saved_at, tensors_of, train

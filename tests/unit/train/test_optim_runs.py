@@ -13,10 +13,9 @@ from plsc.checkpoint import load_weights, read_manifest
 from plsc.config.text import render_options
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import World
-from plsc.run.callbacks import Callback
-from plsc.run.run import build_run
-from plsc.run.user_parts import UserParts
-from plsc.state.tensors import check_counts
+from plsc.train.callbacks import Callback, UserParts
+from plsc.train.run import build_run
+from plsc.train.snapshot import check_counts
 from tests.command_line import options_from
 from tests.images import write_dataset
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train

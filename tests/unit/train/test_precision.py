@@ -12,18 +12,18 @@ from plsc.checkpoint.manifest import LossScale
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
-from plsc.run import build_network as network
-from plsc.run import run as build
-from plsc.run.build_heads import execution_of
-from plsc.run.run import build_run, check_combinations
-from plsc.run.targets import evaluate_targets, load_targets
-from plsc.run.user_parts import UserParts
-from plsc.state.restore import restore
 from plsc.storage.records import read_record
+from plsc.train import build as network
+from plsc.train import run as build
 from plsc.train import step as step_module
+from plsc.train.build import execution_of
+from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.losses import LossReader
+from plsc.train.restore import restore
+from plsc.train.run import build_run, check_combinations
 from plsc.train.step import Step
+from plsc.train.targets import evaluate_targets, load_targets
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import Scripted, logged, scale_in_any_mode, train_scripted
 from tests.resuming import different, options_of, saved_at, tensors_of, train

@@ -1,0 +1,312 @@
+"""The folder that `predict` writes: numbered shards of rows, as .npy or Parquet, and ``_index.json``.
+
+A shard is ``<number>-<crc32>.npy``, a structured array with one field per column, or the same with the suffix
+.parquet. It appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.torch import load_file
+
+from plsc.checkpoint import load_weights
+from plsc.checkpoint.remote import fetch
+from plsc.checkpoint.shard_file import checksum
+from plsc.errors import CheckpointError, DataError, kind_and_line
+from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, checksum_of, read_about
+from plsc.parallel.world import World
+from plsc.storage.publish import HIDDEN, replacing
+from plsc.storage.records import Size, Text, read_record
+from plsc.storage.urls import is_url
+from plsc.train.folder import open_checkpoint
+
+INDEX_NAME = "_index.json"  # readers of Parquet folders skip names with an underscore
+FORMAT, VERSION = "plsc-embeddings", 1
+NAMES = "names"
+_MOST_INDEX, _MOST_FILE, _MOST_SHARD, _MOST_AXES = 2**28, 2**33, 2**31, 32  # bytes; axes of a column
+_SHARD = re.compile(r"(\d{5,})-([0-9a-f]{8})\.(npy|parquet)")
+Columns = Mapping[str, np.ndarray]
+
+
+class _Index(TypedDict):
+    format: Literal["plsc-embeddings"]
+    version: Literal[1]
+
+
+class _Column(TypedDict):
+    dtype: Literal["float32", "int64", "object"]
+    shape: list[Annotated[int, (0, 2**40)]]
+
+
+class _Shard(TypedDict):
+    file: Annotated[str, _SHARD.pattern]
+    rows: Size
+
+
+class _Model(TypedDict):
+    checkpoint: Any
+    step: Any
+    name: Any
+    weights: Text
+
+
+class _Complete(TypedDict):
+    complete: Literal[True]
+    model: _Model
+    input: dict[str, Any]
+    columns: dict[str, _Column]
+    count: Annotated[int, (0, 2**40)]
+    shards: list[_Shard]
+
+
+def open_embeddings(
+    folder: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
+) -> Embeddings:
+    """Open the folder that ``predict`` wrote; its index is checked now, each shard when it is first read.
+
+    Args:
+        folder: the output of ``predict``.
+        checkpoint: compare the network of this checkpoint (folder or URL), or folder of
+            `Entry.convert_for_prediction`, with the network that computed the embeddings.
+
+    Raises:
+        DataError: there is no such folder, or it is incomplete or damaged; also when rows are read.
+        CheckpointError: the checkpoint has other weights or another image shape.
+    """
+    embeddings = Embeddings(Path(folder))
+    if checkpoint is not None:
+        embeddings.check(checkpoint)
+    return embeddings
+
+
+class Embeddings:
+    """The columns of a folder, by name; nothing is read before a column is indexed.
+
+    ``found["embeddings"][:100]`` is float32 [100, D]. The rows have the order of the dataset.
+
+    Attributes:
+        index: the contents of ``_index.json``: model, input, flip, columns, count and shards.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = read_index(folder)
+        if self.index.get("complete") is False:
+            raise DataError(f"{folder} is incomplete; run the same predict again, which resumes")
+        index = read_record(_Complete, self.index, folder / INDEX_NAME, DataError)
+        if not _is_sound(index, {path.name for path in folder.iterdir()}):
+            raise DataError(f"{folder / INDEX_NAME} is damaged, or names missing shards; predict again")
+        self.intact: set[Path] = set()  # shards whose checksums were compared
+
+    def __len__(self) -> int:
+        return int(self.index["count"])
+
+    def __getitem__(self, name: str) -> Column:
+        """Return a column. Raises KeyError if there is none of this name."""
+        if name not in self.index["columns"]:
+            raise KeyError(f"{name!r}; known: {', '.join(self.index['columns'])}")
+        return Column(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the columns."""
+        return iter(self.index["columns"])
+
+    def check(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Raise CheckpointError unless the network of a checkpoint computed the embeddings."""
+        place = os.fspath(checkpoint)
+        path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
+        if (path / MODEL_NAME).is_file():
+            about = read_about(path)
+            check_file(path, WEIGHTS_NAME, about.get("weights"))
+            options, weights = about["options"], load_file(path / WEIGHTS_NAME)
+        else:
+            options, weights = open_checkpoint(path).options, load_weights(path)
+        model, shape = self.index["model"], self.index["input"].get("shape")
+        for what, ours, theirs in (
+            ("weights", model["weights"], checksum_of(weights)),
+            ("image shape", shape, ["batch", *options["model"]["image_shape"]]),
+        ):
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{self.folder} was computed by {model['name']} of {model['checkpoint']} (step "
+                    f"{model['step']}), but {path} has different {what}: {theirs!s:.16}, not {ours!s:.16}; "
+                    "use that checkpoint, or predict again"
+                )
+
+
+class Column:
+    """A column of several shards as one array; indexing returns a numpy array.
+
+    Indices are integers, slices, arrays of integers, or bool [N].
+    """
+
+    def __init__(self, embeddings: Embeddings, name: str) -> None:
+        about, shards = embeddings.index["columns"][name], embeddings.index["shards"]
+        self._files = [embeddings.folder / shard["file"] for shard in shards]
+        self._starts = np.cumsum([0, *(shard["rows"] for shard in shards)])
+        self._name, self._intact = name, embeddings.intact
+        self.dtype = np.dtype(about["dtype"])
+        self.shape = (int(self._starts[-1]), *about["shape"])
+        self._part = functools.cache(self._open)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row, or a new array of the chosen rows."""
+        if isinstance(index, slice):
+            numbers = np.arange(*index.indices(len(self)))
+        else:
+            numbers = np.asarray(index)
+            numbers = np.flatnonzero(numbers) if numbers.dtype == bool else numbers
+        outside = (numbers < -len(self)) | (numbers >= len(self))
+        if np.any(outside):
+            raise IndexError(f"{index} is outside the {len(self)} rows of {self._name}")
+        numbers = numbers % max(1, len(self))
+        shards = np.searchsorted(self._starts, numbers, side="right") - 1
+        parts = {shard: self._part(shard) for shard in np.unique(shards).tolist()}
+        rows = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
+        for shard, part in parts.items():
+            chosen = shards == shard
+            rows[chosen] = part[numbers[chosen] - self._starts[shard]]
+        return rows if numbers.ndim else rows[()]
+
+    def shards(self) -> Iterator[np.ndarray]:
+        """Yield the column of each shard in order, memory-mapped if it is .npy."""
+        return map(self._open, range(len(self._files)))
+
+    def _open(self, shard: int) -> np.ndarray:
+        file, shape = self._files[shard], (np.diff(self._starts)[shard], *self.shape[1:])
+        try:
+            if file not in self._intact and not is_intact(file):
+                raise ValueError("its name has another checksum")
+            self._intact.add(file)
+            column = read_column(file, self._name, shape[0])
+            column = column.reshape(shape) if file.suffix == ".parquet" else column
+            if (column.dtype, column.shape) != (self.dtype, shape):
+                raise ValueError(f"{self._name} is {column.dtype} {column.shape}, not {self.dtype} {shape}")
+        except Exception as error:  # a damaged file fails in many ways
+            raise DataError(f"{file} is damaged ({kind_and_line(error):.300}); predict again") from error
+        return column
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the contents of ``_index.json``. Raises DataError if it is missing or of another format."""
+    return dict(read_record(_Index, folder / INDEX_NAME, folder / INDEX_NAME, DataError, _MOST_INDEX))
+
+
+def _is_sound(index: _Complete, names: set[str]) -> bool:
+    """Return whether the parts of a complete index agree; names: of the files in the folder."""
+    columns, shards = index["columns"], index["shards"]
+    shapes = [about["shape"] for about in columns.values()]
+    if max(map(len, shapes), default=0) > _MOST_AXES:
+        return False
+    row = 8 * sum(map(math.prod, shapes))
+    order = [int(shard["file"].partition("-")[0]) for shard in shards]
+    return (
+        columns.get(NAMES) == {"dtype": "object", "shape": []}
+        and all(name == NAMES or about["dtype"] != "object" for name, about in columns.items())
+        and all(shard["file"] in names and 0 < shard["rows"] * row <= _MOST_SHARD for shard in shards)
+        and all(first < second for first, second in itertools.pairwise(order))  # empty ones are left out
+        and sum(shard["rows"] for shard in shards) == index["count"]
+    )
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Write ``_index.json``, or replace it."""
+    with replacing(folder / INDEX_NAME) as temporary:
+        temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def write_shard(
+    folder: Path, number: int, names: Sequence[str], columns: Columns, suffix: str, about: Any = None
+) -> str:
+    """Write the rows of a shard, and return the name of the file; about: metadata of a Parquet schema."""
+    content = _as_parquet(names, columns, about) if suffix == "parquet" else _as_npy(names, columns)
+    file = f"{number:05d}-{zlib.crc32(content):08x}.{suffix}"
+    with replacing(folder / file) as temporary:
+        temporary.write_bytes(content)
+    return file
+
+
+def find_shards(folder: Path) -> dict[int, str]:
+    """Return the files of all shards by number; remove unfinished files of killed processes."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if HIDDEN.fullmatch(path.name):
+            path.unlink()
+        elif path.is_file() and not path.is_symlink() and (match := _SHARD.fullmatch(path.name)):
+            files[int(match[1])] = path.name
+    return files
+
+
+def is_intact(path: Path) -> bool:
+    """Return whether the contents of a shard have the checksum in its name."""
+    match = _SHARD.fullmatch(path.name)
+    if match is None or path.stat().st_size > _MOST_FILE:
+        return False
+    return checksum(path).crc32 == int(match[2], 16)
+
+
+def read_column(path: Path, name: str, rows: int | None = None) -> np.ndarray:
+    """Return a column of a shard, memory-mapped if it is .npy; ValueError if it has not `rows` rows."""
+    if path.suffix == ".parquet":
+        file = pq.ParquetFile(path, memory_map=True)
+        _check_rows(file.metadata.num_rows, rows)
+        column = file.read(columns=[name])[name].combine_chunks()
+        if name == NAMES and column.type == pa.string() and not column.null_count:
+            return np.array(column.to_pylist(), dtype=object)
+        return (column.flatten() if hasattr(column, "flatten") else column).to_numpy()
+    table = np.lib.format.open_memmap(path, mode="r")  # np.load would also read other formats
+    _check_rows(len(table), rows)
+    if name != NAMES:
+        return table[name]
+    return np.array([encoded.decode("utf-8", "surrogateescape") for encoded in table[name]], dtype=object)
+
+
+def _check_rows(count: int, rows: int | None) -> None:
+    if rows not in (None, count):  # before a list of them fills the memory
+        raise ValueError(f"it has {count} rows; expected {rows}")
+
+
+def _as_npy(names: Sequence[str], columns: Columns) -> bytes:
+    encoded = np.array([name.encode("utf-8", "surrogateescape") for name in names])
+    everything = {**columns, NAMES: encoded}
+    fields = [(name, column.dtype, column.shape[1:]) for name, column in everything.items()]
+    rows = np.zeros(len(names), np.dtype(fields, align=True))  # zeros also between the fields
+    for name, column in everything.items():
+        rows[name] = column
+    file = io.BytesIO()
+    np.save(file, rows, allow_pickle=False)
+    return file.getvalue()
+
+
+def _as_parquet(names: Sequence[str], columns: Columns, about: Any) -> bytes:
+    arrays = {
+        name: pa.array(column)
+        if column.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(pa.array(column.reshape(-1)), math.prod(column.shape[1:]))
+        for name, column in columns.items()
+    }
+    readable = [name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for name in names]
+    file = io.BytesIO()
+    table = pa.table({**arrays, NAMES: pa.array(readable, pa.string())}, metadata=about)
+    pq.write_table(table, file, compression="none")
+    return file.getvalue()

@@ -1,0 +1,415 @@
+"""Export a checkpoint: its network as a checked graph, with thresholds, class weights and thumbnails."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from plsc.checkpoint import load_weights
+from plsc.checkpoint.all_ranks import on_main_rank
+from plsc.checkpoint.load import read_class_names
+from plsc.config import Config, Options
+from plsc.data.batch import to_input
+from plsc.data.decode import decode_image
+from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.evaluate.capacity import CapacityResult, evaluate_capacity
+from plsc.evaluate.curves import roc_curve
+from plsc.evaluate.plots import plot_roc
+from plsc.evaluate.report import Section
+from plsc.evaluate.verification import VerificationResult
+from plsc.export.card import add_metadata, write_card
+from plsc.export.folder import (
+    CLASSES_NAME,
+    DIVISORS,
+    ROC_NAME,
+    THUMBNAILS_NAME,
+    TORCH_NAME,
+    describe_file,
+    write_about,
+    write_tensors,
+    write_triton_config,
+    write_weights,
+)
+from plsc.export.graph import PRECISIONS, Served, as_served, missing_package, write_graph
+from plsc.export.served import open_model
+from plsc.heads.geometry import normalised
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.predict.images import Samples, open_samples
+from plsc.predict.network import open_trained
+from plsc.predict.protocols import Evaluator
+from plsc.storage.publish import publishing_folder
+from plsc.storage.urls import is_url, shown
+from plsc.train.callbacks import UserParts
+from plsc.train.data import OpenedCheckpoint, check_unseen
+from plsc.train.targets import Target, evaluate_targets, load_targets
+
+logger = logging.getLogger(__name__)
+
+
+BATCHES = (1, 3, 64)
+TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of a component of a unit vector
+LOWEST_COSINE = 0.99  # decides for int8; others have it if their differences are small
+MOST_ACCURACY_LOST = 0.003  # of int8
+
+Embed = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The embeddings of a graph compared with those of the eager network."""
+
+    largest: float  # difference of a component
+    lowest_cosine: float
+
+    def summary(self) -> str:
+        """Return one line for the log."""
+        return f"largest difference {self.largest:.1e}, lowest cosine {self.lowest_cosine:.6f}"
+
+
+def load_graph(folder: Path, kind: str) -> Embed:
+    """Load the graph of a folder that this process has written, in its own runtime."""
+    if kind == "onnx":
+        return open_model(folder).embed
+    program = torch.export.load(folder / TORCH_NAME).module()
+
+    def embed(images: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            found: np.ndarray = program(torch.from_numpy(images)).numpy()
+        return found
+
+    return embed
+
+
+def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) -> Difference:
+    """Return the differences over batches of BATCHES images.
+
+    images: float32 [N, C, H, W]; repeated if there are fewer than the largest batch. Raises CheckpointError
+    if the differences are too large.
+    """
+    largest, lowest = 0.0, 1.0
+    for batch in BATCHES:
+        some = np.resize(images, (batch, *images.shape[1:]))
+        with torch.inference_mode():
+            expected = served(torch.from_numpy(some)).numpy()
+        found = embed(some)
+        if found.shape != expected.shape:
+            raise CheckpointError(
+                f"the {precision} graph returns {list(found.shape)} for {batch} images; expected "
+                f"{list(expected.shape)}: the network depends on the batch size"
+            )
+        # nan compares as the largest difference
+        largest = float(np.maximum(largest, np.abs(found - expected).max()))
+        lowest = float(np.minimum(lowest, (found * expected).sum(axis=1).min()))
+    difference = Difference(largest, lowest)
+    tolerance = TOLERANCES.get(precision, np.inf)
+    if not (largest <= tolerance and lowest >= LOWEST_COSINE):
+        limit = f"cosine {LOWEST_COSINE}" if largest <= tolerance else f"difference {tolerance:g}"
+        raise CheckpointError(
+            f"the {precision} graph differs from the network: {difference.summary()}; the limit is {limit}. "
+            "Choose another precision"
+        )
+    return difference
+
+
+def check_accuracy(name: str, eager: np.ndarray, found: np.ndarray, is_same: np.ndarray) -> str:
+    """Return both accuracies on a pair file for the log, each at its best threshold.
+
+    The ten-fold accuracy would not do: its thresholds, chosen on a grid, differ after any small change.
+
+    eager, found: cosines of the pairs of the network and of the int8 graph. is_same: bool [P]. Raises
+    CheckpointError if the graph loses too much.
+    """
+    ours, theirs = best_accuracy(eager, is_same), best_accuracy(found, is_same)
+    text = f"accuracy at the best threshold: {theirs:.4f}, of the network {ours:.4f}"
+    if ours - theirs > MOST_ACCURACY_LOST:
+        raise CheckpointError(
+            f"the int8 graph loses too much on {name}: {text}; at most {MOST_ACCURACY_LOST} may be lost. "
+            "Choose another precision"
+        )
+    return f"{name}: {text}"
+
+
+def best_accuracy(cosines: np.ndarray, is_same: np.ndarray) -> float:
+    """Return the highest accuracy over all thresholds, 0..1."""
+    far, tar = roc_curve(cosines, is_same)
+    share = float(is_same.mean())
+    return float((tar * share + (1 - far) * (1 - share)).max())
+
+
+_CHECKED, _CALIBRATED = 64, 256  # images
+_THUMBNAIL_QUALITY = 85
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to export.
+
+    Attributes:
+        graph: ``onnx``, ``torch`` or ``none``; None: ``onnx`` if its packages are there, and for images.
+        precision: float32, float16, int8 (ONNX only) or bfloat16 (torch only).
+        flip: add the embedding of the mirrored image, inside the graph.
+        classes: also write the class weights.
+        thumbnails: also write one image per class.
+        unseen: path or URL of a labelled dataset of classes that were not trained; also write how many
+            strangers a gallery accepts.
+        layout: ``plain``, ``triton`` or ``insightface``; the others only for ONNX.
+        reports: folders of ``plsc test`` with the same weights, which README.md shows.
+    """
+
+    graph: str | None = None
+    precision: str = "float32"
+    flip: bool = False
+    classes: bool = False
+    thumbnails: bool = False
+    unseen: str | None = None
+    layout: str = "plain"
+    reports: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.layout not in DIVISORS:
+            raise OptionError(f"layout is {self.layout!r}; {suggest(self.layout, DIVISORS)}")
+        if self.layout != "plain" and self.graph not in (None, "onnx"):
+            raise OptionError(f"layout is {self.layout!r}, which needs an ONNX graph, not {self.graph!r}")
+        if self.graph is None:
+            return
+        if self.graph not in PRECISIONS:
+            raise OptionError(f"graph is {self.graph!r}; {suggest(str(self.graph), PRECISIONS)}")
+        known = PRECISIONS[self.graph]
+        if self.precision not in known:
+            raise OptionError(
+                f"precision is {self.precision!r}; a graph {self.graph!r} can have {', '.join(known)}"
+            )
+        if self.graph == "none" and (self.flip or self.unseen):
+            name = "flip" if self.flip else "unseen"
+            raise OptionError(f"{name} is set, but there is no graph; remove {name}, or choose a graph")
+
+
+def run_conversion(
+    options: Options,
+    world: World,
+    user: UserParts,
+    output: Path | None = None,
+    conversion: Conversion | None = None,
+) -> Path:
+    """Write the checkpoint's network as a folder for prediction; see `Entry.convert_for_prediction`."""
+    conversion = conversion or Conversion()
+    if conversion.graph == "onnx" and (missing := missing_package()):
+        raise OptionError(f"ONNX needs {missing}; or choose graph 'none', to write only the weights")
+    network, config, checkpoint = open_trained(options, world, user.model)
+    if conversion.graph is None:
+        missing = missing_package() or ("" if network.example_input is None else "a network for images")
+        if missing:
+            logger.info(f"no ONNX graph is written: missing {missing}")
+        conversion = replace(conversion, graph="none" if missing else "onnx")
+    if conversion.graph != "none" and network.example_input is not None:
+        raise OptionError(
+            f"{type(network).__name__} takes no images (it has an example_input), so it has no graph; choose "
+            "graph 'none', which writes the weights"
+        )
+    if output is None and is_url(config.checkpoint.save_dir):
+        raise OptionError(
+            f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
+            "convert_for_prediction(output)"
+        )
+    if conversion.layout == "insightface" and (shape := list(config.model.image_shape)) != [3, 112, 112]:
+        raise OptionError(f"the images are {shape}; insightface needs [3, 112, 112]: choose another layout")
+    folder = output or Path(config.checkpoint.save_dir) / "model"
+    exporter = Exporter(network, config, checkpoint, user, world, conversion)
+    results = exporter.evaluate() if conversion.graph != "none" else []
+    capacity = exporter.capacity(network, world)
+    on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results, capacity))
+    world.log(f"wrote the network of {checkpoint[0]} to {folder}")
+    return folder
+
+
+Results = list[tuple[Target, VerificationResult]]
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Write the folder of a model."""
+
+    network: BaseModel
+    config: Config
+    checkpoint: OpenedCheckpoint
+    user: UserParts
+    world: World
+    conversion: Conversion
+
+    def evaluate(self) -> Results:
+        """Return the results of the network on the first pair file, if there is one; a collective."""
+        options = self.config.changed({"data.flip": self.conversion.flip})
+        targets = load_targets(options, self.user.test_reader, ranks=self.world.size)[:1]
+        results = evaluate_targets(self.network, targets, options, self.world)
+        return [(target, results[target.name]) for target in targets]
+
+    def capacity(self, network: BaseModel, world: World) -> CapacityResult | None:
+        """Return what a gallery holds, from the unseen classes; None if none are given; a collective."""
+        if self.conversion.unseen is None:
+            return None
+        flip = self.conversion.flip and network is self.network
+        options = self.config.changed({"data.flip": flip})
+        evaluator = Evaluator(network, options, world, self.checkpoint)
+        unseen = evaluator.open(self.conversion.unseen)
+        check_unseen(unseen.place, unseen.class_names, self.checkpoint)
+        return evaluate_capacity(evaluator.embed(unseen.images, unseen.place), unseen.labels)
+
+    def write(self, folder: Path, results: Results, capacity: CapacityResult | None = None) -> None:
+        """Write the folder. Raises CheckpointError if the graph differs from the network; nothing is left."""
+        samples = self._open_samples()
+        with publishing_folder(folder) as temporary:
+            about = write_weights(temporary, self.network, self.config, self.checkpoint[1])
+            if self.conversion.classes:
+                about["classes"] = self._write_classes(temporary)
+            if self.conversion.thumbnails:
+                assert samples is not None
+                about["thumbnails"] = self._write_thumbnails(temporary / THUMBNAILS_NAME, samples)
+            measured: list[Section] = []
+            if self.conversion.graph != "none":
+                embed, measured = self._write_graph(temporary, about, samples, results)
+                if self.conversion.precision == "int8":
+                    capacity = self.capacity(_Graph(embed), World.single())
+                if capacity is not None:
+                    about["capacity"] = capacity.as_dict()
+                    measured.append(capacity.section("Capacity"))
+                    logger.info(capacity.summary())
+            add_metadata(temporary, about)
+            write_about(temporary, about)
+            reports, data = self.conversion.reports, self.config.data
+            write_card(temporary, about, self.checkpoint[1], measured, reports, data)
+            if self.conversion.layout == "triton":
+                write_triton_config(temporary, about, max(BATCHES))
+
+    def _open_samples(self) -> Samples | None:
+        """Return the images for checks and thumbnails; None if there are none and none are needed."""
+        conversion, data = self.conversion, self.config.data
+        is_set = self.user.predict_reader is not None or "data.dataset_dir" in self.config.explicit
+        is_useful = conversion.graph != "none" and (is_set or Path(data.dataset_dir).exists())
+        if not (is_useful or conversion.thumbnails or conversion.precision == "int8"):
+            return None
+        samples = open_samples(
+            None, self.user.predict_reader, self.config, self.checkpoint, self.network.example_input
+        )
+        if not isinstance(samples, Samples):
+            raise OptionError(
+                "predict_reader is a generator, but an export reads images by number; remove the reader and "
+                "set data.dataset_dir"
+            )
+        return samples
+
+    def _write_graph(
+        self, folder: Path, about: dict[str, Any], samples: Samples | None, results: Results
+    ) -> tuple[Embed, list[Section]]:
+        """Write, check and return the graph, and its results; add description and thresholds to `about`."""
+        kind, precision = self.conversion.graph, self.conversion.precision
+        assert kind is not None
+        served = as_served(self.network, self.conversion.flip)
+        images = self._images(samples, _CALIBRATED if precision == "int8" else _CHECKED)
+        started = time.monotonic()
+        about["graph"] = write_graph(folder, served, kind, precision, images, self.conversion.layout)
+        write_about(folder, about)
+        embed = load_graph(folder, kind)
+        difference = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
+        about["graph"]["difference"] = {"largest": difference.largest, "cosine": difference.lowest_cosine}
+        logger.info(
+            f"{kind} {precision}: {difference.summary()}, compared with the network in batches of 1, 3 and "
+            f"64 images ({time.monotonic() - started:.1f} s)"
+        )
+        measured = []
+        for target, result in results:
+            if precision == "int8":
+                eager, options = result.cosines, self.config.changed({"data.flip": False})
+                result = evaluate_targets(_Graph(embed), [target], options, World.single())[target.name]
+                logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
+            about["accuracy"] = result.accuracy
+            about["thresholds"] = thresholds_of(result)
+            plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
+            measured.append(result.section(target.name))
+        return embed, measured
+
+    def _images(self, samples: Samples | None, count: int) -> np.ndarray:
+        """Return images, random ones or of many classes, pre-processed, float32 [n, C, H, W]."""
+        if samples is None:
+            logger.info("no dataset is set, so the graph is compared on random images")
+            shape = (count, *self.config.model.image_shape)
+            pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+            return to_input(torch.from_numpy(pixels), "cpu").numpy()
+        order = np.argsort(samples.source.labels(), kind="stable")
+        numbers = order[np.linspace(0, len(order) - 1, min(count, len(order))).astype(np.int64)]
+        images = [to_input(image[None], "cpu").numpy() for image in self._decoded(samples, numbers)]
+        return np.concatenate(images)
+
+    def _decoded(self, samples: Samples, numbers: np.ndarray) -> Iterator[Tensor]:
+        """Yield images, without those that cannot be decoded if `data.bad_images` is ``skip``."""
+        for number in map(int, numbers):
+            try:
+                image = decode_image(samples.source[number][0], self.config.model.image_shape)
+            except DataError as error:
+                if self.config.data.bad_images != "skip":
+                    raise error.at(samples.source.name(number)) from error
+                continue
+            yield image
+
+    def _write_classes(self, folder: Path) -> dict[str, Any]:
+        """Write the L2-normalised class weights and the class names."""
+        weight = load_weights(self.checkpoint[0], "class_weights")["weight"]
+        if weight.ndim != 2:
+            raise CheckpointError(
+                f"{self.checkpoint[0]} has {weight.shape[1]} weight vectors per class; reduce them to one "
+                "with plsc dominant, or export without classes"
+            )
+        tensors = {"weight": normalised(weight.float())[0].contiguous()}
+        names = read_class_names(*self.checkpoint)
+        if names is not None:
+            tensors["names.bytes"] = torch.from_numpy(names.text).contiguous()
+            tensors["names.ends"] = torch.from_numpy(names.ends).contiguous()
+        write_tensors(folder / CLASSES_NAME, tensors)
+        return {"count": len(weight), "names": names is not None, **describe_file(folder, CLASSES_NAME)}
+
+    def _write_thumbnails(self, folder: Path, samples: Samples) -> dict[str, Any]:
+        """Write the first image of each class, in the size of the network's input."""
+        folder.mkdir()
+        labels = samples.source.labels()
+        order = np.argsort(labels, kind="stable")
+        numbers, firsts = np.unique(labels[order], return_index=True)
+        count = 0
+        for number, of_class in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
+            image = next(self._decoded(samples, of_class), None)
+            if image is None:
+                continue
+            count += 1
+            pixels = image.permute(1, 2, 0).numpy()
+            picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+            picture.save(folder / f"{number}.jpg", quality=_THUMBNAIL_QUALITY)
+        return {"count": count, "folder": THUMBNAILS_NAME}
+
+
+def thresholds_of(result: VerificationResult) -> dict[str, float]:
+    """Return the lowest accepted cosine by FAR, such as ``"1e-3"``, for FARs that the pairs can resolve."""
+    return {
+        f"1e{math.log10(far):.0f}": threshold
+        for far, threshold in result.threshold_at_far.items()
+        if threshold is not None and far not in result.unresolved_fars
+    }
+
+
+class _Graph(BaseModel):
+    """A loaded graph, called like a network."""
+
+    def __init__(self, embed: Embed) -> None:
+        super().__init__()
+        self._embed = embed
+
+    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
+        return torch.from_numpy(self._embed(input.numpy()))

@@ -1,0 +1,409 @@
+"""Prediction: embeddings, outputs of layers and classes of images, in memory or streamed to a folder.
+
+The images are divided into shards of consecutive rows; shard i is computed by rank i mod ranks, in batches
+that do not depend on the other shards. A resumed prediction therefore computes the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.checkpoint import Manifest, load_weights
+from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
+from plsc.config import Config, Options
+from plsc.data.batch import SampleNames
+from plsc.errors import DataError, OptionError, suggest
+from plsc.evaluate.embed import embed_batches
+from plsc.export.folder import checksum_of, describe_input, schema_metadata
+from plsc.heads import Head
+from plsc.models import BaseModel
+from plsc.models.base_model import evaluating
+from plsc.models.dry_run import dry_run
+from plsc.parallel.world import World
+from plsc.predict.embeddings import (
+    FORMAT,
+    NAMES,
+    VERSION,
+    Embeddings,
+    find_shards,
+    is_intact,
+    read_column,
+    read_index,
+    write_index,
+    write_shard,
+)
+from plsc.predict.images import Images, Samples, StreamedSamples, open_samples
+from plsc.predict.network import open_trained
+from plsc.storage.publish import HIDDEN
+from plsc.train.build import load_head
+from plsc.train.callbacks import UserParts
+from plsc.train.watch import BadSampleReport, format_duration
+
+logger = logging.getLogger(__name__)
+
+
+FIELDS = ("value", "id", "prob")
+EMBEDDINGS, LABELS, IDS, PROBS, JOINED = "embeddings", "labels", "ids", "probs", "layers"
+NUMBERS = "numbers"  # of the images, while shards are computed
+_BAD_NAME = "_bad_samples.txt"  # readers of Parquet folders skip names with an underscore
+MOST_ROWS, MOST_BYTES = 8192, 64 * 2**20  # of a shard
+_SECONDS_BETWEEN = 10.0  # log lines
+
+
+@dataclass
+class Prediction:
+    """The outputs for N images, in the order of the dataset.
+
+    embeddings: float32 [N, D], not normalised; [N, 0] without the field ``value``. names: path of the file,
+    or ``sample <n>`` of a reader. labels: int64 [N], -1 for images without labels. layers: outputs of the
+    requested layers, float32 [N, ...], by name. ids: class numbers with the highest logit, int64 [N], and
+    probs: their softmax probabilities, float32 [N], or None.
+    """
+
+    embeddings: np.ndarray
+    names: list[str]
+    labels: np.ndarray
+    layers: dict[str, np.ndarray] = field(default_factory=dict)
+    ids: np.ndarray | None = None
+    probs: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to predict: names of layers, fields of FIELDS, and whether outputs of layers are joined."""
+
+    layers: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ("value",)
+    flatten: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = [one for one in self.fields if one not in FIELDS]
+        if wrong or not self.fields:
+            raise OptionError(f"field is {list(self.fields)}; expected one or more of {', '.join(FIELDS)}")
+        if self.layers and "value" not in self.fields:
+            raise OptionError(f"layers are given, but field is {list(self.fields)}; add 'value'")
+        taken = {EMBEDDINGS, LABELS, IDS, PROBS, NAMES} & set(self.layers)
+        if taken:
+            raise OptionError(f"the layer {min(taken)!r} has the name of another output; rename the module")
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the class weights are needed."""
+        return bool({"id", "prob"} & set(self.fields))
+
+
+def run_prediction(
+    options: Options,
+    world: World,
+    user: UserParts,
+    images: Images | None = None,
+    request: Request | None = None,
+    output: Path | None = None,
+) -> Prediction | Embeddings:
+    """Return the outputs for the images, the dataset or the predict reader; see `Entry.predict`."""
+    request = request or Request()
+    network, config, checkpoint = open_trained(options, world, user.model)
+    head = load_head(*checkpoint, world) if request.needs_head else None
+    samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input)
+    bad = BadSampleReport(world, output, "skip", _BAD_NAME)
+    predictor = Predictor(network, head, request, config, world, samples, bad)
+    if output is None:
+        return predictor.in_memory()
+    about = _describe(*checkpoint, config, world, samples, predictor)
+    return predictor.to_folder(output, about)
+
+
+def _ignore(images: int) -> None:
+    """Log no progress."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Compute the outputs of a network for samples, shard by shard, on all ranks."""
+
+    network: BaseModel
+    head: Head | None
+    request: Request
+    config: Config
+    world: World
+    samples: Samples | StreamedSamples
+    bad: BadSampleReport
+
+    @property
+    def batch(self) -> int:
+        """Images per batch and rank."""
+        return self.config.train.test_batch_size
+
+    def in_memory(self) -> Prediction:
+        """Return all outputs on every rank."""
+        total = self.samples.count
+        rows = self.batch if total is None else -(-total // self.world.size)
+        gathered = self.world.all_gather_object(list(self._shards(rows, frozenset())))
+        shards = sorted((shard for part in gathered for shard in part), key=lambda shard: shard[0])
+        if not shards:
+            raise DataError(f"no image of {self.samples.name} can be used; see the warnings")
+        columns = {name: np.concatenate([values[name] for _, values in shards]) for name in shards[0][1]}
+        labels = columns.pop(LABELS)
+        embeddings = columns.pop(EMBEDDINGS, np.empty((len(labels), 0), np.float32))
+        ids, probs = columns.pop(IDS, None), columns.pop(PROBS, None)
+        names = self.samples.names(columns.pop(NUMBERS).tolist())
+        if total is not None and total > len(names):
+            self.world.log(f"left out {total - len(names):,} of {total:,} images", logging.WARNING)
+        return Prediction(embeddings, names, labels, columns, ids, probs)
+
+    def to_folder(self, folder: Path, about: dict[str, Any]) -> Embeddings:
+        """Write all outputs as shards, except those that are there already; a collective."""
+        world, samples = self.world, self.samples
+        suffix = "parquet" if folder.suffix == ".parquet" else "npy"
+        metadata = schema_metadata(about["model"]["weights"], about["input"], "false")
+        doing = f"write {folder}"
+        files, rows = on_main_rank(world, doing, lambda: _begin(folder, about))
+        kept = self._check(folder, files, rows)
+        if kept:
+            world.log(f"{folder}: {len(kept):,} shards are complete; predicting the others")
+        written = dict(kept)
+        left = None if samples.count is None else samples.count - sum(one["rows"] for one in kept.values())
+        progress = _Progress(left, world.size)
+        advance = progress.add if world.is_main else _ignore
+        for number, columns in self._shards(rows, frozenset(kept), advance):
+            if number in kept:  # computed because another rank needed this one's class weights
+                continue
+            names = samples.names(columns.pop(NUMBERS).tolist())
+            file = write_shard(folder, number, names, columns, suffix, metadata)
+            written[number] = {"file": file, "rows": len(names)}
+
+        self.bad.gather()
+        self.bad.log_summary()
+        parts = world.all_gather_object(written)
+        everything = {number: shard for part in parts for number, shard in part.items()}
+        shards = [everything[number] for number in sorted(everything)]
+
+        def finish() -> None:
+            lacking = [shard["file"] for shard in shards if not (folder / shard["file"]).is_file()]
+            if lacking:
+                raise DataError(f"{folder} has no {lacking[0]}; use a folder that all ranks share")
+            total = sum(shard["rows"] for shard in shards)
+            index = {"rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
+            write_index(folder, {**about, **index})
+
+        on_main_rank(world, doing, finish)
+        opened = Embeddings(folder)
+        world.log(f"wrote {len(opened):,} rows in {len(shards):,} shards to {folder}")
+        return opened
+
+    def columns_about(self) -> dict[str, Any]:
+        """Return dtype and shape of a row of each column, from blank images."""
+        with keeping_outputs(self.network, self.request.layers) as kept:
+            embedding = dry_run(self.network, self.config.model.image_shape)
+            values = self._values(embedding.float().cpu().numpy(), kept)
+        about = {name: {"dtype": "float32", "shape": list(array.shape[1:])} for name, array in values.items()}
+        about[LABELS] = {"dtype": "int64", "shape": []}
+        if "id" in self.request.fields:
+            about[IDS] = {"dtype": "int64", "shape": []}
+        if "prob" in self.request.fields:
+            about[PROBS] = {"dtype": "float32", "shape": []}
+        return {**about, NAMES: {"dtype": "object", "shape": []}}
+
+    def _shards(
+        self, rows: int, kept: frozenset[int], advance: Callable[[int], None] = _ignore
+    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Yield number and columns of each shard of this rank that is not in `kept`.
+
+        With a head, the ranks compute their shards of a round together, unless all of them are in `kept`.
+        """
+        ranks, total = self.world.size, self.samples.count
+        for first in count(0, ranks):
+            if not self.samples.has(first * rows):
+                return
+            shard = first + self.world.rank
+            needed = range(first, first + ranks) if self.head is not None else (shard,)
+            if all(number in kept or (total is not None and number * rows >= total) for number in needed):
+                continue
+            columns = self._compute(shard * rows, rows, advance)
+            if columns:
+                yield shard, columns
+
+    def _compute(self, start: int, rows: int, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
+        """Return the columns of the rows from `start`, empty if there are none."""
+        parts: list[dict[str, np.ndarray]] = []
+        embedded = embed_batches(
+            self.network,
+            self.samples.parts(start, start + rows, self.batch),
+            self.config.model.image_shape,
+            batch_size=min(self.batch, rows),
+            device=self.world.device,
+            name=self.samples.name,
+            num_threads=self.samples.threads,
+            bad_images="skip" if self.config.data.bad_images == "skip" else "stop",
+            is_late=not self.request.layers,  # `kept` has the outputs of the last batch
+        )
+        with (
+            evaluating(self.network),
+            torch.inference_mode(),
+            keeping_outputs(self.network, self.request.layers) as kept,
+            closing(embedded),
+        ):
+            for batch, embedding in embedded:
+                self.bad.add(batch.problems)
+                if len(batch):
+                    assert isinstance(batch.names, SampleNames)
+                    values, numbers = self._values(embedding, kept), np.array(batch.names.samples)
+                    columns = {**values, LABELS: batch.labels.numpy(), NUMBERS: numbers}
+                    parts.append(columns | self._classes(embedding))
+                    advance(len(embedding))
+            if self.head is not None:  # take part in the searches of the other ranks
+                for _ in range(len(parts), -(-rows // self.batch)):
+                    self._classes(np.empty((0, self.head.emb_size), np.float32))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+    def _values(self, embedding: np.ndarray, kept: dict[str, Tensor]) -> dict[str, np.ndarray]:
+        if "value" not in self.request.fields:
+            return {}
+        outputs = {}
+        for name in self.request.layers:
+            if name not in kept or len(kept[name]) != len(embedding):
+                raise OptionError(f"the layer {name!r} returns no tensor [batch, ...]; choose another layer")
+            outputs[name] = kept[name].float().cpu().numpy()
+        if self.request.flatten and outputs:
+            flat = [output.reshape(len(output), -1) for output in outputs.values()]
+            outputs = {JOINED: np.concatenate(flat, axis=1)}
+        return {EMBEDDINGS: embedding, **outputs}
+
+    def _classes(self, embedding: np.ndarray) -> dict[str, np.ndarray]:
+        if self.head is None:
+            return {}
+        ids, probs = self.head.classify(torch.from_numpy(embedding).to(self.world.device))
+        columns = {"id": (IDS, ids.cpu().numpy()), "prob": (PROBS, probs.float().cpu().numpy())}
+        return dict(columns[name] for name in FIELDS[1:] if name in self.request.fields)
+
+    def _check(self, folder: Path, files: dict[int, str], rows: int) -> dict[int, dict[str, Any]]:
+        """Return the intact shards of these images by number; damaged ones are deleted. A collective."""
+        rank, ranks = self.world.rank, self.world.size
+
+        def check() -> dict[int, dict[str, Any]]:
+            kept = {}
+            for number in sorted(files)[rank::ranks]:
+                path = folder / files[number]
+                if not is_intact(path):
+                    logger.warning(f"{path} is damaged and will be computed again")
+                    path.unlink()
+                    continue
+                names, stop = read_column(path, NAMES).tolist(), (number + 1) * rows
+                stop = stop if self.samples.count is None else min(stop, self.samples.count)
+                if not set(names) <= set(self.samples.names(range(number * rows, stop))):
+                    raise DataError(
+                        f"{path} has other images than {self.samples.name}; choose another folder"
+                    )
+                kept[number] = {"file": path.name, "rows": len(names)}
+            return kept
+
+        parts = on_every_rank(self.world, f"read {folder}", check)
+        return {number: shard for part in parts for number, shard in part.items()}
+
+
+@contextmanager
+def keeping_outputs(network: BaseModel, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Yield a dictionary that has the tensor that each layer returned last, while the block runs."""
+    modules, kept = dict(network.named_modules()), dict[str, Tensor]()
+    for name in layers:
+        if name not in modules:
+            raise OptionError(f"there is no layer {name!r}; {suggest(name, modules)}")
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                kept[name] = output.detach()
+
+        return hook
+
+    hooks = [modules[name].register_forward_hook(keep(name)) for name in layers]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _describe(
+    path: Path, manifest: Manifest, config: Config, world: World, samples: Any, predictor: Predictor
+) -> dict[str, Any]:
+    """Return what the index records of the model, its input and the output."""
+    columns = predictor.columns_about()
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": {
+            "checkpoint": str(path),
+            "step": manifest.step,
+            "name": config.model.name,
+            "weights": on_main_rank(world, f"read {path}", lambda: checksum_of(load_weights(path))),
+        },
+        "input": describe_input(predictor.network, config, config.data.landmarks is not None),
+        "flip": False,
+        "precision": "float32",
+        "columns": columns,
+        "images": samples.count,
+    }
+    if predictor.head is not None:
+        files = sorted((name, info.crc32) for name, info in manifest.files.items())
+        about["model"]["files"] = f"{zlib.crc32(repr(files).encode()):08x}"  # with the class weights
+    total = samples.count
+    row = 64 + sum(math.prod(column["shape"]) * 4 + 4 for column in columns.values())
+    most = max(1, min(MOST_ROWS, MOST_BYTES // row))
+    rounds = -(-total // (most * world.size)) if total else 1
+    return {**about, "rows_per_shard": -(-total // (rounds * world.size)) if total else most}
+
+
+def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
+    """Return the shards in the folder and the rows per shard; write the index if the folder is new."""
+    if not folder.exists() or all(HIDDEN.fullmatch(path.name) for path in folder.iterdir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_index(folder, {**about, "complete": False})
+        return {}, about["rows_per_shard"]
+    index = read_index(folder)
+    for name in ("model", "input", "flip", "precision", "columns", "images"):
+        ours, theirs = about[name], index.get(name)
+        if name == "model":  # at another place, it is the same model
+            ours, theirs = ({**(model or {}), "checkpoint": ""} for model in (ours, theirs))
+        if ours != theirs:
+            raise DataError(
+                f"{folder} is of a prediction with different {name}: {theirs}, not {ours}; choose another "
+                "folder"
+            )
+    return find_shards(folder), index["rows_per_shard"]
+
+
+class _Progress:
+    """Log the progress of rank 0, which stands for that of all ranks."""
+
+    def __init__(self, total: int | None, ranks: int) -> None:
+        self._total, self._ranks = total, ranks
+        self._done = 0
+        self._began = self._logged = time.monotonic()
+
+    def add(self, images: int) -> None:
+        self._done += images * self._ranks
+        now = time.monotonic()
+        if now - self._logged < _SECONDS_BETWEEN:
+            return
+        self._logged = now
+        rate = self._done / (now - self._began)
+        of = left = ""
+        if self._total is not None:
+            self._done = min(self._done, self._total)
+            of = f" of {self._total:,}"
+            left = f", {format_duration((self._total - self._done) / rate)} left"
+        logger.info(f"predicted {self._done:,}{of} images, {rate:,.0f} images/s{left}")

@@ -1,0 +1,560 @@
+"""The training data of a run: its classes, and the source, order and loader built from the options."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from plsc.checkpoint import Manifest
+from plsc.checkpoint.classes.change import MAP_NAME
+from plsc.checkpoint.load import read_class_names
+from plsc.config import Config
+from plsc.config.data import Augmentation, cache_place
+from plsc.config.option import name_and_arguments, read_arguments, shown_value
+from plsc.data.augment import Transform
+from plsc.data.balance import BalancedPlan, ClassesPlan
+from plsc.data.cache import CachedSource, DiskCache, MemoryCache
+from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
+from plsc.data.files import read_file_list
+from plsc.data.loader import SourceLoader, choose_kind
+from plsc.data.order import BatchPlan
+from plsc.data.reader import ReaderLoader
+from plsc.data.samples import Recipe
+from plsc.data.sources import ImageFolderSource, check_labels, open_source
+from plsc.data.sources.base import FileSource, IndexedSource, Source
+from plsc.data.sources.base64_lines import Base64Source
+from plsc.data.sources.torch_dataset import TorchDatasetSource
+from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.inputs import Input
+from plsc.parallel.collectives import sum_over_ranks
+from plsc.parallel.world import World
+from plsc.seeds import hash_key
+from plsc.storage.urls import shown
+
+OpenedCheckpoint = tuple[Path, Manifest]
+# Labels that imply more classes than both limits are rejected as a likely typo.
+_MANY_CLASSES = 10**7
+_MUCH_EMPTIER = 1000  # classes per image
+
+
+def count_named_classes(
+    source: Source, options: Config, checkpoint: OpenedCheckpoint | None
+) -> tuple[int, ClassNames | None, list[str]]:
+    """Return the number of classes, their names or None, and notes about the labels.
+
+    Calls `number_classes` first.
+    """
+    names, notes = number_classes(source, checkpoint)
+    class_num, more = count_classes(source, options, least=0 if names is None else len(names))
+    notes += more
+    if names is None:
+        return class_num, None, notes
+    if getattr(source, "class_names", None) is not None:  # names are not only in the checkpoint
+        notes.append(f"classes: {first_and_last_class(source, names)}")
+    return class_num, names.resized(class_num), notes
+
+
+def check_unseen(place: str, names: ClassNames | None, checkpoint: OpenedCheckpoint) -> None:
+    """Raise DataError if a dataset is the one that was trained, or has classes with names of trained ones.
+
+    place: of the dataset, as messages show it.
+    """
+    path, manifest = checkpoint
+    trained_place = manifest.options.get("data", {}).get("dataset_dir")
+    if names is None and isinstance(trained_place, str) and place == shown(trained_place):
+        raise DataError(f"the classes of {place} were trained; choose images of other classes")
+    for head in manifest.heads:
+        trained = read_class_names(path, manifest, head)
+        if trained is None or names is None:
+            continue
+        both = np.flatnonzero((trained.numbers_of(names) >= 0) & (names.lengths() > 0))
+        if len(both):
+            raise DataError(
+                f"{len(both):,} of the {len(names):,} classes of {place} were trained, such as "
+                f"'{names[int(both[0])]}'; choose images of other classes"
+            )
+
+
+def count_classes(
+    source: Source, options: Config, world: World | None = None, least: int = 0
+) -> tuple[int, list[str]]:
+    """Return the number of classes, at least `least`, and notes about the labels.
+
+    world: set it if each rank has a different part of the labels.
+    """
+    world = world or World.single()
+    count = len(source) * world.size
+    if not count:
+        raise DataError("the dataset contains no samples; check data.dataset_dir")
+    labels = source.labels()
+    (largest,) = world.all_reduce_max(max(int(labels.max()), least - 1))
+    class_num = options.head.class_num or largest + 1
+    if options.head.class_num is None and class_num > max(_MANY_CLASSES, _MUCH_EMPTIER * count):
+        where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
+        raise OptionError(
+            f"the label {largest}{where} would mean {class_num:,} classes for {count:,} images, which is "
+            f"likely a typo; fix the label, or confirm with head.class_num {class_num}"
+        )
+    if class_num < 2:
+        raise OptionError(
+            f"all {count} images have the same class, or head.class_num is 1; expected 2 or more classes: is "
+            f"{options.data.dataset_dir} the right folder, not its parent?"
+        )
+    is_bad = (labels < 0) | (labels >= class_num)
+    if options.data.bad_images == "stop" or is_bad.all():
+        check_labels(source, class_num)
+    notes = []
+    if options.data.train_image_num not in (None, count):
+        notes.append(f"note: data.train_image_num is ignored, as the dataset has {count:,} images")
+    if is_bad.any():
+        notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
+    if world.size > 1:  # a class without images on this rank may have images on another one
+        return class_num, notes
+    counts = np.bincount(labels[~is_bad], minlength=class_num)
+    notes.append(
+        f"images per class: least {counts.min():,}, median {np.median(counts):,g}, most {counts.max():,}"
+    )
+    if not counts.all():
+        notes.append(
+            f"note: {np.sum(counts == 0)} of {class_num} classes have no images, the first one is "
+            f"class {np.argmin(counts)} (labels count from 0)"
+        )
+    return class_num, notes
+
+
+def number_classes(
+    source: Source | None, checkpoint: OpenedCheckpoint | None
+) -> tuple[ClassNames | None, list[str]]:
+    """Number the classes of a source as in a checkpoint, matching them by name.
+
+    New names are assigned to the unnamed classes of the checkpoint, in order. If source or checkpoint has no
+    class names, labels are class numbers. Returns the names of all classes, or None, and notes about changes.
+
+    Raises CheckpointError if source or checkpoint has a class that the other lacks.
+    """
+    own = None if source is None else class_names_of(source)
+    if checkpoint is None:
+        return own, []
+    path, manifest = checkpoint
+    saved = read_class_names(path, manifest)
+    if own is None or saved is None:
+        note = f"the classes of the checkpoint were renumbered: labels must match {path / MAP_NAME}"
+        return saved if own is None else own, [note] if (path / MAP_NAME).is_file() else []
+    assert isinstance(source, IndexedSource)
+    numbers, named = saved.numbered(own), own.lengths() > 0
+    # Some formats have no name of a class without images: it may be any that the dataset lacks.
+    empty = np.setdiff1d(np.flatnonzero(~named), source.labels())
+    free = np.setdiff1d(np.arange(len(saved)), numbers[named])[: len(empty)]
+    numbers[empty[: len(free)]] = free
+    _check_equal(path, own, saved, numbers)
+    source.renumber(numbers)
+    own, known = own.take(np.flatnonzero(named)), numbers[named]
+    return saved.with_names(own, known), _describe(path, own, saved, known)
+
+
+def _check_equal(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
+    """Raise CheckpointError for classes that the checkpoint or the dataset lacks."""
+    added = np.flatnonzero(numbers >= len(saved))
+    if len(added):
+        raise CheckpointError(
+            f"{path} lacks {len(added)} of the {len(own)} classes of the dataset, the first one is "
+            f"'{own[added[0]]}'; remove them from the dataset, or add them with: plsc checkpoint classes "
+            f"{path} NEW --grow {len(added)}"
+        )
+    lacking = saved.lengths() > 0
+    lacking[numbers] = False
+    if lacking.any():
+        first = int(np.argmax(lacking))
+        raise CheckpointError(
+            f"the dataset lacks {lacking.sum()} of the {len(saved)} classes of {path}, the first one is "
+            f"'{saved[first]}' (class {first}); restore them, or drop them with: plsc checkpoint classes "
+            f"{path} NEW --drop FILE"
+        )
+
+
+def _describe(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> list[str]:
+    is_new = saved.lengths()[numbers] == 0
+    moved = int((numbers != np.arange(len(numbers))).sum())
+    changes = [f"{moved} labels differ from the sorted order of names"] if moved else []
+    if is_new.any():
+        first = int(np.argmax(is_new))
+        changes.append(f"{is_new.sum()} are new, the first one is '{own[first]}' (class {numbers[first]})")
+    return [f"classes are numbered as in {path}: {'; '.join(changes)}"] if changes else []
+
+
+Loader = SourceLoader | ReaderLoader
+NO_AUGMENTATION = {
+    "data.flip": False,
+    "data.augmentation": None,
+}
+"""Values of the options that disable all augmentations."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The training data of a run.
+
+    Attributes:
+        loader: loader of the batches of this rank.
+        num_samples: number of samples, None if unknown.
+        class_num: number of classes.
+        notes: log lines about the data.
+        first_sample: index of this rank's first sample, if each rank reads only its own part.
+        is_of_ranks: whether the samples of a step depend on the number of ranks.
+        class_names: names of the classes, if they have any.
+    """
+
+    loader: Loader
+    num_samples: int | None
+    class_num: int
+    notes: list[str]
+    first_sample: int = 0
+    is_of_ranks: bool = False
+    class_names: ClassNames | None = None
+
+    def count_images(self, world: World) -> Tensor | None:
+        """Return the images per class, int64 [C]; None for a generator reader. A collective."""
+        if isinstance(self.loader, ReaderLoader):
+            return None
+        labels = self.loader.source.labels()
+        is_good = (labels >= 0) & (labels < self.class_num)
+        counts = torch.from_numpy(np.bincount(labels[is_good], minlength=self.class_num))
+        return sum_over_ranks(counts.to(world.device), world.head_group).cpu() if self.is_of_ranks else counts
+
+
+def is_generator_reader(reader: Any, name: str) -> bool:
+    """Return whether a reader is a function that returns a generator, not a map-style dataset.
+
+    Raises OptionError, with the reader's name, if it is neither.
+    """
+    if callable(reader) and not hasattr(reader, "__getitem__"):
+        return True
+    is_dataset = hasattr(reader, "__getitem__") and hasattr(reader, "__len__")
+    if not is_dataset or isinstance(reader, (str, bytes, Mapping, type)):
+        raise OptionError(
+            f"{name} is {shown_value(reader)}; expected a function that returns a generator of (image, "
+            "label), a torch Dataset or a DataLoader (for a folder or file, set data.dataset_dir)"
+        )
+    return False
+
+
+def as_reader(reader: Any, name: str) -> Any:
+    """Return a DataLoader or IterableDataset as a function that returns its iterator; others unchanged."""
+    if isinstance(getattr(reader, "sampler", None), DistributedSampler):
+        raise OptionError(
+            f"{name} has a DistributedSampler, but plsc divides the samples over the ranks; remove it"
+        )
+    return reader.__iter__ if isinstance(reader, (DataLoader, IterableDataset)) else reader
+
+
+def _length_of(reader: Any) -> int | None:
+    """Return the number of samples per epoch of `as_reader(loader)`; None if it is unknown."""
+    loader = getattr(reader, "__self__", None)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    count = len(loader.sampler)  # type: ignore[arg-type]
+    return count - count % loader.batch_size if loader.drop_last and loader.batch_size else count
+
+
+def open_training_source(options: Config, reader: Any) -> Source:
+    """Return the source of a Dataset, or of the dataset folder if `reader` is None.
+
+    Raises DataError if images lack landmarks, unless `data.bad_images` handles them one by one.
+    """
+    data = options.data
+    if reader is not None:
+        check_no_landmarks(options, "a reader")
+        return TorchDatasetSource(reader)
+    source = open_source(
+        data.dataset_dir,
+        **(data.format_arguments or {}),
+        landmarks=data.landmarks,
+    )
+    if data.bad_images == "stop" and isinstance(source, FileSource):
+        source.check_landmarks()
+    return source
+
+
+def align_source(source: Source, options: Config) -> Source:
+    """Return a source without labels or classes, whose images are aligned if `data.landmarks` is set.
+
+    Raises OptionError if the images are not files, DataError if an image has no landmarks, as above.
+    """
+    if isinstance(source, FileSource):
+        source.add_landmarks(options.data.landmarks)
+        if options.data.bad_images == "stop":
+            source.check_landmarks()
+    else:
+        check_no_landmarks(options, "a list of images")
+    return source
+
+
+def check_no_landmarks(options: Config, what: str) -> None:
+    """Raise OptionError if `data.landmarks` is set; what: the data, which have no file names."""
+    if options.data.landmarks is not None:
+        raise OptionError(
+            f"data.landmarks is set, but {what} does not use it; align the images yourself, or remove the "
+            "option"
+        )
+
+
+def open_training_data(
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None = None,
+    example: Input | None = None,
+) -> TrainingData:
+    """Return the training data and its loader; a collective.
+
+    checkpoint: the checkpoint that the run resumes. example: the example input of a network that takes no
+    images. Raises OptionError, DataError or CheckpointError.
+    """
+    data = options.data
+    if example is not None:
+        _check_not_images(options, reader, transform)
+    is_generator = reader is not None and is_generator_reader(reader, "train_reader")
+    if is_generator or data.order == "rank_files":
+        check_no_landmarks(options, "a generator reader" if is_generator else "data.order 'rank_files'")
+        if is_generator:
+            opened = _open_generator(options, world, reader, transform, global_batch, example)
+        else:
+            opened = _open_rank_files(options, world, reader, transform, global_batch)
+        names, notes = number_classes(None, checkpoint)
+        names = None if names is None else names.resized(opened.class_num)
+        return replace(opened, notes=[*notes, *opened.notes], class_names=names)
+    source = open_training_source(options, reader)
+    check_save_dir(source, options)
+    class_num, names, notes = count_named_classes(source, options, checkpoint)
+    plan, more = plan_of(
+        source,
+        options,
+        global_batch=global_batch,
+        ranks=world.size,
+        seed=options.train.seed,
+        last_batch=data.last_batch,
+        limit=options.train.limit_train_batches,
+    )
+    notes += more
+    recipe = replace(make_recipe(options, transform, class_num), example=example)
+    loader = source_loader(source, plan, world.rank, recipe, options, world)
+    notes.append(loader.describe())
+    return TrainingData(loader, len(source), class_num, notes, class_names=names)
+
+
+def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, list[str]]:
+    """Return the plan of `data.order`, and log messages about it; plan: the other arguments of BatchPlan."""
+    order, arguments = name_and_arguments(options.data.order)
+    plan |= {"num_samples": len(source), "order": order}
+    if order not in ("balanced", "classes"):
+        return BatchPlan(**plan, **arguments), []
+    kind = BalancedPlan if order == "balanced" else ClassesPlan
+    made = kind(**plan, labels=source.labels(), **arguments)
+    return made, [made.describe()]
+
+
+def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
+    """Raise OptionError for options that only images have."""
+    augmentations = [
+        name for name, off in NO_AUGMENTATION.items() if name in options.explicit and options.get(name) != off
+    ]
+    if reader is None:
+        wrong = "the samples come from files of images; set train_reader"
+    elif augmentations:
+        wrong = f"{', '.join(augmentations)} is only for images; remove it"
+    elif transform is not None:
+        wrong = "train_transform is only for images; transform the samples in train_reader"
+    elif options.data.cache != "none":
+        wrong = "data.cache is only for images; remove it"
+    else:
+        return
+    raise OptionError(f"the network has an example_input, so its input is no image, but {wrong}")
+
+
+def _open_generator(
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    example: Input | None,
+) -> TrainingData:
+    data, class_num = options.data, options.head.class_num
+    if class_num is None:
+        raise OptionError("the number of classes of a generator reader is unknown; set head.class_num")
+    order, _ = name_and_arguments(data.order)
+    if order in ("balanced", "classes"):
+        raise OptionError(
+            f"data.order '{order}' needs the labels of all samples, but a generator reader has none "
+            "in advance; pass a map-style Dataset, or use another order"
+        )
+    if transform is not None:
+        raise OptionError(
+            "train_transform cannot be used with a generator reader; transform the images in the reader"
+        )
+    num_samples = data.train_image_num or _length_of(reader)
+    # The forked process cannot start workers itself.
+    has_workers = getattr(getattr(reader, "__self__", None), "num_workers", 0) > 0
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    loader = ReaderLoader(
+        reader,
+        global_batch=global_batch,
+        rank=world.rank,
+        ranks=world.size,
+        image_shape=options.model.image_shape,
+        class_num=class_num,
+        seed=options.train.seed,
+        last_batch=data.last_batch,
+        num_samples=num_samples,
+        limit=options.train.limit_train_batches,
+        ahead=data.num_workers > 0 and can_fork and not has_workers,
+        pin_memory=world.device.type == "cuda",
+        example=example,
+    )
+    notes, is_of_ranks = [loader.describe()], loader.shards_itself
+    return TrainingData(loader, num_samples, class_num, notes, is_of_ranks=is_of_ranks)
+
+
+def _open_rank_files(
+    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
+) -> TrainingData:
+    """Open this rank's part of the data, with its own sample order; all parts have the same size."""
+    if reader is not None:
+        raise OptionError(
+            "data.order 'rank_files' reads the files in file_list.txt, so it cannot be used with a reader; "
+            "remove one of them"
+        )
+    if global_batch % world.size:
+        raise OptionError(
+            f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
+            f"{global_batch} is not a multiple of {world.size} ranks"
+        )
+    source = open_rank_source(options.data.dataset_dir, world, options.data.allowed)
+    class_num, notes = count_classes(source, options, world)
+    plan = BatchPlan(
+        len(source),
+        global_batch // world.size,
+        1,
+        hash_key(options.train.seed, world.rank),
+        options.data.last_batch,
+        limit=options.train.limit_train_batches,
+    )
+    first = world.rank * len(source)
+    recipe = make_recipe(options, transform, class_num, first_sample=first)
+    loader = source_loader(source, plan, 0, recipe, options, world)
+    notes.append(loader.describe())
+    return TrainingData(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
+
+
+def open_rank_source(data_dir: str, world: World, allowed: Sequence[str] = ()) -> Source:
+    """Return the source of this rank's part, the r-th entry of ``data_dir/file_list.txt``; a collective.
+
+    The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
+    part per rank, if a part cannot be opened, or if the parts have different numbers of samples.
+    """
+    source: Source | None = None
+    problem = ""
+    try:
+        source = _open_part(data_dir, _own_part(data_dir, world, allowed))
+    except DataError as error:
+        problem = str(error)
+    everywhere = world.all_gather_object((0 if source is None else len(source), problem))
+    for rank, (_, text) in enumerate(everywhere):
+        if text:
+            raise DataError(f"rank {rank}: {text}")
+    counts = [count for count, _ in everywhere]
+    few, many = counts.index(min(counts)), counts.index(max(counts))
+    if counts[few] != counts[many] or source is None:
+        raise DataError(
+            f"data.order 'rank_files' needs the same number of samples on every rank, but rank {few} has "
+            f"{counts[few]} and rank {many} has {counts[many]}; partition the data again for {world.size} "
+            "ranks, or use another order"
+        )
+    return source
+
+
+def _open_part(data_dir: str, part: str) -> Source:
+    """Return the source of one part: base64 lines, unless its suffix indicates another format."""
+    is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
+    if is_plain_text and not Path(part).is_dir():
+        return Base64Source(data_dir, files=[part])
+    return open_source(part)
+
+
+def _own_part(data_dir: str, world: World, allowed: Sequence[str]) -> str:
+    parts = read_file_list(data_dir, allowed=allowed, must_exist=False)
+    if len(parts) != world.size:
+        raise DataError(
+            f"data.order 'rank_files' needs one part per rank, but {data_dir}/file_list.txt lists "
+            f"{len(parts)} parts for {world.size} ranks; start {len(parts)} ranks, or partition the data "
+            "again"
+        )
+    return parts[world.rank]
+
+
+def check_save_dir(source: Source, options: Config) -> None:
+    """Raise OptionError if the save folder would become a class folder of the dataset."""
+    save_dir = Path(options.checkpoint.save_dir).resolve()
+    if not isinstance(source, ImageFolderSource) or isinstance(source.root, str):
+        return
+    if save_dir.is_relative_to(source.root.resolve()):
+        raise OptionError(
+            f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
+            "where every folder is a class; choose a folder outside of it"
+        )
+
+
+def make_recipe(
+    options: Config, transform: Transform | None, class_num: int, first_sample: int = 0
+) -> Recipe:
+    """Return how samples are decoded and augmented; see `Recipe`."""
+    data = options.data
+    augmentation = read_arguments(Augmentation, data.augmentation, "data.augmentation")
+    return Recipe(
+        options.model.image_shape,
+        options.train.seed,
+        replace(augmentation, flip=data.flip),
+        transform,
+        data.bad_images,
+        class_num,
+        first_sample,
+    )
+
+
+def source_loader(
+    source: Source, plan: BatchPlan, rank: int, recipe: Recipe, options: Config, world: World
+) -> SourceLoader:
+    """Return the loader of a source, with a cache if `data.cache` is set."""
+    data = options.data
+    kind, reason = choose_kind(source, recipe)
+    if (wanted := cache_place(data.cache)) is not None:
+        if kind == "processes" and data.num_workers:
+            raise OptionError(
+                f"data.cache '{data.cache}' works only with threads, but this run loads images with "
+                f"processes, {reason}; set data.num_workers to 0, or remove the cache"
+            )
+        place, limit = wanted
+        cache: MemoryCache | DiskCache = MemoryCache(limit)
+        if place != "memory":
+            cache = DiskCache(Path(place), limit, len(source))
+        is_decoded = data.landmarks is not None  # small, and aligned only once
+        source = CachedSource(source, cache, recipe.image_shape, is_decoded)
+    return SourceLoader(
+        source,
+        plan,
+        rank,
+        recipe,
+        num_workers=data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )

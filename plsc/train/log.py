@@ -1,0 +1,510 @@
+"""Where the metrics of a run go: files and tracking tools, and the callbacks that write to them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from plsc.config.option import is_finite_number
+from plsc.config.train import listed_names
+from plsc.errors import OptionError, TrainingError, without_secrets
+from plsc.parallel.backbone import gradient_values
+from plsc.storage.publish import replacing
+from plsc.storage.regular import check_inside, open_regular, read_regular
+from plsc.train.callbacks import Callback, Context, Logger
+from plsc.train.targets import HeldOutSet, Target
+
+METRICS_NAME = "metrics.jsonl"
+PLOT_NAME = "loss.png"
+_MOST_BYTES = 2**34  # of a file that a run continues
+
+
+def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the finite numbers of an entry except the step, by name.
+
+    The ``loss`` of a step is named ``loss_step``, an accuracy of an evaluation ``eval/lfw/accuracy``.
+    """
+    numbers: dict[str, float] = {}
+    for key, value in entry.items():
+        name = prefix + key if prefix else _STEP_NAMES.get(key, key)
+        if isinstance(value, Mapping):
+            numbers |= scalars(value, f"{name}/")
+        elif isinstance(value, (int, float)) and math.isfinite(value) and name != "step":
+            numbers[_text(name)] = value
+    return numbers
+
+
+def _text(value: Any) -> str:
+    """Return a string in UTF-8, which a path may not be."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _reachable(folder: Path) -> str:
+    """Return a path in UTF-8 of a folder, if necessary by a link, which is removed at exit."""
+    if _text(folder) == str(folder):
+        return str(folder)
+    link = Path(tempfile.mkdtemp(), "run")
+    link.symlink_to(folder.absolute())
+    atexit.register(shutil.rmtree, link.parent)
+    return str(link)
+
+
+_STEP_NAMES = {key: f"{key}_step" for key in ("loss", "accuracy", "accuracy_top5")}  # next to loss_epoch
+
+
+class JsonLines:
+    """Writes metrics.jsonl, one JSON object per line, and at the end of each epoch the plot loss.png.
+
+    Lines after `step`, from an earlier attempt of a resumed run, are removed.
+    """
+
+    def __init__(self, folder: Path, step: int, *_: Any) -> None:
+        self.path = folder / METRICS_NAME
+        _drop_later_lines(self.path, step)
+        self._file = open_regular(self.path, mode="ab")
+        self._has_loss = False
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write a line."""
+        self._file.write(f"{json.dumps(entry)}\n".encode())
+        self._file.flush()
+        self._has_loss |= entry.get("mean_loss") is not None
+        if "loss_epoch" in entry and self._has_loss:
+            from plsc.evaluate.plots import plot_metrics  # importing matplotlib takes a third of a second
+
+            plot_metrics(self.path, self.path.with_name(PLOT_NAME))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes TensorBoard events to the folder. Events after `step` are hidden by TensorBoard."""
+
+    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer = SummaryWriter(_reachable(folder), purge_step=step + 1)
+        for summary in hparams(flat_options(options), {"loss_epoch": 0.0}):
+            self._writer._get_file_writer().add_summary(summary)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write scalars and pictures."""
+        for name, value in scalars(entry).items():
+            self._writer.add_scalar(name, value, entry["step"])
+        for name, path in entry.get("pictures", {}).items():
+            pixels = np.asarray(Image.open(path).convert("RGB"))
+            self._writer.add_image(_text(name), pixels, entry["step"], dataformats="HWC")
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+_REFUSED = re.compile(r"[^/\w.\- :]|(?<![^/])(?=\.{0,2}(/|$))")  # MLflow's rule: characters, '', '.', '..'
+
+
+class MLflow:
+    """Writes to a run of MLflow, at MLFLOW_TRACKING_URI. A resumed run continues the run `run_id`.
+
+    Within ``mlflow.start_run()`` of a script, it writes to that run, and does not end it.
+    """
+
+    exit_code = 0
+
+    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        active = mlflow.active_run()
+        self._is_own = active is None
+        run = active or mlflow.start_run(run_id or None, run_name=_text(folder.name))
+        self.run_id: str = run.info.run_id
+        # A parameter cannot change.
+        known = mlflow.get_run(self.run_id).data.params
+        values = [(name, value) for name, value in flat_options(options).items() if name not in known]
+        for start in range(0, len(values), 100):  # the limit of MLflow's servers
+            mlflow.log_params(dict(values[start : start + 100]))
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write scalars and pictures."""
+        metrics: dict[str, float] = {}
+        for given, value in scalars(entry).items():
+            name = _REFUSED.sub("_", given)[:240]  # MLflow allows 250 characters
+            while name in metrics:
+                name += "_"
+            metrics[name] = value
+        self._mlflow.log_metrics(metrics, step=entry["step"], run_id=self.run_id)
+        for path in entry.get("pictures", {}).values():
+            self._mlflow.log_artifact(path, "pictures", run_id=self.run_id)
+
+    def close(self) -> None:
+        """End the run, unless it is the script's."""
+        active = self._mlflow.active_run()
+        status = "KILLED" if self.exit_code > 128 else "FAILED" if self.exit_code else "FINISHED"
+        if self._is_own and active is not None and active.info.run_id == self.run_id:
+            self._mlflow.end_run(status)
+        elif self._is_own:  # the script has ended it, or has started another one within it
+            self._mlflow.MlflowClient().set_terminated(self.run_id, status)
+
+
+class WandB:
+    """Writes to a run of Weights & Biases. A resumed run continues the run `run_id`.
+
+    If the script has started a run, it writes to that run, and does not end it.
+    """
+
+    exit_code = 0
+
+    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+        check_inside(folder / "wandb", folder)
+        import wandb
+
+        self._wandb = wandb
+        self._is_own = wandb.run is None
+        self._run = wandb.run or wandb.init(
+            dir=_reachable(folder),
+            id=run_id or None,
+            resume="allow",
+            settings=wandb.Settings(x_disable_meta=True),  # the command line, with URLs and passwords
+        )
+        config = json.loads(json.dumps(options, ensure_ascii=False).encode("utf-8", "replace"))
+        self._run.config.update(config, allow_val_change=True)
+        if self._is_own:
+            self._run.define_metric("*", step_metric="step")  # W&B's steps cannot be repeated after a resume
+        self.run_id: str = self._run.id
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Write scalars and pictures."""
+        pictures = {name: self._wandb.Image(path) for name, path in entry.get("pictures", {}).items()}
+        self._run.log({"step": entry["step"], **scalars(entry), **pictures})
+
+    def close(self) -> None:
+        """End the run, unless it is the script's."""
+        if self._is_own:
+            self._run.finish(self.exit_code)
+
+
+LOGGERS: dict[str, Callable[[Path, int, Mapping[str, Any], str], Logger]] = {
+    "jsonl": JsonLines,
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+}
+"""The loggers by name; called with the folder of the run, the step from which it resumes (0: from scratch),
+its options without secrets, and the `run_id` that the logger had before the resume."""
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Raise OptionError if the package of a logger is not installed."""
+    for name in names:
+        if name != "jsonl" and importlib.util.find_spec(name) is None:
+            raise OptionError(
+                f"the logger {name!r} needs the package {name}, which is not installed; run "
+                f"pip install 'plsc[{name}]'"
+            )
+
+
+def flat_options(options: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """Return the options that have a value, by path, such as ``train.batch_size``: numbers and strings."""
+    return {
+        f"{group}.{name}": value if type(value) in (int, float) else _text(value)
+        for group, values in options.items()
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _read_earlier(path: Path) -> str:
+    """Return the text of a regular file in its folder, not of a link; empty if there is none."""
+    try:
+        return read_regular(path, _MOST_BYTES, path.parent).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _drop_later_lines(path: Path, step: int) -> None:
+    """Remove lines that an earlier attempt wrote after `step`, and incomplete lines."""
+    kept = []
+    for line in _read_earlier(path).splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
+            kept.append(line + "\n")
+    with replacing(path) as temporary:
+        temporary.write_text("".join(kept), encoding="utf-8")
+
+
+PICTURES = "pictures"  # folder of pictures, in the folder of the run
+_RUN_ID = re.compile(r"[\w-]{1,128}")
+_UNSAFE = re.compile(r"[^\w.-]")  # in file names
+_GRID = (8, 8)  # rows and columns
+_ACCURACIES = ("accuracy", "accuracy_top5")
+
+
+class Logging(Callback):
+    """Writes metrics, evaluations, means of epochs and pictures to the loggers, on rank 0.
+
+    Args:
+        custom: the user's loggers, in addition to those of `train.loggers`.
+        is_same_run: whether a resumed run saves to the folder of its checkpoint; then it continues the runs
+            of tracking tools.
+    """
+
+    def __init__(self, custom: Sequence[Logger] = (), is_same_run: bool = True) -> None:
+        self._custom = custom
+        self._is_same_run = is_same_run
+        self._open: dict[str, Logger] = {}
+        self._run_ids: dict[str, str] = {}
+        self._epoch = EpochMeans()
+        self._context: Context | None = None
+
+    def run_start(self, context: Context) -> None:
+        """Open the loggers on rank 0."""
+        self._context = context
+        if not context.is_main:
+            return
+        context.folder.mkdir(parents=True, exist_ok=True)
+        options = without_secrets(context.options.as_dict())
+        for name in listed_names(context.options.train.loggers):
+            with _explaining_errors(name, context.folder):
+                run_id = self._run_ids.get(name, "")
+                self._open[name] = LOGGERS[name](context.folder, context.step, options, run_id)
+        self._open |= {f"{type(one).__name__} {number}": one for number, one in enumerate(self._custom)}
+
+    def epoch_start(self, context: Context) -> None:
+        """Start new means, unless the run resumes within the epoch."""
+        if context.step_in_epoch == 0:
+            self._epoch = EpochMeans()
+        self._epoch.start()
+
+    def after_step(self, context: Context) -> None:
+        """Add the step to the means of the epoch."""
+        self._epoch.add_losses(context.losses)
+        self._epoch.add_step(context.output.batch, context.step_seconds, context.data_seconds)
+
+    def logged(self, context: Context) -> None:
+        """Write the metrics of a step."""
+        self._epoch.add_accuracies(context.metrics, context.output.batch)
+        self._write(context, context.metrics)
+        self._write_pictures(context)
+
+    def evaluated(self, context: Context) -> None:
+        """Write the results of an evaluation."""
+        results = {name: result.as_dict() for name, result in context.evaluation.items()}
+        self._write(context, {**_position(context), "eval": results})
+        self._write_pictures(context)
+
+    def epoch_end(self, context: Context) -> None:
+        """Write the means of the epoch."""
+        self._epoch.add_losses(context.losses)
+        self._write(context, {**_position(context), **self._epoch.means()})
+
+    def run_end(self, context: Context) -> None:
+        """Close the loggers."""
+        for name, logger in self._open.items():
+            with _explaining_errors(name, context.folder):
+                logger.close()
+
+    def exception(self, context: Context) -> None:
+        """Close the loggers; a failure is logged, so that the run ends with its own exception."""
+        for name, logger in self._open.items():
+            if hasattr(logger, "exit_code"):
+                stopped = 128 + signal.SIGINT if isinstance(context.error, KeyboardInterrupt) else 1
+                logger.exit_code = getattr(context.error, "exit_code", stopped)
+            try:
+                logger.close()
+            except Exception as error:  # of any library
+                context.world.log(f"closing the logger {name} failed: {error}", logging.WARNING)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run ids of tracking tools, and the means of an unfinished epoch."""
+        state: dict[str, Any] = {}
+        run_ids = {name: getattr(one, "run_id", "") for name, one in self._open.items() if name in LOGGERS}
+        if any(run_ids.values()):
+            state["run_ids"] = {name: run_id for name, run_id in run_ids.items() if run_id}
+        if self._context is not None and self._context.step_in_epoch:
+            state["epoch"] = self._epoch.state(self._context.losses)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the run ids and the means."""
+        saved = {name: values for name, values in state.items() if isinstance(values, dict)}
+        self._epoch.load(saved.get("epoch", {}))
+        if self._is_same_run:
+            self._run_ids = {
+                name: run_id
+                for name, run_id in saved.get("run_ids", {}).items()
+                if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)
+            }
+
+    def _write(self, context: Context, entry: dict[str, Any]) -> None:
+        for name, logger in self._open.items():
+            with _explaining_errors(name, context.folder):
+                logger.write(entry)
+
+    def _write_pictures(self, context: Context) -> None:
+        if context.pictures:
+            pictures = {name: str(path) for name, path in context.pictures.items()}
+            self._write(context, {**_position(context), "pictures": pictures})
+            context.pictures = {}
+
+
+def _position(context: Context) -> dict[str, Any]:
+    return {"step": context.step, "epoch": context.current_epoch}
+
+
+@contextlib.contextmanager
+def _explaining_errors(name: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or folder
+        raise TrainingError(
+            f"the logger {name} cannot write {where}: {error.strerror or error}; free space or check the "
+            "permissions, or choose another folder as checkpoint.save_dir. Checkpoints saved before are "
+            "intact"
+        ) from error
+
+
+class EpochMeans:
+    """Loss, accuracy and speed over the steps of an epoch, those before a resume included."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._started = time.monotonic()
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._started = time.monotonic()
+
+    def add_step(self, images: int, step_seconds: float, data_seconds: float) -> None:
+        """Add a step with so many images over all ranks."""
+        self._add(steps=1, images=images, step_seconds=step_seconds, data_seconds=data_seconds)
+
+    def add_losses(self, losses: Sequence[tuple[float, int]]) -> None:
+        """Add (mean loss, images) of steps; losses that are not finite are ignored."""
+        for loss, images in losses:
+            if math.isfinite(loss):
+                self._add(loss=loss * images, loss_images=images)
+
+    def add_accuracies(self, metrics: Mapping[str, Any], images: int) -> None:
+        """Add the accuracies of a logged step, if they are measured."""
+        for name in _ACCURACIES:
+            if metrics[name] is not None:
+                self._add(**{name: metrics[name] * images, f"{name}_images": images})
+
+    def means(self) -> dict[str, float | None]:
+        """Return the metrics of the epoch; the loss is None if no loss was finite."""
+        sums = self._sums
+        means: dict[str, float | None] = {"loss_epoch": None}
+        for name in ("loss", *_ACCURACIES):
+            if sums[f"{name}_images"]:
+                means[f"{name}_epoch"] = sums[name] / sums[f"{name}_images"]
+        if sums["steps"]:
+            means["images_per_second_epoch"] = sums["images"] / max(sums["step_seconds"], 1e-9)
+            means["data_seconds_epoch"] = sums["data_seconds"] / sums["steps"]
+        return {**means, "seconds": self._seconds()}
+
+    def state(self, pending: Sequence[tuple[float, int]]) -> dict[str, float]:
+        """Return the sums; pending: losses that will be added after this step boundary."""
+        whole = EpochMeans()
+        whole._sums.update(self._sums)
+        whole.add_losses(pending)
+        return {**whole._sums, "seconds": self._seconds()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore the sums of `state`."""
+        self._sums.update({name: value for name, value in state.items() if is_finite_number(value)})
+
+    def _seconds(self) -> float:
+        return self._sums["seconds"] + time.monotonic() - self._started
+
+    def _add(self, **values: float) -> None:
+        for name, value in values.items():
+            self._sums[name] += value
+
+
+class GradientNorm(Callback):
+    """Logs the 2-norm of the gradient of the network, before clipping, in logged steps; a collective."""
+
+    def after_backward(self, context: Context) -> None:
+        """Add ``gradient_norm`` to the log line."""
+        if context.is_logged:
+            gradients = [p.grad for p in context.network.parameters() if p.grad is not None]
+            context.log("gradient_norm", float(get_total_norm(map(gradient_values, gradients))))
+
+
+class Pictures(Callback):
+    """Draws the first batch of each epoch and the hardest pairs of each evaluation, on rank 0."""
+
+    def __init__(self, targets: Sequence[Target | HeldOutSet]) -> None:
+        pair_files = (target for target in targets if isinstance(target, Target))
+        self._targets = [(target, target.pictures) for target in pair_files if target.pictures]
+
+    def batch_start(self, context: Context) -> None:
+        """Draw the first images of the first batch of this rank, after augmentation."""
+        if context.is_main and context.step_in_epoch == 0 and not context.batch.is_input:
+            images: Any = context.batch.final_images()
+            images = images[: _GRID[0] * _GRID[1]]
+            path = _picture_path(context, f"batch_{context.epoch}.png")
+            with replacing(path) as temporary:
+                Image.fromarray(grid_of(images)).save(temporary, "PNG")
+            context.log_picture("batch", path)
+
+    def evaluated(self, context: Context) -> None:
+        """Draw the hardest pairs of each pair file."""
+        for target, images in self._targets if context.is_main else ():
+            from plsc.evaluate.plots import plot_hardest_pairs  # matplotlib is slow to import
+
+            cosines = context.evaluation[target.name].cosines
+            path = _picture_path(context, f"{_UNSAFE.sub('_', target.name)}_hardest_{context.step}.png")
+            plot_hardest_pairs(images, target.is_same, cosines, path)
+            context.log_picture(f"hardest pairs/{target.name}", path)
+
+
+def _picture_path(context: Context, name: str) -> Path:
+    folder = context.folder / PICTURES
+    folder.mkdir(exist_ok=True)
+    check_inside(folder, context.folder)
+    return folder / name
+
+
+def grid_of(images: Tensor) -> np.ndarray:
+    """Return images [n, C, H, W], uint8 or normalised floats, side by side: uint8 [rows * H, 8 * W, 3]."""
+    if images.is_floating_point():
+        images = (images * 128 + 127.5).clamp(0, 255).byte()
+    pixels = images.cpu().numpy()
+    pixels = pixels if pixels.shape[1] == 3 else pixels[:, :1].repeat(3, axis=1)
+    rows, columns = -(-len(pixels) // _GRID[1]), min(len(pixels), _GRID[1])
+    height, width = pixels.shape[2:]
+    grid = np.full((rows * columns, 3, height, width), 255, np.uint8)
+    grid[: len(pixels)] = pixels
+    return (
+        grid.reshape(rows, columns, 3, height, width)
+        .transpose(0, 3, 1, 4, 2)
+        .reshape(rows * height, columns * width, 3)
+    )

@@ -1,0 +1,310 @@
+"""Restore a run from a checkpoint, or start it from pretrained weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.checkpoint import Manifest, load_tensors
+from plsc.checkpoint.all_ranks import own_result
+from plsc.checkpoint.importers.matching import (
+    Match,
+    check_finite,
+    match_into,
+    refuse_no_match,
+    shorten,
+    shortened,
+)
+from plsc.checkpoint.importers.source import RowParts, join_rows
+from plsc.checkpoint.importers.tensor_files import read_state_dict
+from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
+from plsc.checkpoint.manifest import (
+    BACKBONE,
+    CALLBACK,
+    CLASS_WEIGHTS,
+    OPTIMIZER,
+    STATISTICS,
+    Role,
+)
+from plsc.checkpoint.remote import fetch
+from plsc.checkpoint.save import info_of
+from plsc.config.option import shown_value
+from plsc.data.reader import ReaderLoader
+from plsc.errors import CheckpointError
+from plsc.heads import Head, ShardedHead
+from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
+from plsc.optim.optimizers import describe_implementation
+from plsc.storage.store import Store
+from plsc.storage.urls import base_name, is_url, parent_of, shown
+from plsc.train.run import Run, global_batch_size
+from plsc.train.snapshot import (
+    NEIGHBOURS,
+    REST,
+    check_counts,
+    collect_tensors,
+    describe_head,
+    make_state,
+    own_tensors,
+    restore_rest,
+    seed_generators,
+    take_own,
+)
+
+
+def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
+    """Load the state of the checkpoint `path` into the run; a collective.
+
+    Returns log lines about the optimizer.
+    """
+    _check_fits(run, path, manifest)
+    scalars = manifest.scalars
+    numbers = scalars.get("optimizer_numbers", {})
+    make_state(run.network, run.head, run.optimizer, manifest.tensors, numbers)
+    tensors = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    fresh = {
+        role
+        for role, value in tensors.items()
+        if ((role.kind == OPTIMIZER and isinstance(value, Tensor)) or role.name == NEIGHBOURS)
+        and role.key not in manifest.tensors
+    }
+    wanted = {role: value for role, value in tensors.items() if role not in fresh and not _is_extra(role)}
+    own = own_tensors(run, manifest)
+    of_callbacks = {}
+    for role, value in run.callbacks.state()[1].items():  # filled in place, if shape and type are those saved
+        saved_info = manifest.tensors.get(role.key)
+        if saved_info is not None and replace(info_of(role, value), sharded=saved_info.sharded) == saved_info:
+            of_callbacks[role] = value
+    load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
+    check_counts(path, wanted)
+    if isinstance(run.head, ShardedHead):
+        run.head.step = manifest.step  # seeds sampling and rounding
+        run.head.computed_by = run.head.resumed_from = manifest.head.computed_by
+    position = run.position
+    position.step, position.updates = manifest.step, scalars.get("updates", manifest.step)
+    position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
+    if run.scaler is not None and (scale := scalars.get("loss_scaling")) is not None:
+        run.scaler.load(scale)
+    others = _other_tensors(run, path, manifest, of_callbacks)
+    run.callbacks.load_state(scalars.get("callbacks", {}), {**others, **of_callbacks})
+    length = scalars.get("steps_per_epoch")
+    loader = run.data.loader
+    if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
+        loader.expect_steps(length)
+    if ":" in run.options.optim.optimizer:
+        restore_rest(run, scalars, {role.name: one for role, one in others.items() if role.kind == OPTIMIZER})
+    if extra := {role.name: one for role, one in others.items() if role.kind == BACKBONE}:
+        run.network.load_state_dict(extra, strict=False)
+    if not take_own(run, own):
+        seed_generators(run.world, run.options.train.seed, manifest.step)
+    return _lines_about_optimizer(run, scalars, {role.of for role in fresh if role.kind == OPTIMIZER})
+
+
+def _is_extra(role: Role) -> bool:
+    """Return whether a tensor is from a module's ``get_extra_state``, and goes to its ``set_extra_state``."""
+    return role.kind == BACKBONE and role.name.rpartition(".")[2] == "_extra_state"
+
+
+def _other_tensors(run: Run, path: Path, manifest: Manifest, loaded: Collection[Role]) -> dict[Role, Tensor]:
+    """Return the tensors that the parts of this run do not have yet, or do not give away."""
+    names, roles = run.callbacks.names, {info.role for info in manifest.tensors.values()}
+    of_callbacks = {role for role in roles - {*loaded} if role.kind == CALLBACK and role.of in names}
+    wanted = of_callbacks | {role for role in roles if role.of == REST or _is_extra(role)}
+    if not wanted:
+        return {}
+    with OpenCheckpoint(path, manifest) as opened:
+        tensors = opened.select({role.kind for role in wanted})
+        return {role: tensors[role].read() for role in wanted}
+
+
+def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -> list[str]:
+    lines = []
+    here, before = describe_implementation(run.optimizer), scalars.get("optimizer_computed_by")
+    if before not in (None, here):
+        lines.append(
+            f"the optimizer step is computed by {here}, but by {before} in the checkpoint: results may "
+            "differ by rounding"
+        )
+    if fresh:
+        lines.append(f"the checkpoint has no optimizer state for {len(fresh)} parameters: it is initialised")
+    return lines
+
+
+def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for another network, head, optimizer or batch, or within an epoch other data."""
+    options, scalars = run.options, manifest.scalars
+    optimizer, before, now = type(run.optimizer).__name__, manifest.head, describe_head(run)
+    expected: dict[str, Any] = {
+        "number of classes": (before.class_num, now.class_num),
+        "loss type": (before.loss_type, now.loss_type),
+        "embedding size": (manifest.emb_size, options.model.emb_size),
+        "optimizer": (scalars.get("optimizer", optimizer), optimizer),
+        "global batch": (scalars.get("global_batch"), global_batch_size(options, run.world.size)),
+        "updates": (min(scalars.get("updates", 0), manifest.step), scalars.get("updates", 0)),
+        "network": (manifest.options.get("model", {}).get("name"), options.model.name),
+    }
+    saved = {info.role.name: info.shape for info in manifest.tensors.values() if info.role.kind == BACKBONE}
+    own = {name: tuple(value.shape) for name, value in run.network.state_dict().items()}
+    names = [name for name in own | saved if not _is_extra(Role(BACKBONE, name))]
+    odd = [name for name in names if saved.get(name) != own.get(name)]
+    if odd and expected["network"][0] == expected["network"][1]:
+        expected["network"] = tuple(f"{odd[0]} of shape {shapes.get(odd[0])}" for shapes in (saved, own))
+    elif not odd:
+        del expected["network"]
+    if manifest.step_in_epoch:
+        expected["images in the interrupted epoch"] = before.num_samples, now.num_samples
+    if manifest.step_in_epoch and run.data.is_of_ranks:
+        expected["ranks with their own data in the epoch:"] = manifest.world_size, run.world.size
+    for what, (theirs, mine) in expected.items():
+        if theirs != mine:
+            raise CheckpointError(
+                f"{path} was saved with {what} {shown_value(theirs)}, but this run has {shown_value(mine)}; "
+                "use the saved value to resume, or load only the weights that fit with model.pretrained"
+            )
+
+
+_FILES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass
+class WarmStart:
+    """The weights that a run started from.
+
+    source: path or URL. backbone: which tensors of the network matched. head: names of the head's tensors
+    that were loaded. head_left: tensors that were not loaded, with the reasons.
+    """
+
+    source: str
+    backbone: Match
+    head: list[str] = field(default_factory=list)
+    head_left: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return a summary for the log, a few lines of limited length."""
+        lines = [f"starting from the weights of {self.source}:", *self.backbone.lines()]
+        if self.head:
+            lines.append(f"loaded into the head: {shorten(self.head)}")
+        left = [f"{shortened(name)} {why}" for name, why in self.head_left.items()]
+        if left:
+            lines.append(f"not loaded into the head: {shorten(left, longest=240)}")
+        return lines
+
+
+def start_from_pretrained(run: Run) -> WarmStart | None:
+    """Load `model.pretrained`, if set, into network and head; a collective.
+
+    Optimizer, schedule and position are unchanged; also the head's margin statistics if the file has none.
+
+    Raises:
+        CheckpointError: on all ranks, if the file is missing, damaged or malicious, or nothing matches.
+    """
+    location = run.options.model.pretrained
+    if location is None:
+        return None
+
+    # Judged by the suffix, which is equal on all ranks.
+    is_remote_checkpoint = is_url(location) and not location.endswith(_FILES)
+    path = fetch(location, run.world) if is_remote_checkpoint else None
+
+    def load() -> WarmStart:
+        with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
+            return _load(run, local, shown(location))
+
+    return own_result(run.world, f"start from {shown(location)}", load)
+
+
+def _load(run: Run, path: Path, source: str) -> WarmStart:
+    backbone: Mapping[str, Tensor | StoredTensor]
+    head: Mapping[str, RowParts | StoredTensor]
+    names, order = run.data.class_names, None
+    with ExitStack() as stack:
+        if path.is_dir():
+            opened = stack.enter_context(OpenCheckpoint(path))
+            kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
+            stored = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
+            backbone = {role.name: tensor for role, tensor in stored.items() if role.kind == BACKBONE}
+            head = {role.key: tensor for role, tensor in stored.items() if role.kind != BACKBONE}
+            saved = None if names is None else read_class_names(path, opened.manifest)
+            order = None if names is None or saved is None else saved.numbered(names)
+        else:
+            backbone, tensors = read_state_dict(path, follow_links=True)
+            head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
+        started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
+        _take_head(run.head, head, order, started)
+    if not started.head:
+        advice = "use the network and embedding size that were saved (model.name, model.emb_size)"
+        refuse_no_match(started.backbone, source, advice)
+    return started
+
+
+def _take_head(
+    head: Head,
+    tensors: Mapping[str, RowParts | StoredTensor],
+    order: np.ndarray | None,
+    started: WarmStart,
+) -> None:
+    """Load class weights and margin statistics if the classes are the same.
+
+    order: the index of each class in the checkpoint; None unless both have class names. Classes without names
+    are the same if their number is equal.
+    """
+    order = np.arange(head.class_num) if order is None else order
+    rows = {f"head.{name}": parameter.detach() for name, parameter in head.named_parameters()}
+    ours = rows | {f"head.{name}": tensor for name, tensor in head.statistics().items()}
+    for name, parts in tensors.items():
+        here, is_row = ours.get(name), name in rows
+        if here is None:
+            started.head_left[name] = "does not exist in this head"
+            continue
+        shape, added = parts.shape, scale_bytes(here.dtype) if is_row else 0
+        if getattr(parts, "is_coded", False):
+            shape = (*shape[:-1], shape[-1] - SCALE_BYTES)
+        wanted = (*here.shape[:-1], here.shape[-1] - added) if here.ndim else ()
+        wanted = (head.class_num, *wanted[1:]) if is_row else wanted
+        if shape != wanted:
+            started.head_left[name] = f"has shape {str(list(shape))[:80]}, expected {list(wanted)}"
+        elif is_row and (order >= head.class_num).any():
+            started.head_left[name] = "has classes with other names"
+        elif is_row:
+            _copy_rows(parts, order[slice(*head.class_range)], here, started.source, name)
+            started.head.append(name)
+        else:
+            value = check_finite(parts.read(), f"{started.source}: {name}")
+            here.copy_(value)
+            started.head.append(name)
+
+
+def _copy_rows(
+    parts: RowParts | StoredTensor, order: np.ndarray, here: Tensor, source: str, name: str
+) -> None:
+    """Copy the rows of `parts` with the indices `order`, int64 [rows of `here`], to `here`."""
+    if not len(order):
+        return
+    places = np.argsort(order)
+    numbers = order[places]
+    for row, piece in parts.pieces(int(numbers[0]), int(numbers[-1]) + 1):
+        piece = decode_rows(piece) if getattr(parts, "is_coded", False) else piece
+        check_finite(piece, f"{source}: {name}")
+        low, high = np.searchsorted(numbers, [row, row + len(piece)])
+        values = piece[torch.from_numpy(numbers[low:high] - row)]
+        values = encode_rows(values.float()) if here.dtype is torch.int8 else values
+        here[torch.from_numpy(places[low:high]).to(here.device)] = values.to(here)
+
+
+@contextmanager
+def _local(location: str) -> Iterator[Path]:
+    """Yield the local path of a file or folder; a URL is downloaded to a temporary folder."""
+    if not is_url(location):
+        yield Path(location)
+        return
+    with tempfile.TemporaryDirectory(prefix="plsc-pretrained-") as folder:
+        name = base_name(location)
+        Store(parent_of(location)).get(name, Path(folder) / name)
+        yield Path(folder) / name

@@ -1,0 +1,263 @@
+"""What a run is evaluated on: pair files, and the held-out set with its top-1 and top-5 accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from plsc.config import Config
+from plsc.config.option import shown_value
+from plsc.data.alignment import Face
+from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
+from plsc.data.order import spread
+from plsc.data.pairs import read_pairs
+from plsc.errors import DataError, OptionError, refusing
+from plsc.evaluate.classification import ClassificationResult, classify
+from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.pair_lists import read_pair_list
+from plsc.evaluate.verification import VerificationResult, verify
+from plsc.heads import Head
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.storage.regular import check_inside
+from plsc.train.callbacks import TestReader
+from plsc.train.data import align_source, open_training_source
+
+NAME = "val"  # in results and metrics
+_DEFAULT_TARGET = "lfw"
+_FOLDS = 10
+
+
+@dataclass(frozen=True)
+class Target:
+    """The P pairs of a file.
+
+    images: N encoded images or faces to align, or arrays from a reader. is_same: bool [P]. pairs: the images
+    of each pair, int64 [P, 2]; None: 2p and 2p + 1. names: of the images, if they have any.
+    """
+
+    METRICS: ClassVar = VerificationResult.METRICS
+
+    name: str
+    images: Sequence[Any]
+    is_same: np.ndarray
+    pairs: np.ndarray | None = None
+    names: Sequence[str] | None = None
+
+    def by_pair(self, items: Sequence[Any] | None) -> Sequence[Any] | None:
+        """Return images or names in the order of the pairs: those of pair p are 2p and 2p + 1."""
+        return items if self.pairs is None or items is None else _chosen(items, self.pairs.reshape(-1))
+
+    @property
+    def pictures(self) -> Sequence[Any] | None:
+        """The images in the order of the pairs; None if they are arrays."""
+        return self.by_pair(self.images if isinstance(self.images[0], (bytes, Face)) else None)
+
+
+def _chosen(items: Sequence[Any], numbers: np.ndarray) -> Sequence[Any]:
+    if isinstance(items, ImagesOf):
+        return items[numbers]
+    return [items[number] for number in numbers.tolist()]
+
+
+def open_pairs(path: str, name: str, options: Config, folder: str | None = None) -> Target:
+    """Return the pairs of a .bin file, or of a text list, whose images are below `folder`."""
+    if path.endswith(".bin"):
+        stored = read_pairs(path)
+        return Target(name, stored.images, stored.is_same)
+    listed = read_pair_list(path, folder, options.data.allowed)
+    numbers = np.arange(len(listed.images))
+    names = [listed.images.listed(number) for number in numbers.tolist()]
+    images = ImagesOf(align_source(listed.images, options), numbers)
+    return Target(name, images, listed.is_same, listed.pairs, names)
+
+
+def load_targets(
+    options: Config, test_reader: TestReader | None = None, limit: int | float = 1.0, ranks: int = 1
+) -> list[Target]:
+    """Return the pair files and lists that `data.val_targets` names; by default lfw.bin if it exists.
+
+    limit: limit of the batches per file; at least ten pairs are left. Raises DataError for a missing or
+    damaged file, or one with too few pairs for ten folds.
+    """
+    names = options.data.val_targets
+    folder = Path(options.data.dataset_dir)
+    if test_reader is not None:
+        targets = _read_targets(test_reader, str(folder), names or _DEFAULT_TARGET)
+    else:
+        folder = folder.parent if folder.is_file() else folder  # such as the folder of train.rec
+        if names is None:
+            names = _DEFAULT_TARGET if (folder / f"{_DEFAULT_TARGET}.bin").exists() else ""
+        targets = []
+        for name in filter(None, (part.strip() for part in names.split(","))):
+            stored, listed = folder / f"{name}.bin", folder / name
+            is_list = listed.is_file() and not stored.is_file()
+            place = listed if is_list else stored
+            check_inside(place, folder)
+            targets.append(open_pairs(str(place), name, options))
+    for target in targets:
+        same = int(target.is_same.sum())
+        if len(target.is_same) < _FOLDS or same in (0, len(target.is_same)):
+            raise DataError(
+                f"{target.name} has {len(target.is_same)} pairs, {same} of them of the same class; expected "
+                f"at least {_FOLDS} pairs, with both same and different classes"
+            )
+    batch = options.train.test_batch_size * ranks / 2  # pairs
+    return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]
+
+
+def _limited(target: Target, chosen: np.ndarray) -> Target:
+    if len(chosen) == len(target.is_same):
+        return target
+    pairs = np.arange(len(target.images)).reshape(-1, 2) if target.pairs is None else target.pairs
+    numbers, rows = np.unique(pairs[chosen], return_inverse=True)
+    names = None if target.names is None else _chosen(target.names, numbers)
+    images = _chosen(target.images, numbers)
+    return Target(target.name, images, target.is_same[chosen], rows.reshape(-1, 2), names)
+
+
+def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:
+    """Return the pair files of a test reader. Raises OptionError for a wrong reader or result."""
+    if not callable(test_reader):
+        raise OptionError(
+            f"test_reader is {shown_value(test_reader)}; expected a function reader(dataset_dir, val_targets)"
+        )
+    result = test_reader(folder, names)
+    expected = "expected ([(images, is_same), ...], names), as plsc.utils.jpeg_reader.test returns"
+    with refusing("cannot use the result of test_reader", expected):
+        pair_sets, set_names = result
+        return [
+            Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
+            for name, (arrays, is_same) in zip(set_names, pair_sets, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """The images of `data.val_dir`, N encoded images, and their class numbers, int64 [N]."""
+
+    METRICS: ClassVar = ClassificationResult.METRICS
+
+    images: Sequence[Any]
+    labels: np.ndarray
+    name: str = NAME
+
+
+def open_held_out(
+    options: Config,
+    class_num: int,
+    class_names: ClassNames | None,
+    targets: Sequence[str],
+    limit: int | float,
+    world: World,
+) -> list[HeldOutSet]:
+    """Return the held-out set of `data.val_dir` in a list, which is empty if the option is not set.
+
+    class_num, class_names: the classes of the head; labels that are names are numbered like them. targets:
+    names of the pair files. limit: limit of the batches.
+
+    Raises:
+        DataError: there are no images, or an image has a class that the head lacks.
+        OptionError: a pair file has the same name in the results.
+    """
+    place = options.data.val_dir
+    if place is None:
+        return []
+    if NAME in targets:
+        raise OptionError(
+            f"data.val_targets has a pair file named {NAME!r}, which is the name of the results on "
+            "data.val_dir; rename the file"
+        )
+    source = open_training_source(options.changed({"data.dataset_dir": place}), None)
+    if not len(source):
+        raise DataError(f"data.val_dir {place} contains no images; choose another dataset")
+    stored, own = source.labels(), class_names_of(source)
+    labels = np.array(stored, np.int64)
+    if own is not None:
+        if class_names is None:
+            raise DataError(
+                f"the labels in data.val_dir {place} are class names, such as '{own[0]}', but the classes of "
+                "the training data have no names; use class numbers, or the format argument label_map"
+            )
+        labels = class_names.numbers_of(own)[labels]
+    elif class_names is not None:  # a string of digits in a file may be a class number or a name
+        values = set(labels.tolist())
+        for number in range(len(class_names)):
+            name = class_names[number]
+            value = int(name) if name.isdecimal() and len(name) < 19 else number
+            if value != number and value in values:
+                raise DataError(
+                    f"label {value} in data.val_dir {place} may be a class number, or the name of class "
+                    f"{number}; use labels in a column class_name, or the format argument label_map"
+                )
+    unknown = np.flatnonzero((labels < 0) | (labels >= class_num))
+    if len(unknown):
+        first = int(unknown[0])
+        label = f"label {stored[first]}" if own is None else f"class '{own[stored.item(first)]}'"
+        raise DataError(
+            f"{label} at {source.name(first)} of data.val_dir {place} is not one of the {class_num:,} "
+            f"classes of the training data ({len(unknown):,} of {len(labels):,} images have such labels); "
+            "fix the labels, or remove these images"
+        )
+    if own is None and class_names is not None:
+        world.log(f"data.val_dir: {first_and_last_class(source, class_names)}; its labels are class numbers")
+    chosen = spread(labels, options.train.test_batch_size * world.size, limit)
+    return [HeldOutSet(ImagesOf(source, chosen), labels[chosen])]
+
+
+def evaluate_targets(
+    network: BaseModel,
+    targets: Sequence[Target | HeldOutSet],
+    options: Config,
+    world: World,
+    head: Head | None = None,
+) -> dict[str, Any]:
+    """Return a VerificationResult per pair file, a ClassificationResult for a held-out set; a collective.
+
+    Results are identical on all ranks. head: needed for a held-out set.
+    """
+    results: dict[str, Any] = {}
+    for target in targets:
+        is_labelled = isinstance(target, HeldOutSet)
+        embeddings = embed(
+            network,
+            target.images,
+            options,
+            world,
+            target.name,
+            flip=options.data.flip and not is_labelled and network.example_input is None,
+            gather=not is_labelled,
+        )
+        if isinstance(target, HeldOutSet):
+            assert isinstance(head, Head)
+            results[target.name] = classify(
+                head, embeddings, target.labels, batch_size=options.train.test_batch_size, world=world
+            )
+        else:
+            results[target.name] = verify_target(embeddings, target, world)
+    return results
+
+
+def verify_target(embeddings: np.ndarray, target: Target, world: World) -> VerificationResult:
+    """Return the result of one rank on all ranks, so that it is identical; a collective."""
+    result = vars(verify(embeddings, target.is_same, _FOLDS, target.pairs)) if world.is_main else None
+    return VerificationResult(**world.broadcast_object(result))
+
+
+def embed(model: BaseModel, images: Any, options: Config, world: World, name: str, **how: Any) -> np.ndarray:
+    """Return the embeddings of images with the options of a run; how: other arguments of `embed_images`."""
+    return embed_images(
+        model,
+        images,
+        options.model.image_shape,
+        batch_size=options.train.test_batch_size,
+        device=world.device,
+        world=world,
+        name=name,
+        num_threads=options.data.num_workers,
+        **how,
+    )

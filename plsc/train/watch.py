@@ -1,0 +1,522 @@
+"""Callbacks that watch a run: log lines, speed, limits, and advice for one that does not learn."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from plsc.data.batch import BadSample
+from plsc.data.reader import ReaderLoader
+from plsc.data.samples import LIST_NAME, BadSampleList
+from plsc.parallel.machine import usable_cores
+from plsc.parallel.world import World, other_ranks
+from plsc.storage.regular import open_regular
+from plsc.train.callbacks import Callback, Context
+from plsc.train.data import Loader
+from plsc.train.folder import Directories, Start
+from plsc.train.losses import BAD_BATCH_NAME
+from plsc.train.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+_SHOWN = 10  # bad samples printed per rank: all samples of a dataset may be bad
+
+
+class BadSampleReport:
+    """Collects the bad samples of all ranks; rank 0 writes them to a file in the folder, if there is one."""
+
+    def __init__(self, world: World, folder: Path | None, policy: str, name: str = LIST_NAME) -> None:
+        self._world = world
+        self._done = "replaced" if policy == "replace" else "skipped"
+        self._list = BadSampleList(folder, name) if world.is_main and folder is not None else None
+        self._others = "not logged" if folder is None else f"only listed in {name}"
+        self._pending: list[BadSample] = []
+        self._shown: set[str] = set()
+        self._is_cut = False
+
+    def add(self, problems: list[BadSample]) -> None:
+        """Add the bad samples of a batch of this rank; the first few are logged, each only once."""
+        for problem in problems:
+            if problem.text in self._shown:
+                continue
+            if len(self._shown) < _SHOWN:
+                self._shown.add(problem.text)
+                logger.warning(f"{self._done}: {problem.text}")
+            elif not self._is_cut:
+                self._is_cut = True
+                logger.warning(f"more bad samples were found; they are {self._others}")
+        self._pending.extend(problems)
+
+    def gather(self) -> int:
+        """Write the bad samples of all ranks since the last call to the file; a collective.
+
+        Returns the number of different bad samples so far on rank 0, and 0 on other ranks.
+        """
+        everywhere = self._world.all_gather_object([vars(problem) for problem in self._pending])
+        self._pending = []
+        if self._list is None:
+            return 0
+        self._list.add([BadSample(**problem) for part in everywhere for problem in part])
+        return sum(self._list.counts.values())
+
+    def log_summary(self) -> None:
+        """Log the number of bad samples of each kind, if there are any."""
+        if self._list is not None and self._list.counts:
+            self._world.log(f"bad samples: {self._list.summary()}; listed in {self._list.path}")
+
+
+class Meter:
+    """Measures the speed over the steps since the last `report`."""
+
+    def __init__(self) -> None:
+        self.wait = self.step = 0.0  # seconds of the last step: waiting for its batch, and in total
+        self._clear()
+
+    def start_step(self) -> None:
+        """Start timing a step, before its batch is requested."""
+        self._started = time.perf_counter()
+
+    def batch_arrived(self) -> None:
+        """Record the time since the start of the step as waiting for data."""
+        self.wait = time.perf_counter() - self._started
+        self._data_seconds += self.wait
+
+    def end_step(self, images: int, skipped: int) -> None:
+        """Count a step: images of the global batch, and bad images skipped on this rank."""
+        self.step = time.perf_counter() - self._started
+        self._step_seconds += self.step
+        self._steps += 1
+        self._images += images
+        self._skipped += skipped
+
+    def report(self) -> dict[str, float | int]:
+        """Return the means over the steps since the last report, and reset them.
+
+        images_per_second counts images of all ranks, skipped_images those of this rank.
+        """
+        steps = max(1, self._steps)
+        report: dict[str, float | int] = {
+            "images_per_second": self._images / max(self._step_seconds, 1e-9),
+            "data_seconds": self._data_seconds / steps,
+            "step_seconds": self._step_seconds / steps,
+            "skipped_images": self._skipped,
+        }
+        self._clear()
+        return report
+
+    def _clear(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = self._images = self._skipped = 0
+        self._data_seconds = self._step_seconds = 0.0
+
+
+SLOW_STEP = 10.0  # seconds
+_BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
+_COUNT = "{desc} step {n_fmt}{postfix}"  # of unknown length
+_plsc = logging.getLogger("plsc")
+
+
+class _LogFile(logging.FileHandler):
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(open_regular(self.baseFilename, mode="ab"), self.encoding)
+
+
+class Progress(Callback):
+    """Logs the metrics and evaluations of a run, and shows a progress bar on a terminal.
+
+    Ranks other than 0 append the same lines, and their own warnings, to ``log-rank<r>.txt``.
+    """
+
+    def __init__(self) -> None:
+        self._time_left = TimeLeft()
+        self._bar: tqdm | None = None
+        self._file: logging.Handler | None = None
+        self._first_step = 0
+
+    def run_start(self, context: Context) -> None:
+        """Open the progress bar or the log file."""
+        self._first_step = context.step + 1
+        if not context.is_main:
+            context.folder.mkdir(parents=True, exist_ok=True)
+            self._file = _LogFile(context.folder / f"log-rank{context.rank}.txt", encoding="utf-8")
+            self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            for log in (_plsc, other_ranks):
+                log.addHandler(self._file)
+        elif sys.stderr.isatty() and _plsc.isEnabledFor(logging.INFO):
+            total = context.total_steps
+            shape = _BAR if total else _COUNT
+            self._bar = tqdm(total=total, initial=context.step, dynamic_ncols=True, bar_format=shape)
+
+    def after_step(self, context: Context) -> None:
+        """Show the step in the progress bar; count it for the estimate of the time left."""
+        self._time_left.advance()
+        if self._bar is not None:
+            loss = context.mean_loss  # unknown after an overflow, or if losses are read late
+            if loss is None:
+                loss = context.metrics.get("mean_loss")
+            self._bar.set_description_str(_epoch_of(context, context.current_epoch), refresh=False)
+            self._bar.set_postfix_str(self._numbers(context, loss), refresh=False)
+            self._bar.update()
+        if context.step == self._first_step:
+            period = context.options.train.log_period
+            context.world.log(slow_start(context.step_seconds, period) if period > 1 else None)
+
+    def logged(self, context: Context) -> None:
+        """Log the progress, the mean loss since the last line, and the time left."""
+        metrics, total = context.metrics, context.total_steps
+        steps = f"/{total}" if total else ""
+        epoch = _epoch_of(context, metrics["epoch"])
+        context.world.log(
+            f"{epoch} step {context.step}{steps} {self._numbers(context, metrics['mean_loss'])}"
+        )
+
+    def evaluated(self, context: Context) -> None:
+        """Log the results."""
+        for name, result in context.evaluation.items():
+            epoch = _epoch_of(context, context.current_epoch)
+            context.world.log(f"{epoch} step {context.step} {name}: {result.summary()}")
+
+    def run_end(self, context: Context) -> None:
+        """Close the progress bar or the log file."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._file is not None:
+            for log in (_plsc, other_ranks):
+                log.removeHandler(self._file)
+            self._file.close()
+
+    def exception(self, context: Context) -> None:
+        """Write the error to the log file; close the progress bar or the log file."""
+        other_ranks.error("%s: %s", type(context.error).__name__, context.error)
+        self.run_end(context)
+
+    def _numbers(self, context: Context, loss: float | None) -> str:
+        """Return ``loss 5.876 accuracy 0.912 lr 0.1 429 images/s 23s left``, as far as known."""
+        metrics = context.metrics
+        parts = [f"loss {'overflow' if loss is None else f'{loss:#.4g}'}"]
+        for key, text in _NUMBERS.items():
+            if metrics.get(key) is not None:
+                parts.append(text.format(metrics[key]))
+        steps_left = (context.total_steps or 0) - context.step
+        seconds = self._time_left.seconds(steps_left)
+        if steps_left > 0 and seconds is not None:
+            parts.append(f"{format_duration(seconds)} left")
+        return " ".join(parts)
+
+
+_NUMBERS = {
+    "accuracy": "accuracy {:.3f}",
+    "accuracy_top5": "top-5 {:.3f}",
+    "left_out": "left out {:.3f}",
+    "hard_recall": "hard recall {:.3f}",
+    "lr": "lr {:.4g}",
+    "loss_scale": "loss_scale {:g}",
+    "skipped_steps": "skipped_steps {}",
+    "images_per_second": "{:.0f} images/s",
+}
+
+
+def _epoch_of(context: Context, epoch: int) -> str:
+    """Return ``epoch 1/3``; the epoch counts from 1 here, from 0 in metrics.jsonl."""
+    train = context.options.train
+    return f"epoch {epoch + 1}" + ("" if train.steps else f"/{train.epochs}")
+
+
+def slow_start(seconds: float, log_period: int) -> str | None:
+    """Return a line about the next log line if the first step took long."""
+    if seconds < SLOW_STEP:
+        return None
+    return (
+        f"the first step took {seconds:.0f} s; progress is logged every {log_period} steps "
+        "(train.log_period) and at the end of each epoch"
+    )
+
+
+class TimeLeft:
+    """Estimates the remaining time of a run from the wall-clock time per step so far.
+
+    Evaluation and stalls between the steps count. The first step does not: it includes start-up work.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first = self._last = 0.0
+        self._steps = -1
+
+    def advance(self) -> None:
+        """Count a step that has just ended."""
+        self._last = self._clock()
+        if self._steps < 0:
+            self._first = self._last
+        self._steps += 1
+
+    def seconds(self, steps_left: int) -> float | None:
+        """Return the estimate for `steps_left` steps, None before two steps were measured."""
+        return steps_left * (self._last - self._first) / self._steps if self._steps > 0 else None
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as two units at most: ``42s``, ``5m12s``, ``3h05m`` or ``2d07h``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_rest = divmod(minutes, 60)
+    days, hours_rest = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours_rest:02d}h"
+    if hours:
+        return f"{hours}h{minutes_rest:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+class MaxTime(Callback):
+    """Stops the run after the step in which `seconds` of training are over, those before a resume included.
+
+    Only the clock of rank 0 counts.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._used = self._started = 0.0
+
+    def run_start(self, context: Context) -> None:
+        """Start the clock."""
+        self._started = self._clock() - self._used
+        self.after_step(context)
+
+    def after_step(self, context: Context) -> None:
+        """Stop the run if its time is over."""
+        self._used = self._clock() - self._started
+        if context.is_main and self._used >= self._seconds:
+            context.stop(f"the maximum time of {format_duration(self._seconds)} is over")
+
+    epoch_end = after_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the time that was used."""
+        return {"used": self._used}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the time that was used."""
+        self._used = float(state["used"])
+
+
+def in_temporary_folder(start: Start, world: World) -> Start:
+    """Return the start with a temporary folder and without a store; a collective."""
+    folder = world.broadcast_object(tempfile.mkdtemp(prefix="plsc-") if world.is_main else "")
+    note = "train.fast_dev_run: a few batches of training and of each evaluation; nothing is saved"
+    return replace(start, local=Path(folder), url=None, note=note)
+
+
+def remove_temporary(directories: Directories) -> None:
+    """Delete the temporary folder, unless it has the batch of a loss that was not finite."""
+    if directories.is_owner and not (directories.local / BAD_BATCH_NAME).exists():
+        shutil.rmtree(directories.local, ignore_errors=True)
+
+
+COLLAPSED = 3.0
+"""Effective rank of a batch's embeddings below which a network counts as collapsed.
+
+ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that separate unseen classes, 1.1 to 2.7 in runs
+that end near chance, while the loss falls in both (docs/not_learning.md).
+"""
+_MOST_PATIENCE = 2000
+"""Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
+_SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
+_RISEN = 1.05  # ratio of the medians of the two halves of the losses
+_SURE = 3.0  # standard deviations of their rank sum
+_FEWEST_LOSSES, _MOST_LOSSES = 16, 10_000
+_PAGE = "see docs/not_learning.md"
+
+
+class LearningCheck(Callback):
+    """Warns, once per reason, if a run does not learn; the result is identical on all ranks.
+
+    Args:
+        smallest: the smaller of the embedding size and the number of classes.
+        warmup_steps: warm-up steps of the learning rate.
+        total_steps: steps of the run, None if unknown.
+        watches_loss: whether to warn about an increasing loss: only for a network that is trained from
+            scratch without margin warm-up.
+    """
+
+    def __init__(self, smallest: int, warmup_steps: int, total_steps: int | None, watches_loss: bool) -> None:
+        self._smallest = smallest
+        self._warmup_steps = warmup_steps
+        self._patience = max(2 * warmup_steps, min(_MOST_PATIENCE, (total_steps or 2000) // 2))
+        self._watches_loss = watches_loss
+        self._losses: list[float] = []
+        self._low_since: int | None = None
+        self._reported: set[str] = set()
+
+    @staticmethod
+    def of(run: Run, is_resumed: bool) -> LearningCheck:
+        """Return the check of a run."""
+        starts_afresh = not is_resumed and run.options.model.pretrained is None
+        return LearningCheck(
+            min(run.options.model.emb_size, run.head.class_num),
+            run.rate.warmup_steps,
+            run.total_steps,
+            watches_loss=starts_afresh and not run.options.head.margin_warmup_steps,
+        )
+
+    def after_step(self, context: Context) -> None:
+        """Add the losses that are known."""
+        for loss, _ in context.losses:
+            if math.isfinite(loss):
+                self.add_loss(context.epoch, loss)
+
+    def logged(self, context: Context) -> None:
+        """Log the warnings."""
+        batch = context.output.batch // context.options.train.micro_batches
+        rank = context.metrics["effective_rank"]
+        for line in (self.spread(context.step, rank, batch), self.rising(context.epoch)):
+            context.world.log(line, logging.WARNING)
+
+    def epoch_end(self, context: Context) -> None:
+        """Log the warning about the loss of the first epoch."""
+        context.world.log(self.rising(context.epoch), logging.WARNING)
+
+    def add_loss(self, epoch: int, loss: float) -> None:
+        """Add the loss of a step; only losses of the first epoch count, or the first few of the run."""
+        count = len(self._losses)
+        if self._watches_loss and count < (_MOST_LOSSES if epoch == 0 else _FEWEST_LOSSES):
+            self._losses.append(loss)
+
+    def rising(self, epoch: int) -> str | None:
+        """Return a warning if the loss increases during the first epoch."""
+        half = len(self._losses) // 2
+        if not self._watches_loss or half < _FEWEST_LOSSES // 2:
+            return None
+        self._watches_loss = epoch == 0
+        first, second = self._losses[:half], self._losses[half:]
+        before, after = statistics.median(first), statistics.median(second)
+        if after < _RISEN * before or _rank_difference(first, second) < _SURE:
+            return None
+        self._watches_loss = False
+        return (
+            f"the loss increases: its median is {before:.4g} over the first {half} steps and "
+            f"{after:.4g} over the next {len(second)}; use a tenth of the learning rate ({_PAGE})"
+        )
+
+    def spread(self, step: int, effective_rank: float | None, batch: int) -> str | None:
+        """Return a warning if the embeddings of a batch are all equal or nearly collinear."""
+        if effective_rank is None or batch < 2:
+            return None
+        if effective_rank == 0 and "equal" not in self._reported:
+            self._reported |= {"equal", "collapsed"}
+            return (
+                f"at step {step} the network returns the same embedding for all {batch} images of the "
+                "batch; check for dead activations, weights that are all zero, or constant input images "
+                f"({_PAGE})"
+            )
+        is_low = effective_rank < COLLAPSED and step > self._warmup_steps
+        if not is_low:
+            self._low_since = None
+            return None
+        self._low_since = self._low_since or step
+        is_small = min(batch, self._smallest) < _SMALLEST_BATCH
+        is_early = step - self._low_since < self._patience
+        if is_small or is_early or "collapsed" in self._reported:
+            return None
+        self._reported.add("collapsed")
+        return (
+            f"the embeddings have collapsed since step {self._low_since}: their effective rank is "
+            f"{effective_rank:.1f} (8 or more in a good run), and the network will not separate unseen "
+            "classes even if the loss falls. Start again with a third of the rate, optim.clip_norm 5, "
+            f"or a longer warm-up ({_PAGE})"
+        )
+
+
+def _rank_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return by how many standard deviations `second` exceeds `first` (Mann-Whitney U test).
+
+    Ties count as not exceeding.
+    """
+    order = sorted([(loss, 0) for loss in second] + [(loss, 1) for loss in first])
+    ranks = sum(rank for rank, (_, half) in enumerate(order, 1) if half == 0)
+    m, n = len(first), len(second)
+    above = ranks - n * (n + 1) / 2 - m * n / 2
+    return above / math.sqrt(m * n * (m + n + 1) / 12)
+
+
+class DataWait(Callback):
+    """Measures how long the first steps wait for their batches, and suggests a remedy once.
+
+    workers: workers per rank. is_generator: whether one process makes all batches, for any `workers`.
+    """
+
+    SHARE = 0.05  # smallest share of a step that is reported
+    SKIPPED = 5  # steps at the start of the run and of each epoch, while workers fill their queue
+    MEASURED = 40  # steps
+
+    def __init__(self, world: World, workers: int, is_generator: bool) -> None:
+        self._world = world
+        self._workers = workers
+        self._is_generator = is_generator
+        self._passed = self._measured = 0
+        self._wait = self._step = 0.0
+
+    @staticmethod
+    def of(loader: Loader, world: World) -> DataWait:
+        """Return the measurement for a loader."""
+        if isinstance(loader, ReaderLoader):
+            return DataWait(world, int(loader.ahead), is_generator=True)
+        return DataWait(world, loader.num_workers, is_generator=False)
+
+    def after_step(self, context: Context) -> None:
+        """Add a step, and log the hint."""
+        line = self.add(context.step_in_epoch, context.data_seconds, context.step_seconds)
+        context.world.log(line)
+
+    def add(self, step_in_epoch: int, wait: float, step: float) -> str | None:
+        """Add a step and return a tuning hint if there is one; a collective at the last measured step.
+
+        step_in_epoch: counts from 1. wait, step: seconds of waiting for the batch, and of the whole step.
+        """
+        self._passed += 1
+        if min(self._passed, step_in_epoch) <= self.SKIPPED or self._measured == self.MEASURED:
+            return None
+        self._measured += 1
+        self._wait += wait
+        self._step += step
+        if self._measured < self.MEASURED:
+            return None
+        mine = (self._wait / self.MEASURED, self._step / self.MEASURED, platform.node())
+        everywhere = self._world.all_gather_object(mine)
+        wait, step, host = max(everywhere, key=lambda one: one[0] / one[1])
+        neighbours = sum(one[2] == host for one in everywhere)
+        return self._advise(wait, step, max(1, usable_cores() // neighbours))
+
+    def _advise(self, wait: float, step: float, cores: int) -> str | None:
+        if wait < self.SHARE * step:
+            return None
+        workers = self._workers
+        # Time of a worker per batch, if all are busy, divided by the rest of the step; plus 10 %.
+        reading = step * workers if workers else wait
+        wanted = max(workers + 1, math.ceil(1.1 * reading / max(step - wait, 1e-6)))
+        if self._is_generator and workers:
+            remedy = "a generator reader runs in one process: make it faster, or use a map-style Dataset"
+        elif self._is_generator:
+            remedy = "data.num_workers 1 runs the reader in the background"
+        elif workers < cores:
+            remedy = f"try data.num_workers {min(wanted, cores)}"
+        else:
+            remedy = "every core has a worker already; see docs/data.md for other remedies"
+        return (
+            f"data loading is slow: a step of {1e3 * step:.3g} ms waits {1e3 * wait:.3g} ms "
+            f"({wait / step:.0%}) for its batch, with {workers} worker{'s' * (workers != 1)} and {cores} "
+            f"core{'s' * (cores != 1)} per rank; {remedy}"
+        )

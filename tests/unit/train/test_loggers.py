@@ -1,0 +1,384 @@
+"""Loggers: what each writes in a run, and that a resumed run continues it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import struct
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plsc.errors import DataError, OptionError, TrainingError, TrainingInterrupted
+from plsc.train.log import LOGGERS, scalars
+from tests.images import write_dataset, write_pair_file
+from tests.system.small_entry import entry
+
+STEPS = 3  # per epoch: 10, 10 and 4 images
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = write_dataset(tmp_path_factory.mktemp("loggers") / "faces", classes=4, per_class=6)
+    write_pair_file(folder / "lfw.bin", folder)
+    return folder
+
+
+def train(dataset, folder, *loggers, epochs=2, resume=None, **settings):
+    settings = {"set_with_test": True, "set_train_batch_size": 10, "set_last_batch": "keep"} | settings
+    ins = entry(dataset, folder, set_train_epochs=epochs, **settings)
+    if loggers:
+        ins.set_loggers(*loggers)
+    if resume:
+        ins.set_checkpoint_dir(resume)
+    losses = []
+    for event in ("after_step", "epoch_end"):
+        ins.add_callback(lambda context: losses.extend(context.losses), event)
+    ins.train()
+    return losses
+
+
+def train_and_resume(dataset, folder, *loggers, **settings):
+    """Train two epochs, and resume from the first: as after a crash in the second."""
+    train(dataset, folder, *loggers, **settings)
+    train(dataset, folder, *loggers, epochs=3, resume=folder / "0", **settings)
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+class Remember:
+    """A user's logger."""
+
+    def __init__(self):
+        self.entries, self.is_closed = [], False
+
+    def write(self, entry):
+        self.entries.append(entry)
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_images(dataset, tmp_path):
+    losses = train(dataset, tmp_path, set_calc_acc=True)
+    lines = lines_of(tmp_path)
+    epochs = [line for line in lines if "loss_epoch" in line]
+    assert [(line["step"], line["epoch"]) for line in epochs] == [(STEPS, 0), (2 * STEPS, 1)]
+    accuracies = [line["accuracy"] for line in lines if "loss" in line]
+    for number, line in enumerate(epochs):
+        mine = slice(STEPS * number, STEPS * (number + 1))
+        values, images = zip(*losses[mine], strict=True)
+        assert images == (10, 10, 4)
+        assert line["loss_epoch"] == pytest.approx(np.average(values, weights=images))
+        assert line["accuracy_epoch"] == pytest.approx(np.average(accuracies[mine], weights=images))
+        assert line["seconds"] > 0 < line["images_per_second_epoch"]
+
+
+def test_a_run_that_resumes_within_an_epoch_has_the_same_loss_of_the_epoch(dataset, tmp_path):
+    train(dataset, tmp_path / "whole")
+    train(dataset, tmp_path / "parts", set_train_steps=STEPS + 1)
+    train(dataset, tmp_path / "parts", set_train_steps=2 * STEPS, resume="last")
+    (first, last), parts = (
+        [line["loss_epoch"] for line in lines_of(tmp_path / name) if "loss_epoch" in line]
+        for name in ("whole", "parts")
+    )
+    assert parts[0] == first
+    assert parts[-1] == last
+
+
+def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(dataset, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train_and_resume(dataset, tmp_path, "tensorboard", set_callbacks="images,gradient_norm")
+    board = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    for name in ("loss_step", "mean_loss", "lr", "images_per_second", "data_seconds", "gradient_norm"):
+        assert [one.step for one in board.Scalars(name)] == list(range(1, 3 * STEPS + 1)), name
+    for name in ("loss_epoch", "eval/lfw/accuracy"):
+        assert [one.step for one in board.Scalars(name)] == [STEPS, 2 * STEPS, 3 * STEPS], name
+    assert [one.step for one in board.Images("hardest pairs/lfw")] == [STEPS, 2 * STEPS, 3 * STEPS]
+    assert len(board.Images("batch")) == 3
+    options = board.PluginTagToContent("hparams")
+    assert b"train.batch_size" in b"".join(options.values())
+
+
+@pytest.mark.parametrize("logger", ["jsonl", "tensorboard", "mlflow"])
+def test_any_folder_and_any_name_works(logger, dataset, tmp_path, monkeypatch):
+    # xdist cannot send what pytest captures of lines that are not UTF-8.
+    monkeypatch.setattr(logging.getLogger("plsc"), "propagate", False)
+    if logger in ("tensorboard", "mlflow"):
+        pytest.importorskip(logger, reason=f"{logger} is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    ins = entry(dataset, folder, set_train_epochs=1, set_with_test=True, set_callbacks="images")
+    ins.set_loggers(logger)
+    names = ("loss (ema)", "loss _ema_", "../a//b/", "", "n" * 400, "\udcff", 7)
+    ins.add_callback(lambda context: [context.log(name, 1.0) for name in names], "after_step")
+    assert ins.train().epochs == 1
+    if logger == "mlflow":
+        import mlflow
+
+        (run,) = mlflow.MlflowClient().search_runs(["0"])
+        assert {"loss _ema_", "loss _ema__", "_../a/_/b/_", "_", "7"} <= run.data.metrics.keys()
+    if logger == "tensorboard":
+        assert list(folder.glob("events.*"))
+
+
+def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    train_and_resume(dataset, tmp_path / "run", "mlflow", set_callbacks="images")
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs(["0"])
+    assert (run.info.status, run.data.params["train.batch_size"]) == ("FINISHED", "10")
+    steps = sorted(one.step for one in client.get_metric_history(run.info.run_id, "loss_step"))
+    # Those of the second epoch twice: MLflow deletes no values.
+    assert steps == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9]
+    assert run.data.metrics["loss_epoch"] > 0
+    names = {one.path for one in client.list_artifacts(run.info.run_id, "pictures")}
+    assert {"pictures/batch_0.png", "pictures/lfw_hardest_9.png"} <= names
+    train(dataset, tmp_path / "other", "mlflow", resume=tmp_path / "run" / "0")
+    assert len(client.search_runs(["0"])) == 2
+
+
+class Broken(Exception):
+    pass
+
+
+def fail(context):
+    raise Broken
+
+
+def stop(context):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until(action, dataset, folder, *loggers):
+    """Train with a callback in the second step; return whether the run ended early."""
+    ins = entry(dataset, folder, set_train_batch_size=10, set_train_epochs=2)
+    ins.set_loggers(*loggers)
+    ins.add_callback(action, "after_step", every=2)
+    try:
+        ins.train()
+    except (Broken, TrainingInterrupted, KeyboardInterrupt):
+        return True
+    return False
+
+
+def interrupt(context):
+    raise KeyboardInterrupt
+
+
+ENDINGS = [(fail, 1, "FAILED"), (stop, 143, "KILLED"), (interrupt, 130, "KILLED"), (print, 0, "FINISHED")]
+
+
+@pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
+def test_mlflow_gets_the_status_of_the_run_and_that_of_a_script_is_joined_and_not_ended(
+    dataset, tmp_path, monkeypatch, action, code, status
+):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    custom = Remember()
+    custom.exit_code = 0
+    assert train_until(action, dataset, tmp_path / "own", "mlflow", custom) == (code > 0)
+    assert custom.exit_code == code
+    (own,) = mlflow.MlflowClient().search_runs(["0"])
+    assert own.info.status == status
+    assert mlflow.active_run() is None
+    with mlflow.start_run() as mine:
+        for batch in (10, 12):  # a parameter keeps its first value
+            train_until(action, dataset, tmp_path / f"joined{batch}", "mlflow")
+            assert mlflow.active_run().info.run_id == mine.info.run_id
+        mlflow.log_metric("after", 1)
+    joined = mlflow.get_run(mine.info.run_id)
+    assert joined.info.status == "FINISHED"
+    assert joined.data.metrics["after"] == 1
+    assert joined.data.metrics["loss_step"] > 0
+    assert len(mlflow.MlflowClient().search_runs(["0"])) == 2
+
+
+def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(dataset, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    ins = entry(dataset, tmp_path / "run")
+    ins.set_loggers("mlflow")
+    ins.add_callback(lambda context: mlflow.start_run(nested=True, run_name="inner"), "epoch_end")
+    ins.train()
+    status = {one.info.run_name: one.info.status for one in mlflow.MlflowClient().search_runs(["0"])}
+    assert status == {"run": "FINISHED", "inner": "RUNNING"}
+    while mlflow.active_run():
+        mlflow.end_run()
+
+
+def exit_code_of(record):
+    """Return the exit code in a file of W&B: chunks of at most 32 kB of Protobuf messages, as in LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, message = record.read_bytes(), 7, b""
+    while at + 7 < len(data):
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if kind == 0 or at % 2**15 > 2**15 - 7:
+            at += 2**15 - at % 2**15
+            continue
+        message = (b"" if kind in (1, 2) else message) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and (found := Record.FromString(message)).HasField("exit"):
+            return found.exit.exit_code
+    return None
+
+
+@pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
+def test_weights_and_biases_gets_the_exit_code_and_the_run_of_a_script_is_joined_and_not_ended(
+    dataset, tmp_path, monkeypatch, action, code, status
+):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train_until(action, dataset, tmp_path / "own", "wandb")
+    assert wandb.run is None
+    mine = wandb.init(dir=tmp_path)
+    train_until(action, dataset, tmp_path / "joined", "wandb")
+    assert wandb.run is mine
+    mine.log({"after": 1})
+    mine.finish()
+    wandb.teardown()  # its process then has written everything
+    folders = tmp_path / "own", tmp_path
+    (own,), (joined,) = (list(folder.glob("wandb/offline-*/*.wandb")) for folder in folders)
+    assert (exit_code_of(own), exit_code_of(joined)) == (code, 0)
+    assert b"loss_step" in joined.read_bytes()
+    assert not list(tmp_path.glob("joined/wandb"))
+
+
+def test_weights_and_biases_does_not_write_through_a_link(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.mkdir()
+    (run / "wandb").symlink_to(outside)
+    with pytest.raises(DataError, match="link"):
+        LOGGERS["wandb"](run, 0, {}, "")
+    assert not list(outside.iterdir())
+
+
+def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
+    dataset, tmp_path, monkeypatch
+):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint.upload_dir", "s3://me:geheim@host/runs"])
+    train_and_resume(dataset, tmp_path, "wandb", set_callbacks="images")
+    wandb.teardown()  # its process then has written everything
+    records = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(records) == 2
+    assert len({path.name for path in records}) == 1  # run-<id>.wandb
+    for path in records:
+        written = path.read_bytes()
+        assert all(
+            name in written for name in (b"loss_step", b"loss_epoch", b"eval/lfw/accuracy", b"batch_size")
+        )
+        assert b"geheim" not in written
+    assert list(tmp_path.glob("wandb/**/media/images/batch_*.png"))
+
+
+def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
+    mine = Remember()
+    train(dataset, tmp_path, "jsonl", mine, set_callbacks="images")
+    assert mine.is_closed
+    assert mine.entries == lines_of(tmp_path)
+    only_mine = Remember()
+    train(dataset, tmp_path / "other", only_mine)
+    assert len([entry for entry in only_mine.entries if "loss" in entry]) == 2 * STEPS
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
+
+
+def test_pictures_show_the_batch_after_augmentation(dataset, tmp_path):
+    batches = []
+    ins = entry(dataset, tmp_path, set_callbacks="images", set_with_test=True)
+    ins.add_callback(lambda context: batches.append(context.batch.final_images()), "batch_start")
+    ins.train()
+    pixels = np.asarray(Image.open(tmp_path / "pictures" / "batch_0.png"))
+    assert pixels.shape == (2 * 16, 8 * 16, 3)  # 12 images in rows of 8
+    for number, image in enumerate(batches[0]):
+        row, column = divmod(number, 8)
+        place = pixels[16 * row : 16 * (row + 1), 16 * column : 16 * (column + 1)]
+        assert np.array_equal(place, image.permute(1, 2, 0).numpy())
+    assert (pixels[16:, 4 * 16 :] == 255).all()
+    assert (tmp_path / "pictures" / "lfw_hardest_2.png").stat().st_size > 0
+
+
+def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset, tmp_path):
+    class Unreachable(Remember):
+        def write(self, entry):
+            if entry["step"] == STEPS + 1:
+                raise ConnectionError("the server does not respond")
+
+        def close(self):
+            raise ConnectionError("again")
+
+    with pytest.raises(TrainingError, match=r"logger Unreachable 0 cannot write .*does not respond"):
+        train(dataset, tmp_path, Unreachable())
+    assert (tmp_path / "0" / "manifest.json").exists()
+
+
+def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
+    ins = entry(dataset, tmp_path)
+    with pytest.raises(OptionError, match=r"expected any of jsonl.*did you mean 'tensorboard'"):
+        ins.set_loggers("tensorbord")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python then behaves as if it were not installed
+    with pytest.raises(OptionError, match=r"pip install 'plsc\[wandb\]'"):
+        train(dataset, tmp_path / "run", "wandb")
+    assert not (tmp_path / "run").exists()
+
+
+def test_secrets_of_options_reach_no_logger(dataset, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    train(dataset, tmp_path, "jsonl,tensorboard", epochs=1, set_upload_dir="memory://me:geheim@host/runs")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("tfevents" in path.name for path in files)
+    assert not [path for path in files if b"geheim" in path.read_bytes()]
+
+
+def test_scalars_are_finite_and_named_by_step_and_target():
+    found = scalars(
+        {"step": 3, "loss": 1.5, "accuracy": None, "lr": math.inf, "eval": {"lfw": {"auc": 0.5, "fars": [1]}}}
+    )
+    assert found == {"loss_step": 1.5, "eval/lfw/auc": 0.5}
+
+
+@pytest.mark.parametrize("shards_itself", [False, True])
+def test_a_generator_of_unknown_length_logs_its_first_and_last_step_and_gets_advice_once(
+    dataset, tmp_path, messages, shards_itself
+):
+    def reader(*rank):
+        for number in range(20):
+            yield np.full((3, 16, 16), number / 20, np.float32), number % 4
+
+    def run(folder, **settings):
+        ins = entry(
+            dataset, folder, set_train_epochs=2, set_train_batch_size=4, set_log_period=200, **settings
+        )
+        reader.shards_itself = shards_itself
+        ins.train_reader = reader
+        ins.set_class_num(4)
+        messages.clear()
+        ins.train()
+        return {line["step"]: line for line in lines_of(folder) if "loss" in line}
+
+    found = run(tmp_path / "unknown")
+    assert list(found) == [1, 5, 10]
+    assert all(line["mean_loss"] is not None and line["lr"] for line in found.values())
+    assert sum("step 5 loss" in line for line in messages) == 1
+    assert sum("data.train_image_num" in line for line in messages) == 1
+    known = run(tmp_path / "known", set_train_image_num=20)
+    assert list(known) == [5, 10]
+    assert not any("data.train_image_num" in line for line in messages)
+    assert [found[step]["loss"] for step in known] == [line["loss"] for line in known.values()]

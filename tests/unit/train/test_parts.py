@@ -1,0 +1,433 @@
+"""Small parts of training: schedule, guards, log, combinations of options."""
+
+import json
+import math
+import os
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from plsc.checkpoint import list_checkpoints
+from plsc.config import Options
+from plsc.errors import OptionError, TrainingError
+from plsc.models import BaseModel
+from plsc.parallel.world import World
+from plsc.train.callbacks import Context, Position, UserParts
+from plsc.train.log import JsonLines
+from plsc.train.loop import exchange_status
+from plsc.train.run import build_run, check_combinations
+from plsc.train.saving import retention_of
+from plsc.train.settle import batch_note, idle_note, interrupted, threads_note
+from plsc.train.step import Step
+from plsc.train.train import run_training
+from plsc.train.watch import LearningCheck, Progress, slow_start
+from tests.images import write_dataset
+
+
+def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_path, monkeypatch):
+    # Without it torch refuses the first product there.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be restored")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    options = options_for(dataset, tmp_path, train__deterministic=True)
+    build_run(options, World.single(), UserParts())
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # it costs a write of every allocation
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with pytest.raises((RuntimeError, NotImplementedError)):  # nothing computes on this device
+        build_run(options, World.single("cuda:99"), UserParts())
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+class _Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+class Overflowing(BaseModel):
+    """Its third backward pass overflows; no loss tells, for the run ends there."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+        self.passes = 0
+
+    def build_network(self, input, label, is_train=True):
+        self.passes += is_train
+        x = self.fc(input.flatten(1))
+        return _Endless.apply(x) if self.passes == 3 else x
+
+
+@pytest.mark.parametrize("when", [{"train__steps": 3}, {"checkpoint__every_n_steps": 3}], ids=str)
+def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
+    every = {"train__with_test": False, "train__epochs": 3}
+    options = options_for(dataset, tmp_path, train__batch_size=3, **every, **when)
+    with pytest.raises(TrainingError, match=r"fc\.bias and 1 more of the network .* after step 3"):
+        run_training(options, World.single(), UserParts(model=Overflowing()))
+    assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
+
+
+class Constant(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.ones(8))
+
+    def build_network(self, input, label, is_train=True):
+        return self.embedding.expand(len(input), -1)
+
+
+class Linear(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Constant, {"optim__lr": 0.01}, "returns the same embedding"),
+        (
+            Linear,
+            {"optim__lr": 1.0, "head__loss_type": "dist_softmax", "optim__clip_norm": 0.0},
+            "the loss increases",
+        ),
+    ],
+)
+def test_a_run_that_does_not_learn_says_so_once_in_its_first_epoch(
+    model, options, message, tmp_path, messages
+):
+    data = write_dataset(tmp_path / "data", 10, 16)
+    given = {"train__batch_size": 8, "train__epochs": 2, "train__with_test": False, **options}
+    run_training(options_for(data, tmp_path, **given), World.single(), UserParts(model=model()))
+    found = [text for text in messages if message in text]
+    assert len(found) == 1
+    assert messages.index(found[0]) < next(i for i, one in enumerate(messages) if "epoch 2/2 " in one)
+
+
+def test_a_collapse_is_reported_once_when_it_outlasts_the_warm_up_twice():
+    check = LearningCheck(64, warmup_steps=60, total_steps=200, watches_loss=True)
+    assert all(check.spread(step, 1.5, 48) is None for step in range(10, 180, 10))
+    assert check.spread(180, 9.0, 48) is None  # recovered
+    found = [step for step in range(190, 400, 10) if check.spread(step, 1.5, 48)]
+    assert found == [310]
+    few = LearningCheck(8, 0, 100, watches_loss=True)  # 8 classes span few directions
+    assert not any(few.spread(step, 1.5, 48) for step in range(10, 400, 10))
+
+
+def test_equal_embeddings_are_reported_at_the_first_logged_step():
+    check = LearningCheck(2, 50, None, watches_loss=True)
+    assert "the same embedding" in check.spread(1, 0.0, 48)
+    assert check.spread(2, 0.0, 48) is None
+
+
+@pytest.mark.parametrize(("slope", "is_told"), [(0.2, True), (0.0, False), (-0.1, False)])
+def test_a_loss_that_rises_in_the_first_epoch_is_reported_once(slope, is_told):
+    check, noise = LearningCheck(64, 0, None, watches_loss=True), random.Random(3)
+    for step in range(40):
+        spread = 0.0 if slope == 0 else 0.5
+        check.add_loss(0, 40 + slope * step + noise.gauss(0, spread))
+    assert (check.rising(0) is not None) == is_told
+    assert check.rising(0) is None
+
+
+def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():
+    assert slow_start(0.5, 200) is None
+    assert slow_start(64.2, 200).startswith("the first step took 64 s; progress is logged every 200 steps")
+
+
+def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
+    error = interrupted(15, 0, None)
+    assert (str(error), error.exit_code) == (
+        "stopped by SIGTERM after step 0; nothing had been trained, so nothing was saved", 143
+    )  # fmt: skip
+
+
+def step_entry(step):
+    return {
+        "step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "accuracy": None, "mean_loss": 1.0,
+        "images_per_second": 1.0
+    }  # fmt: skip
+
+
+def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
+    log = JsonLines(tmp_path, 0)
+    for step in range(1, 6):
+        log.write(step_entry(step))
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    log = JsonLines(tmp_path, 3)
+    log.write(step_entry(4))
+    log.close()
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
+
+
+def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(messages):
+    position = Position()
+    context = Context(Options().resolve(), nn.Identity(), nn.Identity(), World.single(), position, 10)
+    for step, more in ((1, {}), (2, {"mean_loss": None, "loss_scale": 32768.0, "skipped_steps": 3})):
+        position.step = step
+        context.metrics = {**step_entry(step), **more}
+        Progress().logged(context)
+    plain, scaled = messages
+    assert plain == "epoch 1/120 step 1/10 loss 1.000 lr 0.1 1 images/s"
+    assert scaled == "epoch 1/120 step 2/10 loss overflow lr 0.1 loss_scale 32768 skipped_steps 3 1 images/s"
+
+
+def options_for(dataset, tmp_path, **changes):
+    options = Options()
+    settings = {
+        "data.dataset_dir": str(dataset), "checkpoint.save_dir": str(tmp_path / "out"),
+        "model.name": "SmallResNet", "model.image_shape": (3, 16, 16), "model.emb_size": 8,
+        "train.batch_size": 4, "data.num_workers": 0,
+    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+    for path, value in settings.items():
+        options.set(path, value)
+    return options
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=3, per_class=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model__image_shape": (3, 20, 16)}, "16"),
+        ({"model__name": "no_such_package:Net"}, "no_such_package"),
+        ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no option margin"),
+        ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no option scale"),
+        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank is a global batch of 4"),
+        (
+            {"head__loss_type": "dist_softmax", "head__hard_share": 0.5},
+            "head.hard_share is 0.5, which has an effect only if head.sample_ratio is below 1",
+        ),
+    ],
+)
+def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, changes, expected):
+    options = options_for(tmp_path / "no dataset here", tmp_path, **changes)
+    with pytest.raises(OptionError) as caught:
+        build_run(options, World.single(), UserParts())
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_set_and_has_no_effect_is_said_in_a_line():
+    options = Options()
+    assert idle_note(options) == ""
+    for path, value in {
+        "precision.lists": {"custom_black_list": ["softmax"]},
+        "precision.scaling_arguments": {"decr_ratio": 0.25},
+        "optim.optimizer": "adam", "optim.momentum": 0.5,
+    }.items():  # fmt: skip
+        options.set(path, value)
+    assert idle_note(options) == (
+        "note: these options have no effect in this run: "
+        "precision.scaling_arguments (precision.mode is float32), precision.lists (precision.mode is float32)"
+    )
+    for path, value in {
+        "head.optimizer": "adagrad", "optim.schedule": "step",
+        "precision.mode": "float16",
+    }.items():  # fmt: skip
+        options.set(path, value)
+    assert idle_note(options) == (
+        "note: these options have no effect in this run: optim.momentum (optim.optimizer is adam)"
+    )
+
+
+class Necked(BaseModel):
+    """A custom network whose constructor names the neck."""
+
+    def __init__(self, neck="linear"):
+        super().__init__()
+        self.fc = nn.Linear(3 * 16 * 16, 8)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(input.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "noted"),
+    [
+        (Overflowing(), "ResNet50", ["model.dropout", "model.neck"]),
+        (Necked(), "ResNet50", ["model.dropout", "model.neck"]),  # made with its own default
+        (Necked("linear-norm"), "ResNet50", ["model.dropout"]),
+        (None, f"{__name__}:Overflowing", ["model.dropout", "model.neck"]),
+        (None, f"{__name__}:Necked", ["model.dropout"]),
+        (None, "SmallResNet", []),
+    ],
+)
+def test_options_that_a_custom_network_is_not_made_with_are_noted(model, name, noted, dataset, tmp_path):
+    options = options_for(dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2)
+    notes = build_run(options, World.single(), UserParts(model=model)).notes[-1]
+    assert notes.count("(the custom network was constructed with another value)") == len(noted)
+    assert all(f"{path} (the custom network" in notes for path in noted)
+
+
+class Stages(BaseModel):
+    """What every option of a network can be about; notes the types of its maps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.conv = nn.Conv2d(3, 6, 4, stride=4)
+        self.norm = nn.BatchNorm2d(6)
+        self.dropout = nn.Dropout(0.3)
+        self.fc = nn.Linear(96, 8)
+        self.fc.bias.requires_grad_(False)  # by its owner
+        self.types = []
+
+    def build_network(self, input, label, is_train=True):
+        maps = self.norm(self.conv(input))
+        kept = self.dropout(maps)
+        self.types = [maps.dtype, kept.dtype]
+        return self.fc(kept.flatten(1))
+
+
+def two_steps(network, dataset, tmp_path, **changes):
+    """Return the losses of two steps, and of which types maps were before and behind the dropout."""
+    options = options_for(dataset, tmp_path, **changes)
+    run = build_run(options, World.single(), UserParts(model=network))
+    run.network.train()
+    step, losses = Step(run), []
+    for batch in run.data.loader.epoch(0):
+        sizes = exchange_status(run.world, batch, run.head.class_num).sizes
+        losses.append(float(step.make(batch, sizes, False).output.mean_loss))
+    return losses[:2], network.types
+
+
+@pytest.mark.parametrize("loss_type", ["arcface", "dist_arcface"])
+def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning(
+    loss_type, dataset, tmp_path
+):
+    changes = {"optim__freeze": ("*",), "head__loss_type": loss_type, "train__epochs": 1}
+    options = options_for(dataset, tmp_path, train__with_test=False, **changes)
+    run = build_run(options, World.single(), UserParts(model=Stages()))
+    assert "note: Stages has no trainable parameters; only the head is trained" in run.notes
+    before = [p.detach().clone() for p in (*run.network.parameters(), *run.head.parameters())]
+    batch = next(iter(run.data.loader.epoch(0)))
+    Step(run).make(batch, exchange_status(run.world, batch, run.head.class_num).sizes, False)
+    after = [*run.network.parameters(), *run.head.parameters()]
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] * 6 + [False]
+
+
+def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no_first(dataset, tmp_path):
+    network, lists = Stages(), ("conv", "norm", "exp")
+    first = {
+        "precision__mode": "bfloat16", "precision__lists": {"custom_black_list": [*lists, "Dropout"]},
+        "optim__freeze": ("conv", "norm"), "memory__recompute": "conv,norm",
+    }  # fmt: skip
+    assert two_steps(network, dataset, tmp_path, **first)[1] == [torch.float32] * 2
+    assert [name for name, p in network.named_parameters() if p.requires_grad] == ["fc.weight"]
+    for changes, types in (
+        ({"precision__mode": "bfloat16"}, [torch.bfloat16] * 2),
+        (
+            {"precision__mode": "bfloat16", "precision__lists": {"custom_black_list": ["dropout"]}},
+            [torch.bfloat16, torch.float32],
+        ),
+        ({"memory__recompute": "conv"}, [torch.float32] * 2),
+    ):
+        fresh = Stages()
+        fresh.load_state_dict(network.state_dict())
+        found = two_steps(network, dataset, tmp_path, **changes)
+        assert found == two_steps(fresh, dataset, tmp_path, **changes)
+        assert found[1] == types
+        trained = [name for name, p in network.named_parameters() if p.requires_grad]
+        assert trained == ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc.weight"]
+
+
+def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
+    options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
+    with pytest.raises(OptionError, match="batch norm"):
+        build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 3)
+    options.set("data.last_batch", "pad")
+    with pytest.raises(OptionError, match="in 3 parts"):
+        build_run(options, World.single(), UserParts())
+    options.set("train.micro_batches", 1)
+    assert build_run(options, World.single(), UserParts()).total_steps == 3 * options.train.epochs
+
+
+def test_more_ranks_than_global_batch_is_refused():
+    options = Options()
+    options.set("train.global_batch_size", 3)
+    with pytest.raises(OptionError, match="at least 4"):
+        check_combinations(options, 4)
+
+
+def test_a_wrong_image_count_is_a_note_and_too_few_classes_are_refused(dataset, tmp_path):
+    options = options_for(dataset, tmp_path, data__train_image_num=5)
+    notes = build_run(options, World.single(), UserParts()).notes
+    assert "note: data.train_image_num is ignored, as the dataset has 9 images" in notes
+    options = options_for(dataset, tmp_path, head__class_num=1)
+    with pytest.raises(OptionError, match="class_num is 1"):
+        build_run(options, World.single(), UserParts())
+    options = options_for(dataset, tmp_path, head__class_num=2)
+    with pytest.raises(Exception, match=r"label 2 .*label.txt:7.*outside 0\.\.1"):
+        build_run(options, World.single(), UserParts())
+
+
+def test_a_save_folder_among_the_class_folders_is_refused(dataset, tmp_path):
+    for label in "ab":
+        (tmp_path / "faces" / label).mkdir(parents=True)
+        shutil.copy(dataset / "images/0_0.png", tmp_path / "faces" / label / "1.png")
+    options = options_for(tmp_path / "faces", tmp_path)
+    options.set("checkpoint.save_dir", tmp_path / "faces" / "output")
+    with pytest.raises(OptionError, match="every folder is a class"):
+        build_run(options, World.single(), UserParts())
+
+
+def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
+    shutil.copytree(dataset / "images", tmp_path / "nested" / "train")
+    with pytest.raises(OptionError, match="have the same class"):
+        build_run(options_for(tmp_path / "nested", tmp_path), World.single(), UserParts())
+    options = options_for(dataset, tmp_path, head__class_num=5)
+    run = build_run(options, World.single(), UserParts())
+    assert run.notes[1] == "images per class: least 0, median 3, most 3"
+    assert run.notes[2].startswith("note: 2 of 5 classes have no images, the first one is class 3")
+
+
+def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
+    def first_weight(seed):
+        options = options_for(dataset, tmp_path, train__seed=seed)
+        run = build_run(options, World.single(), UserParts())
+        return next(run.network.parameters()).detach(), run.head.weight.detach()
+
+    for again, before in zip(first_weight(1), first_weight(1), strict=True):
+        assert again.equal(before)
+    assert not first_weight(2)[1].equal(first_weight(1)[1])
+
+
+def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
+    assert batch_note(128, 128) == batch_note(128, None) == ""
+    assert "larger than the dataset of 128: each step uses every image 7.8 times" in batch_note(1000, 128)
+    options = Options()
+    assert threads_note(options) == ""
+    options.set("runtime.cpu_threads", 4096)
+    assert "runtime.cpu_threads is 4096, but this process may use" in threads_note(options)
+
+
+def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
+    run = build_run(
+        options_for(dataset, tmp_path, checkpoint__monitor="accuracy"), World.single(), UserParts()
+    )
+    with pytest.raises(
+        OptionError, match=r"monitor is 'accuracy', which this run does not measure; known: loss"
+    ):
+        retention_of(run)
+    run = replace(run, options=run.options.changed({"checkpoint.monitor": "loss"}))
+    assert retention_of(run).monitor == "loss"
