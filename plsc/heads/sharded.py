@@ -128,6 +128,8 @@ class ShardedHead(Head):
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        if on_nonfinite not in ("raise", "pass"):
+            raise OptionError(f"on_nonfinite is {on_nonfinite!r}; expected 'raise' or 'pass'")
         if group is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"this head has no process group, so each of the {dist.get_world_size()} ranks trains all "

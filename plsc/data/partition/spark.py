@@ -71,7 +71,7 @@ def write(
     try:
         # By default, other users can read all lines. Java takes this variable before spark.local.dir.
         place = options.tmp_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None
-        os.environ["SPARK_LOCAL_DIRS"] = _private_folder(dir=place).name
+        os.environ["SPARK_LOCAL_DIRS"] = settings["spark.local.dir"] = _private_folder(dir=place).name
         SparkContext._ensure_initialized()  # starts Java, which knows the default master
         if (options.master or SparkConf().get("spark.master", "")).startswith("local"):
             # Use this interpreter, which has plsc. For a cluster, its configuration decides.

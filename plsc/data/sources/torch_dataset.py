@@ -33,7 +33,7 @@ class TorchDatasetSource:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
         try:
-            image, label = self.dataset[index]
+            item = self.dataset[index]
         except OSError as error:
             reason = " ".join(str(error).split())
             place = _place_in_dataset(error)
@@ -41,7 +41,9 @@ class TorchDatasetSource:
         except Exception as error:
             add_note(error, f"while reading {self.name(index)}")
             raise
-        return image, whole_number(label, self.name(index))
+        if not isinstance(item, (tuple, list)) or len(item) != 2:  # a dictionary, say
+            raise DataError(f"{self.name(index)}: expected (image, label), got {type(item).__name__}")
+        return item[0], whole_number(item[1], self.name(index))
 
     def name(self, index: int) -> str:
         """Return ``dataset[12]``."""
