@@ -93,6 +93,11 @@ def upload(
         def finish() -> None:
             if world.is_main:
                 _check_owner(store, token)
+                lost = parse_manifest(data, name).files.keys() - set(store.names(target))
+                if lost:  # another run has cleaned up
+                    raise CheckpointError(
+                        f"{shown(store.child(target))} has lost {min(lost)}; upload it again"
+                    )
                 finish_folder(store, target, name, data)
 
         on_every_rank(world, doing, finish, _ADVICE)

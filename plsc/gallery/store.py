@@ -128,7 +128,7 @@ class Store:
         with self._refusing():
             # A journal of another database deletes any file that it names. Stores use a write-ahead log.
             if os.path.lexists(f"{path}-journal"):
-                raise DataError(f"{path}-journal exists, which plsc does not leave; remove it")
+                raise DataError(f"{path}-journal exists, of a killed start or another program; remove it")
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))  # only for its owner
             for file in (path, Path(f"{path}-wal")):
                 if os.path.lexists(file) and file.lstat().st_uid not in (os.geteuid(), 0):
