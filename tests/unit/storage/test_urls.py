@@ -148,7 +148,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "command"), zip(KINDS, COMMANDS, strict=True))
+@pytest.mark.parametrize(("kind", "command"), list(zip(KINDS, COMMANDS, strict=True)))
 def test_no_command_calls_a_server_or_reads_a_pipe_that_a_list_names(
     kind, command, tmp_path, requests, capsys, monkeypatch
 ):
