@@ -159,13 +159,14 @@ class OptionSpec:
         """
         if _is_harmless(value):
             return value
-        call = f"{self.setter}({self.argument})"
+        how = ""
         if isinstance(value, str):
             named, hint = importable(value)
-            call = f"{self.setter}({named!r}){hint}, or {self.setter.removesuffix('_name')} with the object"
+            how = f", to {named!r}{hint}, or call {self.setter.removesuffix('_name')} with the object"
         raise CheckpointError(
             f"{self.path} is {shown_value(value)} in the checkpoint, but only numbers and known names are "
-            f"taken from a checkpoint, no code and no other strings; to use this value, set it here: {call}"
+            f"taken from a checkpoint, no code and no other strings; to use this value, set {self.path} "
+            f"here{how}"
         )
 
 

@@ -87,8 +87,8 @@ def content(folder):
 
 
 CASES = {
-    "a network is imported": ("predict", {"model": {"name": f"{CODE}:Net"}}, f"--model.name {CODE}:Net"),
-    "a network is imported by a run": ("train", {"model": {"name": f"{CODE}:Net"}}, "--model.name"),
+    "a network is imported": ("predict", {"model": {"name": f"{CODE}:Net"}}, f"to '{CODE}:Net'"),
+    "a network is imported by a run": ("train", {"model": {"name": f"{CODE}:Net"}}, "model.name here"),
     "an optimizer writes a file": (
         "train", {"optim": {"optimizer": "torch:save", "optimizer_arguments": {"f": "victim"}}}, "torch:save"
     ),
@@ -362,7 +362,7 @@ def test_a_network_class_named_on_the_command_line_is_built_as_saved(work, capsy
     used = Entry()
     used.set_checkpoint_dir(checkpoint)
     used.set_dataset_dir("faces")
-    with pytest.raises(CheckpointError, match=rf"set_model_name\('{CODE}:Net'\), or set_model with"):
+    with pytest.raises(CheckpointError, match=rf"model\.name here, to '{CODE}:Net', or call set_model"):
         used.predict()
     used.set_model_name(f"{CODE}:Net")
     network_given = []

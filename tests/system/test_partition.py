@@ -254,10 +254,11 @@ def test_a_dataset_on_s3_gives_the_same_parts_as_a_local_one(tmp_path, s3):
     (folder / "file_list.txt").write_text("0.txt\n1.txt.gz\n2.txt\n3.txt\n")
     store = s3fs_client()
     store.put(str(folder), f"{s3}/set", recursive=True)
-    # Leftovers of a run that was killed during its upload:
-    store.pipe(f"{s3}/out/part_0.txt", b"half a part")
+    store.pipe(f"{s3}/out/part_0.txt", b"half a part")  # as a run leaves that was killed
     arguments = ["--data_dir", f"{s3}/set", "--nranks", 3]
     arguments += ["--output_dir", f"{s3}/out", "--tmp_dir", tmp_path / "tmp"]
+    assert "already exists" in run(*arguments, code=1)
+    store.rm(f"{s3}/out", recursive=True)
     run(*arguments)
     store.get(f"{s3}/out", str(tmp_path / "out"), recursive=True)
     local, remote = files_of(tmp_path / "local"), files_of(tmp_path / "out")
