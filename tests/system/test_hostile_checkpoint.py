@@ -325,7 +325,7 @@ def test_a_checkpoint_sets_only_numbers_and_known_names(spec):
         is_decided = not is_never and (use == "run" or spec.path in MODEL)
         value = spec.checked(hostile(spec)) if is_decided else spec.default
         if is_decided and isinstance(value, str) and ":" in value:
-            with pytest.raises(CheckpointError, match="set it here"):
+            with pytest.raises(CheckpointError, match="no other strings"):
                 Options().resolve(saved, use)
         else:
             config = Options().resolve(saved, use)
