@@ -25,6 +25,7 @@ from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, is_url, shown
 
+_NO_RUN = "(none)"  # no id is this: a checkpoint of no run, which a command has written, replaces none
 _OWNER_NAME = ".owner"  # in a store: the token of the run that saves there
 _ADVICE = "the checkpoint is intact on the local disk, and can be uploaded when the store is available again"
 
@@ -74,7 +75,7 @@ def upload(
         data = read_regular(folder / MANIFEST_NAME, LARGEST_MANIFEST, folder)
         manifest = parse_manifest(data, str(folder))
         _check_owner(store, token)
-        check_replaceable(store, name, manifest.run_id)
+        check_replaceable(store, name, manifest.run_id or _NO_RUN)
         target = hidden_name(name) if store.can_rename else name
         store.make_folder(target)
         if target == name:
@@ -148,7 +149,9 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     store = own_result(world, f"reach {shown(url)}", lambda: Store(url))
     text = on_main_rank(world, f"reach {shown(url)}", lambda: manifest_in(store)[1])
     manifest = parse_manifest(text, store.shown)
-    run_id = None if folder is None else manifest.run_id  # what is in the cache folder can be fetched again
+    run_id = (
+        None if folder is None else manifest.run_id or _NO_RUN
+    )  # what is in the cache folder can be fetched again
     doing = f"fetch {store.shown} to {target}"
     if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest, run_id))):
         return target

@@ -194,16 +194,16 @@ def check_replaceable(store: Store, name: str, run_id: str | None = None) -> Non
 
     With `run_id`, only a checkpoint of that run may be replaced. An empty folder may be, and in an
     object store one with only data files; files, links and folders with anything else never are, nor a
-    damaged checkpoint, which does not tell whose it is, and one of no run, which a command has written.
+    damaged checkpoint, which does not tell whose it is.
     """
     is_link = store.is_link(name)
     inside = [] if is_link else store.names(name)
     is_free = all(file == MANIFEST_NAME or rank_of_shard(file) is not None for file in inside)
     if is_free and MANIFEST_NAME in inside:
-        there = ""
+        there = None
         with contextlib.suppress(CheckpointError):
             there = manifest_in(store, name)[0].run_id
-        is_free = run_id is None or there == run_id != ""
+        is_free = run_id is None or there == run_id
     elif inside:
         is_free = is_free and not store.can_rename
     else:

@@ -135,7 +135,7 @@ def cases(files: Files):
     yield "batch size 0", "between 1 and", train(set_train_batch_size=0)
     yield "loss not finite", "the loss is", train(set_lr=1e30, set_train_epochs=50)
     yield "nothing to test on", "no checkpoint is set", lambda: entry(files).test()
-    yield "predict without checkpoint", "set_checkpoint_dir", lambda: entry(files).predict()
+    yield "predict without checkpoint", "checkpoint.load_dir", lambda: entry(files).predict()
 
 
 def main() -> None:

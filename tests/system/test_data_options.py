@@ -183,7 +183,7 @@ def test_a_wrong_num_samples_of_a_reader_is_reported_once(tmp_path, capsys):
         ins.set_train_epochs(2)
         ins.train_reader = reader
         ins.train()
-        return capsys.readouterr().err.count("correct set_train_image_num")
+        return capsys.readouterr().err.count("correct data.train_image_num")
 
     assert count_warnings(20) == 0
     assert count_warnings(100) == 1
