@@ -49,7 +49,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     and OptionError.
     """
     inputs = list_inputs(options.data_dir, options.file_list, options.allowed)
-    _refuse_existing(options, inputs)
+    _refuse_existing(options.output)
     if options.dry_run:
         return _dry_run(options, inputs)
     with _output_named(options.output), ExitStack() as stack:
@@ -253,8 +253,7 @@ def _claim(options: PartitionOptions, stack: ExitStack) -> tuple[Workspace, Path
     return workspace, buckets.path
 
 
-def _refuse_existing(options: PartitionOptions, inputs: list[Input]) -> None:
-    output = options.output
+def _refuse_existing(output: str) -> None:
     if is_url(output):
         store = _open_store(output)
         if not store.can_rename:
