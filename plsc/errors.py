@@ -13,6 +13,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -183,8 +184,10 @@ def record_failure(error: BaseException) -> bool:
             text = in_terminal("".join(traceback.format_exception(error))).rstrip()
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "kind": type(error).__name__}
         content = {"message": {"message": text, "extraInfo": extra}}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
-            json.dump(content, file)
+        with contextlib.suppress(OSError):
+            # A rank may be stopped at any moment, and torchrun fails on half a file.
+            Path(f"{path}.new").write_text(json.dumps(content), encoding="utf-8")
+            os.replace(f"{path}.new", path)  # noqa: PTH105
             return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
     return False
 
