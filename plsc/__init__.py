@@ -7,6 +7,7 @@ of `Entry.predict`.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
     from plsc.train.callbacks import Callback, EarlyStopping
     from plsc.train.watch import MaxTime
 
-from plsc.version import __version__
+from plsc.version import DISTRIBUTION, __version__
+
+if Path(__file__).with_name("engine").exists():
+    raise ImportError(
+        f"PaddlePaddle's package plsc is installed over {DISTRIBUTION}; pip uninstall plsc {DISTRIBUTION}, "
+        f"then install {DISTRIBUTION} again"
+    )
 
 __all__ = [
     "AutoMixedPrecisionLists",

@@ -387,7 +387,7 @@ class Entry(OriginalSetters):
         Args:
             output: the folder; by default ``<save_dir>/model``.
             graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights. By default ``onnx``, if
-                plsc[export] is installed.
+                the extra `export` is installed.
             precision: ``float32``, ``float16``, ``int8`` (ONNX only) or ``bfloat16`` (torch only).
             flip: add the embedding of the mirrored image, inside the graph.
             classes: also write the class weights.

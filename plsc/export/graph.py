@@ -19,6 +19,7 @@ from plsc.errors import refusing
 from plsc.export.folder import DIVISORS, ONNX_NAME, TORCH_NAME, TRITON_NAME, describe_file
 from plsc.models import BaseModel
 from plsc.models.base_model import unwrap
+from plsc.version import install
 
 INPUT, OUTPUT = "images", "embeddings"
 PRECISIONS = {
@@ -136,7 +137,7 @@ def missing_package() -> str:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        return f"a package ({error}): pip install 'plsc[export]'"
+        return f"a package ({error}): {install('export')}"
     return ""
 
 

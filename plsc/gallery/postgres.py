@@ -18,6 +18,7 @@ import numpy as np
 
 from plsc.errors import CheckpointError, OptionError, shown
 from plsc.gallery.store import Change, Found, New, Replacement, StoreError, check_entries, rank
+from plsc.version import install
 
 try:
     import psycopg
@@ -25,7 +26,7 @@ try:
     from psycopg.pq import Ping
     from psycopg_pool import ConnectionPool
 except ImportError as error:
-    raise OptionError(f"PostgreSQL needs a package ({error}): pip install 'plsc[postgres]'") from error
+    raise OptionError(f"PostgreSQL needs a package ({error}): {install('postgres')}") from error
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS, _WARN_EVERY = 1.0, 60  # for a database that is starting: seconds; attempts per warning

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from plsc.errors import OptionError
+from plsc.version import install
 
 Chunks = Callable[[], Iterator[np.ndarray]]
 """Returns the vectors, float32 [n, D] at a time; called several times."""
@@ -182,7 +183,7 @@ def import_faiss() -> Any:
         import faiss
     except ImportError as error:
         raise OptionError(
-            "the search needs the package faiss, which is not installed; run pip install 'plsc[search]'"
+            f"the search needs the package faiss, which is not installed; run {install('search')}"
         ) from error
     faiss.cvar.distance_compute_blas_threshold = _MULTIPLIED
     return faiss

@@ -18,6 +18,7 @@ from plsc.config.option import load_function
 from plsc.errors import OptionError, did_you_mean, refusing
 from plsc.models.base_model import BaseModel, evaluating
 from plsc.models.neck import EmbeddingNeck
+from plsc.version import install
 
 TORCHVISION, TIMM = "torchvision/", "timm/"
 
@@ -160,9 +161,7 @@ def _timm_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, i
     try:
         import timm
     except ImportError as error:
-        raise OptionError(
-            f"model {TIMM + name!r} needs the package timm: pip install 'plsc[timm]'"
-        ) from error
+        raise OptionError(f"model {TIMM + name!r} needs the package timm: {install('timm')}") from error
     # Also rejects names such as hf-hub:..., which would be downloaded.
     if not timm.is_model(name):
         raise OptionError(

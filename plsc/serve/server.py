@@ -16,6 +16,7 @@ from plsc.errors import OptionError
 from plsc.serve.options import ServeOptions
 from plsc.serve.service import Service
 from plsc.terminal import stop_signals
+from plsc.version import install
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpreter lock
@@ -38,7 +39,7 @@ def serve(model: str, options: ServeOptions) -> None:
         import uvicorn
     except ImportError as error:
         raise OptionError(
-            f"the server needs a package that is not installed ({error}): pip install 'plsc[serve]'"
+            f"the server needs a package that is not installed ({error}): {install('serve')}"
         ) from error
     from plsc.serve.app import HEADERS, create_app, is_loopback
 

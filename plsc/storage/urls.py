@@ -14,6 +14,7 @@ from plsc.errors import DataError, OptionError, did_you_mean
 from plsc.errors import shown as shown
 from plsc.errors import without_secrets as without_secrets
 from plsc.storage.retry import with_retries
+from plsc.version import install
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
@@ -111,10 +112,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url, **_CLIENT_OPTIONS.get(protocol, {}))
     except ImportError as error:
         extra = _EXTRAS.get(protocol, protocol)
-        install = f"plsc[{extra}]" if extra in ("hdfs", "s3") else extra
-        raise DataError(
-            f"{shown(url)} needs a client that is not installed; run pip install '{install}'"
-        ) from error
+        command = install(extra) if extra in ("hdfs", "s3") else f"pip install {extra}"
+        raise DataError(f"{shown(url)} needs a client that is not installed; run {command}") from error
     except ValueError:
         near = did_you_mean(protocol, fsspec.available_protocols())
         raise DataError(

@@ -31,6 +31,7 @@ from plsc.storage.publish import replacing
 from plsc.storage.regular import check_inside, open_regular, read_regular
 from plsc.train.callbacks import Callback, Context, Logger
 from plsc.train.targets import HeldOutSet, Target
+from plsc.version import install
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
@@ -221,8 +222,7 @@ def check_packages(names: Iterable[str]) -> None:
     for name in names:
         if name != "jsonl" and importlib.util.find_spec(name) is None:
             raise OptionError(
-                f"the logger {name!r} needs the package {name}, which is not installed; run "
-                f"pip install 'plsc[{name}]'"
+                f"the logger {name!r} needs the package {name}, which is not installed; run {install(name)}"
             )
 
 

@@ -17,7 +17,7 @@ from plsc.export import open_model
 from tests.serving import ROOT, export_model
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
 PAGE = (ROOT / "docs/embed_at_scale.md").read_text(encoding="utf-8")
 NEEDS = {"Spark": "pyspark", "Ray": "ray", "Hugging Face datasets": "datasets", "A loop": "pyarrow"}
 TWO_WORKERS = """

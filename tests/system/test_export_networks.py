@@ -16,7 +16,7 @@ from plsc.models import BaseModel, build_model, resnet
 from plsc.models.registry import Adapter
 from plsc.predict.exporter import compare, load_graph
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
 pytestmark = pytest.mark.slow
 SHAPE = (3, 32, 32)
 OURS = "ResNet18", "ResNet101", "IResNet18", "SmallResNet"  # deeper ones only repeat their blocks

@@ -264,7 +264,7 @@ def test_the_advice_for_a_network_of_the_training_script_names_a_module_to_move_
 def test_index_and_search_take_the_name_of_the_network_of_a_checkpoint(
     trained, own, tmp_path, capsys, messages
 ):
-    pytest.importorskip("faiss", reason="plsc[search] is not installed")
+    pytest.importorskip("faiss", reason="plsc-torch[search] is not installed")
     images, gallery, name = trained / "faces/images", tmp_path / "gallery", f"{__name__}:Own"
     made = ["index", str(own), str(gallery), "--images", str(images)]
     assert main(made) == 1

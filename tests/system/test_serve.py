@@ -32,7 +32,7 @@ from tests.images import NAMES, UNSAFE_NAMES, photo, write_dataset
 from tests.serving import ROOT, Running, export_model, serving
 from tests.system.small_entry import entry
 
-pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
+pytest.importorskip("fastapi", reason="plsc-torch[serve] is not installed")
 from plsc.serve import service as service_module
 from plsc.serve.app import _from_json
 from plsc.serve.batching import Busy

@@ -13,7 +13,7 @@ from tests import browser
 from tests.images import photo
 from tests.serving import export_model, serving
 
-pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
+pytest.importorskip("fastapi", reason="plsc-torch[serve] is not installed")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(browser.BINARY is None, reason="chromium is not installed"),

@@ -12,8 +12,8 @@ from plsc.errors import DataError
 from tests.postgres_server import PASSWORD, postgres_server
 from tests.serving import export_model, serving
 
-pytest.importorskip("fastapi", reason="plsc[serve] is not installed")
-psycopg = pytest.importorskip("psycopg", reason="plsc[postgres] is not installed")
+pytest.importorskip("fastapi", reason="plsc-torch[serve] is not installed")
+psycopg = pytest.importorskip("psycopg", reason="plsc-torch[postgres] is not installed")
 
 
 @pytest.fixture(scope="module")

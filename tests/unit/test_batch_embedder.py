@@ -15,7 +15,7 @@ from plsc.errors import CheckpointError, OptionError
 from plsc.export import batch_embedder, open_model
 from tests.serving import export_model
 
-pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from plsc.predict.images import Samples
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
-onnx = pytest.importorskip("onnx", reason="plsc[export] is not installed")
-pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+onnx = pytest.importorskip("onnx", reason="plsc-torch[export] is not installed")
+pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
 
 
 class Flat(BaseModel):

@@ -21,9 +21,9 @@ from plsc.export import open_model
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
-onnx = pytest.importorskip("onnx", reason="plsc[export] is not installed")
-onnxruntime = pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
-hub = pytest.importorskip("huggingface_hub", reason="plsc[timm] is not installed")
+onnx = pytest.importorskip("onnx", reason="plsc-torch[export] is not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
+hub = pytest.importorskip("huggingface_hub", reason="plsc-torch[timm] is not installed")
 
 
 @pytest.fixture(scope="module")

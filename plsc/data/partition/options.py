@@ -12,6 +12,7 @@ from plsc.config.option import Size, between, check_fields, declare, not_empty, 
 from plsc.data.lines import Buffers
 from plsc.errors import OptionError
 from plsc.storage.urls import is_url
+from plsc.version import install
 
 MOST_RANKS = 65_536
 LEAST = 32 * 2**20
@@ -85,7 +86,7 @@ class PartitionOptions:
     )
     engine: str = declare(
         "local",
-        "local, or spark for datasets too large for one machine (pip install 'plsc[spark]')",
+        f"local, or spark for datasets too large for one machine ({install('spark')})",
         check=one_of("local", "spark"),
     )
     master: str | None = declare(

@@ -28,6 +28,7 @@ from plsc.data.partition.parts import checksum, part_names
 from plsc.errors import DataError, OptionError
 from plsc.storage.publish import replacing
 from plsc.storage.urls import is_url, open_filesystem
+from plsc.version import install
 
 _BLOCK = 4 * 2**20
 _SPLIT_BYTES = 64 * 2**20
@@ -62,7 +63,7 @@ def write(
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
     except ImportError:
-        raise OptionError("--engine spark requires PySpark; run pip install 'plsc[spark]'") from None
+        raise OptionError(f"--engine spark requires PySpark; run {install('spark')}") from None
     builder = SparkSession.builder.appName("plsc data partition")
     if options.master:
         builder = builder.master(options.master)

@@ -11,6 +11,7 @@ from plsc.data.sources.columns import LabelReader, NamedLabelSource
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed
 from plsc.storage.urls import base_name
+from plsc.version import install
 
 
 class LmdbSource(NamedLabelSource):
@@ -59,6 +60,6 @@ def _environment(process: int, path: str) -> Any:
     try:
         import lmdb
     except ImportError as error:
-        raise DataError(f"{path} needs the package lmdb; run pip install 'plsc[lmdb]'") from error
+        raise DataError(f"{path} needs the package lmdb; run {install('lmdb')}") from error
     is_folder = Path(path).is_dir()
     return lmdb.open(path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False)

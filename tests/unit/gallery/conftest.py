@@ -27,7 +27,7 @@ def made_database(server, name):
 
 @pytest.fixture(scope="session")
 def server():
-    pytest.importorskip("psycopg", reason="plsc[postgres] is not installed")
+    pytest.importorskip("psycopg", reason="plsc-torch[postgres] is not installed")
     yield from postgres_server("synchronous_commit=off", "timezone=Asia/Tokyo")
 
 

@@ -13,7 +13,7 @@ from plsc.errors import DataError, OptionError
 from plsc.gallery import build_gallery, open_gallery, write_gallery
 from tests.images import UNSAFE_NAMES
 
-pytest.importorskip("faiss", reason="plsc[search] is not installed")
+pytest.importorskip("faiss", reason="plsc-torch[search] is not installed")
 RANDOM = np.random.default_rng(0)
 
 
@@ -255,5 +255,5 @@ def test_a_file_without_offsets_and_a_file_that_is_no_safetensors_are_refused(tm
 def test_the_error_without_faiss_names_the_extra(monkeypatch):
     gallery = build_gallery(np.ones((2, 2)))
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(OptionError, match=r"pip install 'plsc\[search\]'"):
+    with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[search\]'"):
         gallery.search(np.ones((1, 2)))

@@ -16,7 +16,7 @@ from plsc.gallery import open_gallery
 from tests.images import NAMES, write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
-pytest.importorskip("faiss", reason="plsc[search] is not installed")
+pytest.importorskip("faiss", reason="plsc-torch[search] is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def plsc(capsys, *words):
 
 @pytest.mark.parametrize(("model", "kind"), [("run/0", "float32"), ("model", "int8")])
 def test_every_image_finds_itself(trained, tmp_path, capsys, model, kind):
-    pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+    pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
     images = trained / "faces/images"
     shown = plsc(capsys, "index", trained / model, tmp_path / "g", "--images", images, "--kind", kind)
     assert shown[-1] == f"wrote {tmp_path / 'g'}: 24 images, {kind}"
@@ -114,7 +114,7 @@ def test_the_output_of_predict_is_a_gallery(trained, tmp_path, capsys):
 
 
 def test_a_search_says_how_many_strangers_would_score_as_high(trained, tmp_path, capsys):
-    pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+    pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
     unseen = write_dataset(tmp_path / "unseen", classes=24, per_class=3, seed=9)
     model, gallery, image = tmp_path / "model", tmp_path / "g", trained / "faces/images/0_0.png"
     plsc(
@@ -152,7 +152,7 @@ def test_another_network_and_a_damaged_image_are_error_messages(trained, tmp_pat
 
 
 def test_several_images_are_searched_and_unknown_below_the_threshold_of_the_model(trained, tmp_path, capsys):
-    pytest.importorskip("onnxruntime", reason="plsc[export] is not installed")
+    pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
     images = trained / "faces/images"
     files = sorted(images.iterdir())
     plsc(capsys, "index", trained / "model", tmp_path / "g", "--images", files[0])

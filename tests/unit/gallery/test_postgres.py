@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-pytest.importorskip("psycopg", reason="plsc[postgres] is not installed")
+pytest.importorskip("psycopg", reason="plsc-torch[postgres] is not installed")
 import psycopg
 
 import plsc.gallery.places

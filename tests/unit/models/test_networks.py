@@ -118,7 +118,7 @@ def test_the_error_for_an_unknown_model_suggests_a_name():
 )
 def test_the_neck_option_sets_the_neck_of_every_network(name, parts, expected):
     if name.startswith("timm/"):
-        pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+        pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
     model = build_model(name, 24, (3, 32, 32), 0.3, parts)
     assert [child for child, _ in model.neck.named_children()] == expected
     norms = [child for at, child in model.neck.named_children() if "norm" in at]

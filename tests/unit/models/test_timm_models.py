@@ -11,7 +11,7 @@ from plsc.models import build_model, check_model
 
 def test_without_timm_the_error_has_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(OptionError, match=r"pip install 'plsc\[timm\]'"):
+    with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[timm\]'"):
         build_model("timm/vit_tiny_patch16_224", 8, (3, 64, 64), 0.1)
 
 
@@ -27,12 +27,12 @@ def test_without_timm_the_error_has_the_install_command(monkeypatch):
     ],
 )
 def test_timm_networks_return_embeddings_for_the_image_size(name, shape):
-    pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+    pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
     check_model(build_model(f"timm/{name}", 24, shape, 0.4), shape, 24)
 
 
 def test_features_equal_timm_with_the_same_weights():
-    timm = pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+    timm = pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
     ours = build_model("timm/vit_tiny_patch16_224", 16, (3, 32, 32), 0.3, "dropout-linear").eval()
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=16, img_size=32).eval()
     theirs.load_state_dict(ours.network.state_dict(), strict=False)
@@ -51,6 +51,6 @@ def test_features_equal_timm_with_the_same_weights():
     ],
 )
 def test_networks_that_cannot_be_created_raise(name, noun):
-    pytest.importorskip("timm", reason="needs the extra plsc[timm]")
+    pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
     with pytest.raises(OptionError, match=noun):
         build_model(f"timm/{name}", 8, (3, -1, 32), 0.4)

@@ -4,7 +4,7 @@ import pytest
 
 from plsc.errors import DataError
 
-app = pytest.importorskip("plsc.serve.app", reason="plsc[serve] is not installed")
+app = pytest.importorskip("plsc.serve.app", reason="plsc-torch[serve] is not installed")
 START = b'--x\r\nContent-Disposition: form-data; name="a"; filename="b"\r\n\r\n'
 
 

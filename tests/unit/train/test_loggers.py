@@ -334,7 +334,7 @@ def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     with pytest.raises(OptionError, match=r"expected any of jsonl.*did you mean 'tensorboard'"):
         ins.set_loggers("tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)  # Python then behaves as if it were not installed
-    with pytest.raises(OptionError, match=r"pip install 'plsc\[wandb\]'"):
+    with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[wandb\]'"):
         train(dataset, tmp_path / "run", "wandb")
     assert not (tmp_path / "run").exists()
 
