@@ -29,6 +29,13 @@ COMMANDS = Group(
         "data": data.GROUP,
         "checkpoint": checkpoint.GROUP,
     },
+    {
+        "train": ("train", "launch", "plan", "doctor", "options", "config"),
+        "look": ("test", "predict"),
+        "use": ("export", "serve", "index", "search", "gallery"),
+        "data": ("data",),
+        "checkpoints": ("checkpoint", "dominant"),
+    },
 )
 logger = logging.getLogger(__name__)
 _HEAD_START_SECONDS = 1.0  # torchrun ends all ranks of a machine as soon as one has left

@@ -202,5 +202,7 @@ def _collective(world: Any) -> Finding:
 
 
 COMMAND = Command(
-    "check versions, devices, kernels, memory, disk, and one all-reduce", run_doctor, takes_options=True
+    "check versions, devices, kernels, memory, disk, and one all-reduce",
+    run_doctor,
+    options=("runtime.device",),
 )

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import logging
 import re
+import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from plsc.errors import OptionError, did_you_mean
 from plsc.version import __version__
 
 REQUIRED = dataclasses.MISSING
+_TRUTH = re.compile("true|false|yes|no|on|off", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Argument:
     """A flag ``--name`` or a positional argument of a command.
 
     kind: its type; bool makes a switch. default: default value, or REQUIRED. meaning: help text. positional:
-    passed without ``--name``; a list takes several words, a tuple all that follow, flags included.
+    passed without ``--name``, and may be left out if it has a default; a list takes several words, a tuple
+    all that follow, flags included.
     """
 
     name: str
@@ -45,49 +48,50 @@ def arguments_of(factory: type) -> list[Argument]:
     ]
 
 
-def word(name: str, meaning: str) -> Argument:
+def word(name: str, meaning: str, default: Any = REQUIRED) -> Argument:
     """Return a positional argument."""
-    return Argument(name, str, REQUIRED, meaning, positional=True)
+    return Argument(name, str, default, meaning, positional=True)
 
 
 @dataclass(frozen=True)
 class Command:
     """A command, and the function that it calls with its arguments by name.
 
-    arguments: the arguments, or a function that returns them, to delay imports. takes_options: the command
-    has ``--config`` and a flag per option, and `run` gets `options`.
+    arguments: the arguments, or a function that returns them, to delay imports. options: if not None, the
+    command has ``--config`` and a flag per option, `run` gets `options`, and the help shows these. example:
+    its last words, for the help.
     """
 
     meaning: str
     run: Callable[..., None]
     arguments: Sequence[Argument] | Callable[[], Sequence[Argument]] = ()
-    takes_options: bool = False
+    options: Sequence[str] | None = None
+    example: str = ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of commands, such as ``plsc data``."""
+    """A group of commands, such as ``plsc data``; sections: names of commands by the headings of its help."""
 
     meaning: str
     commands: Mapping[str, Command | Group]
+    sections: Mapping[str, Sequence[str]] | None = None
 
 
 def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Sequence[str]]:
     """Return the full name of the command at the start of a command line, the command, and the other words.
 
-    Raises OptionError for an unknown command; prints and exits for ``--help`` and ``--version``.
+    Raises OptionError for an unknown command; prints and exits for ``--help``, ``--version`` and nothing.
     """
     name, found = "plsc", root
     while isinstance(found, Group):
-        word, words = (words[0], words[1:]) if words else ("", words)
+        word, words = (words[0], words[1:]) if words else ("--help", words)
         if word in ("-h", "--help", "--version"):
             print(f"plsc {__version__}" if word == "--version" else _overview(name, found))
             raise SystemExit(0)
         if word not in found.commands:
-            problem = f"unknown command {word!r}" if word else "no command was given"
-            hint = did_you_mean(word, found.commands)
-            known = ", ".join(found.commands)
-            raise OptionError(_with_help(f"{problem}; known: {known}{hint}", name))
+            known, hint = ", ".join(found.commands), did_you_mean(word, found.commands)
+            raise OptionError(_with_help(f"unknown command {word!r}; known: {known}{hint}", name))
         name, chosen = f"{name} {word}", found.commands[word]
         if isinstance(chosen, Command):
             return name, chosen, words
@@ -97,9 +101,14 @@ def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Seque
 
 def _overview(name: str, group: Group) -> str:
     width = max(map(len, group.commands)) + 2
-    lines = [f"  {one:{width}}{command.meaning}" for one, command in group.commands.items()]
-    usage = f"usage: {name} <command> [--help] [arguments]"
-    return "\n".join([usage, "", _sentence(group.meaning), "", "commands:", *lines])
+    lines = [f"usage: {name} <command> [--help] [arguments]", "", _sentence(group.meaning)]
+    for section, words in (group.sections or {"commands": list(group.commands)}).items():
+        lines += ["", f"{section}:"]
+        for word in words:
+            found = group.commands[word]
+            inside = f": {', '.join(found.commands)}" if isinstance(found, Group) else ""
+            lines.append(f"  {word:{width}}{found.meaning}{inside}")
+    return "\n".join(lines)
 
 
 def _with_help(message: str, command: str) -> str:
@@ -124,41 +133,69 @@ class CommandParser(argparse.ArgumentParser):
     """The flags of one command."""
 
     def __init__(self, name: str, command: Command) -> None:
-        self._takes_options = command.takes_options
+        self._takes_options = command.options is not None
         found = command.arguments() if callable(command.arguments) else command.arguments
-        usage = None
+        usage = epilog = None
         if self._takes_options:
-            words = "".join(f" {one.name.upper()}" for one in found if one.positional)
+            shapes = [" {}" if one.default is REQUIRED else " [{}]" for one in found if one.positional]
+            words = "".join(shapes).format(*(one.name.upper() for one in found if one.positional))
             usage = f"{name}{words} [--config FILE] [--<group>.<option> VALUE ...]"
-        super().__init__(prog=name, usage=usage, description=_sentence(command.meaning), allow_abbrev=False)
+            epilog = "All options: plsc options [GROUP or WORD]"
+        if command.example:
+            epilog = f"Example: {name} {command.example}\n{epilog or ''}"
+        super().__init__(
+            prog=name, usage=usage, description=_sentence(command.meaning), epilog=epilog, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
         self._arguments = {one.name: one for one in found}
-        is_flags_only = not any(one.positional for one in self._arguments.values())
         for one in self._arguments.values():
-            self._add(one, is_flags_only)
-        if self._takes_options:
+            self._add(one)
+        if (frequent := command.options) is not None:
             self.add_argument("--config", action=_Note, metavar="FILE", help="YAML file of options")
             self.add_argument("--quiet", action="store_true", help="print only warnings and errors")
-            groups = {spec.group: self.add_argument_group(spec.group) for spec in all_options()}
-            for spec in all_options():
-                groups[spec.group].add_argument(
-                    f"--{spec.path}",
-                    action=_Note,
-                    metavar="VALUE",
-                    help=_help(spec.meaning, spec.kind, spec.default),
-                )
+            shown = self.add_argument_group("frequent options")
+            for spec in sorted(all_options(), key=lambda spec: [*frequent, spec.path].index(spec.path)):
+                text = argparse.SUPPRESS
+                if spec.path in frequent:
+                    text = _help(re.split("[;(]", spec.meaning)[0].strip(), spec.kind, spec.default)
+                shown.add_argument(f"--{spec.path}", action=_Note, metavar="VALUE", help=text)
 
-    def _add(self, one: Argument, is_flags_only: bool) -> None:
+    def _add(self, one: Argument) -> None:
         how: dict[str, Any] = {"action": _Note, "help": _help(one.meaning, one.kind, one.default)}
         if one.positional:
-            if nargs := {tuple: argparse.PARSER, list: "+"}.get(typing.get_origin(one.kind)):
-                how["nargs"] = nargs
+            nargs = None if one.default is REQUIRED else "?"
+            how["nargs"] = {tuple: argparse.PARSER, list: "+"}.get(typing.get_origin(one.kind), nargs)
             self.add_argument(one.name, **how)
             return
-        if one.kind is bool:  # a value behind a switch would be taken for a positional argument
-            how |= {"nargs": "?", "const": "true"} if is_flags_only else {"nargs": 0}
+        if one.kind is bool:
+            how |= {"nargs": 0} if self._passes_words_on() else {"nargs": "?", "const": "true"}
         spellings = dict.fromkeys((one.name, one.name.replace("_", "-")))
-        names = [f"-{name}" if len(name) == 1 else f"--{name}" for name in spellings]
+        names = [f"--{name}" for name in spellings] + [f"-{name}" for name in spellings if len(name) == 1]
         self.add_argument(*names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how)
+
+    def _passes_words_on(self) -> bool:
+        return any(typing.get_origin(one.kind) is tuple for one in self._arguments.values())
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        """Return the command line with ``--flag=true`` and ``--flag=false`` for the switches.
+
+        ``--flag``, ``--no-flag``, ``--flag False`` are read; the word behind a switch is its value only if it
+        is one, or cannot be an argument.
+        """
+        switches = {f"--{name}" for name, one in self._arguments.items() if one.kind is bool}
+        switches |= {name.replace("_", "-") for name in switches}
+        if self._takes_options:
+            switches |= {f"--{spec.path}" for spec in all_options() if spec.kind is bool}
+        is_flags_only = not any(one.positional for one in self._arguments.values())
+        joined: list[str] = []
+        for text in words:
+            flag = f"--{text.removeprefix('--no-')}"
+            is_value = _TRUTH.fullmatch(text) or (is_flags_only and not text.startswith("--"))
+            if joined and joined[-1] in switches and is_value:
+                joined[-1] += f"={text}"
+            else:
+                joined.append(f"{flag}=false" if text.startswith("--no-") and flag in switches else text)
+        return [f"{text}=true" if text in switches else text for text in joined]
 
     def error(self, message: str) -> NoReturn:
         """Raise OptionError for an error of argparse."""
@@ -166,7 +203,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Parse the command line; return the arguments of the command's function. Raises OptionError."""
-        namespace, unknown = self.parse_known_args(words, argparse.Namespace(given=[]))
+        namespace = argparse.Namespace(given=[])
+        if self._passes_words_on():
+            namespace, unknown = self.parse_known_args(words, namespace)
+        else:  # flags may stand before, between and behind the words
+            namespace, unknown = self.parse_known_intermixed_args(self._joined(words), namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             problem = "unknown flag" if flag.startswith("-") else "unexpected argument"
@@ -178,6 +219,8 @@ class CommandParser(argparse.ArgumentParser):
         for name, text in namespace.given:
             if isinstance(text, list):
                 values[name] = text
+            elif text is None:  # a word that was left out
+                continue
             elif name in self._arguments:
                 values[name] = self._value(self._arguments[name], text)
             elif name == "config":
@@ -199,6 +242,30 @@ class CommandParser(argparse.ArgumentParser):
         return value
 
 
+def describe_options(wanted: str) -> str:
+    """Return the rows of the option table whose group, path or description has the word; "": all.
+
+    Raises OptionError if there is none.
+    """
+    rows = list(all_options())
+    found = [spec for spec in rows if spec.group == wanted] or [
+        spec for spec in rows if wanted.lower() in f"{spec.path} {spec.meaning}".lower()
+    ]
+    if not found:
+        known = ", ".join(dict.fromkeys(spec.group for spec in rows))
+        near = nearest_option(wanted)
+        raise OptionError(
+            f"no option has {wanted!r} in its path or description{near}; the groups are {known}"
+        )
+    blank = {"initial_indent": "    ", "subsequent_indent": "    ", "width": 100}
+    lines = []
+    for spec in found:
+        setter = f", {spec.setter}" if spec.setter else ""
+        lines.append(f"--{spec.path} ({describe_kind(spec.kind)}, default: {spec.default}{setter})")
+        lines += textwrap.wrap(spec.meaning, **blank)  # type: ignore[arg-type]
+    return "\n".join(lines)
+
+
 def _help(meaning: str, kind: Any, default: Any) -> str:
-    shown = "" if default in (REQUIRED, None) else f", default: {default}"
-    return f"{meaning} ({describe_kind(kind)}{shown})".replace("%", "%%")
+    shown = "" if default in (REQUIRED, None, "") else f", default: {default}"
+    return f"{meaning} ({'switch' if kind is bool else describe_kind(kind)}{shown})".replace("%", "%%")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
 
-from plsc.cli.parser import REQUIRED, Argument, Command, word
+from plsc.cli.parser import REQUIRED, Argument, Command, describe_options, word
 from plsc.config import Options
 from plsc.config.text import render_options
 from plsc.errors import OptionError
@@ -17,9 +18,11 @@ from plsc.storage.urls import local_folder
 logger = logging.getLogger(__name__)
 
 
-def _entry(options: Options) -> Any:
+def _entry(options: Options, checkpoint: str | None = None) -> Any:
     from plsc.entry import Entry  # imports torch, which --help does not need
 
+    if checkpoint is not None:
+        options.set("checkpoint.load_dir", checkpoint)
     entry = Entry()
     entry.options = options
     return entry
@@ -32,12 +35,18 @@ def _train(options: Options) -> None:
         logger.info("trained %d steps; last checkpoint %s", result.steps, result.checkpoint or "(none saved)")
 
 
-def _test(options: Options, **how: Any) -> None:
-    _entry(options).test(**how)
+def _test(options: Options, checkpoint: str | None, **how: Any) -> None:
+    _entry(options, checkpoint).test(**how)
 
 
 def _predict(
-    options: Options, output: str, images: str | None, layers: str, field: str, **given: Any
+    options: Options,
+    checkpoint: str | None,
+    output: str,
+    images: str | None,
+    layers: str,
+    field: str,
+    **given: Any,
 ) -> None:
     path = local_folder(output, "--output")
     if path.suffix not in (".npz", ".parquet", ""):
@@ -49,7 +58,7 @@ def _predict(
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"
         )
-    entry = _entry(options)
+    entry = _entry(options, checkpoint)
     how = {"layers": _listed(layers), "field": _listed(field), **given}
     if path.suffix != ".npz":
         entry.predict(images, output=path, **how)
@@ -79,17 +88,20 @@ def _write_prediction(path: Path, prediction: Any) -> None:
     print(f"wrote the predictions of {len(prediction.labels)} images to {path}")
 
 
-def _keep_dominant(options: Options, output: str) -> None:
-    _entry(options).keep_dominant(output)
+def _keep_dominant(options: Options, checkpoint: str | None, output: str) -> None:
+    _entry(options, checkpoint).keep_dominant(output)
 
 
 def _export(options: Options, checkpoint: str, model: str, reports: str, **given: Any) -> None:
-    options.set("checkpoint.load_dir", checkpoint)
-    _entry(options).convert_for_prediction(model, reports=_listed(reports), **given)
+    _entry(options, checkpoint).convert_for_prediction(model, reports=_listed(reports), **given)
 
 
 def _config(options: Options) -> None:
     print(render_options(options))
+
+
+def _options(wanted: str) -> None:
+    print(describe_options(wanted))
 
 
 def _plan(options: Options, ranks: int | None, device_gb: float) -> None:
@@ -98,14 +110,51 @@ def _plan(options: Options, ranks: int | None, device_gb: float) -> None:
     print(plan(options.values, ranks, device_gb).render())
 
 
+_CHECKPOINT = word("checkpoint", "a checkpoint: a folder such as saved_model/5, its URL, last or best", None)
+_NETWORK = ("model.name", "model.emb_size", "model.image_shape")
+_READING = ("data.dataset_dir", "data.num_workers", "data.flip", "train.test_batch_size")
+
 COMMANDS = {
     "train": Command(
-        "train a network from scratch, or resume from --checkpoint.load_dir", _train, takes_options=True
+        "train a network from scratch, or resume from --checkpoint.load_dir",
+        _train,
+        options=(
+            "data.dataset_dir", "data.val_targets", "data.val_dir", "data.num_workers", *_NETWORK,
+            "head.loss_type", "head.scale", "head.sample_ratio", "train.batch_size",
+            "train.epochs", "optim.lr", "precision.mode", "checkpoint.save_dir", "checkpoint.load_dir",
+        ),
+        example="--data.dataset_dir faces --train.batch_size 64 --checkpoint.save_dir runs/faces",
+    ),
+    "plan": Command(
+        "estimate the memory of a training run, and whether it fits; flags as of plsc train",
+        _plan,
+        [
+            Argument("ranks", int, None, "number of ranks; default: --runtime.world_size, or 1"),
+            Argument("device_gb", float, 80.0, "memory of a device in GB"),
+        ],
+        options=(
+            *_NETWORK, "head.loss_type", "head.class_num", "head.sample_ratio", "head.sub_centers",
+            "train.batch_size", "precision.mode", "optim.optimizer",
+        ),
+        example="--ranks 8 --head.class_num 10000000 --train.batch_size 128",
+    ),
+    "options": Command(
+        "print the options, their defaults and setters: all, of a group, or those that have a word",
+        _options,
+        [word("wanted", "a group such as head, or a word such as margin", "")],
+        example="schedule",
+    ),
+    "config": Command(
+        "print all options with values, defaults and descriptions, as YAML",
+        _config,
+        options=(),
+        example="--train.batch_size 64 > run.yaml",
     ),
     "test": Command(
-        "test the network of --checkpoint.load_dir on pair files or held-out images, or by a protocol",
+        "test a network on pair files or held-out images, or by a protocol",
         _test,
         [
+            _CHECKPOINT,
             Argument("protocol", str, None, f"write a report; one of {', '.join(PROTOCOLS)}"),
             Argument("images", str, None, "labelled dataset; pairs, templates: folder of their images"),
             Argument("pairs", str, None, "pairs: a .bin file or a text list; default: --data.val_targets"),
@@ -115,31 +164,28 @@ COMMANDS = {
             Argument("groups", str, None, "file with the group of each image, for results per group"),
             Argument("output", str, "evaluation", "folder of the report"),
         ],
-        takes_options=True,
+        options=("data.val_targets", "data.val_dir", *_READING, "model.name", "checkpoint.load_dir"),
+        example="saved_model/last --protocol pairs --pairs pairs.txt --images faces",
     ),
     "predict": Command(
         "write the embeddings of the dataset's images to an .npz file, or as shards to a folder",
         _predict,
         [
+            _CHECKPOINT,
             Argument("output", str, "embeddings.npz", "file or folder to write; a folder is resumed"),
             Argument("images", str, None, "folder or list file of images, instead of the dataset"),
             Argument("layers", str, "", "names of modules whose outputs are also written"),
             Argument("field", str, "value", "outputs to write: value, id, prob"),
             Argument("flatten_result", bool, False, "join the outputs of the layers as one array"),
         ],
-        takes_options=True,
-    ),
-    "dominant": Command(
-        "reduce the checkpoint of --checkpoint.load_dir to the dominant sub-centre of each class",
-        _keep_dominant,
-        [Argument("output", str, REQUIRED, "checkpoint to write")],
-        takes_options=True,
+        options=(*_READING, "model.name", "checkpoint.load_dir"),
+        example="saved_model/last --images photos --output embeddings.npz",
     ),
     "export": Command(
         "write the network of a checkpoint as a folder for serving: weights, graph and description",
         _export,
         [
-            word("checkpoint", "a checkpoint: a folder such as saved_model/5, its fsspec URL, last or best"),
+            dataclasses.replace(_CHECKPOINT, default=REQUIRED),
             word("model", "the folder to write; it must not exist"),
             Argument("graph", str, "onnx", "onnx, torch (torch.export), or none"),
             Argument("precision", str, "float32", "float32, float16, int8 (onnx) or bfloat16 (torch)"),
@@ -150,18 +196,14 @@ COMMANDS = {
             Argument("layout", str, "plain", "plain, triton (a model of a model repository) or insightface"),
             Argument("reports", str, "", "folders of plsc test --protocol, which README.md shows; by commas"),
         ],
-        takes_options=True,
+        options=("data.dataset_dir", "data.val_targets", "data.val_dir", "model.name"),
+        example="saved_model/best model --classes --unseen others",
     ),
-    "config": Command(
-        "print all options with values, defaults and descriptions, as YAML", _config, takes_options=True
+    "dominant": Command(
+        "reduce a checkpoint to the dominant sub-centre of each class",
+        _keep_dominant,
+        [_CHECKPOINT, Argument("output", str, REQUIRED, "checkpoint to write")],
+        options=("data.dataset_dir", "model.name", "checkpoint.load_dir"),
+        example="saved_model/last --output dominant",
     ),
-    "plan": Command(
-        "estimate the memory of a training run, and whether it fits; flags as of plsc train",
-        _plan,
-        [
-            Argument("ranks", int, None, "number of ranks; default: --runtime.world_size, or 1"),
-            Argument("device_gb", float, 80.0, "memory of a device in GB"),
-        ],
-        takes_options=True,
-    ),
-}
+}  # fmt: skip

@@ -1,8 +1,11 @@
 """What the command line says of wrong flags and files of options, in words of its user."""
 
+import contextlib
+
 import pytest
 
 from plsc import cli
+from plsc.cli.parser import Argument, Command, CommandParser, Group, word
 from plsc.config import all_options
 from tests.command_line import options_from
 
@@ -12,8 +15,8 @@ def said_of(capsys, *arguments) -> str:
     error = capsys.readouterr().err
     assert error.startswith("plsc: error: ")
     assert len(error.splitlines()) == 1
-    for word in ("<class", "Parser key", "Union", "NoneType", "set_"):
-        assert word not in error
+    for internal in ("<class", "Parser key", "Union", "NoneType", "set_"):
+        assert internal not in error
     return error
 
 
@@ -136,13 +139,8 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            [],
-            "no command was given; known: train, test, predict, dominant, export, config, plan, ",
-        ),
-        (["trian"], "unknown command 'trian'; known: train, test,"),
+        (["trian"], "unknown command 'trian'; known: train,"),
         (["data", "insp"], "did you mean 'inspect'?"),
-        (["data"], "no command was given"),
         (["dominant"], "required: --output; see plsc dominant --help"),
         (["data", "inspect", "x", "--check"], "--check: expected one argument"),
         (["data", "inspect", "x", "--check", "1.5"], "--check is '1.5'; expected an integer"),
@@ -174,10 +172,57 @@ def test_a_url_is_no_local_folder(words, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_every_option_has_a_flag_with_its_meaning(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
+def printed(capsys, *words: str) -> str:
+    with contextlib.suppress(SystemExit):
+        assert cli.main(words) == 0
+    return capsys.readouterr().out
+
+
+def verbs(group=cli.COMMANDS, before=()):
+    for name, found in group.commands.items():
+        yield from verbs(found, (*before, name)) if isinstance(found, Group) else [(*before, name)]
+
+
+def test_the_help_of_a_verb_fits_on_a_screen_and_that_of_plsc_has_every_verb(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    overview = printed(capsys)
+    assert sorted(name for names in cli.COMMANDS.sections.values() for name in names) == sorted(
+        cli.COMMANDS.commands
+    )
+    for words in verbs():
+        assert words[-1] in overview
+        said = printed(capsys, *words, "--help")
+        assert f"usage: plsc {' '.join(words)}" in said
+        assert len(said.splitlines()) <= 60
+
+
+def test_plsc_options_prints_the_table(capsys):
+    said = " ".join(printed(capsys, "options").split())
     for spec in all_options():
-        assert f"--{spec.path} VALUE" in said
-        assert " ".join(spec.meaning.split())[:40] in said
+        assert f"--{spec.path} (" in said
+        assert " ".join(spec.meaning.split()) in said
+    head = printed(capsys, "options", "head")
+    assert "--head.margin (a number or None" in head
+    assert "--optim" not in head
+    assert "--optim.schedule" in printed(capsys, "options", "cosine")
+    assert "did you mean" in said_of(capsys, "options", "train.batch_sise")
+
+
+@pytest.mark.parametrize(
+    ("words", "flip", "checkpoint"),
+    [
+        (["5", "--data.flip"], True, "5"),
+        (["--data.flip", "5"], True, "5"),
+        (["--no-data.flip", "5"], False, "5"),
+        (["--output=x", "--data.flip", "False", "5", "--k", "2"], False, "5"),
+        (["--data.flip=no"], False, None),
+    ],
+)
+def test_a_switch_is_a_switch_and_a_checkpoint_may_stand_anywhere(words, flip, checkpoint):
+    arguments = [
+        word("checkpoint", "x", None),
+        Argument("output", str, None, "x"),
+        Argument("k", int, 1, "x"),
+    ]
+    given = CommandParser("x", Command("x", print, arguments, options=())).read(words)
+    assert (given["options"].data.flip, given["checkpoint"]) == (flip, checkpoint)
