@@ -7,17 +7,25 @@ import http.client
 import io
 import json
 import os
+import re
 import threading
 import urllib.parse
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import pybase64
 
 from plsc.errors import DataError, OptionError
+from plsc.storage.records import read_record
 
 Image = str | os.PathLike[str] | bytes
+# Without user name and password, which would not be sent.
+_SERVER = re.compile(r"https?://(\[[\w:.]+\]|[^\s@:/?#\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
+
+
+class _Entry(TypedDict):
+    id: int
 
 
 class Client:
@@ -35,12 +43,14 @@ class Client:
     def __init__(
         self, url: str = "http://127.0.0.1:8000", api_key: str | None = None, timeout: float = 60.0
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise OptionError(f"url is {url!r}; expected http://HOST:PORT or https://HOST:PORT")
-        key = os.environ.get("PLSC_API_KEY", "") if api_key is None else api_key
+        if not _SERVER.fullmatch(url):
+            raise OptionError(f"url is {url!r}; expected http(s)://HOST:PORT, without a user name")
+        key = (os.environ.get("PLSC_API_KEY", "") if api_key is None else api_key).strip()
+        if not (key.isascii() and key.isprintable()):  # http.client would show it in its error
+            raise OptionError("the API key has a character that is not printable ASCII")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._url, self._path, self._timeout = parts, parts.path.rstrip("/"), timeout
+        self._url, self._timeout = urllib.parse.urlsplit(url), timeout
+        self._path = self._url.path.rstrip("/")
         self._local = threading.local()
 
     def encode(self, image: Image) -> np.ndarray:
@@ -64,15 +74,15 @@ class Client:
 
     def enrol(self, name: str, image: Image) -> int:
         """Enrol an image under a name, and return the id of the entry; it is on disk then."""
-        return int(self._json("POST", _query("/entries", name=name), _content(image))["id"])
+        return self._entry("POST", _query("/entries", name=name), _content(image))["id"]
 
     def replace(self, number: int, image: Image) -> None:
         """Replace the image of an enrolled entry: a mapped one becomes a real one."""
-        self._request("POST", f"/entries/{int(number)}/image", _content(image))
+        self._entry("POST", f"/entries/{int(number)}/image", _content(image))
 
     def delete(self, number: int) -> None:
         """Delete an enrolled entry by its id."""
-        self._request("DELETE", f"/entries/{int(number)}")
+        self._entry("DELETE", f"/entries/{int(number)}")
 
     def about(self) -> dict[str, Any]:
         """Return the description of the model and its thresholds."""
@@ -84,8 +94,13 @@ class Client:
             connection.close()
 
     def _json(self, method: str, path: str, body: bytes | None = None, **headers: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._request(method, path, body, **headers))
-        return found
+        content = self._request(method, path, body, **headers)
+        return read_record(dict[str, Any], content, f"the answer of {self._url.geturl()}", DataError)
+
+    def _entry(self, method: str, path: str, body: bytes | None = None) -> _Entry:
+        """Return the entry that the server has changed; a page of another server is not taken for it."""
+        content = self._request(method, path, body)
+        return read_record(_Entry, content, f"the answer of {self._url.geturl()}", DataError)
 
     def _request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
         if body is not None:
@@ -102,7 +117,7 @@ class Client:
             raise DataError(
                 f"{self._url.geturl()} does not answer ({reason}); is plsc serve running?"
             ) from error
-        if response.status >= 400:
+        if not 200 <= response.status < 300:  # a redirection, too: nothing was done
             raise DataError(
                 f"{self._url.geturl()}{path.partition('?')[0]}: {_detail(response.status, content)}"
             )
