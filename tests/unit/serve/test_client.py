@@ -24,7 +24,7 @@ def other():
                 self.end_headers()
                 self.wfile.write(body)
 
-            do_DELETE = do_GET = do_POST
+            do_DELETE = do_GET = do_POST  # noqa: N815 - as http.server calls them
 
             def log_message(self, *_):
                 pass
