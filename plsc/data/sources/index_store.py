@@ -8,9 +8,11 @@ can run code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import mmap
+import operator
 import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -51,9 +53,10 @@ def load_or_build(
     """Return the index of `files`: from its index file if that is valid and current, else from ``build()``.
 
     The index file is ``.<name>.<kind>.plsc-index`` next to the first file; in the cache folder if the data
-    are remote or their folder is not writable. It is rebuilt when a file's name, size or fingerprint changed,
-    or when it is damaged. Several processes may build it concurrently: each publishes the same content by a
-    rename. If it cannot be stored anywhere, or a file has no version in its store, the arrays stay in memory.
+    are remote or their folder is not writable. Whom a data file's mode keeps out cannot read it. It is
+    rebuilt when a file's name, size or fingerprint changed, or when it is damaged. Several processes may
+    build it concurrently: each publishes the same content by a rename. If it cannot be stored anywhere, or a
+    file has no version in its store, the arrays stay in memory.
 
     Args:
         files: local paths or fsspec URLs, in order.
@@ -70,7 +73,8 @@ def load_or_build(
     identity = {"kind": kind, "files": json.dumps(versions)}
     is_versioned = all(fingerprint.version for fingerprint in fingerprints)
     places = _places(files, kind) if is_versioned else []
-    owners = {0, os.geteuid(), *(Path(file).stat().st_uid for file in files[:1] if not is_url(file))}
+    there = [Path(file).stat() for file in files if not is_url(file)]
+    owners = {0, os.geteuid(), *(status.st_uid for status in there[:1])}
     for place in places:
         found = _load(place, identity, owners)
         if found is not None:
@@ -78,10 +82,11 @@ def load_or_build(
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
     if [fingerprint_of(file) for file in files] != fingerprints:
         raise DataError(f"{names[0]} or others changed while being indexed; start again when complete")
+    mode = functools.reduce(operator.and_, (status.st_mode for status in there), 0o666)
     for place in places:
         with contextlib.suppress(DataError, OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            _save(place, identity, arrays)
+            _save(place, identity, arrays, mode)
             found = _load(place, identity, owners)
             if found is not None:
                 return found
@@ -116,8 +121,9 @@ def _digest(names: Iterable[str], length: int) -> str:
     return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:length]
 
 
-def _save(path: Path, identity: dict[str, str], arrays: Arrays) -> None:
+def _save(path: Path, identity: dict[str, str], arrays: Arrays, mode: int) -> None:
     with replacing(path) as temporary:
+        temporary.touch(mode | 0o200)
         temporary.write_bytes(save(dict(arrays), {**identity, "crc32": _crc(arrays)}))
 
 

@@ -99,6 +99,20 @@ def test_a_changed_file_is_detected(data, change):
     assert load_or_build([data], "test-1", build)["starts"][1] == 2
 
 
+def test_an_index_is_no_more_readable_than_its_data(data):
+    mask = os.umask(0o022)
+    try:
+        for mode, expected in ((0o644, 0o644), (0o640, 0o640), (0o600, 0o600), (0o444, 0o644)):
+            other = data.with_name(f"{mode}.txt")
+            other.write_bytes(b"a\n")
+            other.chmod(mode)
+            load_or_build([data, other], "test-1", Builder())
+            assert index_file(data).stat().st_mode & 0o777 == expected
+            index_file(data).unlink()
+    finally:
+        os.umask(mask)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_an_index_of_another_user_is_not_used(data, cache):
     load_or_build([data], "test-1", Builder())
