@@ -46,3 +46,8 @@ PROTOCOLS = {
     "retrieval": ("images", "groups"),
 }
 """Of plsc/predict/protocols.py, with the arguments that each takes."""
+
+
+def names_code(name: str) -> bool:
+    """Return whether a name is that of code to import, ``package.module:name``, not one of these."""
+    return name.find(":") > 0

@@ -32,6 +32,7 @@ from plsc.inputs import Input, map_tensors
 from plsc.models import build_model
 from plsc.models.layers import use_torch_layers
 from plsc.models.recomputation import recompute_activations
+from plsc.names import names_code
 from plsc.optim.optimizers import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes
 
@@ -311,7 +312,7 @@ def _bytes_per_class(config: Config) -> dict[str, int]:
 def _plan_backbone(config: Config, ranks: int) -> PartPlan:
     parts, images = config.train.micro_batches, _batch_of(config, ranks)[1]
     optimizer = config.optim.optimizer
-    if ":" in optimizer:
+    if names_code(optimizer):
         raise OptionError(
             f"optim.optimizer is {optimizer!r}; a plan supports only built-in optimizers: choose the one "
             "with the most similar states"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plsc.config.option import at_least, between, declare, not_empty, of_model, of_run
 from plsc.errors import suggest
-from plsc.names import NETWORKS
+from plsc.names import NETWORKS, names_code
 
 
 def _image_shape(shape: tuple[int, ...]) -> str | None:
@@ -17,7 +17,7 @@ def _image_shape(shape: tuple[int, ...]) -> str | None:
 
 def check_network(name: str) -> str | None:
     """Return None for a known network, one of a library or a custom one, else what was expected."""
-    if name in NETWORKS or ":" in name or name.startswith(("torchvision/", "timm/")):
+    if name in NETWORKS or names_code(name) or name.startswith(("torchvision/", "timm/")):
         return None
     others = "'torchvision/NAME', 'timm/NAME', your own 'package.module:Class'"
     return f"{others}, or a name; {suggest(name, NETWORKS)}"

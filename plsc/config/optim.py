@@ -24,15 +24,12 @@ from plsc.config.option import (
 )
 from plsc.config.patterns import check_pattern
 from plsc.errors import OptionError, suggest
-from plsc.names import OPTIMIZERS, SCHEDULES
+from plsc.names import OPTIMIZERS, SCHEDULES, names_code
 
 
 def check_optimizer(name: str) -> str | None:
     """Return None for a known optimizer or a reference to a factory, else what was expected."""
-    if ":" in name:
-        module, _, factory = name.partition(":")
-        return None if module and factory else "a factory as 'package.module:factory'"
-    if name.lower() in OPTIMIZERS:
+    if names_code(name) or name.lower() in OPTIMIZERS:
         return None
     return f"'package.module:factory' or a name; {suggest(name.lower(), OPTIMIZERS)}"
 
@@ -175,8 +172,7 @@ def _warmup(value: int | str) -> str | None:
 
 
 def _schedule(name: str) -> str | None:
-    module, colon, function = name.partition(":")
-    if name in SCHEDULES or (colon and module and function):
+    if names_code(name) or name in SCHEDULES:
         return None
     return f"'package.module:function' or a name; {suggest(name, SCHEDULES)}"
 
@@ -199,7 +195,7 @@ _SGD = Need(
 _NOT_ALL_OWN = Need(
     "optim.optimizer",
     "no optimizer factory decides it",
-    lambda config: ":" not in config.optim.optimizer or SHARDED.holds(config),
+    lambda config: not names_code(config.optim.optimizer) or SHARDED.holds(config),
 )
 
 

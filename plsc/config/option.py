@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from plsc.errors import CheckpointError, OptionError, PlscError, did_you_mean, kind_and_line, suggest
+from plsc.names import names_code
 
 Size = typing.NewType("Size", int)
 """A number of bytes; as text also with a unit, a power of 1024: 512M, 4G."""
@@ -182,7 +183,7 @@ def _is_harmless(value: Any, key: str = "") -> bool:
     if isinstance(value, str) and key == "pattern":
         return _PATTERN.fullmatch(value) is not None
     is_name = key in ("", "name", "products", "kernels")  # strings that are one of a few names
-    return not isinstance(value, str) or (is_name and ":" not in value)
+    return not isinstance(value, str) or (is_name and not names_code(value))
 
 
 def describe_kind(kind: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from plsc.config.option import at_least, between, declare, need, not_empty, of_run
 from plsc.errors import OptionError, did_you_mean
-from plsc.names import CALLBACKS, LOGGERS
+from plsc.names import CALLBACKS, LOGGERS, names_code
 
 
 def listed_names(value: str | Iterable[str]) -> list[str]:
@@ -23,7 +23,7 @@ def _loggers(value: str | tuple[str, ...]) -> str | None:
 
 
 def _callbacks(value: str | tuple[str, ...]) -> str | None:
-    wrong = [name for name in listed_names(value) if name not in CALLBACKS and ":" not in name]
+    wrong = [name for name in listed_names(value) if name not in CALLBACKS and not names_code(name)]
     near = did_you_mean(wrong[0], CALLBACKS) if wrong else ""
     return f"any of {', '.join(CALLBACKS)}, 'package.module:Class'{near}" if wrong else None
 

@@ -18,6 +18,7 @@ from plsc.config.option import load_function
 from plsc.errors import OptionError, did_you_mean, refusing
 from plsc.models.base_model import BaseModel, evaluating
 from plsc.models.neck import EmbeddingNeck
+from plsc.names import names_code
 from plsc.version import install
 
 TORCHVISION, TIMM = "torchvision/", "timm/"
@@ -59,7 +60,7 @@ def build_model(
         with refusing(f"cannot create {name} for images {list(shape)}", "choose another network"):
             network, channels = make(name.partition("/")[2], shape)
             return Adapter(network, channels, shape, emb_size, dropout, neck)
-    if isinstance(name, type) or ":" in name:
+    if isinstance(name, type) or names_code(name):
         return load_custom(name, **{**options, **(arguments or {})})
     if expected := check_network(name):
         raise OptionError(f"unknown model {name!r}; expected {expected}")

@@ -26,6 +26,7 @@ from plsc.config.optim import (
 )
 from plsc.config.patterns import find_parameters, label_parameters
 from plsc.errors import OptionError, refusing, suggest
+from plsc.names import names_code
 
 Groups = Sequence[dict[str, Any]]
 """Parameter groups as in torch.optim: dicts with `params` and optional settings."""
@@ -114,7 +115,7 @@ def assign_parameters(network: nn.Module, options: OptimOptions) -> Assignment:
     rest = [name for name in named if name not in taken]
     groups = _split_by_decay(rest, named, options, ParameterGroup("*")) + groups
     sparse = sparse_parameters(network)
-    if sparse and ":" not in options.optimizer:  # a factory decides itself
+    if sparse and not names_code(options.optimizer):  # a factory decides itself
         groups = _split_sparse(groups, {name for name, one in named.items() if one in sparse}, options)
     return Assignment(
         [([one for one in names if named[one].requires_grad], own) for names, own in groups], frozen

@@ -20,6 +20,7 @@ from plsc.errors import CheckpointError
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
 from plsc.models import BaseModel
 from plsc.models.base_model import Custom, safe_arguments
+from plsc.names import names_code
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
 from plsc.train.build import build_network, look_up_lists, use_lists
@@ -72,7 +73,7 @@ def load_with_config(
     manifest = None if (folder / MODEL_NAME).is_file() else open_checkpoint(folder)
     saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model", {})
     name = saved.get("name")
-    if model is None and isinstance(name, str) and ":" in name:
+    if model is None and isinstance(name, str) and names_code(name):
         reference, hint = importable(name)
         named = shown_value(reference)
         raise CheckpointError(
@@ -94,7 +95,7 @@ def read_model(
     """
     about = read_about(folder)
     config = options.resolve(about["options"], "model")
-    if not isinstance(custom, BaseModel) and ":" in config.model.name:
+    if not isinstance(custom, BaseModel) and names_code(config.model.name):
         config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
     network = build_network(config, world, custom)
     check_file(folder, WEIGHTS_NAME, about.get("weights"))

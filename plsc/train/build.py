@@ -62,6 +62,7 @@ from plsc.models.parameters import (
 )
 from plsc.models.recomputation import recompute_activations
 from plsc.models.sync_batch_norm import synchronise_batch_norm
+from plsc.names import names_code
 from plsc.optim import schedule as shapes
 from plsc.optim.optimizers import (
     FULL_RATE,
@@ -149,7 +150,7 @@ def build_network(
             arguments=options.arguments,
         )
     # Built-in networks need no check, and adapted ones were checked when they were built.
-    if custom is not None or ":" in options.model.name:
+    if custom is not None or names_code(options.model.name):
         check_model(model, options.model.image_shape, options.model.emb_size)
     copy_expanded_buffers(model)
     device = place or world.device
@@ -391,7 +392,7 @@ def check_optim(options: Config) -> None:
         raise OptionError(
             "end_factor of the exponential schedule is 0, which it never reaches; set a positive value"
         )
-    is_custom = ":" in optim.optimizer
+    is_custom = names_code(optim.optimizer)
     takes = () if is_custom else OPTIMIZERS[optim.optimizer.lower()].takes
     for group in read_parameter_groups(optim.groups):
         _check_group(group, takes)
@@ -434,7 +435,7 @@ def with_rate(options: Config, global_batch: int, total_steps: int | None) -> Co
     if warmup is None:
         ends = [end for end in (total_steps, schedule_of(options)[1].steps) if end is not None]
         # A custom schedule includes its warm-up.
-        warmup = 0 if ":" in optim.schedule else default_warmup(min(ends, default=None))
+        warmup = 0 if names_code(optim.schedule) else default_warmup(min(ends, default=None))
     rate = optim.lr or default_rate(global_batch)
     values = {"optim.warmup_steps": warmup, "optim.lr": rate}
     if optim.clip_norm is None:
@@ -475,7 +476,7 @@ def build_updates(
         groups.append({"params": []})
     for group in rows.param_groups if rows is not None else ():
         group[FULL_RATE] = base * options.head.lr_factor
-    if ":" not in optim.optimizer:
+    if not names_code(optim.optimizer):
         return build_optimizer(optim, groups, base, device), base
     if factory is None:
         factory = load_function(optim.optimizer, "optim.optimizer", "set_optimizer")
@@ -516,7 +517,7 @@ def build_schedule(
             )
         warmup = steps
     name, given = schedule_of(options)
-    if ":" in name:
+    if names_code(name):
         return Schedule(base, _custom_shape(name, total_steps, function), warmup)
     if name == "constant":
         return Schedule(base, shapes.constant, warmup)

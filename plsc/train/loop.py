@@ -15,6 +15,7 @@ from torch import Tensor
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import DataError, NotSavedError
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.names import names_code
 from plsc.parallel.collectives import gather_rows
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
@@ -109,7 +110,9 @@ class Trainer:
         run = self._run
         if self._is_over():
             self._run.world.log(nothing_left(self._position.step, self._position.epoch))
-        elif line := zero_rate(run.rate, self._position, run.total_steps, ":" in run.options.optim.schedule):
+        elif line := zero_rate(
+            run.rate, self._position, run.total_steps, names_code(run.options.optim.schedule)
+        ):
             self._is_stopped = True
             self._run.world.log(line, logging.WARNING)
         try:

@@ -41,6 +41,7 @@ from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
+from plsc.names import names_code
 from plsc.optim.optimizers import describe_implementation
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown
@@ -98,7 +99,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     loader = run.data.loader
     if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
         loader.expect_steps(length)
-    if ":" in run.options.optim.optimizer:
+    if names_code(run.options.optim.optimizer):
         restore_rest(run, scalars, {role.name: one for role, one in others.items() if role.kind == OPTIMIZER})
     if extra := {role.name: one for role, one in others.items() if role.kind == BACKBONE}:
         run.network.load_state_dict(extra, strict=False)

@@ -18,6 +18,7 @@ from plsc.heads.kernels import choose_backend
 from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.models.dropout import SampleNumbers
+from plsc.names import names_code
 from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.schedule import Schedule
 from plsc.parallel.world import World
@@ -159,7 +160,7 @@ def build_run(
         samples=samples,
         settings=[dict(one) for one in (vars(optimizer), *optimizer.param_groups)],
         notes=list(filter(None, (layers, *data.notes))),
-        is_custom=user.model is not None or ":" in options.model.name,
+        is_custom=user.model is not None or names_code(options.model.name),
         length=length,
         callbacks=Callbacks(user.callbacks, network),
     )
@@ -258,7 +259,7 @@ def _likely_mistakes(run: Run) -> list[str]:
     return [
         mode_note(options, run.world.device),
         frozen_note(network),
-        sparse_note(network) if ":" not in options.optim.optimizer else "",
+        sparse_note(network) if not names_code(options.optim.optimizer) else "",
         batch_note(global_batch_size(options, run.world.size), run.data.num_samples),
         warmup_note(run.rate.warmup_steps, run.total_steps),
         threads_note(options),
@@ -269,7 +270,7 @@ def _likely_mistakes(run: Run) -> list[str]:
 def _rates(run: Run) -> str:
     """Return a line with the learning rate and its origin, the schedule, warm-ups and automatic scales."""
     options = run.options
-    if ":" in options.optim.optimizer:
+    if names_code(options.optim.optimizer):
         source = "from the optimizer factory"
     elif "optim.lr" in options.explicit:
         source = "optim.lr"

@@ -22,6 +22,7 @@ from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
 from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
+from plsc.names import names_code
 from plsc.optim.optimizers import sparse_parameters
 from plsc.optim.schedule import Schedule
 from plsc.parallel.machine import usable_cores
@@ -107,7 +108,7 @@ def adopt(
     """
     config = options.resolve(manifest.options, use)
     name = config.model.name
-    if not isinstance(model, BaseModel) and ":" in name:
+    if not isinstance(model, BaseModel) and names_code(name):
         arguments = manifest.scalars.get(ARGUMENTS_KEY, {})
         if arguments is None:
             raise CheckpointError(
@@ -175,7 +176,7 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     saved = {info.role.name: info for info in manifest.tensors.values() if info.role.kind == BACKBONE}
     options = config.model
     # A custom or third-party network may not work on the meta device.
-    is_foreign, is_wrong = ":" in options.name or "/" in options.name, False
+    is_foreign, is_wrong = names_code(options.name) or "/" in options.name, False
     state = {}
     try:
         with torch.device("meta"):  # allocates no memory and skips initialisation

@@ -44,6 +44,7 @@ from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.models.base_model import constructor_arguments
 from plsc.models.sync_batch_norm import equal_buffers
+from plsc.names import names_code
 from plsc.optim.optimizers import (
     FULL_RATE,
     ExpectedStates,
@@ -356,7 +357,7 @@ def take_snapshot(
     """
     callbacks, more = run.callbacks.state(of_users=is_check)
     rest: dict[str, Any] = {}
-    if ":" in run.options.optim.optimizer:  # those of torch have no other state
+    if names_code(run.options.optim.optimizer):  # those of torch have no other state
         rest, tensors = collect_rest(run)
         more |= tensors
     manifest = Manifest(

@@ -9,6 +9,7 @@ from plsc.config import Options
 from plsc.config.option import load_function
 from plsc.config.train import listed_names
 from plsc.errors import OptionError, refusing
+from plsc.names import names_code
 from plsc.parallel.world import World
 from plsc.train.average import WeightAverage
 from plsc.train.callbacks import Callback, Callbacks, Logger, UserParts
@@ -79,7 +80,7 @@ def add_output(run: Run, start: Start, loggers: Sequence[Logger] = ()) -> None:
 
 def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:
     """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
-    if ":" not in name:
+    if not names_code(name):
         return CALLBACKS[name](targets)
     create = load_function(name, "train.callbacks", "add_callback")
     with refusing(
