@@ -48,6 +48,6 @@ PROTOCOLS = {
 """Of plsc/predict/protocols.py, with the arguments that each takes."""
 
 
-def names_code(name: str) -> bool:
-    """Return whether a name is that of code to import, ``package.module:name``, not one of these."""
-    return name.find(":") > 0
+def names_code(name: object) -> bool:
+    """Return whether the value of an option is the name of code to import, ``package.module:name``."""
+    return isinstance(name, str) and ":" in name[1:]

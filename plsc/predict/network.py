@@ -73,7 +73,7 @@ def load_with_config(
     manifest = None if (folder / MODEL_NAME).is_file() else open_checkpoint(folder)
     saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model", {})
     name = saved.get("name")
-    if model is None and isinstance(name, str) and names_code(name):
+    if model is None and names_code(name):
         reference, hint = importable(name)
         named = shown_value(reference)
         raise CheckpointError(
