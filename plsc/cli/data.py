@@ -8,16 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plsc.cli.parser import Argument, Command, Group, arguments_of, word
+from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
 from plsc.config.option import Size
 from plsc.errors import OptionError
-
-
-def partition_arguments() -> list[Argument]:
-    """Return the flags of `plsc data partition`, from the fields of PartitionOptions."""
-    from plsc.data.partition import PartitionOptions
-
-    return arguments_of(PartitionOptions)
+from plsc.version import install
 
 
 def run_partition(**given: Any) -> None:
@@ -25,7 +19,7 @@ def run_partition(**given: Any) -> None:
     from plsc.data.partition import PartitionOptions, partition, verify
     from plsc.storage.urls import shown
 
-    options = PartitionOptions(**given)
+    options = PartitionOptions(**{**given, "allowed": given["allowed"] or ()})
     manifest = verify(options) if options.verify else partition(options)
     counts = (
         f"{manifest['lines']} lines, {manifest['nranks']} parts of {manifest['lines_per_rank']} lines, "
@@ -209,7 +203,68 @@ GROUP = Group(
         "partition": Command(
             "shuffle base64 lines across files and split them into one part per rank",
             run_partition,
-            partition_arguments,
+            (
+                Argument("data_dir", str, REQUIRED, "folder or fsspec URL of the data files"),
+                Argument("nranks", int, REQUIRED, "number of parts, one per rank"),
+                Argument(
+                    "file_list", str, "file_list.txt", "list of the data files: a name in data_dir, or a path"
+                ),
+                Argument(
+                    "output_dir",
+                    str,
+                    None,
+                    "output folder or fsspec URL; default: <data_dir>/partition_<nranks>",
+                ),
+                Argument(
+                    "output_name",
+                    str,
+                    None,
+                    "start of the names of the parts, before the rank: base64_rank_ gives the names of PLSC; "
+                    "default: part_0.txt, part_1.txt, ...",
+                ),
+                Argument("seed", int, 0, "seed of the shuffle"),
+                Argument(
+                    "memory",
+                    Size,
+                    512 * 2**20,
+                    "memory limit, not counting the interpreter and the page cache",
+                ),
+                Argument("workers", int, None, "number of threads; default: one per core, at most 8"),
+                Argument(
+                    "tmp_dir",
+                    str,
+                    None,
+                    "folder for temporary files; default: next to the output (for a URL, the system's)",
+                ),
+                Argument(
+                    "engine",
+                    str,
+                    "local",
+                    f"local, or spark for datasets too large for one machine ({install('spark')})",
+                ),
+                Argument(
+                    "master",
+                    str,
+                    None,
+                    "with engine spark: URL of the cluster, such as local[2]; default: Spark's configuration",
+                ),
+                Argument("bad_lines", str, "stop", "what to do with an invalid line: stop or skip"),
+                Argument(
+                    "no_sync",
+                    bool,
+                    False,
+                    "do not wait until the parts are flushed to the disk; after a power loss they may be "
+                    "damaged, which --verify detects",
+                ),
+                Argument("delete_inputs", bool, False, "delete the data files after the output is published"),
+                Argument(
+                    "dry_run", bool, False, "read and check the inputs and report the counts; write nothing"
+                ),
+                Argument(
+                    "verify", bool, False, "check an existing output folder against its inputs; write nothing"
+                ),
+                ALLOWED,
+            ),
         ),
         "convert": Command(
             "convert a dataset to another format, with the same order and labels",

@@ -44,9 +44,9 @@ with open(sys.argv[1], "w") as file:
 LOOK = """
 import os, sys
 from pathlib import Path
-from plsc.data.partition import PartitionOptions, spark
+from plsc.data.partition import spark
 
-def look(context, *_):
+with spark.session(None, 2**29, sys.argv[1]) as context:
     context.parallelize(range(9), 2).groupBy(bool).collect()
     process = Path("/proc", str(context._jvm.java.lang.ProcessHandle.current().pid()))
     sockets = {os.readlink(one) for one in (process / "fd").iterdir() if one.is_symlink()}
@@ -57,9 +57,6 @@ def look(context, *_):
     [folder] = Path(sys.argv[1]).iterdir()  # not in SPARK_LOCAL_DIRS
     print("shuffled", oct(folder.stat().st_mode)[-3:], len(list(folder.rglob("shuffle*.data"))))
     print("login", context.getConf().get("spark.authenticate"))
-
-spark._write = look
-spark.write(PartitionOptions(data_dir="x", nranks=1, tmp_dir=sys.argv[1]), [], "")
 """
 
 

@@ -1,4 +1,4 @@
-"""The input files of a partition (plain, gzip or zstd, local or remote), and counts of their content."""
+"""Read the inputs of a partition (plain, gzip or zstd, local or remote) in bounded memory, and count."""
 
 from __future__ import annotations
 
@@ -25,10 +25,40 @@ from plsc.storage.regular import open_regular
 from plsc.storage.retry import reason_of
 from plsc.storage.urls import is_url, open_filesystem, shown
 
+LEAST = 32 * 2**20  # bytes of memory
+BYTES_PER_LINE = 112  # of memory for its number, key, position and order, including temporary copies
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 MOST_MESSAGES = 20
 _HEAVY = 64  # bytes: the line numbers of shorter lines take more memory than the lines
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Shares of the memory, in bytes.
+
+    block: half a reader's buffer. There are workers + 1 buffers. With the shortest possible lines (4 bytes)
+    the line numbers of one buffer take up to 35 blocks. bucket: the memory of a bucket after it is read,
+    including its line numbers; each worker reads one bucket at a time.
+    """
+
+    total: int
+    workers: int
+
+    @property
+    def block(self) -> int:
+        """Bytes read at a time."""
+        share = self.total // (16 * (self.workers + 3))
+        return max(2**18, min(4 * 2**20, share // 2**18 * 2**18))
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of memory per bucket."""
+        return max(2**20, int(0.75 * self.total) // self.workers)
+
+    def buffers(self, count: int) -> Buffers:
+        """Return buffers for a reader; a line longer than a block may take half of the memory."""
+        return Buffers(count, self.block, self.total // 2)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,17 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data.lines import Lines, find_newlines, read_lines
-from plsc.data.partition.inputs import MOST_MESSAGES, Input, InputCount, map_lines, pool_of, read_counted
-from plsc.data.partition.options import BYTES_PER_LINE, Budget, PartitionOptions
-from plsc.data.partition.order import line_keys
-from plsc.data.partition.parts import LinePlaces, Parts, Run, map_file, read_exactly, spread_lines
+from plsc.data.partition.inputs import (
+    BYTES_PER_LINE,
+    MOST_MESSAGES,
+    Budget,
+    Input,
+    InputCount,
+    map_lines,
+    pool_of,
+    read_counted,
+)
+from plsc.data.partition.parts import LinePlaces, Parts, Run, line_keys, map_file, read_exactly, spread_lines
 from plsc.storage.regular import without_mark
 
 OnBytes = Callable[[int], object]
@@ -100,14 +107,14 @@ def fits(inputs: list[Input], budget: Budget) -> bool:
 
 
 def map_inputs(
-    inputs: list[Input], options: PartitionOptions, on_bytes: OnBytes, pool: Executor
+    inputs: list[Input], budget: Budget, skip_bad: bool, on_bytes: OnBytes, pool: Executor
 ) -> tuple[Loaded, list[InputCount]]:
     """Map plain files and find their lines. Raises DataError for a bad line, and TooManyLines."""
     files = []
     for one in inputs:
         with one.errors_named():
             files.append(map_file(one.location, one.size))
-    room = (options.budget.total - _SPARE - sum(map(len, files))) // BYTES_PER_LINE
+    room = (budget.total - _SPARE - sum(map(len, files))) // BYTES_PER_LINE
     pieces = [
         (index, begin) for index, file in enumerate(files) for begin in range(0, len(file), _PIECE_BYTES)
     ]
@@ -122,7 +129,7 @@ def map_inputs(
             raise TooManyLines
     places = []
     for one, file, count in zip(inputs, files, counts, strict=True):
-        places.append(_cut(file, newlines.pop(0), one.name, options.skip_bad, count))
+        places.append(_cut(file, newlines.pop(0), one.name, skip_bad, count))
     addresses, lengths = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
     return Loaded(LinePlaces(addresses, lengths, files), np.arange(len(lengths))), counts
 
@@ -257,28 +264,26 @@ def bits_for(size: int, budget: Budget) -> int:
     return min((wanted - 1).bit_length(), _MOST_BUCKETS.bit_length() - 1)
 
 
-def distribute_inputs(
-    inputs: list[Input], options: PartitionOptions, expected_bytes: int, folder: Path, on_bytes: OnBytes
-) -> tuple[list[Bucket], list[InputCount]]:
+def distribute(
+    inputs: list[Input], spread: BucketWriter, budget: Budget, skip_bad: bool, on_bytes: OnBytes
+) -> list[InputCount]:
     """Read all inputs and distribute their lines to buckets: one thread reads, the others write."""
-    budget, counts, first = options.budget, [], 0
-    buffers = budget.buffers(budget.workers + 1)
+    counts, first, buffers = [], 0, budget.buffers(budget.workers + 1)
 
     def add(lines: Lines, number: int) -> None:
         places = LinePlaces.within(lines.data, lines.starts, lines.ends - lines.starts)
         spread.add(places, np.arange(number, number + len(lines)))
 
-    bits = bits_for(expected_bytes, budget)
-    with BucketWriter(folder, options.seed, bits) as spread, pool_of(budget.workers) as pool:
+    with pool_of(budget.workers) as pool:
         for one in inputs:
             count = InputCount()
             with one.open() as stream:
-                samples = read_counted(stream, one.name, count, buffers, options.skip_bad, on_bytes)
+                samples = read_counted(stream, one.name, count, buffers, skip_bad, on_bytes)
                 for _ in map_lines(samples, first, pool, buffers, add):
                     pass
             counts.append(count)
             first += count.lines
-    return spread.buckets, counts
+    return counts
 
 
 def batches(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[list[Bucket]]:

@@ -1,4 +1,12 @@
-"""Write the part files of the ranks: positions, sizes and checksums.
+"""The parts of the ranks: which line is at which position, and the files with their sizes and checksums.
+
+The order is a pure function of the seed and the number of lines. Line i has the key
+``plsc.seeds.hash_key(seed, i)``. For a fixed seed this is a bijection of 64-bit numbers, so keys are unique.
+The shuffled order is the order of the keys. Rank r of R gets positions [rL, (r + 1)L), L = ceil(N / R).
+
+The R L - N positions left at the end are padded with the first lines of a second shuffle, with the keys
+``hash_key(seed, PADDING, i)``. All lines are equally likely, and none is repeated unless there are more
+positions than lines; then the second shuffle is repeated.
 
 The checksum is as fast as copying, and can be summed in any order. The file is read as little-endian 64-bit
 words, the last one padded with zeros. Word j contributes ``word[j] * c(j)`` modulo 2**64, with odd factors
@@ -15,18 +23,25 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from plsc import seeds
 from plsc.data.lines import anonymous
 from plsc.data.native import function
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
+from plsc.seeds import hash_key, splitmix64
 from plsc.storage.regular import open_regular
+
+PADDING = 0x70616464696E67  # "padding"
+
+_CHUNK = 2**18
+_MANY = 2**21
+_BINS = 2**16
+_BIN_SHIFT = np.uint64(48)
 
 _WORDS = 2**15
 _CHUNK_BYTES = 2**18  # collected, summed and written at a time, while in the cache
@@ -38,6 +53,64 @@ _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CHECKSUM = ("plsc_checksum", (_pointer, _long, _long, _pointer))
 _COPY = ("plsc_copy_lines", (*[_pointer] * 3, _long, _int, _long, *[_pointer] * 2))
 _SPREAD = ("plsc_spread_lines", (*[_pointer] * 4, _long, *[_pointer] * 3, _long))
+
+
+def line_keys(seed: int, numbers: np.ndarray) -> np.ndarray:
+    """Return the keys of the lines with these numbers (from 0), uint64."""
+    return splitmix64_of(numbers.astype(np.uint64) ^ np.uint64(hash_key(seed)))
+
+
+def lines_per_rank(lines: int, nranks: int) -> int:
+    """Return L, the number of lines per rank."""
+    return -(-lines // nranks)
+
+
+def rank_bounds(seed: int, lines: int, nranks: int) -> np.ndarray:
+    """Return the lowest key of each rank but the first, uint64; ranks that only have padding get none.
+
+    Computes the keys of all lines twice, in bounded memory: for a histogram, then for the bins in which ranks
+    begin.
+    """
+    positions = np.arange(1, nranks) * lines_per_rank(lines, nranks)
+    positions = positions[positions < lines]
+    counts = np.zeros(_BINS, dtype=np.int64)
+    for keys in _all_keys(seed, lines):
+        counts += np.bincount((keys >> _BIN_SHIFT).astype(np.int64), minlength=_BINS)
+    ends = np.cumsum(counts)
+    bins = np.searchsorted(ends, positions, side="right")
+    is_wanted = np.zeros(_BINS, dtype=bool)
+    is_wanted[bins] = True
+    found = [keys[is_wanted[keys >> _BIN_SHIFT]] for keys in _all_keys(seed, lines)]
+    wanted = np.sort(np.concatenate(found))
+    # Convert a position among all keys to one among the kept keys: subtract the bins left out before it.
+    left_out = np.cumsum(np.where(is_wanted, 0, counts))
+    return wanted[positions - left_out[bins]]
+
+
+def _all_keys(seed: int, lines: int) -> Iterator[np.ndarray]:
+    for begin in range(0, lines, _MANY):
+        yield line_keys(seed, np.arange(begin, min(lines, begin + _MANY)))
+
+
+def padding_lines(seed: int, lines: int, nranks: int) -> np.ndarray:
+    """Return the numbers of the padding lines, in order, int64.
+
+    The memory is proportional to nranks, independent of `lines`.
+    """
+    places = lines_per_rank(lines, nranks) * nranks - lines
+    if places == 0:
+        return np.empty(0, dtype=np.int64)
+    base = np.uint64(hash_key(seed, PADDING))
+    best_keys, best = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
+    for begin in range(0, lines, _CHUNK):
+        numbers = np.arange(begin, min(lines, begin + _CHUNK))
+        keys = np.concatenate([best_keys, splitmix64_of(numbers.astype(np.uint64) ^ base)])
+        numbers = np.concatenate([best, numbers])
+        if len(keys) > places:
+            chosen = np.argpartition(keys, places - 1)[:places]
+            keys, numbers = keys[chosen], numbers[chosen]
+        best_keys, best = keys, numbers
+    return np.resize(best[np.argsort(best_keys)], places)
 
 
 def checksum(data: np.ndarray | bytes | bytearray | memoryview, offset: int = 0) -> int:
@@ -66,7 +139,7 @@ def checksum_reference(array: np.ndarray, offset: int) -> int:
         block, inside = divmod(first + done, _WORDS)
         count = min(_WORDS - inside, len(words) - done)
         product = np.dot(words[done : done + count], _FACTORS[inside : inside + count])
-        total += int(product) * (seeds.splitmix64(block) | 1)
+        total += int(product) * (splitmix64(block) | 1)
         done += count
     return total % _MODULUS
 

@@ -22,9 +22,7 @@ import numpy as np
 
 from plsc.data.lines import Buffers
 from plsc.data.partition.inputs import Input, InputCount, read_counted
-from plsc.data.partition.options import PartitionOptions
-from plsc.data.partition.order import line_keys, lines_per_rank, padding_lines, rank_bounds
-from plsc.data.partition.parts import checksum, part_names
+from plsc.data.partition.parts import checksum, line_keys, lines_per_rank, padding_lines, rank_bounds
 from plsc.errors import DataError, OptionError
 from plsc.storage.publish import replacing
 from plsc.storage.urls import is_url, open_filesystem
@@ -49,14 +47,9 @@ class _Plan:
     skip_bad: bool
 
 
-def write(
-    options: PartitionOptions, inputs: list[Input], target: str
-) -> tuple[list[InputCount], list[int], list[int]]:
-    """Write the parts to `target`, a folder that all executors share, or a URL.
-
-    Returns (counts of each input, sizes of the parts, their checksums). Raises DataError for a bad line, and
-    when Spark fails; OptionError if PySpark is not installed.
-    """
+@contextmanager
+def session(master: str | None, memory: int, tmp_dir: str | None) -> Iterator[Any]:
+    """Yield a SparkContext. Raises DataError when Spark fails; OptionError if PySpark is not installed."""
     try:
         from py4j.protocol import Py4JError
         from pyspark import SparkConf, SparkContext
@@ -65,16 +58,16 @@ def write(
     except ImportError:
         raise OptionError(f"--engine spark requires PySpark; run {install('spark')}") from None
     builder = SparkSession.builder.appName("plsc data partition")
-    if options.master:
-        builder = builder.master(options.master)
-    settings = {"spark.python.worker.memory": f"{max(64, options.memory // 2**20)}m"}
-    session = None
+    if master:
+        builder = builder.master(master)
+    settings = {"spark.python.worker.memory": f"{max(64, memory // 2**20)}m"}
+    started = None
     try:
         # By default, other users can read all lines. Java takes this variable before spark.local.dir.
-        place = options.tmp_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None
+        place = tmp_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None
         os.environ["SPARK_LOCAL_DIRS"] = settings["spark.local.dir"] = _private_folder(dir=place).name
         SparkContext._ensure_initialized()  # starts Java, which knows the default master
-        if (options.master or SparkConf().get("spark.master", "")).startswith("local"):
+        if (master or SparkConf().get("spark.master", "")).startswith("local"):
             # Use this interpreter, which has plsc. For a cluster, its configuration decides.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             # By default, other machines can connect, without a login.
@@ -82,21 +75,24 @@ def write(
             settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
         for name, value in settings.items():
             builder = builder.config(name, value)
-        session = builder.getOrCreate()
-        return _write(session.sparkContext, options, inputs, target)
+        started = builder.getOrCreate()
+        yield started.sparkContext
     except (Py4JError, PySparkException) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"Spark failed: {reason[:300]}; see its log") from error
     finally:
-        if session is not None:
-            session.stop()
+        if started is not None:
+            started.stop()
 
 
-def _write(
-    context: Any, options: PartitionOptions, inputs: list[Input], target: str
+def write(
+    context: Any, inputs: list[Input], target: str, names: list[str], seed: int, skip_bad: bool
 ) -> tuple[list[InputCount], list[int], list[int]]:
-    skip_bad = options.skip_bad
-    splits = split_inputs(inputs)
+    """Write the parts `names` to `target`, a folder that all executors share, or a URL.
+
+    Returns (counts of each input, sizes of the parts, their checksums). Raises DataError for a bad line.
+    """
+    nranks, splits = len(names), split_inputs(inputs)
     numbered = context.parallelize(list(enumerate(splits)), len(splits))
     counts = [InputCount() for _ in inputs]
     firsts, lines = [], 0  # number of the first line of each split
@@ -110,29 +106,21 @@ def _write(
         counts[split.number].add(count)
     if lines == 0:
         return counts, [], []  # which the report of the counts refuses, as for the local engine
-    plan = _plan(options, lines)
-    shared = context.broadcast(plan)
-    names = part_names(options.nranks, options.output_name)
+    places: dict[int, list[int]] = {}
+    for position, number in enumerate(padding_lines(seed, lines, nranks).tolist(), start=lines):
+        places.setdefault(number, []).append(position)
+    each, bounds = lines_per_rank(lines, nranks), rank_bounds(seed, lines, nranks)
+    shared = context.broadcast(_Plan(seed, each, bounds, places, skip_bad))
     written = (
         numbered.flatMap(lambda item: _send(item[1], firsts[item[0]], shared.value))
-        .repartitionAndSortWithinPartitions(options.nranks, lambda key: key[0])
+        .repartitionAndSortWithinPartitions(nranks, lambda key: key[0])
         .mapPartitionsWithIndex(lambda rank, rows: _store(rank, rows, target, names[rank]))
         .collect()
     )
     _, lines_of, sizes, checksums = (list(column) for column in zip(*sorted(written), strict=True))
-    if lines_of != [plan.lines_each] * options.nranks:
+    if lines_of != [each] * nranks:
         raise DataError("the parts written by Spark have unexpected sizes; did an input change?")
     return counts, sizes, checksums
-
-
-def _plan(options: PartitionOptions, lines: int) -> _Plan:
-    padding = padding_lines(options.seed, lines, options.nranks)
-    places: dict[int, list[int]] = {}
-    for position, number in enumerate(padding.tolist(), start=lines):
-        places.setdefault(number, []).append(position)
-    each = lines_per_rank(lines, options.nranks)
-    bounds = rank_bounds(options.seed, lines, options.nranks)
-    return _Plan(options.seed, each, bounds, places, options.skip_bad)
 
 
 def _count(split: Split, skip_bad: bool) -> tuple[InputCount, str]:

@@ -18,13 +18,13 @@ from plsc.data import native as native_lines
 from plsc.data.lines import MAX_LINE_BYTES, parse_line
 from plsc.data.partition import parts
 from plsc.data.partition.local import BucketWriter
-from plsc.data.partition.order import line_keys
 from plsc.data.partition.parts import (
     LinePlaces,
     checksum,
     checksum_reference,
     copy_lines,
     copy_lines_reference,
+    line_keys,
 )
 
 if native_lines.library() is None:

@@ -18,16 +18,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.data.partition import PartitionOptions, local, partition, parts, run, verify
-from plsc.data.partition.options import LEAST, Budget
-from plsc.data.partition.order import (
+import plsc.data.partition as run
+from plsc.cli import data
+from plsc.cli.parser import CommandParser
+from plsc.data.partition import PartitionOptions, local, partition, parts, verify
+from plsc.data.partition.inputs import LEAST, Budget
+from plsc.data.partition.parts import (
     PADDING,
+    checksum,
     line_keys,
     lines_per_rank,
     padding_lines,
     rank_bounds,
 )
-from plsc.data.partition.parts import checksum
 from plsc.errors import DataError, OptionError
 from plsc.seeds import hash_key
 
@@ -543,15 +546,16 @@ class TestVerify:
     [("512M", 2**29), ("4G", 2**32), ("1.5GiB", 3 * 2**29), ("100000KB", 102400000)],
 )
 def test_sizes_are_read(text, size):
-    assert PartitionOptions("data", 1, memory=text).memory == size
+    parser = CommandParser("plsc data partition", data.GROUP.commands["partition"])
+    assert parser.read(["--data_dir", "x", "--nranks", "2", "--memory", text])["memory"] == size
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"memory": "much"}, {"engine": "ray"}, {"nranks": 10**6}, {"master": "local[2]"},
-        {"memory": "1M"}, {"memory": "-1G"}, {"nranks": 0}, {"workers": 0},
-        {"bad_lines": "keep"}, {"verify": True, "delete_inputs": True}, {"seed": 2**64},
+        {"engine": "ray"}, {"nranks": 10**6}, {"master": "local[2]"}, {"memory": 2**20}, {"nranks": 0},
+        {"workers": 0}, {"bad_lines": "keep"}, {"output_name": "../x"},
+        {"verify": True, "delete_inputs": True},
         {"no_sync": True, "delete_inputs": True}, {"no_sync": True, "engine": "spark"},
     ],
 )  # fmt: skip
