@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from plsc.checkpoint.manifest import LARGEST_MANIFEST, Manifest, parse_manifest
-from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError, DataError
 from plsc.storage.publish import MANIFEST_NAME, FolderLock
 from plsc.storage.store import Store, withdraw
@@ -51,7 +51,8 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
     """Return a checkpoint's metrics by name, without values that are not finite numbers."""
     saved = manifest.scalars.get(METRICS_KEY)
     metrics = saved if isinstance(saved, dict) else {}
-    return {name: float(value) for name, value in metrics.items() if is_finite_number(value)}
+    numbers = {name: value for name, value in metrics.items() if type(value) in (int, float)}
+    return {name: float(value) for name, value in numbers.items() if abs(value) <= sys.float_info.max}
 
 
 def list_checkpoints(save_dir: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:

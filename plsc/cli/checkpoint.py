@@ -105,8 +105,7 @@ def run_pull(checkpoint: str, folder: str) -> None:
 
 def run_classes(source: str, destination: str, images: str | None, model: str | None, **given: Any) -> None:
     """Write a checkpoint with other classes, and print the number of classes."""
-    from plsc.checkpoint.classes import change_classes
-    from plsc.checkpoint.classes.change import MAP_NAME
+    from plsc.checkpoint.classes import MAP_NAME, change_classes
 
     if images is None:
         manifest = change_classes(source, destination, **given)
@@ -138,7 +137,7 @@ def run_import(
     source: str, target: str, model: str | None, emb_size: int | None, image_shape: str | None, **given: Any
 ) -> None:
     """Convert weights from another program to a checkpoint."""
-    from plsc.checkpoint.importers import Network, import_checkpoint
+    from plsc.predict.importing import Network, import_checkpoint
 
     network = Network(model, emb_size, _read_shape(image_shape))
     imported = import_checkpoint(source, target, network=network, **given)

@@ -29,13 +29,9 @@ def _three_shares(values: tuple[float, ...]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """Augmentation of training images, applied in the order crop, resolution, colour, erasing, flip.
+class AugmentationArguments:
+    """Arguments of `data.augmentation`."""
 
-    The declared fields are the arguments of `data.augmentation`; flip is `data.flip`.
-    """
-
-    flip: bool = True
     crop_padding: int = declare(
         0, "pad each side by this many black pixels, then crop at random", check=between(0, 4096)
     )
@@ -50,16 +46,6 @@ class Augmentation:
     random_erasing: float = declare(
         0.0, "share of images with a random grey rectangle (2-20 % of the area)", check=between(0, 1)
     )
-
-    @property
-    def needs_bytes(self) -> bool:
-        """Whether an operation requires uint8 pixels."""
-        return self.low_resolution > 0 or any(self.colour_jitter)
-
-    @property
-    def changes_pixels(self) -> bool:
-        """Whether any operation but the flip is enabled."""
-        return self.needs_bytes or self.crop_padding > 0 or self.random_erasing > 0
 
 
 @dataclass(frozen=True)
@@ -190,9 +176,9 @@ class DataOptions:
     )
     augmentation: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
-        f"augmentation of training images: {described_fields(Augmentation)}",
+        f"augmentation of training images: {described_fields(AugmentationArguments)}",
         "set_augmentation(**augmentation)",
-        arguments_of(Augmentation, "data.augmentation"),
+        arguments_of(AugmentationArguments, "data.augmentation"),
     )
     flip: bool = of_model(
         True,

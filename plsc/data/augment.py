@@ -1,7 +1,8 @@
 """Augmentation. Random numbers depend only on (seed, epoch, sample, operation).
 
-To add an operation: give it a new number in ``Operation``, add a field to ``Augmentation`` in
-plsc/config/data.py, write a function that changes pixels in place, and call it from ``augment``.
+To add an operation: give it a new number in ``Operation``, add a field to ``Augmentation`` and to
+``AugmentationArguments`` in plsc/config/data.py, write a function that changes pixels in place, and call it
+from ``augment``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -21,7 +23,6 @@ import torch
 from PIL import Image as PillowImage
 from PIL import ImageEnhance
 
-from plsc.config.data import Augmentation
 from plsc.data.decode import check_normalised
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError, naming
@@ -32,6 +33,31 @@ _ERASED_ASPECT = 3.3
 _LOWEST_RESOLUTION = 0.25
 _GREY = 127  # about 0 after normalisation
 _MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Augmentation of training images, applied in the order crop, resolution, colour, erasing, flip.
+
+    crop_padding: pixels. colour_jitter: x of the factors in [1 - x, 1 + x] of brightness, contrast and
+    saturation. low_resolution, random_erasing: shares of the images, 0 to 1.
+    """
+
+    flip: bool = True
+    crop_padding: int = 0
+    colour_jitter: tuple[float, ...] = (0.0, 0.0, 0.0)
+    low_resolution: float = 0.0
+    random_erasing: float = 0.0
+
+    @property
+    def needs_bytes(self) -> bool:
+        """Whether an operation requires uint8 pixels."""
+        return self.low_resolution > 0 or any(self.colour_jitter)
+
+    @property
+    def changes_pixels(self) -> bool:
+        """Whether any operation but the flip is enabled."""
+        return self.needs_bytes or self.crop_padding > 0 or self.random_erasing > 0
 
 
 class Operation(IntEnum):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import numpy as np
 import torch
 
-from plsc.checkpoint.importers.tensor_files import read_tensors
+from plsc.checkpoint.tensor_files import read_tensors
 from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
 from plsc.data.decode import ImageShape, count_pixels, decode_image

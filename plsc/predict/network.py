@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.importers.tensor_files import read_tensors
 from plsc.checkpoint.remote import fetch
+from plsc.checkpoint.tensor_files import read_tensors
 from plsc.config import Config, Options
 from plsc.config.option import importable, name_of, shown_value
 from plsc.errors import CheckpointError

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.classes.change import MAP_NAME
+from plsc.checkpoint.classes import MAP_NAME
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Config
-from plsc.config.data import Augmentation, cache_place
+from plsc.config.data import AugmentationArguments, cache_place
 from plsc.config.option import name_and_arguments, read_arguments, shown_value
-from plsc.data.augment import Transform
+from plsc.data.augment import Augmentation, Transform
 from plsc.data.balance import BalancedPlan, ClassesPlan
 from plsc.data.cache import CachedSource, DiskCache, MemoryCache
 from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
@@ -520,11 +520,17 @@ def make_recipe(
 ) -> Recipe:
     """Return how samples are decoded and augmented; see `Recipe`."""
     data = options.data
-    augmentation = read_arguments(Augmentation, data.augmentation, "data.augmentation")
+    given = read_arguments(AugmentationArguments, data.augmentation, "data.augmentation")
     return Recipe(
         options.model.image_shape,
         options.train.seed,
-        replace(augmentation, flip=data.flip),
+        Augmentation(
+            data.flip,
+            given.crop_padding,
+            given.colour_jitter,
+            given.low_resolution,
+            given.random_erasing,
+        ),
         transform,
         data.bad_images,
         class_num,

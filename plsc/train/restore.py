@@ -15,16 +15,6 @@ from torch import Tensor
 
 from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.all_ranks import own_result
-from plsc.checkpoint.importers.matching import (
-    Match,
-    check_finite,
-    match_into,
-    refuse_no_match,
-    shorten,
-    shortened,
-)
-from plsc.checkpoint.importers.source import RowParts, join_rows
-from plsc.checkpoint.importers.tensor_files import read_state_dict
 from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
 from plsc.checkpoint.manifest import (
     BACKBONE,
@@ -36,6 +26,17 @@ from plsc.checkpoint.manifest import (
 )
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.save import info_of
+from plsc.checkpoint.tensor_files import (
+    Match,
+    RowParts,
+    check_finite,
+    join_rows,
+    match_into,
+    read_state_dict,
+    refuse_no_match,
+    shorten,
+    shortened,
+)
 from plsc.config.option import shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError

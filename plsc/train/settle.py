@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.importers.matching import shorten
 from plsc.checkpoint.load import check_files
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS
+from plsc.checkpoint.tensor_files import shorten
 from plsc.config import Config, Options, find_option
 from plsc.config.options import CHECKPOINT
 from plsc.errors import CheckpointError, OptionError, TrainingInterrupted

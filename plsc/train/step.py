@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from plsc.checkpoint.importers.matching import shorten
+from plsc.checkpoint.tensor_files import shorten
 from plsc.data.batch import Batch, SampleNames
 from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from plsc import Entry
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.importers import import_checkpoint
 from plsc.errors import CheckpointError, OptionError, PlscError
+from plsc.predict.importing import import_checkpoint
 from tests.distributed import job
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
@@ -152,7 +152,7 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
 
 @pytest.fixture
 def narrow_iresnet(monkeypatch):
-    for module in ("plsc.models.iresnet", "plsc.checkpoint.importers.insightface"):
+    for module in ("plsc.models.iresnet", "plsc.checkpoint.layouts"):
         monkeypatch.setattr(f"{module}.WIDTHS", (8, 16, 32, 64))
 
 

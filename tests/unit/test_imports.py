@@ -71,6 +71,13 @@ def test_the_head_imports_only_errors_collectives_seeds_and_spans():
         assert not {m for m in found if not m.startswith("plsc.heads")} - allowed, path
 
 
+def test_parts_do_not_import_the_options():
+    """They take plain arguments, so that each can be read, tested and used alone."""
+    for part in ("data", "checkpoint", "storage"):
+        for path in (ROOT / "plsc" / part).rglob("*.py"):
+            assert "config" not in {package for package, _ in imports_of(path)}, path
+
+
 def test_importing_plsc_imports_neither_torch_nor_numpy():
     code = (
         "import sys, plsc; assert plsc.__version__; "

@@ -298,7 +298,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
         return refusal(folder, new, grow=1)
 
     assert "11 classes" in changed(heads={"": {**manifest["heads"][""], "class_num": 11}})
-    assert "train.seed is 'a'" in changed(options={"train": {"seed": "a"}})
+    assert "seed is 'a'" in changed(options={"train": {"seed": "a"}})
     assert "lineage is 3, expected a list" in changed(lineage=3)
     assert "expected an object" in changed(lineage=[3])
     write_checkpoint(folder.parent / "c", {"head.weight": torch.zeros(2, 6)}, {}, [2])

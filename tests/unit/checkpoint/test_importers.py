@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from plsc.checkpoint.importers import Network, import_checkpoint
 from plsc.checkpoint.remote import verify
 from plsc.cli import main
 from plsc.errors import PlscError
 from plsc.parallel.collectives import class_ranges
+from plsc.predict.importing import Network, import_checkpoint
 from tests.unit.checkpoint.external_files import (
     names,
     random_network,
@@ -33,7 +33,7 @@ ROWS = torch.randn(CLASSES, EMB, generator=GENERATOR)
 def narrow_networks():
     """Use the same layers, but an eighth as wide, so that 1/50 of the data is read and written."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("plsc.models.iresnet", "plsc.checkpoint.importers.insightface"):
+        for module in ("plsc.models.iresnet", "plsc.checkpoint.layouts"):
             patch.setattr(f"{module}.WIDTHS", (8, 16, 32, 64))
         patch.setattr("plsc.models.resnet.BASIC_WIDTHS", (8, 16, 32, 64))
         yield
@@ -263,7 +263,7 @@ def test_a_full_disk_is_reported_and_nothing_is_left(arcface_torch, tmp_path, mo
 
 WITH_LITTLE_MEMORY = """
 import resource, sys
-from plsc.checkpoint.importers import import_checkpoint
+from plsc.predict.importing import import_checkpoint
 import plsc.models
 taken = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) << 10
 limit = taken + 90 * 2**20  # memory mapped from files does not count

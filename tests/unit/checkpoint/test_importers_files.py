@@ -17,9 +17,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from plsc.checkpoint.importers.matching import match_into, shortened
-from plsc.checkpoint.importers.source import RowParts
-from plsc.checkpoint.importers.tensor_files import read_paddle_file, read_state_dict, read_tensors
+from plsc.checkpoint.tensor_files import (
+    RowParts,
+    match_into,
+    read_paddle_file,
+    read_state_dict,
+    read_tensors,
+    shortened,
+)
 from plsc.errors import CheckpointError
 from tests.unit.checkpoint.external_files import paddle_bytes
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from plsc.checkpoint import Manifest, Snapshot, load_weights, save_checkpoint
-from plsc.checkpoint.classes.plan import read_class_list
+from plsc.checkpoint.class_plan import read_class_list
 from plsc.checkpoint.manifest import HeadInfo
 from plsc.cli import main
 from plsc.cli import run as command

@@ -15,13 +15,16 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 from torch import Tensor
 
-from plsc.checkpoint.classes.plan import ClassList, ClassNumbers, Plan, make_plan
-from plsc.checkpoint.classes.rows import (
+from plsc.checkpoint.class_plan import (
     Change,
+    ClassList,
+    ClassNumbers,
     Directions,
+    Plan,
     average_merged,
     dimension_of,
     initialise_new,
+    make_plan,
     rows_of,
     set_directions,
 )
@@ -44,7 +47,6 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, checksum, tensor_chunks
-from plsc.config import find_option
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.collectives import class_ranges
@@ -169,15 +171,18 @@ def _changes(
     return changes
 
 
+class _Seeded(TypedDict, total=False):
+    seed: Annotated[int, (0, 2**31 - 1)] | None
+
+
 def _seed(manifest: Manifest) -> int:
     """Return the seed for new rows: the run's seed, so that they equal those of a larger new head.
 
     After an earlier change it differs, because a dropped class may have had the same number.
     """
-    value, option = manifest.options.get("train", {}).get("seed"), find_option("train.seed")
-    seed: Any = option.default if value is None else option.saved(value)
-    changes = len(manifest.lineage)
-    return hash_key(seed, changes) if changes else int(seed)
+    saved = read_record(_Seeded, manifest.options.get("train", {}), "the group train in the checkpoint")
+    seed, changes = saved.get("seed") or 0, len(manifest.lineage)
+    return hash_key(seed, changes) if changes else seed
 
 
 def _new_names(folder: Path, manifest: Manifest, plan: Plan, added: ClassNames | None) -> dict[Role, Tensor]:

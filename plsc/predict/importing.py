@@ -1,4 +1,8 @@
-"""Convert weights saved by other programs to a checkpoint; the head may be larger than the memory."""
+"""Convert weights saved by other programs to a checkpoint: insightface, PLSC 0.1, safetensors, torch.save.
+
+Files of torch.save are read with ``weights_only=True``, which runs no code from the file. Class weights are
+read and written piece by piece: they may be larger than the memory.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.importers.insightface import LAYOUT as INSIGHTFACE
-from plsc.checkpoint.importers.insightface import STATES, iresnet_source, read_insightface
-from plsc.checkpoint.importers.matching import Match, check_finite, match_into, refuse_no_match
-from plsc.checkpoint.importers.plsc1 import LAYOUT as PLSC1
-from plsc.checkpoint.importers.plsc1 import ROWS as PLSC1_ROWS
-from plsc.checkpoint.importers.plsc1 import read_plsc1
-from plsc.checkpoint.importers.source import BIAS, WEIGHT, Network, RowParts, Source, join_rows, names_in
-from plsc.checkpoint.importers.tensor_files import read_state_dict
+from plsc.checkpoint.layouts import (
+    BIAS,
+    INSIGHTFACE,
+    INSIGHTFACE_FILE,
+    PLSC1,
+    PLSC1_FILE,
+    WEIGHT,
+    Network,
+    Source,
+    iresnet_source,
+    names_in,
+    read_insightface,
+    read_plsc1,
+)
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_WEIGHTS,
@@ -30,6 +40,15 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, entry_of, tensor_chunks
+from plsc.checkpoint.tensor_files import (
+    Match,
+    RowParts,
+    check_finite,
+    join_rows,
+    match_into,
+    read_state_dict,
+    refuse_no_match,
+)
 from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
@@ -125,7 +144,7 @@ def _recognise(path: Path) -> str:
     if not path.is_dir():
         return SAFETENSORS if path.suffix == ".safetensors" else STATE_DICT
     names = names_in(path)
-    patterns = {INSIGHTFACE: STATES, PLSC1: PLSC1_ROWS}
+    patterns = {INSIGHTFACE: INSIGHTFACE_FILE, PLSC1: PLSC1_FILE}
     recognised = [name for name, of in patterns.items() if any(map(of.fullmatch, names))]
     if len(recognised) != 1 or (path / MANIFEST_NAME).exists():
         raise CheckpointError(

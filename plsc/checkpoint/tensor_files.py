@@ -1,4 +1,6 @@
-"""Read tensor files of other programs, memory-mapped: only used tensors are read.
+"""Read tensor files of other programs, and copy what matches into a network.
+
+Files are memory-mapped: only used tensors are read.
 
 Formats: safetensors; torch.save, read with ``weights_only=True``, which runs no code; and Paddle 1.x
 (fluid.io.save_vars, one LoDTensor per file): uint32 version 0; uint64 number of levels; uint32 version 0;
@@ -17,7 +19,8 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -27,7 +30,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from plsc.errors import CheckpointError
+from plsc.checkpoint.load import StoredTensor
+from plsc.errors import CheckpointError, printable
 from plsc.storage.regular import open_regular
 
 # Usual keys of the network's state dict within a larger checkpoint.
@@ -47,6 +51,9 @@ _ADVICE = "save its tensors with safetensors.torch.save_file, and import that fi
 _LONGEST_DESCRIPTION = 1024  # bytes, of a Paddle variable
 _PADDLE_TYPES = {2: "<i4", 3: "<i8", 4: "<f2", 5: "<f4", 6: "<f8", 22: "<i2"}
 _PADDLE_BFLOAT16 = 22
+_PIECE_BYTES = 8 << 20
+_SHOWN = 5  # names per list
+_LONGEST_NAME = 80
 
 
 def read_state_dict(
@@ -255,3 +262,154 @@ def read_paddle_file(path: Path) -> Tensor:
             f"{path} is truncated, damaged, or not a Paddle 1.x variable (save_vars): {error!s:.200}"
         ) from error
     return tensor.view(torch.bfloat16) if kind == _PADDLE_BFLOAT16 else tensor
+
+
+# Class weights in parts.
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """The rows of a tensor in consecutive parts."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        if not self.parts[0].shape:
+            return ()
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    def read(self) -> Tensor:
+        """Return the whole tensor, contiguous, on the CPU."""
+        return torch.cat(self.parts) if len(self.parts) > 1 else self.parts[0].contiguous()
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows [start, stop) in order, a few MiB at a time, each with its first row's index."""
+        row_bytes = max(1, math.prod(self.shape[1:]) * self.parts[0].dtype.itemsize)
+        step = max(1, _PIECE_BYTES // row_bytes)
+        first = 0
+        for part in self.parts:
+            last = first + part.shape[0]
+            for row in range(max(start, first), min(stop, last), step):
+                end = min(row + step, stop, last)
+                yield row, part[row - first : end - first].contiguous()
+            first = last
+
+
+def join_rows(parts: Sequence[Tensor], what: str) -> RowParts:
+    """Return the parts as one tensor; CheckpointError unless all are floats with the same row shape."""
+    first = parts[0]
+    for part in parts:
+        fits = len(part.shape) >= 1 and part.shape[1:] == first.shape[1:] and part.dtype.is_floating_point
+        if not fits:
+            raise CheckpointError(
+                f"{what} is {part.dtype} of shape {str(list(part.shape))[:80]} in one file, but "
+                f"{first.dtype} {str(list(first.shape))[:80]} in the first; expected floats of one row shape"
+            )
+    return RowParts(tuple(parts))
+
+
+# Into a network.
+
+
+@dataclass
+class Match:
+    """The result of `match_into`.
+
+    Attributes:
+        matched: names of the network's tensors that were in the file.
+        missing: names that are only in the network.
+        unused: names that are only in the file.
+        shapes: by name the (shape in the network, shape in the file) that differ.
+        share: fraction of the network's numbers that came from the file.
+    """
+
+    matched: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    share: float = 0.0
+
+    def lines(self) -> list[str]:
+        """Return a summary of a few lines."""
+        total = len(self.matched) + len(self.missing) + len(self.shapes)
+        lines = [
+            f"{len(self.matched)} of the network's {total} tensors match ({self.share:.1%} of its elements)"
+        ]
+        if self.missing:
+            lines.append(f"not in the file: {shorten(self.missing)}")
+        if self.unused:
+            lines.append(f"not in the network: {shorten(self.unused)}")
+        if self.shapes:
+            pairs = [
+                f"{shortened(name)} {list(here)} in the network, {str(list(there))[:80]} in the file"
+                for name, (here, there) in self.shapes.items()
+            ]
+            lines.append(f"different shape: {shorten(pairs, longest=240)}")
+        return lines
+
+
+def match_into(
+    target: Mapping[str, Tensor], tensors: Mapping[str, StoredTensor | Tensor], source: str
+) -> Match:
+    """Copy tensors with the same name and shape into ``target``, in place; return what matched.
+
+    Names of the target may have the additional prefix ``network.`` of an adapter. Values are converted to
+    the target's dtype. Everything is read and checked before the first tensor changes.
+
+    Raises:
+        CheckpointError: a value is not finite.
+    """
+    match = Match()
+    taken: dict[str, Tensor] = {}
+    left = dict(tensors)
+    for name, here in target.items():
+        key = next((k for k in (name, name.removeprefix("network.")) if k in left), None)
+        if key is None:
+            match.missing.append(name)
+            continue
+        there = left.pop(key)
+        if tuple(there.shape) != tuple(here.shape):
+            match.shapes[name] = (tuple(here.shape), tuple(there.shape))
+            continue
+        value = there if isinstance(there, Tensor) else there.read()
+        taken[name] = check_finite(value, f"{source}: {shortened(key)}").to(here.dtype)
+        match.matched.append(name)
+    match.unused = list(left)
+    for name, value in taken.items():
+        target[name].copy_(value)
+    # Not counted: batch norm's num_batches_tracked, which all networks have.
+    total = sum(tensor.numel() for tensor in target.values() if tensor.is_floating_point())
+    learnt = sum(value.numel() for value in taken.values() if value.is_floating_point())
+    match.share = learnt / max(1, total)
+    return match
+
+
+def refuse_no_match(match: Match, source: str, advice: str) -> None:
+    """Raise CheckpointError if no parameter came from the file."""
+    if not match.share:
+        raise CheckpointError(
+            f"no tensor in {source} matches the network by name and shape: "
+            f"{'; '.join(match.lines()[1:])}; {advice}"
+        )
+
+
+def check_finite(value: Tensor, what: str) -> Tensor:
+    """Return the tensor; CheckpointError if it contains NaN or infinity."""
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise CheckpointError(f"{what} contains values that are not finite; choose another file")
+    return value
+
+
+def shorten(names: list[str], longest: int = _LONGEST_NAME) -> str:
+    """Return the first names and the number of the others."""
+    shown = ", ".join(shortened(name, longest) for name in names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def shortened(name: str, longest: int = _LONGEST_NAME) -> str:
+    """Return a name from a file, cut short and without control characters."""
+    text = printable(name)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
