@@ -108,15 +108,17 @@ def write_origin(
     folder: Path, location: str | Path, listing: Listing, reading: dict[str, Any], about: dict[str, Any]
 ) -> dict[str, Any]:
     """Write ``origin.json`` in the folder of a command: where its lists come from; return the content."""
-    data, images = (
-        shown(place if is_url(place) else os.path.abspath(place))  # noqa: PTH100 - of a string
-        for place in (str(location), listing.folder)
-    )
+    data, images = absolute(str(location)), absolute(listing.folder)
     how = {name: value for name, value in reading.items() if value is not None}
     origin = {"plsc": __version__, "data": data, "images": images, "reading": without_secrets(how), **about}
     text = json.dumps(origin, indent=1, ensure_ascii=False, default=str)
     (folder / "origin.json").write_text(f"{text}\n", encoding="utf-8")
     return origin
+
+
+def absolute(place: str) -> str:
+    """Return a path or URL for people who are elsewhere, without secrets."""
+    return shown(place if is_url(place) else os.path.abspath(place))  # noqa: PTH100 - of a string
 
 
 def train_command(out: str, name: str, folder: str) -> str:

@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 
 from plsc.data.files import name_key
-from plsc.data.lists import Listing, read_listing, reading_flag, train_command, write_list, write_origin
+from plsc.data.lists import (
+    Listing,
+    absolute,
+    read_listing,
+    reading_flag,
+    train_command,
+    write_list,
+    write_origin,
+)
 from plsc.errors import DataError, OptionError, suggest
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
-from plsc.storage.urls import shown
 
 _BY = ("class", "image")
 _MOST_PAIRS = 30_000  # same pairs, and as many different ones
@@ -77,12 +84,12 @@ def describe(origin: dict[str, Any], out: str) -> str:
         for name, found in counts.items()
     ]
     commands = [train_command(out, name, folder) for name in counts if name.startswith(("train", "half"))]
-    test = "plsc test --checkpoint.load_dir last --protocol"
+    test = "plsc test last --protocol"
     if origin.get("by") == "image":
         commands[0] += f" --data.val_dir {places['held_out.tsv']}"
     if "pairs.txt" in counts:
-        images = shlex.quote(shown(folder))
-        commands.append(f"{test} pairs --pairs {places['pairs.txt']} --images {images} --output report-pairs")
+        commands[0] += " --data.val_targets pairs.txt"
+        commands.append(f"{test} pairs --pairs {places['pairs.txt']} --output report-pairs")
     elif "by" in origin:
         lines.append("no pairs.txt: the held-out images have too few pairs of one class, or of two classes")
     if "gallery.tsv" in counts:
@@ -164,6 +171,7 @@ def _write_tests(folder: Path, listing: Listing, numbers: np.ndarray, seed: int)
         # In turn, because the folds of the accuracy are contiguous.
         pairs = numbers[np.stack([same, different], 1).reshape(-1, 2)].tolist()
         with (folder / "pairs.txt").open("w", encoding="utf-8", newline="") as file:
+            file.write(f"# images: {absolute(listing.folder)}\n")  # as plsc/evaluate/pair_lists.py reads it
             for position, (one, other) in enumerate(pairs):
                 file.write(f"{listing.paths[one]}\t{listing.paths[other]}\t{1 - position % 2}\n")
         counts["pairs.txt"] = {"pairs": len(pairs)}

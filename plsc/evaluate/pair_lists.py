@@ -4,7 +4,8 @@ A line is ``<path> <path> <flag>``, separated by tabs or commas, or by blanks if
 flag is 1 or True for the same class; 0, -1 or False for different ones. Column names in the first line are
 ignored. In the layout of LFW, the first line has one or two integers (folds and pairs per fold), and each
 other line is ``<name> <n> <n>`` or ``<name> <n> <name> <n>``. Image n of a name is
-``<name>/<name>_000n.jpg``. Blank lines, CRLF and a UTF-8 byte order mark are accepted.
+``<name>/<name>_000n.jpg``. Blank lines, CRLF and a UTF-8 byte order mark are accepted. A first line
+``# images: <folder>`` tells where the images are, for a list that lies elsewhere.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from plsc.data.sources.base import FileSource, printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed, text_lines
-from plsc.storage.urls import base_name, exists, is_url, join, local_path, parent_of, shown
+from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, parent_of, shown
 
 _MAX_LINE_BYTES = 16384
+IMAGES = "# images: "
 _EXPECTED = "expected '<path> <path> <0 or 1>', or tabs between them if a path contains a blank"
 _FLAGS = {b"1": b"1", b"true": b"1", b"0": b"0", b"-1": b"0", b"false": b"0"}
 _COLUMN_NAMES = re.compile(rb"[^\W\d]\w*([\t,; ]+[^\W\d]\w*){2}")
@@ -85,7 +87,8 @@ def read_pair_list(
 
     Args:
         path: the text file.
-        folder: folder or URL of the images; by default that of the list. allowed: as of `located`.
+        folder: folder or URL of the images; by default that of the first line, or of the list. allowed: as of
+            `located`.
 
     Raises:
         DataError: the list cannot be read, a line is invalid, or an image is missing; it names the line.
@@ -97,6 +100,10 @@ def read_pair_list(
     first_lines, pairs, flags = array("q"), array("q"), array("b")
     lfw: _Lfw | None = None
     for number, line in lines_of(place):
+        if number == 1 and line.startswith(IMAGES.encode()):
+            named = os.fsdecode(line).removeprefix(IMAGES)
+            root = located(named, root, allowed, place) if folder is None else root
+            continue
         if lfw is None and not flags and _is_lfw_header(line):
             lfw = _Lfw(line, root)
             continue

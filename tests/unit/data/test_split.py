@@ -105,7 +105,8 @@ def test_pairs_are_distinct_right_and_spread_over_the_classes(images, seed):
 def test_the_tests_are_of_the_held_out_images(faces, tmp_path):
     counts = split(faces, tmp_path / "out", held_out=0.5, seed=1)["counts"]
     held_out = listed(faces, tmp_path / "out/held_out.tsv")
-    pairs = read_pair_list(tmp_path / "out/pairs.txt", faces)
+    pairs = read_pair_list(tmp_path / "out/pairs.txt")  # which names the folder of the images
+    assert str(pairs.images.root) == str(faces)
     assert len(pairs) == counts["pairs.txt"]["pairs"] >= 10
     assert pairs.is_same.tolist() == [True, False] * (len(pairs) // 2)
     paths = np.array(pairs.images.paths())[pairs.pairs]
