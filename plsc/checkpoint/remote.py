@@ -18,12 +18,11 @@ from plsc.checkpoint.save import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
-from plsc.storage.cache import folder_for
 from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
 from plsc.storage.regular import read_regular
 from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.store import clean as clean_store
-from plsc.storage.urls import base_name, is_url, shown
+from plsc.storage.urls import base_name, folder_for, is_url, shown
 
 _NO_RUN = "(none)"  # no id is this: a checkpoint of no run, which a command has written, replaces none
 _OWNER_NAME = ".owner"  # in a store: the token of the run that saves there

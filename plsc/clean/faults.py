@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plsc.data.split import place_in_class
+from plsc.data.lists import place_in_class
 from plsc.gallery.vectors import RECALL, SAMPLE, import_faiss, nearest, recall_of
 
 _CLASSES = 10  # neighbours of a class that may be the same

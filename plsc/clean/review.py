@@ -16,9 +16,8 @@ from plsc.clean.duplicates import Pixels, agreeing, find_duplicates, planted_cop
 from plsc.clean.faults import LEAST_SURE, Found, View
 from plsc.clean.page import Part, Row, write_page
 from plsc.data.class_names import class_names_of
-from plsc.data.lists import Listing, read_listing
+from plsc.data.lists import Listing, halves_of, read_listing
 from plsc.data.sources import Source
-from plsc.data.split import halves_of
 from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.identification import check_finite
 from plsc.gallery.vectors import nearest

@@ -86,7 +86,7 @@ def _check_sheet(sheet: str, sheet_images: int) -> None:
 
 def run_split(location: str, out: str, **options: Any) -> None:
     """Split a dataset into lists; print what was written and the commands that use it."""
-    from plsc.data.split import describe, split
+    from plsc.data.lists import describe, split
 
     print(describe(split(location, out, **options), out))
 

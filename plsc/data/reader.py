@@ -12,7 +12,7 @@ from plsc.data.augment import IsolatedRandom
 from plsc.data.batch import Batch
 from plsc.data.decode import ImageShape, decode_image
 from plsc.data.order import count_steps, is_limited, limited
-from plsc.data.sources.torch_dataset import whole_number
+from plsc.data.sources.base import whole_number
 from plsc.data.workers import run_in_process
 from plsc.errors import DataError, OptionError, naming
 from plsc.inputs import NO_IMAGE, Input, as_input, first_tensor, stack_inputs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.inputs import Input, first_tensor
-from plsc.storage.cache import cache_folder
+from plsc.storage.urls import cache_folder
 
 
 class CompiledNetwork(nn.Module):

@@ -12,9 +12,8 @@ from plsc.checkpoint.load import read_class_names
 from plsc.config import Config
 from plsc.data.class_names import class_names_of
 from plsc.data.reader import declares_shards, open_reader
-from plsc.data.sources.base import FileSource, IndexedSource, Source
+from plsc.data.sources.base import FileSource, IndexedSource, Source, TorchDatasetSource, whole_number
 from plsc.data.sources.image_folders import open_images
-from plsc.data.sources.torch_dataset import TorchDatasetSource, whole_number
 from plsc.errors import DataError, shown
 from plsc.evaluate.embed import ImagesOf, Listed
 from plsc.inputs import Input

@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from plsc.errors import DataError, OptionError
-from plsc.storage.cache import cache_folder
 from plsc.storage.publish import replacing
 from plsc.storage.regular import AnyPath, open_regular, without_mark
-from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import cache_folder, is_url, open_filesystem, shown, with_retries
 
 BLOCK_BYTES = 4 * 2**20
 _DEFAULT_LIMIT = 16 * 2**30

@@ -27,8 +27,7 @@ from typing import Any, BinaryIO, TypedDict
 from plsc.errors import DataError, PlscError
 from plsc.storage.records import Text, read_record
 from plsc.storage.regular import open_regular
-from plsc.storage.retry import reason_of, with_retries
-from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, shown
+from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, reason_of, shown, with_retries
 
 # The last file written to a folder in a store: a folder that has it is complete.
 MANIFEST_NAME = "manifest.json"

@@ -31,8 +31,15 @@ from plsc.storage.publish import (
     hidden_name,
     sync,
 )
-from plsc.storage.retry import Progress, with_retries, with_timeout
-from plsc.storage.urls import is_object_store, is_url, open_filesystem, shown
+from plsc.storage.urls import (
+    Progress,
+    is_object_store,
+    is_url,
+    open_filesystem,
+    shown,
+    with_retries,
+    with_timeout,
+)
 
 logger = logging.getLogger(__name__)
 

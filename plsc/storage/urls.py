@@ -1,19 +1,28 @@
-"""Local paths and fsspec URLs: distinguish and split them, and open file systems."""
+"""Local paths and fsspec URLs: distinguish and split them, call stores with retries, and the cache folder.
+
+Calls to a remote store are retried for a limited time; calls that get no answer are abandoned.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import posixpath
+import random
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from plsc.errors import DataError, OptionError, did_you_mean
+from fsspec.callbacks import Callback
+
+from plsc.errors import DataError, OptionError, PlscError, did_you_mean
 from plsc.errors import shown as shown
 from plsc.errors import without_secrets as without_secrets
-from plsc.storage.retry import with_retries
 from plsc.version import install
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
@@ -24,13 +33,27 @@ _NO_HOST = re.compile(r"^(\w[\w+.-]+:)/$")  # of hdfs:///, the default server, w
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
 _LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 _MOST_ANSWER = 2**27  # bytes of an answer over HTTP; a call asks for at most 64 MiB and 5 MiB ahead
+_NOBODY = 65534  # to whom NFS maps root
+_LOOK_SECONDS = 0.5
+Answer = TypeVar("Answer")
+# A retry does not help: the file is missing, or access is denied.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 8.0
+# Also final: missing credentials, by the names in S3 clients, and HDFS's kind of PermissionError.
+_DENIED = re.compile(
+    "(No|Partial)CredentialsError|CredentialRetrievalError|NoAuthTokenError|AccessControlException"
+)
+# A separate generator, so that the user's random state does not change.
+_jitter = random.Random()
+# Where a Java stack trace begins in an HDFS error; the client escapes the line breaks.
+_JAVA_TRACE = re.compile(r"(?:\\n|\n)(?:\\t|\t)at ")
 
 
 async def _http_client(**options: Any) -> Any:
     """Return a client that decompresses nothing, and refuses long answers: a server may ignore the range."""
     import aiohttp
 
-    class Answer(aiohttp.ClientResponse):
+    class Response(aiohttp.ClientResponse):
         async def read(self) -> bytes:
             if self._body is None:
                 body = bytearray()
@@ -48,7 +71,7 @@ async def _http_client(**options: Any) -> Any:
             return "".join(f'<a href="{link}">' for link in found)
 
     headers = {"Accept-Encoding": "identity"}
-    return aiohttp.ClientSession(response_class=Answer, auto_decompress=False, headers=headers, **options)
+    return aiohttp.ClientSession(response_class=Response, auto_decompress=False, headers=headers, **options)
 
 
 # Options for clients that wait minutes for a server that is down: retries are done in `retry` instead.
@@ -223,3 +246,120 @@ def exists(location: str) -> bool:
             return False
 
     return with_retries(look, f"{shown(location)} cannot be looked up")
+
+
+# Retries.
+
+
+def with_retries(
+    call: Callable[[], Answer], what: str, *, attempts: int = 6, total_seconds: float = 60.0
+) -> Answer:
+    """Return ``call()``, tried up to `attempts` times within `total_seconds`.
+
+    The wait between tries starts at 0.1 s and doubles up to 8 s, with jitter, so that many workers do not
+    retry at the same moment. Permanent errors (missing file, access denied) are not retried.
+
+    Args:
+        what: start of the error message, such as ``s3://b/k cannot be read``.
+
+    Raises:
+        DataError: names the last error and how long it was tried.
+    """
+    started = time.monotonic()
+    pause = _FIRST_WAIT
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return call()
+        except PlscError:
+            raise
+        except Exception as error:  # each client has its own exceptions
+            is_final = isinstance(error, _FINAL) or _DENIED.search(f"{type(error).__name__}: {error}")
+            passed = time.monotonic() - started
+            left = total_seconds - passed
+            if is_final or attempt == attempts or left <= 0:
+                tries = f"{attempt} tries" if attempt > 1 else "one try"
+                after = "" if is_final else f" after {tries} in {passed:.0f} s"
+                # The client's traceback may show a secret.
+                raise DataError(f"{what}{after} ({reason_of(error)})") from None
+            time.sleep(min(pause * _jitter.uniform(0.75, 1.25), left))
+            pause = min(2 * pause, _LONGEST_WAIT)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return a client's error on one line, without passwords and cut to 200 characters."""
+    text = _JAVA_TRACE.split(str(getattr(error, "strerror", None) or error), maxsplit=1)[0]
+    text = shown(" ".join(text[:10_000].split()), by_client=True)[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Progress(Callback):
+    """Report the bytes of a transfer, as a callback of fsspec, and keep the time of the last ones."""
+
+    def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self.last = time.monotonic()
+        self._on_bytes, self._reported = on_bytes, 0
+
+    def call(self, *_: Any, **__: Any) -> None:
+        """Report what has changed; fewer bytes if another try has begun."""
+        self.last = time.monotonic()
+        new, self._reported = self.value - self._reported, self.value
+        if self._on_bytes is not None and new:
+            self._on_bytes(new)
+
+    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Progress:
+        """Return itself, for the only file of a transfer."""
+        return self
+
+
+def with_timeout(call: Callable[[], Answer], silence: float, progress: Progress | None = None) -> Answer:
+    """Run ``call()`` in a thread and return its result; TimeoutError after `silence` seconds without a byte.
+
+    Python cannot end the thread of an abandoned call. It is a daemon, so it does not keep the process alive.
+    """
+    progress = progress or Progress()
+    progress.absolute_update(0)
+    outcome: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="plsc-store").start()
+    while not wait([outcome], _LOOK_SECONDS).done:
+        if time.monotonic() - progress.last > silence:
+            raise TimeoutError(f"no answer for {silence:g} s")
+    return outcome.result()
+
+
+# The cache folder.
+
+
+def cache_folder(*parts: str) -> Path:
+    """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
+
+    Creates it with mode 700 if missing, because cached data may be private. Raises OSError if that fails, and
+    DataError if it is another user's.
+    """
+    root = os.environ.get("PLSC_CACHE_DIR")
+    if not root:
+        root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
+    folder = Path(root).expanduser().joinpath(*parts)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in (Path(root).expanduser(), folder):  # whose owner could replace what is in it
+        if place.stat().st_uid not in (os.geteuid(), 0, _NOBODY):
+            raise DataError(f"the cache folder {place} is another user's; set PLSC_CACHE_DIR to your own")
+    return folder
+
+
+def folder_for(kind: str, url: str) -> Path:
+    """Return the cache path for a URL, ending in the URL's last part; its parent folder is created.
+
+    kind: of the content, such as ``checkpoints``.
+    """
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return cache_folder(kind, digest) / base_name(shown(url))

@@ -25,11 +25,10 @@ from plsc.config import Config, Options
 from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.world import World
-from plsc.storage.cache import folder_for
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.records import read_record
 from plsc.storage.store import Store, hidden_versions
-from plsc.storage.urls import base_name, is_url, join, parent_of, shown
+from plsc.storage.urls import base_name, folder_for, is_url, join, parent_of, shown
 from plsc.train.data import OpenedCheckpoint
 from plsc.train.log import METRICS_NAME, PLOT_NAME
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from plsc.data.batch import to_input
 from plsc.data.decode import ImageShape, decode_image
-from plsc.data.sources.base64_lines import Base64Source
+from plsc.data.sources.rows import Base64Source
 from plsc.errors import DataError, OptionError
 from plsc.utils.jpeg_reader import Reader, load_bin, test
 

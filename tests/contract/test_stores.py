@@ -29,9 +29,8 @@ from plsc.checkpoint.remote import claim, clean, fetch, push, upload, verify
 from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
-from plsc.storage.cache import folder_for
 from plsc.storage.store import Store, staged
-from plsc.storage.urls import set_hdfs_user
+from plsc.storage.urls import folder_for, set_hdfs_user
 from tests.roles import role_of_key
 from tests.s3_server import s3_server, use_s3
 

@@ -329,7 +329,8 @@ def test_objects_below_the_name_of_an_input_are_not_deleted_with_it(tmp_path, s3
 
 
 def test_a_file_on_s3_that_changes_while_the_output_is_published_is_not_deleted(tmp_path, s3, monkeypatch):
-    from plsc.data.partition import PartitionOptions, partition, run
+    import plsc.data.partition as run
+    from plsc.data.partition import PartitionOptions, partition
     from plsc.errors import DataError
 
     store = s3fs_client()

@@ -4,8 +4,7 @@ import fsspec
 import pytest
 
 from plsc.errors import DataError, OptionError, PlscError, add_note, shown, without_secrets
-from plsc.storage.retry import with_retries
-from plsc.storage.urls import is_url, open_filesystem
+from plsc.storage.urls import is_url, open_filesystem, with_retries
 
 CASES = [
     ("s3://me:SECRET@bucket/x", "s3://bucket/x"),

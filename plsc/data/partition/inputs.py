@@ -22,8 +22,7 @@ from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import Fingerprint, fingerprint_of, streamed
 from plsc.storage.regular import open_regular
-from plsc.storage.retry import reason_of
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import is_url, open_filesystem, reason_of, shown
 
 LEAST = 32 * 2**20  # bytes of memory
 BYTES_PER_LINE = 112  # of memory for its number, key, position and order, including temporary copies

@@ -16,14 +16,20 @@ import numpy as np
 from plsc.data.decode import IMAGE_SUFFIXES
 from plsc.data.files import PathTable, hidden_part, is_hidden, ranked
 from plsc.data.lines import parse_label
-from plsc.data.sources.base import IMAGE_START, FileSource, Ignored, Source, is_image, printable
+from plsc.data.sources.base import (
+    IMAGE_START,
+    FileSource,
+    Ignored,
+    Source,
+    TorchDatasetSource,
+    is_image,
+    printable,
+)
 from plsc.data.sources.columns import with_label_map
-from plsc.data.sources.torch_dataset import TorchDatasetSource
 from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed, text_lines
 from plsc.storage.regular import check_inside, without_mark
-from plsc.storage.retry import with_retries
-from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown
+from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown, with_retries
 
 _MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
 _NO_LIST = re.compile(rb"\s*<|%PDF|.*[\0-\x08\x0e-\x1f]", re.DOTALL)

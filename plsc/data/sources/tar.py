@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plsc.data.files import Shards, hidden_part, ranked, shard_files
+from plsc.data.files import Shards, hidden_part, load_or_build, ranked, shard_files
 from plsc.data.sources.base import Ignored, is_image, printable
 from plsc.data.sources.columns import (
     NAMES_COLUMN,
@@ -24,7 +24,6 @@ from plsc.data.sources.columns import (
     packed_names,
     text_at,
 )
-from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.regular import parse_json, without_mark

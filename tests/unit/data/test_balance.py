@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.data.balance import BalancedPlan, ClassesPlan, shuffled
-from plsc.data.order import splitmix64_of
+from plsc.data.order import BalancedPlan, ClassesPlan, shuffled, splitmix64_of
 from plsc.errors import DataError, OptionError
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)

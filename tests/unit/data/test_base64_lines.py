@@ -11,7 +11,7 @@ from conftest import encode, smooth_picture
 from plsc.data import lines
 from plsc.data.lines import decode_base64
 from plsc.data.partition import PartitionOptions, partition
-from plsc.data.sources import Base64Source, base64_lines, open_source
+from plsc.data.sources import Base64Source, open_source, rows
 from plsc.errors import DataError, OptionError
 from plsc.utils import base64_reader
 
@@ -55,7 +55,7 @@ def test_sample_names_are_file_and_line_despite_blank_lines(tmp_path):
 
 
 def test_lines_longer_than_a_block_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(base64_lines, "_BLOCK", 64)
+    monkeypatch.setattr(rows, "_BLOCK", 64)
     rng = np.random.default_rng(0)
     contents = [rng.bytes(int(rng.integers(1, 300))) for _ in range(60)]
     lines = [line_of(data, n) + (b"\n" if n % 7 else b"\r\n\n") for n, data in enumerate(contents)]

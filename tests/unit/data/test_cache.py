@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.cache import CachedSource, DiskCache, MemoryCache
-from plsc.data.loader import SourceLoader
+from plsc.data.loader import CachedSource, DiskCache, MemoryCache, SourceLoader
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import TorchDatasetSource, open_source

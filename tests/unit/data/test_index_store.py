@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from plsc.data.sources.index_store import load_or_build
+from plsc.data.files import load_or_build
 from plsc.errors import DataError
 
 

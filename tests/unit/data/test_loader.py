@@ -11,9 +11,8 @@ import torch
 from conftest import hostile_images
 
 from plsc.data.augment import Augmentation, are_mirrored
-from plsc.data.cache import CachedSource, MemoryCache
 from plsc.data.decode import decode_image
-from plsc.data.loader import Batch, SourceLoader, to_input
+from plsc.data.loader import Batch, CachedSource, MemoryCache, SourceLoader, to_input
 from plsc.data.order import BatchPlan
 from plsc.data.samples import Recipe
 from plsc.data.sources import TorchDatasetSource, open_source

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from plsc.data.sources import Base64Source, ImageFolderSource, open_source
-from plsc.data.sources.lmdb import LmdbSource
 from plsc.data.sources.parquet import ParquetSource
-from plsc.data.sources.recordio import RecordIOSource
+from plsc.data.sources.recordio_lmdb import LmdbSource, RecordIOSource
 from plsc.data.sources.rows import CsvSource
 from plsc.data.sources.tar import TarSource
 from plsc.data.writers import writer_of

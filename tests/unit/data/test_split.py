@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc import cli
-from plsc.data.lists import Listing, read_listing
-from plsc.data.split import draw_pairs, halves_of, held_out_of, split
+from plsc.data.lists import Listing, draw_pairs, halves_of, held_out_of, read_listing, split
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.identification import split_gallery
 from plsc.evaluate.pair_lists import read_pair_list

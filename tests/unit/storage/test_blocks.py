@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from plsc.errors import DataError, OptionError
-from plsc.storage import retry
+from plsc.storage import urls
 from plsc.storage.blocks import BLOCK_BYTES, BytesFile, buffered, cache_limit, open_bytes
-from plsc.storage.cache import cache_folder, folder_for
-from plsc.storage.retry import with_retries
+from plsc.storage.urls import cache_folder, folder_for, with_retries
 
 SIZE = 2 * BLOCK_BYTES + 12345
 CONTENT = np.random.default_rng(0).bytes(SIZE)
@@ -180,7 +179,7 @@ class Flaky:
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
     found: list[float] = []
-    monkeypatch.setattr(retry.time, "sleep", found.append)
+    monkeypatch.setattr(urls.time, "sleep", found.append)
     return found
 
 

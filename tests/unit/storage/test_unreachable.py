@@ -9,9 +9,8 @@ import pytest
 
 from plsc.data.files import read_file_list
 from plsc.errors import DataError
-from plsc.storage.retry import reason_of
 from plsc.storage.store import Store
-from plsc.storage.urls import exists
+from plsc.storage.urls import exists, reason_of
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_an_unreachable_hdfs_is_reported_with_duration(nobody):
     ids=["list", "exists", "file list"],
 )
 def test_missing_s3_credentials_are_reported_and_not_retried(no_credentials, monkeypatch, ask):
-    monkeypatch.setattr("plsc.storage.retry.time.sleep", lambda seconds: pytest.fail("asked again"))
+    monkeypatch.setattr("plsc.storage.urls.time.sleep", lambda seconds: pytest.fail("asked again"))
     with pytest.raises(DataError, match="Credentials"):
         ask("s3://bucket/run")
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from plsc.config import Options
 from plsc.data.augment import Augmentation
-from plsc.data.cache import CachedSource
+from plsc.data.loader import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
