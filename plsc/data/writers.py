@@ -20,6 +20,7 @@ import pybase64
 from tqdm import tqdm
 
 from plsc.data.sources import Source, open_source
+from plsc.data.sources.columns import check_class_name
 from plsc.data.sources.parquet import class_label_metadata
 from plsc.data.sources.recordio_lmdb import frame, pack_image
 from plsc.errors import DataError, OptionError, suggest
@@ -223,7 +224,9 @@ def convert(
     has_room = write in (write_parquet, write_tar)
     done.lost_names = 0 if has_room else len(names)
     samples = _samples(source, broken, done, progress)
-    done.written = write(destination.rstrip("/"), samples, **({"names": names} if has_room else {}))
+    done.written = write(
+        destination.rstrip("/"), samples, **({"names": [*map(check_class_name, names)]} if has_room else {})
+    )
     return done
 
 

@@ -27,6 +27,7 @@ LABEL_COLUMNS = (
 Label = bytes | str | int
 _MAX_DIGITS = 18  # such numbers fit int64
 _MOST_JSON = 2**30  # bytes of a label map; larger ones can be lines
+_RAW_BYTES = re.compile("[\udc80-\udcff]")
 _NUMBER = re.compile(r"[-+]?(([0-9]+(\.[0-9]+)?|\.[0-9]+)(e[-+]?[0-9]+)?|[0-9]+\.|nan|inf)", re.IGNORECASE)
 
 
@@ -128,6 +129,12 @@ def is_class_id(value: Label) -> bool:
         return 0 <= value < 10**_MAX_DIGITS
     is_shortest = len(value) == 1 or value[:1] not in ("0", b"0")
     return is_shortest and value.isdigit() and value.isascii() and len(value) <= _MAX_DIGITS
+
+
+def check_class_name(name: str) -> str:
+    """Return the name of a numbered class, as `check_name`, but with the bytes of any folder name."""
+    check_name(_RAW_BYTES.sub("", name))
+    return name
 
 
 def with_label_map(labels: np.ndarray, names: list[str] | None, label_map: str | Path | None) -> np.ndarray:

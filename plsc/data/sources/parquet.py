@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -18,15 +17,21 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
 from plsc.data.files import Shards, ranked, shard_files
-from plsc.data.sources.columns import IMAGE_COLUMNS, ColumnSource, LabelReader, choose_column, packed_names
-from plsc.errors import DataError, OptionError, check_name
+from plsc.data.sources.columns import (
+    IMAGE_COLUMNS,
+    ColumnSource,
+    LabelReader,
+    check_class_name,
+    choose_column,
+    packed_names,
+)
+from plsc.errors import DataError, OptionError
 from plsc.storage.blocks import BytesFile
 from plsc.storage.urls import base_name, shown
 
 CACHE_BYTES = 256 * 2**20
 GROUP_BYTES = 2**30
 _MOST_OPEN = 16
-_RAW_BYTES = re.compile("[\udc80-\udcff]")  # of a folder's name that is not UTF-8
 # Exceptions of pyarrow for damaged files.
 _FAULTS = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError)
 
@@ -129,7 +134,7 @@ def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
         if not is_named or len(ranked(names)[0]) != len(names):
             return []
         for name in names:
-            check_name(_RAW_BYTES.sub("", name))
+            check_class_name(name)
         return names
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return []

@@ -19,12 +19,14 @@ from plsc.data.sources.columns import (
     ColumnSource,
     Label,
     LabelReader,
+    check_class_name,
     is_class_id,
     pack_texts,
     packed_names,
     text_at,
 )
-from plsc.errors import DataError
+from plsc.data.sources.index_store import load_or_build
+from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.regular import parse_json, without_mark
 from plsc.storage.urls import base_name, shown
@@ -135,7 +137,8 @@ class TarSource(ColumnSource):
             label = name = None
         label = without_mark(sample.text(wanted), f"{sample.place}.{wanted}").strip() or label
         if isinstance(label, str | bytes) or type(label) is int:
-            return label, name if isinstance(name, str) and self._label is None else ""
+            with naming(getattr, sample, "place"):
+                return label, check_class_name(name) if isinstance(name, str) and self._label is None else ""
         raise DataError(
             f"{sample.place} has no label: expected one .{wanted}, or an integer or string {key!r} in a "
             f".json; label_column chooses another; {_ADJACENT}"

@@ -141,6 +141,14 @@ def test_members_that_are_apart_or_many_get_a_short_message(tmp_path, suffix):
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize("name", ["\x1b[2J", "a\u202eb"])
+def test_a_name_in_the_json_is_one_that_can_be_shown(tmp_path, name):
+    text = json.dumps({"label": 0, "class_name": name}).encode()
+    path = write(tmp_path / "a.tar", ("0.jpg", b"image"), ("0.json", text))
+    with pytest.raises(DataError, match=r"a\.tar:0: the name"):
+        TarSource(path)
+
+
 def test_names_in_the_json_are_those_of_the_numbers(tmp_path):
     named = [(0, "bo"), (2, "al"), (0, "bo")]
     members = []

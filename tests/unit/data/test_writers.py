@@ -70,6 +70,15 @@ def test_class_names_are_kept_where_there_is_room_and_otherwise_it_is_said(tmp_p
     assert ("names of the 4 classes" in describe(done, name)) == (name[-1] not in "tr")
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.tar"])
+def test_a_class_name_that_no_source_accepts_is_not_written(tmp_path, name):
+    (tmp_path / "set" / "\x1b[31mred").mkdir(parents=True)
+    (tmp_path / "set" / "\x1b[31mred" / "1.png").write_bytes(b"\x89PNG")
+    with pytest.raises(DataError, match="name"):
+        convert(str(tmp_path / "set"), str(tmp_path / name))
+    assert not (tmp_path / name).exists()
+
+
 def test_names_are_kept_beside_a_class_that_lost_its_images(tmp_path):
     for folder, content in {"a": b"\x89PNG", "b": b"", "c": b"\x89PNG"}.items():
         (tmp_path / "set" / folder).mkdir(parents=True)
