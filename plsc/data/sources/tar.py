@@ -25,7 +25,6 @@ from plsc.data.sources.columns import (
     packed_names,
     text_at,
 )
-from plsc.data.sources.index_store import load_or_build
 from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.regular import parse_json, without_mark
