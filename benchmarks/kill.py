@@ -35,12 +35,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-import plsc.checkpoint.retention
+import plsc.checkpoint.save
 import plsc.train.saving
-from plsc.checkpoint import read_manifest
 from plsc.checkpoint.complete import copy_complete
+from plsc.checkpoint.manifest import checkpoints_in
 from plsc.checkpoint.remote import clean, verify
-from plsc.checkpoint.retention import checkpoints_in
 from plsc.checkpoint.rollback import Journal
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.storage.store import Store
@@ -111,8 +110,8 @@ def train(job: Facts) -> None:
         setattr(module, name, watched)
 
     watch(plsc.train.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
-    watch(plsc.train.saving, "upload", "upload", lambda folder, *_: read_manifest(folder).step)
-    watch(plsc.checkpoint.retention, "withdraw", "retention", lambda *_: 0)
+    watch(plsc.train.saving, "upload", "upload", lambda *args: args[2].step)
+    watch(plsc.checkpoint.save, "withdraw", "retention", lambda *_: 0)
     watch(WeightsFile, "_transfer", "pages", lambda *_: 0)
     watch(WeightsFile, "_roll_back", "undo", lambda *_: 0)
     watch(Journal, "append", "journal", lambda *_: 0)

@@ -60,7 +60,7 @@ def head(given: argparse.Namespace) -> None:
 
 def train(given: argparse.Namespace) -> None:
     """Train to the end, or until the last rank is killed."""
-    from plsc.checkpoint.retention import checkpoints_in
+    from plsc.checkpoint.manifest import checkpoints_in
     from plsc.storage.store import Store
     from tests.distributed.job import small_entry
 

@@ -37,7 +37,7 @@ from plsc.terminal import on_terminal
 from plsc.train.callbacks import Callback, Context, FunctionCallback, Logger, UserParts
 from plsc.train.data import as_reader
 from plsc.train.loop import TrainResult
-from plsc.train.train import run_training
+from plsc.train.run import run_training
 
 T = TypeVar("T")
 

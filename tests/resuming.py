@@ -17,7 +17,7 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.terminal import on_terminal
 from plsc.train.callbacks import UserParts
-from plsc.train.train import run_training
+from plsc.train.run import run_training
 
 
 class Drawing(BaseModel):

@@ -38,13 +38,13 @@ from plsc.checkpoint.manifest import (
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     MANIFEST_NAME,
+    METRICS_KEY,
     FileInfo,
     Manifest,
     Role,
     TensorInfo,
     read_manifest,
 )
-from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, checksum, tensor_chunks
 from plsc.data.class_names import ClassNames

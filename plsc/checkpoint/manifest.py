@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: one JSON file, written last.
+"""The manifest of a checkpoint: one JSON file, written last; the checkpoints in a folder or store.
 
 A folder without a manifest is not a checkpoint. The manifest lists every tensor in the data files
 (`plsc.checkpoint.shard_file`) with shape and dtype, and every data file with size and checksum. A checkpoint
@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, DataError
 from plsc.storage import publish
 from plsc.storage.records import FileName, read_record
+from plsc.storage.store import Store
+from plsc.storage.urls import shown
 
 FORMAT_VERSION: Literal[4] = 4  # the only one that is read: nothing was released before it
 MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the data files
+METRICS_KEY = "metrics"  # in the scalars: maps names to numbers
 EMA = "ema"  # the callback that averages the network's weights; the names are those of `BACKBONE`
 LARGEST_MANIFEST = 64 * 2**20  # bytes
 
@@ -180,6 +184,13 @@ class Manifest:
         return self.heads[""]
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics by name, without values that are not finite numbers."""
+        saved = self.scalars.get(METRICS_KEY)
+        metrics = saved if isinstance(saved, dict) else {}
+        return {name: x for name, x in metrics.items() if isinstance(x, float) and math.isfinite(x)}
+
+    @property
     def shards(self) -> list[str]:
         """Sorted names of the files that hold tensors."""
         return sorted(name for name in self.files if name.endswith(SUFFIX))
@@ -189,20 +200,30 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False)
 
 
+OpenedCheckpoint = tuple[Path, Manifest]
+"""The local folder of a checkpoint, and its manifest."""
+
+
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of the checkpoint folder ``path``, after checking the type of every field.
 
     Raises:
         CheckpointError: the folder or manifest is missing, or the manifest is damaged, larger than 64 MiB,
-            or of another format.
+            or of another format. If it is a folder of checkpoints, the error lists them.
     """
     folder = Path(path)
-    if not (folder / MANIFEST_NAME).is_file():
+    if (folder / MANIFEST_NAME).is_file():
+        return parse_manifest(folder / MANIFEST_NAME, str(folder / MANIFEST_NAME))
+    if inside := list_checkpoints(folder):
+        names = ", ".join(checkpoint.name for checkpoint, _ in inside)
         raise CheckpointError(
-            f"there is no complete checkpoint in {folder}: it has no {MANIFEST_NAME}; expected a folder such "
-            "as saved_model/5"
+            f"{folder} is not a checkpoint but a folder of checkpoints: {names}; use one of them, such as "
+            f"{inside[-1][0]}"
         )
-    return parse_manifest(folder / MANIFEST_NAME, str(folder / MANIFEST_NAME))
+    raise CheckpointError(
+        f"there is no complete checkpoint in {folder}: it has no {MANIFEST_NAME}; expected a folder such as "
+        "saved_model/5"
+    )
 
 
 def parse_manifest(data: bytes | Path, source: str) -> Manifest:
@@ -218,3 +239,54 @@ def parse_manifest(data: bytes | Path, source: str) -> Manifest:
         if info.role.key != key:
             raise CheckpointError(f"{source}: the role of {key!r:.80} is {info.role!r:.200}")
     return manifest
+
+
+def manifest_in(store: Store, name: str = "") -> Manifest:
+    """Return the manifest of a checkpoint in a store. No name: the store's folder is the checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+        DataError: the store does not answer.
+    """
+    path = f"{name}/{MANIFEST_NAME}" if name else MANIFEST_NAME
+    data = store.read(path, LARGEST_MANIFEST)
+    where = shown(store.child(name)) if name else store.shown
+    if data is None:
+        raise CheckpointError(
+            f"{where} is not a checkpoint: it has no {MANIFEST_NAME}; expected a path or URL such as "
+            "saved_model/5 or hdfs://server/run/5"
+        )
+    return parse_manifest(data, f"{where}/{MANIFEST_NAME}")
+
+
+def list_checkpoints(save_dir: str | os.PathLike[str]) -> list[OpenedCheckpoint]:
+    """Return the checkpoints of the local folder ``save_dir`` with their manifests, fewest steps first.
+
+    The list is empty if the folder does not exist. Raises DataError if it cannot be read.
+    """
+    folder = Path(save_dir)
+    return [(folder / name, manifest) for name, manifest in checkpoints_in(Store(folder))]
+
+
+def checkpoints_in(store: Store) -> list[tuple[str, Manifest]]:
+    """Return names and manifests of the checkpoints in a folder or store, fewest steps first.
+
+    Hidden folders and folders without a valid manifest are left out.
+    """
+    checkpoints = []
+    for name in store.names(only_folders=True):
+        if name.startswith("."):
+            continue
+        try:
+            checkpoints.append((name, manifest_in(store, name)))
+        except CheckpointError:
+            continue
+        except DataError:  # a local folder that this user cannot read
+            if store.is_remote:
+                raise
+    return sorted(checkpoints, key=lambda entry: age_key(*entry))
+
+
+def age_key(name: str, manifest: Manifest) -> tuple[int, int, str]:
+    """Return the sort key of a checkpoint; the oldest sorts first."""
+    return manifest.step, manifest.epoch, name

@@ -12,14 +12,20 @@ from pathlib import Path
 
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.checkpoint.load import check_checksums, check_files
-from plsc.checkpoint.manifest import LARGEST_MANIFEST, FileInfo, Manifest, parse_manifest, read_manifest
-from plsc.checkpoint.retention import checkpoints_in, list_checkpoints, manifest_in
+from plsc.checkpoint.manifest import (
+    FileInfo,
+    Manifest,
+    checkpoints_in,
+    list_checkpoints,
+    manifest_in,
+    parse_manifest,
+    read_manifest,
+)
 from plsc.checkpoint.save import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
-from plsc.storage.regular import read_regular
 from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
@@ -29,14 +35,17 @@ _OWNER_NAME = ".owner"  # in a store: the token of the run that saves there
 _ADVICE = "the checkpoint is intact on the local disk, and can be uploaded when the store is available again"
 
 
-def claim(store: Store) -> str:
+def claim(store: Store, is_own: bool = False) -> str:
     """Take a store over for the saves of a run; return the token for `upload`.
 
-    No lock is possible there. The uploads of a run that claimed the store before fail from now on.
+    No lock is possible there. The uploads of a run that claimed the store before fail from now on. is_own:
+    the run has saved there before: remove what it left when it was killed.
     """
     token = secrets.token_hex(8)
     store.make_folder()
     store.write(_OWNER_NAME, token.encode())
+    if is_own:
+        clean(store)
     return token
 
 
@@ -48,6 +57,7 @@ def _check_owner(store: Store, token: str) -> None:
 def upload(
     folder: Path,
     store: Store,
+    manifest: Manifest,
     files: Iterable[str],
     world: World,
     on_bytes: OnBytes | None = None,
@@ -68,38 +78,31 @@ def upload(
     name = folder.name
     doing = f"upload {folder} to {store.shown}"
 
-    def begin() -> tuple[str, bytes]:
+    def begin() -> str:
         if not world.is_main:
-            return "", b""
-        data = read_regular(folder / MANIFEST_NAME, LARGEST_MANIFEST, folder)
-        manifest = parse_manifest(data, str(folder))
+            return ""
         _check_owner(store, token)
         check_replaceable(store, name, manifest.run_id or _NO_RUN)
         target = hidden_name(name) if store.can_rename else name
         store.make_folder(target)
         if target == name:
             _withdraw_conflicting(store, name, manifest)
-        return target, data
+        return target
 
-    target, data = on_every_rank(world, doing, begin, _ADVICE)[0]
+    def send() -> None:
+        for file in files:
+            store.put(folder / file, f"{target}/{file}", on_bytes)
+
+    def finish() -> None:
+        if world.is_main:
+            _check_owner(store, token)
+            if lost := manifest.files.keys() - set(store.names(target)):  # another run has cleaned up
+                raise CheckpointError(f"{shown(store.child(target))} has lost {min(lost)}; upload it again")
+            finish_folder(store, target, name, manifest)
+
+    target = on_every_rank(world, doing, begin, _ADVICE)[0]
     try:
-
-        def send() -> None:
-            for file in files:
-                store.put(folder / file, f"{target}/{file}", on_bytes)
-
         on_every_rank(world, doing, send, _ADVICE)
-
-        def finish() -> None:
-            if world.is_main:
-                _check_owner(store, token)
-                lost = parse_manifest(data, name).files.keys() - set(store.names(target))
-                if lost:  # another run has cleaned up
-                    raise CheckpointError(
-                        f"{shown(store.child(target))} has lost {min(lost)}; upload it again"
-                    )
-                finish_folder(store, target, name, data)
-
         on_every_rank(world, doing, finish, _ADVICE)
     except BaseException:
         if world.is_main and target != name:
@@ -112,7 +115,7 @@ def _withdraw_conflicting(store: Store, name: str, manifest: Manifest) -> None:
     """Delete the manifest of an older checkpoint of this name if the upload would overwrite its files."""
     if MANIFEST_NAME not in store.names(name):
         return
-    old, new = manifest_in(store, name)[0].files, manifest.files
+    old, new = manifest_in(store, name).files, manifest.files
     if any(old[file] != new[file] for file in old.keys() & new.keys()):
         store.delete(f"{name}/{MANIFEST_NAME}")
 
@@ -146,13 +149,12 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     """
     target = folder_for("checkpoints", url) if folder is None else folder
     store = own_result(world, f"reach {shown(url)}", lambda: Store(url))
-    text = on_main_rank(world, f"reach {shown(url)}", lambda: manifest_in(store)[1])
-    manifest = parse_manifest(text, store.shown)
-    run_id = (
-        None if folder is None else manifest.run_id or _NO_RUN
-    )  # what is in the cache folder can be fetched again
+    text = on_main_rank(world, f"reach {shown(url)}", lambda: manifest_in(store).to_json())
+    manifest = parse_manifest(text.encode(), store.shown)
+    # What is in the cache folder can be fetched again.
+    run_id = None if folder is None else manifest.run_id or _NO_RUN
     doing = f"fetch {store.shown} to {target}"
-    if all(on_every_rank(world, doing, lambda: _is_fetched(target, text, manifest, run_id))):
+    if all(on_every_rank(world, doing, lambda: _is_fetched(target, manifest, run_id))):
         return target
     work = target.with_name(f".fetching-{target.name}")
     on_every_rank(world, doing, lambda: _make_own_folder(work))
@@ -172,7 +174,7 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
         if index == 0:
             for unknown in {path.name for path in work.iterdir()} - set(manifest.files):
                 (work / unknown).unlink()
-            finish_folder(Store(target.parent), work.name, target.name, text)
+            finish_folder(Store(target.parent), work.name, target.name, manifest)
 
     on_every_rank(world, doing, finish)
     return target
@@ -186,12 +188,11 @@ def _make_own_folder(work: Path) -> None:
         raise DataError(f"{work} is a link or belongs to another user; remove it, or use another folder")
 
 
-def _is_fetched(target: Path, text: bytes, manifest: Manifest, run_id: str | None) -> bool:
+def _is_fetched(target: Path, manifest: Manifest, run_id: str | None) -> bool:
     """Return whether the checkpoint is already there; checksums are compared when it is loaded."""
-    with contextlib.suppress(OSError):
-        if read_regular(target / MANIFEST_NAME, LARGEST_MANIFEST, target) == text and all(
-            (target / name).stat().st_size == info.bytes for name, info in manifest.files.items()
-        ):
+    with contextlib.suppress(CheckpointError, DataError):
+        if read_manifest(target) == manifest:
+            check_files(target, manifest)
             return True
     check_replaceable(Store(target.parent), target.name, run_id)
     return False
@@ -239,17 +240,15 @@ def push(source: str, url: str) -> list[str]:
     """
     folder = Path(source)
     store = Store(url)
+    there = dict(checkpoints_in(store))
     inside = list_checkpoints(folder)
-    if inside:
-        there = dict(checkpoints_in(store))
-        chosen = [path for path, manifest in inside if there.get(path.name) != manifest]
-    else:
-        read_manifest(folder)
+    chosen = [path for path, manifest in inside if there.get(path.name) != manifest]
+    if not inside:
         chosen = [folder.resolve()]
     for path in chosen:
         manifest = verify(path)
         total = sum(file.bytes for file in manifest.files.values())
         transfer = Transfer(f"uploading {path} to {store.shown}", total)
-        upload(path, store, sorted(manifest.files), World.single(), transfer.add)
+        upload(path, store, manifest, sorted(manifest.files), World.single(), transfer.add)
         transfer.end()
     return [path.name for path in chosen]

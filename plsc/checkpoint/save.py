@@ -1,9 +1,13 @@
-"""Save a checkpoint: write the ranks' data files to a hidden folder, then the manifest, then rename it."""
+"""Save a checkpoint: write the ranks' data files to a hidden folder, then the manifest, then rename it.
+
+Afterwards, delete old ones: those that are neither among the newest nor among the best by a metric.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -14,15 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from plsc.checkpoint.all_ranks import on_every_rank
-from plsc.checkpoint.manifest import FileInfo, Manifest, Role, TensorInfo, parse_manifest
-from plsc.checkpoint.retention import manifest_in
+from plsc.checkpoint.manifest import FileInfo, Manifest, Role, TensorInfo, checkpoints_in, manifest_in
 from plsc.checkpoint.shard_file import Entry, entry_of, rank_of_shard, shard_name, write_shard
 from plsc.errors import CheckpointError, OptionError, shown
 from plsc.heads.host_copies import host_copies
 from plsc.parallel.world import World
-from plsc.storage.publish import MANIFEST_NAME, hidden_name
-from plsc.storage.store import Store, publish
+from plsc.storage.publish import MANIFEST_NAME, FolderLock, hidden_name
+from plsc.storage.store import Store, publish, withdraw
 
+BEST_NAME = "best.json"
 _ADVICE = "nothing was published, and earlier checkpoints are intact"
 
 
@@ -132,9 +136,8 @@ def save_checkpoint(
                     tensors={key: info for part in reversed(infos) for key, info in part.items()},
                     files={name: FileInfo(**info) for part in files for name, info in part.items()},
                 )
-                text = complete.to_json().encode()
                 # After all files: a folder with a manifest is complete, whenever the process dies.
-                finish_folder(Store(folder.parent), temporary.name, name, text)
+                finish_folder(Store(folder.parent), temporary.name, name, complete)
 
         on_every_rank(world, doing, finish, _ADVICE)
     finally:
@@ -178,14 +181,13 @@ def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, 
     return {path.name: asdict(write_shard(path, entries))} if entries else {}
 
 
-def finish_folder(store: Store, target: str, name: str, manifest: bytes) -> None:
+def finish_folder(store: Store, target: str, name: str, manifest: Manifest) -> None:
     """Write the manifest of a folder that has all data files, and publish the folder under `name`."""
-    store.write(f"{target}/{MANIFEST_NAME}", manifest)
+    store.write(f"{target}/{MANIFEST_NAME}", manifest.to_json().encode())
     if target != name:
         publish(store, target, name)
         return
-    keep = {MANIFEST_NAME, *parse_manifest(manifest, name).files}
-    for old in set(store.names(name)) - keep:
+    for old in set(store.names(name)) - {MANIFEST_NAME, *manifest.files}:
         store.delete(f"{name}/{old}")
 
 
@@ -202,7 +204,7 @@ def check_replaceable(store: Store, name: str, run_id: str | None = None) -> Non
     if is_free and MANIFEST_NAME in inside:
         there = None
         with contextlib.suppress(CheckpointError):
-            there = manifest_in(store, name)[0].run_id
+            there = manifest_in(store, name).run_id
         is_free = run_id is None or there == run_id
     elif inside:
         is_free = is_free and not store.can_rename
@@ -237,3 +239,87 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]]) -> dict[str, F
         for rank, entries in enumerate(shards)
         if entries
     }
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints to keep: the `last` newest, at least one, and the `top` best by a metric; -1: all.
+
+    Attributes:
+        monitor: name of the metric; checkpoints without it do not count as best. None: rank none. The lowest
+            loss and the highest value of any other metric are the best.
+    """
+
+    last: int = 5
+    top: int = 0
+    monitor: str | None = None
+
+    def ranking(self, checkpoints: Sequence[tuple[str, Manifest]]) -> list[tuple[str, float]]:
+        """Return names and values of the checkpoints that have the metric, best first, then oldest first."""
+        rated = [(name, manifest.metrics.get(self.monitor or "")) for name, manifest in checkpoints]
+        known = [(name, value) for name, value in rated if value is not None]
+        return sorted(known, key=lambda entry: entry[1] if self.monitor == "loss" else -entry[1])
+
+    def kept(self, checkpoints: Sequence[tuple[str, Manifest]]) -> set[str]:
+        """Return the names to keep. checkpoints: names and manifests, oldest first."""
+        names = [name for name, _ in checkpoints]
+        if min(self.last, self.top) < 0:
+            return set(names)
+        best = [name for name, _ in self.ranking(checkpoints)[: self.top]]
+        return {*names[-max(1, self.last) :], *best}
+
+
+def prune(store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()) -> list[str]:
+    """Delete the checkpoints of a run that the retention does not keep; return their names, oldest first.
+
+    Call from one process. Checkpoints of other runs, those named in `protect`, linked folders and folders
+    with other files are unchanged. If the process is killed, no partial checkpoint keeps a published name.
+    Raises DataError if one cannot be deleted.
+    """
+    own = _of_run(store, run_id)
+    stay = {*retention.kept(own), *protect}
+    doomed = [
+        name
+        for name, manifest in own
+        if name not in stay
+        and not store.is_link(name)
+        and manifest.files.keys() | {MANIFEST_NAME} >= set(store.names(name))
+    ]
+    for name in doomed:
+        withdraw(store, name)
+    return doomed
+
+
+def prune_all(location: str, retention: Retention) -> list[str]:
+    """Delete the checkpoints in a folder or at a URL that the retention does not keep; return their names.
+
+    Each run's checkpoints are counted separately; those without a run id count as one run's.
+    Raises DataError if a run is saving to the folder.
+    """
+    store = Store(location)
+    runs = {manifest.run_id for _, manifest in checkpoints_in(store)}
+    lock = FolderLock(Path(location)) if runs and not store.is_remote else None
+    try:
+        return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
+    """Return name and value of a run's best checkpoint; None if none has the metric."""
+    ranking = retention.ranking(_of_run(store, run_id))
+    return ranking[0] if ranking else None
+
+
+def _of_run(store: Store, run_id: str) -> list[tuple[str, Manifest]]:
+    return [(name, manifest) for name, manifest in checkpoints_in(store) if manifest.run_id == run_id]
+
+
+def write_best(store: Store, metric: str | None, best: tuple[str, float] | None) -> None:
+    """Write the best checkpoint's name to best.json, or delete the file if `best` is None."""
+    if best is None:
+        store.delete(BEST_NAME)
+        return
+    content = {"path": best[0], "metric": metric, "value": best[1]}
+    store.write(BEST_NAME, (json.dumps(content) + "\n").encode())

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from plsc.checkpoint import read_manifest
 from plsc.clean import faults
 from plsc.clean.changes import Change, write_changes
 from plsc.clean.duplicates import Pixels, agreeing, find_duplicates, planted_copies, read_pixels
@@ -27,7 +28,6 @@ from plsc.predict.predict import EMBEDDINGS
 from plsc.storage.publish import replacing
 from plsc.storage.urls import shown
 from plsc.train.data import check_unseen
-from plsc.train.folder import open_checkpoint
 
 _EXAMPLES = 5
 PAGE, CHANGES, QUESTIONS = "report.html", "changes.tsv", "questions.tsv"
@@ -157,7 +157,7 @@ def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, boo
     for number, one in enumerate(embeddings, 1):
         checkpoint = Path(one.index["model"]["checkpoint"])
         try:
-            manifest = open_checkpoint(checkpoint)
+            manifest = read_manifest(checkpoint)
         except CheckpointError:  # it was moved
             continue
         trained = Path(str(manifest.options.get("data", {}).get("dataset_dir"))).name

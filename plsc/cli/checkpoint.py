@@ -11,7 +11,7 @@ from plsc.errors import OptionError
 
 def run_list(folder: str) -> None:
     """Print one line per checkpoint, oldest first."""
-    from plsc.checkpoint.retention import checkpoints_in, metrics_of
+    from plsc.checkpoint.manifest import checkpoints_in
     from plsc.data.sources.base import printable
     from plsc.errors import CheckpointError
     from plsc.storage.store import Store, format_bytes
@@ -24,7 +24,7 @@ def run_list(folder: str) -> None:
         )
     for name, manifest in found:
         size = format_bytes(sum(file.bytes for file in manifest.files.values()))
-        metrics = metrics_of(manifest).items()
+        metrics = manifest.metrics.items()
         shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
         print(
             f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes, "
@@ -40,10 +40,10 @@ def run_show(checkpoint: str, tensors: bool) -> None:
     """Print the manifest of a checkpoint as YAML."""
     import yaml
 
-    from plsc.checkpoint.retention import manifest_in
+    from plsc.checkpoint.manifest import manifest_in
     from plsc.storage.store import Store
 
-    manifest = manifest_in(Store(checkpoint))[0]
+    manifest = manifest_in(Store(checkpoint))
     content = dataclasses.asdict(manifest)
     content["files"] = {name: file["bytes"] for name, file in content.pop("files").items()}
     held = content.pop("tensors")
@@ -75,7 +75,7 @@ def run_verify(checkpoint: str) -> None:
 
 def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> None:
     """Delete old checkpoints."""
-    from plsc.checkpoint.retention import Retention, prune_all
+    from plsc.checkpoint.save import Retention, prune_all
     from plsc.data.sources.base import printable
 
     deleted = prune_all(folder, Retention(keep_last, save_top_k, monitor))

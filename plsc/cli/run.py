@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, describe_options, word
 from plsc.config import Options
@@ -15,39 +16,34 @@ from plsc.names import PROTOCOLS
 from plsc.storage.publish import replacing
 from plsc.storage.urls import local_folder
 
+if TYPE_CHECKING:
+    from plsc.entry import Entry
+
 logger = logging.getLogger(__name__)
 
 
-def _entry(options: Options, checkpoint: str | None = None) -> Any:
-    from plsc.entry import Entry  # imports torch, which --help does not need
+def _with_entry(action: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that calls an action with the Entry of the options, and of a checkpoint if given."""
 
-    if checkpoint is not None:
-        options.set("checkpoint.load_dir", checkpoint)
-    entry = Entry()
-    entry.options = options
-    return entry
+    def run(options: Options, checkpoint: str | None = None, **given: Any) -> None:
+        from plsc.entry import Entry  # imports torch, which --help does not need
+
+        if checkpoint is not None:
+            options.set("checkpoint.load_dir", checkpoint)
+        entry = Entry()
+        entry.options = options
+        action(entry, **given)
+
+    return run
 
 
-def _train(options: Options) -> None:
-    entry = _entry(options)
+def _train(entry: Entry) -> None:
     result = entry.train()
     if entry.is_main:
         logger.info("trained %d steps; last checkpoint %s", result.steps, result.checkpoint or "(none saved)")
 
 
-def _test(options: Options, checkpoint: str | None, **how: Any) -> None:
-    _entry(options, checkpoint).test(**how)
-
-
-def _predict(
-    options: Options,
-    checkpoint: str | None,
-    output: str,
-    images: str | None,
-    layers: str,
-    field: str,
-    **given: Any,
-) -> None:
+def _predict(entry: Entry, output: str, images: str | None, layers: str, field: str, **given: Any) -> None:
     path = local_folder(output, "--output")
     if path.suffix not in (".npz", ".parquet", ""):
         raise OptionError(
@@ -58,7 +54,6 @@ def _predict(
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"
         )
-    entry = _entry(options, checkpoint)
     how = {"layers": _listed(layers), "field": _listed(field), **given}
     if path.suffix != ".npz":
         entry.predict(images, output=path, **how)
@@ -88,16 +83,8 @@ def _write_prediction(path: Path, prediction: Any) -> None:
     print(f"wrote the predictions of {len(prediction.labels)} images to {path}")
 
 
-def _keep_dominant(options: Options, checkpoint: str | None, output: str) -> None:
-    _entry(options, checkpoint).keep_dominant(output)
-
-
-def _export(options: Options, checkpoint: str, model: str, reports: str, **given: Any) -> None:
-    _entry(options, checkpoint).convert_for_prediction(model, reports=_listed(reports), **given)
-
-
-def _config(options: Options) -> None:
-    print(render_options(options))
+def _export(entry: Entry, model: str, reports: str, **given: Any) -> None:
+    entry.convert_for_prediction(model, reports=_listed(reports), **given)
 
 
 def _options(wanted: str) -> None:
@@ -117,7 +104,7 @@ _READING = ("data.dataset_dir", "data.num_workers", "data.flip", "train.test_bat
 COMMANDS = {
     "train": Command(
         "train a network from scratch, or resume from --checkpoint.load_dir",
-        _train,
+        _with_entry(_train),
         options=(
             "data.dataset_dir", "data.val_targets", "data.val_dir", "data.num_workers", *_NETWORK,
             "head.loss_type", "head.scale", "head.sample_ratio", "train.batch_size",
@@ -146,13 +133,13 @@ COMMANDS = {
     ),
     "config": Command(
         "print all options with values, defaults and descriptions, as YAML",
-        _config,
+        lambda options: print(render_options(options)),
         options=(),
         example="--train.batch_size 64 > run.yaml",
     ),
     "test": Command(
         "test a network on pair files or held-out images, or by a protocol",
-        _test,
+        _with_entry(lambda entry, **how: entry.test(**how)),
         [
             _CHECKPOINT,
             Argument("protocol", str, None, f"write a report; one of {', '.join(PROTOCOLS)}"),
@@ -169,7 +156,7 @@ COMMANDS = {
     ),
     "predict": Command(
         "write the embeddings of the dataset's images to an .npz file, or as shards to a folder",
-        _predict,
+        _with_entry(_predict),
         [
             _CHECKPOINT,
             Argument("output", str, "embeddings.npz", "file or folder to write; a folder is resumed"),
@@ -183,7 +170,7 @@ COMMANDS = {
     ),
     "export": Command(
         "write the network of a checkpoint as a folder for serving: weights, graph and description",
-        _export,
+        _with_entry(_export),
         [
             dataclasses.replace(_CHECKPOINT, default=REQUIRED),
             word("model", "the folder to write; it must not exist"),
@@ -201,7 +188,7 @@ COMMANDS = {
     ),
     "dominant": Command(
         "reduce a checkpoint to the dominant sub-centre of each class",
-        _keep_dominant,
+        _with_entry(lambda entry, output: entry.keep_dominant(output)),
         [_CHECKPOINT, Argument("output", str, REQUIRED, "checkpoint to write")],
         options=("data.dataset_dir", "model.name", "checkpoint.load_dir"),
         example="saved_model/last --output dominant",

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.retention import METRICS_KEY
+from plsc.checkpoint.manifest import METRICS_KEY
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.config import Config
 from plsc.data.alignment import scaled_template

@@ -21,6 +21,7 @@ from plsc.data.sources import Source
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError
 from plsc.evaluate.capacity import Capacity
+from plsc.evaluate.embed import embed_images
 from plsc.export import open_model
 from plsc.export.folder import MODEL_NAME, checksum_of
 from plsc.gallery.gallery import Gallery, normalised, write_gallery
@@ -31,7 +32,6 @@ from plsc.predict.embeddings import NAMES, open_embeddings
 from plsc.predict.network import load_with_config
 from plsc.predict.predict import EMBEDDINGS
 from plsc.storage.urls import is_url
-from plsc.train.targets import embed
 
 _BATCH = 64  # images
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -102,7 +102,15 @@ def open_embedder(model: StrPath, network: str | None = None) -> Embedder:
         config.model.emb_size,
         lambda data: decode_image(data, shape),
         # without the mirrored image, as in `plsc predict` and `plsc export`
-        lambda images: embed(trained, images, config, world, "the images", flip=False),
+        lambda images: embed_images(
+            trained,
+            images,
+            shape,
+            batch_size=config.train.test_batch_size,
+            device=world.device,
+            flip=False,
+            num_threads=config.data.num_workers,
+        ),
         lambda: class_weights_of(path),
     )
 

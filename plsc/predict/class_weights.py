@@ -18,7 +18,7 @@ from plsc.config import Config, Options, find_option
 from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
-from plsc.evaluate.embed import ImagesOf
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.heads.geometry import normalised
@@ -27,14 +27,13 @@ from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.predict.network import load_with_config
 from plsc.train.build import build_trained_head
-from plsc.train.callbacks import UserParts
+from plsc.train.callbacks import Run, UserParts
 from plsc.train.data import NO_AUGMENTATION
-from plsc.train.folder import open_load_dir
+from plsc.train.folder import RunFolder
 from plsc.train.restore import restore
-from plsc.train.run import Run, build_run
+from plsc.train.run import build_run
 from plsc.train.settle import settle
 from plsc.train.snapshot import take_snapshot
-from plsc.train.targets import embed
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,17 @@ def _sum_directions(
     for start in range(0, len(source), _AT_A_TIME):
         some: Any = ImagesOf(source, range(start, min(len(source), start + _AT_A_TIME)))
         where = f"{name}, counted from sample {start}" if start else name
-        embeddings = embed(network, some, options, world, where, flip=options.data.flip)
+        embeddings = embed_images(
+            network,
+            some,
+            options.model.image_shape,
+            batch_size=options.train.test_batch_size,
+            device=world.device,
+            flip=options.data.flip,
+            world=world,
+            name=where,
+            num_threads=options.data.num_workers,
+        )
         unit, _ = normalised(torch.from_numpy(embeddings))
         np.add.at(sums, labels[start : start + len(some)], unit.numpy())
     return sums
@@ -140,7 +149,10 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     at the same step, with one weight vector per class, from which training can resume. Raises OptionError if
     there are no sub-centres or `output` exists.
     """
-    path, manifest = open_load_dir(options.resolve(), world)
+    place = options.checkpoint
+    path, manifest = RunFolder(
+        world, place.save_dir, place.upload_dir, place.load_dir, place.download_dir
+    ).find()
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} exists already; choose a new path")
     plain = settle(options, (path, manifest), world.size, user.model)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
-from plsc.checkpoint import load_weights
+from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError, DataError, kind_and_line
@@ -32,7 +32,6 @@ from plsc.parallel.world import World
 from plsc.storage.publish import HIDDEN, replacing
 from plsc.storage.records import Size, Text, read_record
 from plsc.storage.urls import is_url
-from plsc.train.folder import open_checkpoint
 
 INDEX_NAME = "_index.json"  # readers of Parquet folders skip names with an underscore
 FORMAT, VERSION = "plsc-embeddings", 1
@@ -134,7 +133,7 @@ class Embeddings:
             check_file(path, WEIGHTS_NAME, about.get("weights"))
             options, weights = about["options"], load_file(path / WEIGHTS_NAME)
         else:
-            options, weights = open_checkpoint(path).options, load_weights(path)
+            options, weights = read_manifest(path).options, load_weights(path)
         model, shape = self.index["model"], self.index["input"].get("shape")
         for what, ours, theirs in (
             ("weights", model["weights"], checksum_of(weights)),

@@ -18,6 +18,7 @@ from torch import Tensor
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
+from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.config import Config, Options
 from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
@@ -51,7 +52,7 @@ from plsc.predict.protocols import Evaluator
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.train.callbacks import UserParts
-from plsc.train.data import OpenedCheckpoint, check_unseen
+from plsc.train.data import check_unseen
 from plsc.train.targets import Target, evaluate_targets, load_targets
 
 logger = logging.getLogger(__name__)
@@ -249,10 +250,23 @@ class Exporter:
 
     def evaluate(self) -> Results:
         """Return the results of the network on the first pair file, if there is one; a collective."""
-        options = self.config.changed({"data.flip": self.conversion.flip})
-        targets = load_targets(options, self.user.test_reader, ranks=self.world.size)[:1]
-        results = evaluate_targets(self.network, targets, options, self.world)
+        targets = load_targets(self.config, self.user.test_reader, ranks=self.world.size)[:1]
+        results = self._verify(self.network, targets, self.world, self.conversion.flip)
         return [(target, results[target.name]) for target in targets]
+
+    def _verify(
+        self, network: BaseModel, targets: Sequence[Target], world: World, flip: bool
+    ) -> dict[str, Any]:
+        """Return the result of each pair file, by name; a collective."""
+        return evaluate_targets(
+            network,
+            targets,
+            world,
+            flip=flip,
+            image_shape=self.config.model.image_shape,
+            batch_size=self.config.train.test_batch_size,
+            num_threads=self.config.data.num_workers,
+        )
 
     def capacity(self, network: BaseModel, world: World) -> CapacityResult | None:
         """Return what a gallery holds, from the unseen classes; None if none are given; a collective."""
@@ -329,8 +343,8 @@ class Exporter:
         measured = []
         for target, result in results:
             if precision == "int8":
-                eager, options = result.cosines, self.config.changed({"data.flip": False})
-                result = evaluate_targets(_Graph(embed), [target], options, World.single())[target.name]
+                eager = result.cosines
+                result = self._verify(_Graph(embed), [target], World.single(), flip=False)[target.name]
                 logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)

@@ -17,7 +17,7 @@ from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError, shown
 from plsc.evaluate.embed import ImagesOf, Listed
 from plsc.inputs import Input
-from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_training_source
+from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
 
 Images = str | os.PathLike[str] | Sequence[Any]
 
@@ -98,14 +98,21 @@ def open_samples(
     example: Input | None = None,
 ) -> Samples | StreamedSamples:
     """Return the images; classes with names are numbered as in the head, new ones after them."""
-    threads = config.data.num_workers
+    data, is_strict = config.data, config.data.bad_images == "stop"
+    threads = data.num_workers
     if images is not None:
         name = str(images) if isinstance(images, (str, os.PathLike)) else "the list"
-        return Samples(align_source(open_images(images, config.data.allowed), config), name, threads)
-    if reader is not None and is_generator_reader(reader, "predict_reader"):
-        check_no_landmarks(config, "a generator reader")
-        return StreamedSamples(reader, example)
-    source = open_training_source(config, reader)
+        return Samples(
+            align_source(open_images(images, data.allowed), data.landmarks, is_strict), name, threads
+        )
+    source: Source
+    if reader is None:
+        source = open_labelled(data.dataset_dir, data.format_arguments, data.landmarks, is_strict)
+    else:
+        check_no_landmarks(data.landmarks, "a reader")
+        if is_generator_reader(reader, "predict_reader"):
+            return StreamedSamples(reader, example)
+        source = TorchDatasetSource(reader)
     class_names, saved = class_names_of(source), read_class_names(*checkpoint)
     if class_names is not None and saved is not None:
         assert isinstance(source, IndexedSource)

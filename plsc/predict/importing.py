@@ -32,12 +32,12 @@ from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_WEIGHTS,
     MANIFEST_NAME,
+    METRICS_KEY,
     HeadInfo,
     Manifest,
     Role,
     TensorInfo,
 )
-from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, entry_of, tensor_chunks
 from plsc.checkpoint.tensor_files import (

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.checkpoint import load_weights
+from plsc.checkpoint import load_weights, read_manifest
+from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.config import Config, Options
@@ -24,8 +25,7 @@ from plsc.names import names_code
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url, shown
 from plsc.train.build import build_network, look_up_lists, use_lists
-from plsc.train.data import OpenedCheckpoint
-from plsc.train.folder import open_checkpoint, open_load_dir
+from plsc.train.folder import RunFolder
 from plsc.train.settle import adopt
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def load_with_config(
         options.set("model.name", name_of(named) if is_class else named)
     place = os.fspath(checkpoint)
     folder = fetch(place, world) if is_url(place) else Path(place)
-    manifest = None if (folder / MODEL_NAME).is_file() else open_checkpoint(folder)
+    manifest = None if (folder / MODEL_NAME).is_file() else read_manifest(folder)
     saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model", {})
     name = saved.get("name")
     if model is None and names_code(name):
@@ -122,7 +122,9 @@ def open_trained(
     returns the head. custom: a custom network to load the weights into. checkpoint: by default that of
     `checkpoint.load_dir`.
     """
-    path, manifest = checkpoint or open_load_dir(options, world)
+    place = options.checkpoint
+    folder = RunFolder(world, place.save_dir, place.upload_dir, place.load_dir, place.download_dir)
+    path, manifest = checkpoint or folder.find()
     config = adopt(options, path, manifest, custom, "model")
     if world.is_main:
         for difference in config.differences:

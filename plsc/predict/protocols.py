@@ -13,11 +13,12 @@ import numpy as np
 
 from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
+from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.config import Config, Options
 from plsc.data.class_names import ClassNames, class_names_of
 from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.capacity import CapacityResult, evaluate_capacity
-from plsc.evaluate.embed import ImagesOf
+from plsc.evaluate.embed import ImagesOf, embed_images
 from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
 from plsc.evaluate.report import Result, Section, write_report
 from plsc.evaluate.verification import VerificationResult
@@ -29,11 +30,10 @@ from plsc.predict.network import open_trained
 from plsc.storage.urls import base_name, shown
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
-from plsc.train.data import OpenedCheckpoint, align_source, check_unseen, open_training_source
+from plsc.train.data import align_source, check_unseen, open_labelled
 from plsc.train.targets import (
     HeldOutSet,
     Target,
-    embed,
     evaluate_targets,
     load_targets,
     open_held_out,
@@ -53,10 +53,19 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     head = None
     if config.data.val_dir is not None:
         head = load_head(*checkpoint, world)
-        names, class_names = [target.name for target in targets], read_class_names(*checkpoint)
-        targets += open_held_out(config, head.class_num, class_names, names, limit, world)
+        class_names = read_class_names(*checkpoint)
+        targets.append(open_held_out(config, head.class_num, class_names, limit, world))
     check_any(targets, config)
-    results = evaluate_targets(network, targets, config, world, head)
+    results = evaluate_targets(
+        network,
+        targets,
+        world,
+        head,
+        flip=config.data.flip,
+        image_shape=config.model.image_shape,
+        batch_size=config.train.test_batch_size,
+        num_threads=config.data.num_workers,
+    )
     log_results(world, results)
     return results
 
@@ -178,7 +187,16 @@ class Evaluator:
             targets = load_targets(self.config, user.test_reader)
             check_any(targets, self.config)
         else:
-            targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, self.config, data.images)]
+            options = self.config.data
+            target = open_pairs(
+                data.pairs,
+                Path(base_name(data.pairs)).stem,
+                data.images,
+                allowed=options.allowed,
+                landmarks=options.landmarks,
+                is_strict=options.bad_images == "stop",
+            )
+            targets = [target]
         groups = [self._groups(data, target.images) for target in targets]
         for target, own in zip(targets, groups, strict=True):
             result = verify_target(self.embed(target.images, target.name), target, self.world)
@@ -259,7 +277,8 @@ class Evaluator:
         assert data.templates is not None
         protocol = read_protocol(data.templates, data.images, self.config.data.allowed)
         protocol.images.check()
-        align_source(protocol.images, self.config)
+        data_options = self.config.data
+        align_source(protocol.images, data_options.landmarks, data_options.bad_images == "stop")
         images = ImagesOf(protocol.images, range(len(protocol.images)))
         groups = self._groups(data, images)
         embeddings = self.embed(images, protocol.name)
@@ -295,7 +314,10 @@ class Evaluator:
     def open(self, place: str | None) -> _Dataset:
         """Return a labelled dataset; by default that of the run."""
         place = place or self.config.data.dataset_dir
-        source = open_training_source(self.config.changed({"data.dataset_dir": place}), None)
+        options = self.config.data
+        source = open_labelled(
+            place, options.format_arguments, options.landmarks, options.bad_images == "stop"
+        )
         labels = np.array(source.labels(), np.int64)
         if labels.min() < 0:
             raise DataError(
@@ -306,7 +328,17 @@ class Evaluator:
     def embed(self, images: Sequence[Any], name: str) -> np.ndarray:
         """Return the embeddings of images, float32 [N, D], on every rank."""
         flip = self.config.data.flip and self.network.example_input is None
-        return embed(self.network, images, self.config, self.world, name, flip=flip)
+        return embed_images(
+            self.network,
+            images,
+            self.config.model.image_shape,
+            batch_size=self.config.train.test_batch_size,
+            device=self.world.device,
+            flip=flip,
+            world=self.world,
+            name=name,
+            num_threads=self.config.data.num_workers,
+        )
 
 
 def _by_group(name: str, rates: GroupRates) -> _Outcome:

@@ -1,4 +1,4 @@
-"""Callbacks: functions and small classes that are called at the events of a training run.
+"""A run, and its callbacks: functions and small classes that are called at the events of training.
 
 All ranks call every callback, in the order in which the callbacks were added. A callback that raises ends the
 run on all ranks; the last checkpoint is intact.
@@ -18,19 +18,23 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plsc.checkpoint import Manifest, ShardedTensor
-from plsc.checkpoint.manifest import CALLBACK, Role
+from plsc.checkpoint import Retention, ShardedTensor
+from plsc.checkpoint.manifest import CALLBACK, OpenedCheckpoint, Role
 from plsc.config import Config
 from plsc.data.augment import Transform
 from plsc.data.batch import Batch
 from plsc.errors import OptionError, suggest
-from plsc.heads import Head, HeadOutput
+from plsc.heads import Head, HeadOutput, RowOptimizer
 from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
+from plsc.models.dropout import SampleNumbers
 from plsc.models.parameters import Initialization
+from plsc.optim.loss_scaling import LossScaler
 from plsc.optim.optimizers import Factory
-from plsc.optim.schedule import ScheduleFunction
+from plsc.optim.schedule import Schedule, ScheduleFunction
 from plsc.parallel.world import World
+from plsc.train.data import TrainingData
+from plsc.train.targets import HeldOutSet, Target, TestReader
 from plsc.values import decode, encode
 
 
@@ -72,7 +76,7 @@ class Length:
     per_epoch: int | None
 
     @staticmethod
-    def of(per_epoch: int | None, checkpoint: tuple[Path, Manifest] | None) -> Length:
+    def of(per_epoch: int | None, checkpoint: OpenedCheckpoint | None) -> Length:
         """Return the length of a new run, or of one that resumes a checkpoint."""
         if checkpoint is None:
             return Length(0, 0, per_epoch)
@@ -433,6 +437,66 @@ def _is_due(callback: Callback, event: str, steps: int) -> bool:
     return (steps + (event != "after_step")) % callback.every == 0
 
 
+@dataclass(eq=False, kw_only=True)
+class Run(Context):
+    """A training run: its parts, and what callbacks see of it.
+
+    Attributes:
+        trained_network: the backbone wrapped for training: it sums gradients over the ranks.
+        optimizer: optimizer of the backbone, and of class weights that are not sharded.
+        global_batch: samples per step over all ranks.
+        retention: which checkpoints to keep.
+        rows: optimizer of sharded class weights.
+        scaler: loss scaler, None if the precision mode needs none.
+        samples: the sample numbers of the current batch, for dropout layers.
+        settings: initial attributes of the optimizer, and settings of its parameter groups.
+        notes: log lines about the run, printed before training.
+        is_custom: the network is the user's own.
+        length: the length of its epochs.
+        callbacks: called at the events of the run.
+        buffers: shapes and types of the network's saved buffers at the start; None before.
+        unsaved: hashes of the attributes of the optimizer that checkpoints lack, at the last check.
+    """
+
+    trained_network: nn.Module
+    optimizer: torch.optim.Optimizer
+    rows: RowOptimizer | None
+    scaler: LossScaler | None
+    rate: Schedule
+    data: TrainingData
+    targets: list[Target | HeldOutSet]
+    samples: SampleNumbers
+    settings: list[dict[str, Any]]
+    notes: list[str]
+    is_custom: bool
+    length: Length
+    global_batch: int
+    retention: Retention
+    callbacks: Callbacks
+    buffers: dict[str, Any] | None = None
+    unsaved: dict[str, bytes] = field(default_factory=dict)
+
+    def call(self, event: str) -> None:
+        """Call the callbacks at an event."""
+        self.callbacks(event, self)
+
+
+@dataclass
+class UserParts:
+    """Custom parts of a run, set by a script, that replace those named by options."""
+
+    model: BaseModel | None = None
+    train_reader: Any = None
+    test_reader: TestReader | None = None
+    predict_reader: Any = None
+    train_transform: Transform | None = None
+    optimizer: Factory | None = None
+    schedule: ScheduleFunction | None = None
+    initializations: tuple[Initialization, ...] = ()
+    callbacks: tuple[Callback, ...] = ()
+    loggers: tuple[Logger, ...] = ()
+
+
 class EarlyStopping(Callback):
     """Stop the run when a metric has not improved for some epochs.
 
@@ -482,23 +546,3 @@ class EarlyStopping(Callback):
 
 def _plain(name: str) -> str:
     return re.sub(r"[\W_]+", " ", name.lower())
-
-
-TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]
-"""``reader(dataset_dir, val_targets)``, like plsc.utils.jpeg_reader.test."""
-
-
-@dataclass
-class UserParts:
-    """Custom parts of a run, set by a script, that replace those named by options."""
-
-    model: BaseModel | None = None
-    train_reader: Any = None
-    test_reader: TestReader | None = None
-    predict_reader: Any = None
-    train_transform: Transform | None = None
-    optimizer: Factory | None = None
-    schedule: ScheduleFunction | None = None
-    initializations: tuple[Initialization, ...] = ()
-    callbacks: tuple[Callback, ...] = ()
-    loggers: tuple[Logger, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from plsc.checkpoint import Manifest
 from plsc.checkpoint.classes import MAP_NAME
 from plsc.checkpoint.load import read_class_names
+from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.config import Config
 from plsc.config.data import AugmentationArguments, cache_place
 from plsc.config.option import name_and_arguments, read_arguments, shown_value
@@ -37,56 +38,338 @@ from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.storage.urls import shown
 
-OpenedCheckpoint = tuple[Path, Manifest]
 # Labels that imply more classes than both limits are rejected as a likely typo.
 _MANY_CLASSES = 10**7
 _MUCH_EMPTIER = 1000  # classes per image
 
+Loader = SourceLoader | ReaderLoader
+NO_AUGMENTATION = {
+    "data.flip": False,
+    "data.augmentation": None,
+}
+"""Values of the options that disable all augmentations."""
 
-def count_named_classes(
-    source: Source, options: Config, checkpoint: OpenedCheckpoint | None
-) -> tuple[int, ClassNames | None, list[str]]:
-    """Return the number of classes, their names or None, and notes about the labels.
 
-    Calls `number_classes` first.
+@dataclass(frozen=True)
+class TrainingData:
+    """The training data of a run.
+
+    Attributes:
+        loader: loader of the batches of this rank.
+        num_samples: number of samples, None if unknown.
+        class_num: number of classes.
+        notes: log lines about the data.
+        first_sample: index of this rank's first sample, if each rank reads only its own part.
+        is_of_ranks: whether the samples of a step depend on the number of ranks.
+        class_names: names of the classes, if they have any.
     """
+
+    loader: Loader
+    num_samples: int | None
+    class_num: int
+    notes: list[str]
+    first_sample: int = 0
+    is_of_ranks: bool = False
+    class_names: ClassNames | None = None
+
+    def count_images(self, world: World) -> Tensor | None:
+        """Return the images per class, int64 [C]; None for a generator reader. A collective."""
+        if isinstance(self.loader, ReaderLoader):
+            return None
+        labels = self.loader.source.labels()
+        is_good = (labels >= 0) & (labels < self.class_num)
+        counts = torch.from_numpy(np.bincount(labels[is_good], minlength=self.class_num))
+        return sum_over_ranks(counts.to(world.device), world.head_group).cpu() if self.is_of_ranks else counts
+
+
+def open_training_data(
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None = None,
+    example: Input | None = None,
+) -> TrainingData:
+    """Return the training data and its loader; a collective.
+
+    checkpoint: the checkpoint that the run resumes. example: the example input of a network that takes no
+    images. Raises OptionError, DataError or CheckpointError.
+    """
+    data, seed, is_strict = options.data, options.train.seed, options.data.bad_images == "stop"
+    if example is not None:
+        only = {
+            path: options.get(path) != off
+            for path, off in NO_AUGMENTATION.items()
+            if path in options.explicit
+        }
+        only |= {"train_transform": transform is not None, "data.cache": data.cache != "none"}
+        _check_not_images(reader, [name for name, is_set in only.items() if is_set])
+    if reader is not None and is_generator_reader(reader, "train_reader"):
+        return _open_generator(options, world, reader, transform, global_batch, checkpoint, example)
+
+    given = read_arguments(AugmentationArguments, data.augmentation, "data.augmentation")
+    augmentation = Augmentation(
+        data.flip, given.crop_padding, given.colour_jitter, given.low_resolution, given.random_erasing
+    )
+    recipe = Recipe(
+        options.model.image_shape, seed, augmentation, transform, data.bad_images, example=example
+    )
+    load = partial(
+        open_loader,
+        cache=data.cache,
+        keeps_decoded=data.landmarks is not None,  # small, and aligned only once
+        num_workers=data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
+    limits: Any = {"last_batch": data.last_batch, "limit": options.train.limit_train_batches}
+    if data.order == "rank_files":
+        _check_rank_files(reader, data.landmarks, global_batch, world.size)
+        part = open_rank_source(data.dataset_dir, world, data.allowed)
+        names, notes = number_classes(None, checkpoint)
+        class_num, more = count_classes(part, options.head.class_num, is_strict, world)
+        count, first = len(part), world.rank * len(part)
+        own_order = BatchPlan(count, global_batch // world.size, 1, hash_key(seed, world.rank), **limits)
+        loader = load(part, own_order, 0, replace(recipe, class_num=class_num, first_sample=first))
+        notes += [*more, loader.describe()]
+        names = None if names is None else names.resized(class_num)
+        return TrainingData(loader, count * world.size, class_num, notes, first, True, names)
+
+    source: Source
+    if reader is not None:
+        check_no_landmarks(data.landmarks, "a reader")
+        source = TorchDatasetSource(reader)
+    else:
+        source = open_labelled(data.dataset_dir, data.format_arguments, data.landmarks, is_strict)
+    check_save_dir(source, options.checkpoint.save_dir)
     names, notes = number_classes(source, checkpoint)
-    class_num, more = count_classes(source, options, least=0 if names is None else len(names))
-    notes += more
-    if names is None:
-        return class_num, None, notes
-    if getattr(source, "class_names", None) is not None:  # names are not only in the checkpoint
-        notes.append(f"classes: {first_and_last_class(source, names)}")
-    return class_num, names.resized(class_num), notes
+    class_num, more = count_classes(source, options.head.class_num, is_strict, least=len(names or ()))
+    names = None if names is None else names.resized(class_num)
+    if names is not None and getattr(source, "class_names", None) is not None:  # not only in the checkpoint
+        more.append(f"classes: {first_and_last_class(source, names)}")
+    plan = plan_of(source, data.order, global_batch, world.size, seed, **limits)
+    loader = load(source, plan, world.rank, replace(recipe, class_num=class_num))
+    notes += [
+        *more,
+        *([plan.describe()] if isinstance(plan, (BalancedPlan, ClassesPlan)) else []),
+        loader.describe(),
+    ]
+    return TrainingData(loader, len(source), class_num, notes, class_names=names)
 
 
-def check_unseen(place: str, names: ClassNames | None, checkpoint: OpenedCheckpoint) -> None:
-    """Raise DataError if a dataset is the one that was trained, or has classes with names of trained ones.
+def _check_not_images(reader: Any, wrong: Sequence[str]) -> None:
+    """Raise OptionError for files of images, and for options that only images have."""
+    if reader is None or wrong:
+        what = f"{', '.join(wrong)} is only for images" if wrong else "the samples come from files of images"
+        raise OptionError(
+            f"the network has an example_input, so its input is no image, but {what}; pass samples that are "
+            "ready for the network as train_reader"
+        )
 
-    place: of the dataset, as messages show it.
+
+def _open_generator(
+    options: Config,
+    world: World,
+    reader: Any,
+    transform: Transform | None,
+    global_batch: int,
+    checkpoint: OpenedCheckpoint | None,
+    example: Input | None,
+) -> TrainingData:
+    data, class_num = options.data, options.head.class_num
+    check_no_landmarks(data.landmarks, "a generator reader")
+    if class_num is None:
+        raise OptionError("the number of classes of a generator reader is unknown; set head.class_num")
+    order, _ = name_and_arguments(data.order)
+    if order in ("balanced", "classes"):
+        raise OptionError(
+            f"data.order '{order}' needs the labels of all samples, but a generator reader has none "
+            "in advance; pass a map-style Dataset, or use another order"
+        )
+    if transform is not None:
+        raise OptionError(
+            "train_transform cannot be used with a generator reader; transform the images in the reader"
+        )
+    num_samples = data.train_image_num or _length_of(reader)
+    # The forked process cannot start workers itself.
+    has_workers = getattr(getattr(reader, "__self__", None), "num_workers", 0) > 0
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    loader = ReaderLoader(
+        reader,
+        global_batch=global_batch,
+        rank=world.rank,
+        ranks=world.size,
+        image_shape=options.model.image_shape,
+        class_num=class_num,
+        seed=options.train.seed,
+        last_batch=data.last_batch,
+        num_samples=num_samples,
+        limit=options.train.limit_train_batches,
+        ahead=data.num_workers > 0 and can_fork and not has_workers,
+        pin_memory=world.device.type == "cuda",
+        example=example,
+    )
+    names, notes = number_classes(None, checkpoint)
+    names = None if names is None else names.resized(class_num)
+    notes.append(loader.describe())
+    return TrainingData(loader, num_samples, class_num, notes, 0, loader.shards_itself, names)
+
+
+def open_labelled(
+    place: str,
+    format_arguments: Mapping[str, Any] | None = None,
+    landmarks: str | None = None,
+    is_strict: bool = True,
+) -> Source:
+    """Return the source of a labelled dataset.
+
+    landmarks: file of the landmarks by which faces are aligned. Raises DataError if images lack landmarks,
+    unless `is_strict` is False, so that they are handled one by one.
     """
-    path, manifest = checkpoint
-    trained_place = manifest.options.get("data", {}).get("dataset_dir")
-    if names is None and isinstance(trained_place, str) and place == shown(trained_place):
-        raise DataError(f"the classes of {place} were trained; choose images of other classes")
-    for head in manifest.heads:
-        trained = read_class_names(path, manifest, head)
-        if trained is None or names is None:
-            continue
-        both = np.flatnonzero((trained.numbers_of(names) >= 0) & (names.lengths() > 0))
-        if len(both):
-            raise DataError(
-                f"{len(both):,} of the {len(names):,} classes of {place} were trained, such as "
-                f"'{names[int(both[0])]}'; choose images of other classes"
+    source = open_source(place, **(format_arguments or {}), landmarks=landmarks)
+    if is_strict and isinstance(source, FileSource):
+        source.check_landmarks()
+    return source
+
+
+def align_source(source: Source, landmarks: str | None, is_strict: bool) -> Source:
+    """Return a source without labels or classes, whose images are aligned if there are `landmarks`.
+
+    Raises OptionError if the images are not files, DataError if an image has no landmarks, as above.
+    """
+    if isinstance(source, FileSource):
+        source.add_landmarks(landmarks)
+        if is_strict:
+            source.check_landmarks()
+    else:
+        check_no_landmarks(landmarks, "a list of images")
+    return source
+
+
+def check_no_landmarks(landmarks: str | None, what: str) -> None:
+    """Raise OptionError if there are landmarks; what: the data, which have no file names."""
+    if landmarks is not None:
+        raise OptionError(
+            f"data.landmarks is set, but {what} does not use it; align the images yourself, or remove the "
+            "option"
+        )
+
+
+def plan_of(
+    source: Source, order: str | Mapping[str, Any], global_batch: int, ranks: int, seed: int, **limits: Any
+) -> BatchPlan:
+    """Return the plan of `data.order`; limits: ``last_batch`` and ``limit`` of BatchPlan."""
+    name, arguments = name_and_arguments(order)
+    shape: Any = {"num_samples": len(source), "global_batch": global_batch, "ranks": ranks, "seed": seed}
+    if name not in ("balanced", "classes"):
+        return BatchPlan(**shape, order=name, **limits, **arguments)
+    kind = BalancedPlan if name == "balanced" else ClassesPlan
+    return kind(**shape, order=name, labels=source.labels(), **limits, **arguments)
+
+
+def _check_rank_files(reader: Any, landmarks: str | None, global_batch: int, ranks: int) -> None:
+    check_no_landmarks(landmarks, "data.order 'rank_files'")
+    if reader is not None:
+        raise OptionError(
+            "data.order 'rank_files' reads the files in file_list.txt, so it cannot be used with a reader; "
+            "remove one of them"
+        )
+    if global_batch % ranks:
+        raise OptionError(
+            f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
+            f"{global_batch} is not a multiple of {ranks} ranks"
+        )
+
+
+def open_rank_source(data_dir: str, world: World, allowed: Sequence[str] = ()) -> Source:
+    """Return the source of this rank's part, the r-th entry of ``data_dir/file_list.txt``; a collective.
+
+    The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
+    part per rank, if a part cannot be opened, or if the parts have different numbers of samples.
+    """
+    source: Source | None = None
+    problem = ""
+    try:
+        source = _open_part(data_dir, _own_part(data_dir, world, allowed))
+    except DataError as error:
+        problem = str(error)
+    everywhere = world.all_gather_object((0 if source is None else len(source), problem))
+    for rank, (_, text) in enumerate(everywhere):
+        if text:
+            raise DataError(f"rank {rank}: {text}")
+    counts = [count for count, _ in everywhere]
+    few, many = counts.index(min(counts)), counts.index(max(counts))
+    if counts[few] != counts[many] or source is None:
+        raise DataError(
+            f"data.order 'rank_files' needs the same number of samples on every rank, but rank {few} has "
+            f"{counts[few]} and rank {many} has {counts[many]}; partition the data again for {world.size} "
+            "ranks, or use another order"
+        )
+    return source
+
+
+def _open_part(data_dir: str, part: str) -> Source:
+    """Return the source of one part: base64 lines, unless its suffix indicates another format."""
+    is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
+    if is_plain_text and not Path(part).is_dir():
+        return Base64Source(data_dir, files=[part])
+    return open_source(part)
+
+
+def _own_part(data_dir: str, world: World, allowed: Sequence[str]) -> str:
+    parts = read_file_list(data_dir, allowed=allowed, must_exist=False)
+    if len(parts) != world.size:
+        raise DataError(
+            f"data.order 'rank_files' needs one part per rank, but {data_dir}/file_list.txt lists "
+            f"{len(parts)} parts for {world.size} ranks; start {len(parts)} ranks, or partition the data "
+            "again"
+        )
+    return parts[world.rank]
+
+
+def check_save_dir(source: Source, save_dir: str) -> None:
+    """Raise OptionError if the save folder would become a class folder of the dataset."""
+    if not isinstance(source, ImageFolderSource) or isinstance(source.root, str):
+        return
+    if Path(save_dir).resolve().is_relative_to(source.root.resolve()):
+        raise OptionError(
+            f"checkpoint.save_dir {save_dir} is inside {source.root}, where every folder is a class; choose "
+            "another folder"
+        )
+
+
+def open_loader(
+    source: Source,
+    plan: BatchPlan,
+    rank: int,
+    recipe: Recipe,
+    *,
+    cache: str,
+    keeps_decoded: bool,
+    num_workers: int,
+    pin_memory: bool,
+) -> SourceLoader:
+    """Return the loader of a source, with a cache unless it is ``none``; see `data.cache`."""
+    if (wanted := cache_place(cache)) is not None:
+        kind, reason = choose_kind(source, recipe)
+        if kind == "processes" and num_workers:
+            raise OptionError(
+                f"data.cache '{cache}' works only with threads, but this run loads images with processes, "
+                f"{reason}; set data.num_workers to 0, or remove the cache"
             )
+        place, limit = wanted
+        stored = MemoryCache(limit) if place == "memory" else DiskCache(Path(place), limit, len(source))
+        source = CachedSource(source, stored, recipe.image_shape, keeps_decoded)
+    return SourceLoader(source, plan, rank, recipe, num_workers=num_workers, pin_memory=pin_memory)
 
 
 def count_classes(
-    source: Source, options: Config, world: World | None = None, least: int = 0
+    source: Source, class_num: int | None, is_strict: bool, world: World | None = None, least: int = 0
 ) -> tuple[int, list[str]]:
     """Return the number of classes, at least `least`, and notes about the labels.
 
-    world: set it if each rank has a different part of the labels.
+    class_num: as set by the user, or None. is_strict: a label out of range raises DataError. world: set it
+    if each rank has a different part of the labels.
     """
     world = world or World.single()
     count = len(source) * world.size
@@ -94,24 +377,22 @@ def count_classes(
         raise DataError("the dataset contains no samples; check data.dataset_dir")
     labels = source.labels()
     (largest,) = world.all_reduce_max(max(int(labels.max()), least - 1))
-    class_num = options.head.class_num or largest + 1
-    if options.head.class_num is None and class_num > max(_MANY_CLASSES, _MUCH_EMPTIER * count):
+    if class_num is None and largest >= max(_MANY_CLASSES, _MUCH_EMPTIER * count):
         where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
         raise OptionError(
-            f"the label {largest}{where} would mean {class_num:,} classes for {count:,} images, which is "
-            f"likely a typo; fix the label, or confirm with head.class_num {class_num}"
+            f"the label {largest}{where} would mean {largest + 1:,} classes for {count:,} images, which is "
+            f"likely a typo; fix the label, or confirm with head.class_num {largest + 1}"
         )
+    class_num = class_num or largest + 1
     if class_num < 2:
         raise OptionError(
             f"all {count} images have the same class, or head.class_num is 1; expected 2 or more classes: is "
-            f"{options.data.dataset_dir} the right folder, not its parent?"
+            "data.dataset_dir the right folder, not its parent?"
         )
     is_bad = (labels < 0) | (labels >= class_num)
-    if options.data.bad_images == "stop" or is_bad.all():
+    if is_strict or is_bad.all():
         check_labels(source, class_num)
     notes = []
-    if options.data.train_image_num not in (None, count):
-        notes.append(f"note: data.train_image_num is ignored, as the dataset has {count:,} images")
     if is_bad.any():
         notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
     if world.size > 1:  # a class without images on this rank may have images on another one
@@ -188,44 +469,25 @@ def _describe(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarra
     return [f"classes are numbered as in {path}: {'; '.join(changes)}"] if changes else []
 
 
-Loader = SourceLoader | ReaderLoader
-NO_AUGMENTATION = {
-    "data.flip": False,
-    "data.augmentation": None,
-}
-"""Values of the options that disable all augmentations."""
+def check_unseen(place: str, names: ClassNames | None, checkpoint: OpenedCheckpoint) -> None:
+    """Raise DataError if a dataset is the one that was trained, or has classes with names of trained ones.
 
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The training data of a run.
-
-    Attributes:
-        loader: loader of the batches of this rank.
-        num_samples: number of samples, None if unknown.
-        class_num: number of classes.
-        notes: log lines about the data.
-        first_sample: index of this rank's first sample, if each rank reads only its own part.
-        is_of_ranks: whether the samples of a step depend on the number of ranks.
-        class_names: names of the classes, if they have any.
+    place: of the dataset, as messages show it.
     """
-
-    loader: Loader
-    num_samples: int | None
-    class_num: int
-    notes: list[str]
-    first_sample: int = 0
-    is_of_ranks: bool = False
-    class_names: ClassNames | None = None
-
-    def count_images(self, world: World) -> Tensor | None:
-        """Return the images per class, int64 [C]; None for a generator reader. A collective."""
-        if isinstance(self.loader, ReaderLoader):
-            return None
-        labels = self.loader.source.labels()
-        is_good = (labels >= 0) & (labels < self.class_num)
-        counts = torch.from_numpy(np.bincount(labels[is_good], minlength=self.class_num))
-        return sum_over_ranks(counts.to(world.device), world.head_group).cpu() if self.is_of_ranks else counts
+    path, manifest = checkpoint
+    trained_place = manifest.options.get("data", {}).get("dataset_dir")
+    if names is None and isinstance(trained_place, str) and place == shown(trained_place):
+        raise DataError(f"the classes of {place} were trained; choose images of other classes")
+    for head in manifest.heads:
+        trained = read_class_names(path, manifest, head)
+        if trained is None or names is None:
+            continue
+        both = np.flatnonzero((trained.numbers_of(names) >= 0) & (names.lengths() > 0))
+        if len(both):
+            raise DataError(
+                f"{len(both):,} of the {len(names):,} classes of {place} were trained, such as "
+                f"'{names[int(both[0])]}'; choose images of other classes"
+            )
 
 
 def is_generator_reader(reader: Any, name: str) -> bool:
@@ -260,304 +522,3 @@ def _length_of(reader: Any) -> int | None:
         return None
     count = len(loader.sampler)  # type: ignore[arg-type]
     return count - count % loader.batch_size if loader.drop_last and loader.batch_size else count
-
-
-def open_training_source(options: Config, reader: Any) -> Source:
-    """Return the source of a Dataset, or of the dataset folder if `reader` is None.
-
-    Raises DataError if images lack landmarks, unless `data.bad_images` handles them one by one.
-    """
-    data = options.data
-    if reader is not None:
-        check_no_landmarks(options, "a reader")
-        return TorchDatasetSource(reader)
-    source = open_source(
-        data.dataset_dir,
-        **(data.format_arguments or {}),
-        landmarks=data.landmarks,
-    )
-    if data.bad_images == "stop" and isinstance(source, FileSource):
-        source.check_landmarks()
-    return source
-
-
-def align_source(source: Source, options: Config) -> Source:
-    """Return a source without labels or classes, whose images are aligned if `data.landmarks` is set.
-
-    Raises OptionError if the images are not files, DataError if an image has no landmarks, as above.
-    """
-    if isinstance(source, FileSource):
-        source.add_landmarks(options.data.landmarks)
-        if options.data.bad_images == "stop":
-            source.check_landmarks()
-    else:
-        check_no_landmarks(options, "a list of images")
-    return source
-
-
-def check_no_landmarks(options: Config, what: str) -> None:
-    """Raise OptionError if `data.landmarks` is set; what: the data, which have no file names."""
-    if options.data.landmarks is not None:
-        raise OptionError(
-            f"data.landmarks is set, but {what} does not use it; align the images yourself, or remove the "
-            "option"
-        )
-
-
-def open_training_data(
-    options: Config,
-    world: World,
-    reader: Any,
-    transform: Transform | None,
-    global_batch: int,
-    checkpoint: OpenedCheckpoint | None = None,
-    example: Input | None = None,
-) -> TrainingData:
-    """Return the training data and its loader; a collective.
-
-    checkpoint: the checkpoint that the run resumes. example: the example input of a network that takes no
-    images. Raises OptionError, DataError or CheckpointError.
-    """
-    data = options.data
-    if example is not None:
-        _check_not_images(options, reader, transform)
-    is_generator = reader is not None and is_generator_reader(reader, "train_reader")
-    if is_generator or data.order == "rank_files":
-        check_no_landmarks(options, "a generator reader" if is_generator else "data.order 'rank_files'")
-        if is_generator:
-            opened = _open_generator(options, world, reader, transform, global_batch, example)
-        else:
-            opened = _open_rank_files(options, world, reader, transform, global_batch)
-        names, notes = number_classes(None, checkpoint)
-        names = None if names is None else names.resized(opened.class_num)
-        return replace(opened, notes=[*notes, *opened.notes], class_names=names)
-    source = open_training_source(options, reader)
-    check_save_dir(source, options)
-    class_num, names, notes = count_named_classes(source, options, checkpoint)
-    plan, more = plan_of(
-        source,
-        options,
-        global_batch=global_batch,
-        ranks=world.size,
-        seed=options.train.seed,
-        last_batch=data.last_batch,
-        limit=options.train.limit_train_batches,
-    )
-    notes += more
-    recipe = replace(make_recipe(options, transform, class_num), example=example)
-    loader = source_loader(source, plan, world.rank, recipe, options, world)
-    notes.append(loader.describe())
-    return TrainingData(loader, len(source), class_num, notes, class_names=names)
-
-
-def plan_of(source: Source, options: Config, **plan: Any) -> tuple[BatchPlan, list[str]]:
-    """Return the plan of `data.order`, and log messages about it; plan: the other arguments of BatchPlan."""
-    order, arguments = name_and_arguments(options.data.order)
-    plan |= {"num_samples": len(source), "order": order}
-    if order not in ("balanced", "classes"):
-        return BatchPlan(**plan, **arguments), []
-    kind = BalancedPlan if order == "balanced" else ClassesPlan
-    made = kind(**plan, labels=source.labels(), **arguments)
-    return made, [made.describe()]
-
-
-def _check_not_images(options: Config, reader: Any, transform: Transform | None) -> None:
-    """Raise OptionError for options that only images have."""
-    augmentations = [
-        name for name, off in NO_AUGMENTATION.items() if name in options.explicit and options.get(name) != off
-    ]
-    if reader is None:
-        wrong = "the samples come from files of images; set train_reader"
-    elif augmentations:
-        wrong = f"{', '.join(augmentations)} is only for images; remove it"
-    elif transform is not None:
-        wrong = "train_transform is only for images; transform the samples in train_reader"
-    elif options.data.cache != "none":
-        wrong = "data.cache is only for images; remove it"
-    else:
-        return
-    raise OptionError(f"the network has an example_input, so its input is no image, but {wrong}")
-
-
-def _open_generator(
-    options: Config,
-    world: World,
-    reader: Any,
-    transform: Transform | None,
-    global_batch: int,
-    example: Input | None,
-) -> TrainingData:
-    data, class_num = options.data, options.head.class_num
-    if class_num is None:
-        raise OptionError("the number of classes of a generator reader is unknown; set head.class_num")
-    order, _ = name_and_arguments(data.order)
-    if order in ("balanced", "classes"):
-        raise OptionError(
-            f"data.order '{order}' needs the labels of all samples, but a generator reader has none "
-            "in advance; pass a map-style Dataset, or use another order"
-        )
-    if transform is not None:
-        raise OptionError(
-            "train_transform cannot be used with a generator reader; transform the images in the reader"
-        )
-    num_samples = data.train_image_num or _length_of(reader)
-    # The forked process cannot start workers itself.
-    has_workers = getattr(getattr(reader, "__self__", None), "num_workers", 0) > 0
-    can_fork = "fork" in multiprocessing.get_all_start_methods()
-    loader = ReaderLoader(
-        reader,
-        global_batch=global_batch,
-        rank=world.rank,
-        ranks=world.size,
-        image_shape=options.model.image_shape,
-        class_num=class_num,
-        seed=options.train.seed,
-        last_batch=data.last_batch,
-        num_samples=num_samples,
-        limit=options.train.limit_train_batches,
-        ahead=data.num_workers > 0 and can_fork and not has_workers,
-        pin_memory=world.device.type == "cuda",
-        example=example,
-    )
-    notes, is_of_ranks = [loader.describe()], loader.shards_itself
-    return TrainingData(loader, num_samples, class_num, notes, is_of_ranks=is_of_ranks)
-
-
-def _open_rank_files(
-    options: Config, world: World, reader: Any, transform: Transform | None, global_batch: int
-) -> TrainingData:
-    """Open this rank's part of the data, with its own sample order; all parts have the same size."""
-    if reader is not None:
-        raise OptionError(
-            "data.order 'rank_files' reads the files in file_list.txt, so it cannot be used with a reader; "
-            "remove one of them"
-        )
-    if global_batch % world.size:
-        raise OptionError(
-            f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
-            f"{global_batch} is not a multiple of {world.size} ranks"
-        )
-    source = open_rank_source(options.data.dataset_dir, world, options.data.allowed)
-    class_num, notes = count_classes(source, options, world)
-    plan = BatchPlan(
-        len(source),
-        global_batch // world.size,
-        1,
-        hash_key(options.train.seed, world.rank),
-        options.data.last_batch,
-        limit=options.train.limit_train_batches,
-    )
-    first = world.rank * len(source)
-    recipe = make_recipe(options, transform, class_num, first_sample=first)
-    loader = source_loader(source, plan, 0, recipe, options, world)
-    notes.append(loader.describe())
-    return TrainingData(loader, len(source) * world.size, class_num, notes, first, is_of_ranks=True)
-
-
-def open_rank_source(data_dir: str, world: World, allowed: Sequence[str] = ()) -> Source:
-    """Return the source of this rank's part, the r-th entry of ``data_dir/file_list.txt``; a collective.
-
-    The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
-    part per rank, if a part cannot be opened, or if the parts have different numbers of samples.
-    """
-    source: Source | None = None
-    problem = ""
-    try:
-        source = _open_part(data_dir, _own_part(data_dir, world, allowed))
-    except DataError as error:
-        problem = str(error)
-    everywhere = world.all_gather_object((0 if source is None else len(source), problem))
-    for rank, (_, text) in enumerate(everywhere):
-        if text:
-            raise DataError(f"rank {rank}: {text}")
-    counts = [count for count, _ in everywhere]
-    few, many = counts.index(min(counts)), counts.index(max(counts))
-    if counts[few] != counts[many] or source is None:
-        raise DataError(
-            f"data.order 'rank_files' needs the same number of samples on every rank, but rank {few} has "
-            f"{counts[few]} and rank {many} has {counts[many]}; partition the data again for {world.size} "
-            "ranks, or use another order"
-        )
-    return source
-
-
-def _open_part(data_dir: str, part: str) -> Source:
-    """Return the source of one part: base64 lines, unless its suffix indicates another format."""
-    is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
-    if is_plain_text and not Path(part).is_dir():
-        return Base64Source(data_dir, files=[part])
-    return open_source(part)
-
-
-def _own_part(data_dir: str, world: World, allowed: Sequence[str]) -> str:
-    parts = read_file_list(data_dir, allowed=allowed, must_exist=False)
-    if len(parts) != world.size:
-        raise DataError(
-            f"data.order 'rank_files' needs one part per rank, but {data_dir}/file_list.txt lists "
-            f"{len(parts)} parts for {world.size} ranks; start {len(parts)} ranks, or partition the data "
-            "again"
-        )
-    return parts[world.rank]
-
-
-def check_save_dir(source: Source, options: Config) -> None:
-    """Raise OptionError if the save folder would become a class folder of the dataset."""
-    save_dir = Path(options.checkpoint.save_dir).resolve()
-    if not isinstance(source, ImageFolderSource) or isinstance(source.root, str):
-        return
-    if save_dir.is_relative_to(source.root.resolve()):
-        raise OptionError(
-            f"checkpoint.save_dir {options.checkpoint.save_dir} is inside {options.data.dataset_dir}, "
-            "where every folder is a class; choose a folder outside of it"
-        )
-
-
-def make_recipe(
-    options: Config, transform: Transform | None, class_num: int, first_sample: int = 0
-) -> Recipe:
-    """Return how samples are decoded and augmented; see `Recipe`."""
-    data = options.data
-    given = read_arguments(AugmentationArguments, data.augmentation, "data.augmentation")
-    return Recipe(
-        options.model.image_shape,
-        options.train.seed,
-        Augmentation(
-            data.flip,
-            given.crop_padding,
-            given.colour_jitter,
-            given.low_resolution,
-            given.random_erasing,
-        ),
-        transform,
-        data.bad_images,
-        class_num,
-        first_sample,
-    )
-
-
-def source_loader(
-    source: Source, plan: BatchPlan, rank: int, recipe: Recipe, options: Config, world: World
-) -> SourceLoader:
-    """Return the loader of a source, with a cache if `data.cache` is set."""
-    data = options.data
-    kind, reason = choose_kind(source, recipe)
-    if (wanted := cache_place(data.cache)) is not None:
-        if kind == "processes" and data.num_workers:
-            raise OptionError(
-                f"data.cache '{data.cache}' works only with threads, but this run loads images with "
-                f"processes, {reason}; set data.num_workers to 0, or remove the cache"
-            )
-        place, limit = wanted
-        cache: MemoryCache | DiskCache = MemoryCache(limit)
-        if place != "memory":
-            cache = DiskCache(Path(place), limit, len(source))
-        is_decoded = data.landmarks is not None  # small, and aligned only once
-        source = CachedSource(source, cache, recipe.image_shape, is_decoded)
-    return SourceLoader(
-        source,
-        plan,
-        rank,
-        recipe,
-        num_workers=data.num_workers,
-        pin_memory=world.device.type == "cuda",
-    )

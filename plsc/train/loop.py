@@ -21,10 +21,9 @@ from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.spans import span
 from plsc.train.average import WeightAverage
-from plsc.train.callbacks import CurrentStep
+from plsc.train.callbacks import CurrentStep, Run
 from plsc.train.losses import stop_at_bad_weights
 from plsc.train.restore import WarmStart
-from plsc.train.run import Run
 from plsc.train.saving import Saver
 from plsc.train.settle import epoch_warning, interrupted, nothing_left, zero_rate
 from plsc.train.step import Step, StepResult
@@ -286,7 +285,17 @@ class Trainer:
         try:
             self._run.call("evaluation_start")
             with equal_buffers(run.network, run.world.backbone_group):
-                results = evaluate_targets(run.network, run.targets, run.options, run.world, run.head)
+                options = run.options
+                results = evaluate_targets(
+                    run.network,
+                    run.targets,
+                    run.world,
+                    run.head,
+                    flip=options.data.flip,
+                    image_shape=options.model.image_shape,
+                    batch_size=options.train.test_batch_size,
+                    num_threads=options.data.num_workers,
+                )
         except Exception:
             for average in (one for one in run.callbacks.all if isinstance(one, WeightAverage)):
                 average.evaluated(run)  # the weights of the network again
@@ -338,7 +347,7 @@ class Trainer:
         result.checkpoint, result.unsent = saver.last, list(saver.unsent)
         if saver.best is not None:
             name, result.best_model_score = saver.best
-            result.best_model_path = saver.directories.local / name
+            result.best_model_path = saver.folder.path / name
             result.best_metric = saver.retention.monitor or ""
         self._report_saved(saver)
 

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, load_tensors
-from plsc.checkpoint.all_ranks import own_result
+from plsc.checkpoint.all_ranks import on_every_rank, own_result
 from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CALLBACK,
+    CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     OPTIMIZER,
     STATISTICS,
+    OpenedCheckpoint,
     Role,
 )
 from plsc.checkpoint.remote import fetch
+from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import info_of
 from plsc.checkpoint.tensor_files import (
     Match,
@@ -37,6 +40,7 @@ from plsc.checkpoint.tensor_files import (
     shorten,
     shortened,
 )
+from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config.option import shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
@@ -44,9 +48,10 @@ from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from plsc.names import names_code
 from plsc.optim.optimizers import describe_implementation
+from plsc.parallel.world import World
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown
-from plsc.train.run import Run, global_batch_size
+from plsc.train.callbacks import Run
 from plsc.train.snapshot import (
     NEIGHBOURS,
     REST,
@@ -59,6 +64,65 @@ from plsc.train.snapshot import (
     seed_generators,
     take_own,
 )
+
+
+@contextmanager
+def opened_weights(head: Head, world: World, checkpoint: OpenedCheckpoint | None) -> Iterator[None]:
+    """Open class weights in files at the state of a checkpoint, or new ones, and close them at the end.
+
+    A collective; it does nothing for class weights in memory.
+
+    If the checkpoint itself has class weights (`plsc checkpoint copy`), new files are filled with them.
+    Raises CheckpointError on all ranks if a folder cannot be used, or does not have that state.
+    """
+    file = head.file
+    if not isinstance(file, WeightsFile):
+        yield
+        return
+    with file:
+        on_every_rank(world, "open the class weights", lambda: _open(file, world, checkpoint))
+        yield
+
+
+def _open(file: WeightsFile, world: World, checkpoint: OpenedCheckpoint | None) -> None:
+    if checkpoint is None:
+        file.open()
+        return
+    mark = mark_of(checkpoint[1].step, checkpoint[1].run_id)
+    is_complete = Role(CLASS_WEIGHTS, "weight").key in checkpoint[1].tensors
+    if file.has(mark) or not is_complete:
+        file.open(mark)
+        return
+    file.open()
+    with OpenCheckpoint(*checkpoint) as stored:
+        _fill(file, stored.select((CLASS_WEIGHTS, CLASS_OPTIMIZER), world.rank, world.size))
+    file.begin(mark)
+    file.forget(mark)
+
+
+def _fill(file: WeightsFile, stored: dict[Role, StoredTensor]) -> None:
+    """Write the class weights and states of a checkpoint to a new file."""
+    weight = Role(CLASS_WEIGHTS, "weight")
+    tensors = {}
+    for name, column in file.columns.items():
+        role = weight if name == "weight" else Role(CLASS_OPTIMIZER, name, weight.key)
+        found = stored.get(role)
+        if found is None or (found.dtype, found.shape[1:]) != (column.dtype, column.shape):
+            raise CheckpointError(
+                f"the checkpoint has no {role.key} of {column.dtype} {list(column.shape)} per class; use the "
+                "embedding size, data types and optimizer of the class weights that were saved"
+            )
+        tensors[name] = found
+    first = file.classes.start
+    for rows in file.pieces(_ROWS):
+        file.hold(rows)
+        values = {
+            name: torch.empty(len(rows), *column.shape, dtype=column.dtype)
+            for name, column in file.columns.items()
+        }
+        for name, value in values.items():
+            tensors[name].read_into(value, first + int(rows[0]))
+        file.write(rows, values)
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
@@ -148,7 +212,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
         "loss type": (before.loss_type, now.loss_type),
         "embedding size": (manifest.emb_size, options.model.emb_size),
         "optimizer": (scalars.get("optimizer", optimizer), optimizer),
-        "global batch": (scalars.get("global_batch"), global_batch_size(options, run.world.size)),
+        "global batch": (scalars.get("global_batch"), run.global_batch),
         "updates": (min(scalars.get("updates", 0), manifest.step), scalars.get("updates", 0)),
         "network": (manifest.options.get("model", {}).get("name"), options.model.name),
     }
@@ -172,6 +236,7 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
             )
 
 
+_ROWS = 2**16  # class weights that are copied at a time
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -199,18 +264,14 @@ class WarmStart:
         return lines
 
 
-def start_from_pretrained(run: Run) -> WarmStart | None:
-    """Load `model.pretrained`, if set, into network and head; a collective.
+def start_from_pretrained(run: Run, location: str) -> WarmStart:
+    """Load the weights at `location` (see `model.pretrained`) into network and head; a collective.
 
     Optimizer, schedule and position are unchanged; also the head's margin statistics if the file has none.
 
     Raises:
         CheckpointError: on all ranks, if the file is missing, damaged or malicious, or nothing matches.
     """
-    location = run.options.model.pretrained
-    if location is None:
-        return None
-
     # Judged by the suffix, which is equal on all ranks.
     is_remote_checkpoint = is_url(location) and not location.endswith(_FILES)
     path = fetch(location, run.world) if is_remote_checkpoint else None

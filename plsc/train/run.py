@@ -1,27 +1,31 @@
-"""Build the parts of a run from its options; invalid combinations are rejected before data is read."""
+"""The story of a run: settle the options, open its folder, build its parts, restore them, train."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from plsc.config import Config
+from plsc.checkpoint import Retention
+from plsc.checkpoint.manifest import OpenedCheckpoint
+from plsc.config import Config, Options, find_option
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
-from plsc.config.option import name_and_arguments
-from plsc.errors import OptionError
-from plsc.heads import RowOptimizer, ShardedHead
+from plsc.config.option import load_function, name_and_arguments
+from plsc.config.train import listed_names
+from plsc.errors import OptionError, refusing, suggest
+from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
 from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
-from plsc.models.dropout import SampleNumbers
 from plsc.names import names_code
 from plsc.optim.loss_scaling import LossScaler
-from plsc.optim.schedule import Schedule
 from plsc.parallel.world import World
+from plsc.train.average import WeightAverage
 from plsc.train.build import (
     build_schedule,
     build_trained_head,
@@ -35,52 +39,96 @@ from plsc.train.build import (
     training_mode,
     with_rate,
 )
-from plsc.train.callbacks import Callbacks, Context, Length, Position, UserParts
-from plsc.train.data import OpenedCheckpoint, TrainingData, open_training_data
-from plsc.train.settle import batch_note, frozen_note, idle_note, sparse_note, threads_note, warmup_note
+from plsc.train.callbacks import Callback, Callbacks, Length, Logger, Position, Run, UserParts
+from plsc.train.data import open_training_data
+from plsc.train.folder import RunFolder
+from plsc.train.layers import LayerTable, Profile
+from plsc.train.log import GradientNorm, Logging, Pictures, check_packages
+from plsc.train.loop import Trainer, TrainResult
+from plsc.train.losses import BAD_BATCH_NAME
+from plsc.train.restore import opened_weights, restore, start_from_pretrained
+from plsc.train.saving import Saver
+from plsc.train.settle import batch_note, frozen_note, settle, sparse_note, threads_note, warmup_note
+from plsc.train.snapshot import seed_generators
 from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
+from plsc.train.watch import DataWait, LearningCheck, Progress
 
 MOST_ROWS = 12  # of the table of layers
 
 
-@dataclass(eq=False, kw_only=True)
-class Run(Context):
-    """A training run: its parts, and what callbacks see of it.
+def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
+    """Train from scratch, from the weights of `model.pretrained`, or resume `checkpoint.load_dir`."""
+    # Where to save, and the checkpoint to resume, if any.
+    place = options.checkpoint
+    folder = RunFolder(world, place.save_dir, place.upload_dir, place.load_dir, place.download_dir)
+    folder.choose(place.new_version)
+    # What the script has set, what the checkpoint decides, and defaults: from here on frozen.
+    config = settle(options, folder.checkpoint, world.size, user.model)
+    # Network, data, head, and what updates them.
+    run = build_run(config, world, user, folder.checkpoint)
+    is_trial = bool(config.train.fast_dev_run)  # saves nothing
+    with folder.temporary(BAD_BATCH_NAME) if is_trial else nullcontext(), folder.locked(config.train.epochs):
+        add_output(run, folder, None if is_trial else user.loggers)
+        with opened_weights(run.head, world, folder.checkpoint):
+            lines, warm_start = [f"differs from the checkpoint: {line}" for line in config.differences], None
+            if folder.checkpoint is not None:
+                lines += [f"differs from the checkpoint: {line}" for line in restore(run, *folder.checkpoint)]
+            else:
+                if config.model.pretrained is not None:
+                    warm_start = start_from_pretrained(run, config.model.pretrained)
+                    lines += warm_start.lines()
+                seed_generators(world, config.train.seed)
+            for line in [*describe_run(run, folder.checkpoint), *lines]:
+                world.log(line)
+            return Trainer(run, None if is_trial else Saver(run, folder), warm_start).train()
 
-    Attributes:
-        trained_network: the backbone wrapped for training: it sums gradients over the ranks.
-        optimizer: optimizer of the backbone, and of class weights that are not sharded.
-        rows: optimizer of sharded class weights.
-        scaler: loss scaler, None if the precision mode needs none.
-        samples: the sample numbers of the current batch, for dropout layers.
-        settings: initial attributes of the optimizer, and settings of its parameter groups.
-        notes: log lines about the run, printed before training.
-        is_custom: the network is the user's own.
-        length: the length of its epochs.
-        callbacks: called at the events of the run.
-        buffers: shapes and types of the network's saved buffers at the start; None before.
-        unsaved: hashes of the attributes of the optimizer that checkpoints lack, at the last check.
+
+def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) -> None:
+    """Add the callbacks of the options to a run, which write its metrics and warn about problems.
+
+    loggers: the user's, in addition to those of `train.loggers`; None: write no metrics.
     """
+    train, run.folder = run.options.train, folder.path
+    decay = run.options.optim.ema_decay
+    callbacks: list[Callback] = [
+        *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
+        *run.callbacks.all,
+        DataWait.of(run.data.loader, run.world),
+        LearningCheck(
+            min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
+        ),
+        Progress(),
+        *map(partial(named_callback, targets=run.targets), listed_names(train.callbacks)),
+    ]
+    run.world.log(folder.note)
+    if loggers is not None:
+        callbacks.append(Logging(loggers, is_same_run=bool(folder.resumed)))
+    else:
+        run.world.log("train.fast_dev_run: a few batches of training and evaluation; nothing is saved")
+    run.callbacks = Callbacks(callbacks, run.network)
 
-    trained_network: nn.Module
-    optimizer: torch.optim.Optimizer
-    rows: RowOptimizer | None
-    scaler: LossScaler | None
-    rate: Schedule
-    data: TrainingData
-    targets: list[Target | HeldOutSet]
-    samples: SampleNumbers
-    settings: list[dict[str, Any]]
-    notes: list[str]
-    is_custom: bool
-    length: Length
-    callbacks: Callbacks
-    buffers: dict[str, Any] | None = None
-    unsaved: dict[str, bytes] = field(default_factory=dict)
 
-    def call(self, event: str) -> None:
-        """Call the callbacks at an event."""
-        self.callbacks(event, self)
+def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:
+    """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
+    if not names_code(name):
+        return CALLBACKS[name](targets)
+    create = load_function(name, "train.callbacks", "add_callback")
+    with refusing(
+        f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
+    ):
+        callback = create()
+    if not isinstance(callback, Callback):
+        raise OptionError(f"train.callbacks has {name}, which makes no plsc.Callback")
+    return callback
+
+
+CALLBACKS: dict[str, Callable[[Sequence[Target | HeldOutSet]], Callback]] = {
+    "gradient_norm": lambda _: GradientNorm(),
+    "images": Pictures,
+    "check_shape": lambda _: LayerTable(with_content=False),
+    "check_content": lambda _: LayerTable(with_content=True),
+    "profile": lambda _: Profile(),
+}
 
 
 def build_run(
@@ -91,28 +139,18 @@ def build_run(
     checkpoint: the checkpoint to resume; classes with names get their numbers from it.
     """
     check_combinations(options, world.size)
+    check_packages(listed_names(options.train.loggers))
     if options.speed.compile and any(callback.layers for callback in user.callbacks):
-        raise OptionError(
-            "a callback has layers, but outputs of layers are not available with speed.compile; "
-            "remove one of the two"
-        )
+        raise OptionError("outputs of layers of a callback are not available with speed.compile")
     if options.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-        # Otherwise torch writes NaN into all memory that it allocates, 16 GB per step of a large head.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        if world.device.type == "cuda":  # without it, torch rejects matrix products on CUDA
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        _use_deterministic_algorithms(world.device)
     # The named or custom network; its parameters are assigned to groups, some are frozen.
     network, assignment, samples = build_trained_network(options, world, user.model, user.initializations)
     if world.device.type == "cuda" and network.example_input is None:
         # Images have few shapes: time cuDNN's algorithms for each, unless runs have to be equal.
         torch.backends.cudnn.benchmark = not options.train.deterministic
-    targets: list[Target | HeldOutSet] = []
-    limit = options.train.limit_val_batches
-    if options.train.with_test:
-        targets += load_targets(options, user.test_reader, limit, world.size)
     layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
-    global_batch = global_batch_size(options, world.size)
+    global_batch = options.train.global_batch_size or options.train.batch_size * world.size
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
     data = open_training_data(
         options,
@@ -123,16 +161,21 @@ def build_run(
         checkpoint,
         network.example_input,
     )
+    targets: list[Target | HeldOutSet] = []
     if options.train.with_test:
-        names = [target.name for target in targets]
-        targets += open_held_out(options, data.class_num, data.class_names, names, limit, world)
+        limit = options.train.limit_val_batches
+        targets += load_targets(options, user.test_reader, limit, world.size)
+        if options.data.val_dir is not None:
+            targets.append(open_held_out(options, data.class_num, data.class_names, limit, world))
     length = Length.of(data.loader.steps_per_epoch, checkpoint)
     total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)
     # For example a plsc.heads.ShardedHead and its RowSGD.
     counts = None if options.head.class_margins is None else data.count_images(world)
     head, rows = build_trained_head(options, data.class_num, world, counts)
-    _check_batch_norm(network, global_batch, data.num_samples, options, world.size)
+    if not (options.model.sync_batch_norm and world.size > 1):
+        rest = (data.num_samples or 0) % global_batch if options.data.last_batch == "keep" else 0
+        _check_batch_norm(network, rest or global_batch, world.size * options.train.micro_batches)
     # DDP with summed instead of averaged gradients; the network itself on a single rank.
     trained_network = distribute_backbone(network, options, world, global_batch)
     # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
@@ -141,7 +184,8 @@ def build_run(
         options, parameters, assignment, head, rows, world.device, user.optimizer
     )
     rate = build_schedule(options, base_rate, total_steps, length.until, user.schedule)
-    mode = training_mode(options, world.device)
+    needs_scale = training_mode(options, world.device) == "float16"
+    evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
     run = Run(
         options=options,
         world=world,
@@ -152,20 +196,44 @@ def build_run(
         rows=rows,
         position=Position(),
         total_steps=total_steps,
-        evaluated=[f"{target.name} {metric}" for target in targets for metric in target.METRICS],
-        scaler=LossScaler.of(options.precision) if mode == "float16" else None,
+        evaluated=evaluated,
+        scaler=LossScaler.of(options.precision) if needs_scale else None,
         rate=rate,
         data=data,
         targets=targets,
         samples=samples,
-        settings=[dict(one) for one in (vars(optimizer), *optimizer.param_groups)],
+        settings=[dict(values) for values in (vars(optimizer), *optimizer.param_groups)],
         notes=list(filter(None, (layers, *data.notes))),
         is_custom=user.model is not None or names_code(options.model.name),
         length=length,
+        global_batch=global_batch,
+        retention=_retention(options, evaluated),
         callbacks=Callbacks(user.callbacks, network),
     )
     run.notes += filter(None, _likely_mistakes(run))
     return run
+
+
+def _use_deterministic_algorithms(device: torch.device) -> None:
+    torch.use_deterministic_algorithms(True)
+    # Otherwise torch writes NaN into all memory that it allocates, 16 GB per step of a large head.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.type == "cuda":  # without it, torch rejects matrix products on CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _retention(options: Config, evaluated: Sequence[str]) -> Retention:
+    """Return which checkpoints to keep. Raises OptionError for a metric that the run does not measure.
+
+    evaluated: the metrics of its evaluations.
+    """
+    saved, known = options.checkpoint, [*evaluated, "loss"]
+    metric = known[0] if saved.monitor is None else saved.monitor
+    if metric not in known:
+        raise OptionError(
+            f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
+        )
+    return Retention(saved.keep_last, saved.save_top_k, metric)
 
 
 def check_combinations(options: Config, ranks: int) -> None:
@@ -174,7 +242,11 @@ def check_combinations(options: Config, ranks: int) -> None:
     margin_of(options)
     check_network_options(options, ranks)
     check_optim(options)
-    _check_pretrained(options)
+    # "last" may find no checkpoint.
+    if "model.pretrained" in options.explicit and (
+        options.checkpoint.load_dir not in (None, "last") or options.checkpoint.download_dir is not None
+    ):
+        raise OptionError("model.pretrained is set, but the run resumes a checkpoint; set only one of them")
     total = options.train.global_batch_size
     if total is None:
         return
@@ -191,39 +263,13 @@ def check_combinations(options: Config, ranks: int) -> None:
         )
 
 
-def _check_pretrained(options: Config) -> None:
-    """Raise OptionError if both pretrained weights and a checkpoint to resume are set.
+def _check_batch_norm(network: BaseModel, smallest: int, parts: int) -> None:
+    """Raise OptionError for batches that are too small for batch norm: fewer than 2 images.
 
-    "last" is allowed, as it may find no checkpoint.
+    smallest: samples of the smallest batch over all ranks. parts: ranks times micro-batches.
     """
-    place, url = options.checkpoint.load_dir, options.checkpoint.download_dir
-    source = url if place in (None, "last") else place
-    if "model.pretrained" in options.explicit and source is not None:
-        raise OptionError(
-            f"model.pretrained is {options.model.pretrained}, but the run resumes {source}, which replaces "
-            "all weights; set only one of them"
-        )
-
-
-def global_batch_size(options: Config, ranks: int) -> int:
-    """Return the number of samples per step over all ranks."""
-    return options.train.global_batch_size or options.train.batch_size * ranks
-
-
-def _check_batch_norm(
-    network: BaseModel, global_batch: int, num_samples: int | None, options: Config, ranks: int
-) -> None:
-    """Raise OptionError for batches that are too small for batch norm: fewer than 2 images."""
-    if options.model.sync_batch_norm and ranks > 1:
-        return
     norms = {m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    if not norms.difference(network.kept_in_evaluation):
-        return
-    smallest = global_batch
-    if options.data.last_batch == "keep" and num_samples is not None:
-        smallest = num_samples % global_batch or global_batch
-    parts = ranks * options.train.micro_batches
-    if smallest // parts < 2:
+    if norms.difference(network.kept_in_evaluation) and smallest // parts < 2:
         raise OptionError(
             f"batch norm needs 2 or more images at once, but the smallest batch has {smallest}, in {parts} "
             "parts (ranks and micro-batches); increase train.batch_size, or set data.last_batch to pad"
@@ -260,9 +306,9 @@ def _likely_mistakes(run: Run) -> list[str]:
         mode_note(options, run.world.device),
         frozen_note(network),
         sparse_note(network) if not names_code(options.optim.optimizer) else "",
-        batch_note(global_batch_size(options, run.world.size), run.data.num_samples),
+        batch_note(run.global_batch, run.data.num_samples),
         warmup_note(run.rate.warmup_steps, run.total_steps),
-        threads_note(options),
+        threads_note(options.runtime.cpu_threads),
         idle_note(options, (arguments or {}) if run.is_custom else None),
     ]
 
@@ -277,8 +323,7 @@ def _rates(run: Run) -> str:
     elif "optim.lr" in options.adopted:
         source = "from the checkpoint"
     else:
-        batch = global_batch_size(options, run.world.size)
-        source = f"default: {DEFAULT_RATE:g} x global batch {batch} / {REFERENCE_BATCH}"
+        source = f"default: {DEFAULT_RATE:g} x global batch {run.global_batch} / {REFERENCE_BATCH}"
     parts = [
         f"learning rate {run.rate.base:.4g} ({source})",
         f"schedule {name_and_arguments(options.optim.schedule)[0]}",
@@ -289,3 +334,20 @@ def _rates(run: Run) -> str:
     if run.head.margin.is_auto_scale:
         parts.append(f"scale {run.head.margin.scale:.4g} (auto, {run.head.class_num:,} classes)")
     return ", ".join(parts)
+
+
+def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
+    """Return a line that lists options without effect, with the reasons, or an empty string.
+
+    made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
+    because `set_mixed_precision` sets many.
+    """
+    idle: dict[str, str] = {}
+    for path in ("model.dropout", "model.neck"):
+        mine, usual = options.get(path), find_option(path).default
+        is_other = made_with is not None and mine not in (usual, made_with.get(path.removeprefix("model.")))
+        if is_other and path in options.explicit:
+            idle[path] = "the custom network was constructed with another value"
+    idle |= {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
+    listed = ", ".join(f"{path} ({reason})" for path, reason in idle.items())
+    return f"note: these options have no effect in this run: {listed}" if idle else ""

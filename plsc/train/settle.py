@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +14,9 @@ from torch import nn
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.load import check_files
-from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, OpenedCheckpoint
 from plsc.checkpoint.tensor_files import shorten
-from plsc.config import Config, Options, find_option
+from plsc.config import Config, Options
 from plsc.config.options import CHECKPOINT
 from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
 from plsc.heads.weights import scale_bytes
@@ -28,7 +28,6 @@ from plsc.optim.schedule import Schedule
 from plsc.parallel.machine import usable_cores
 from plsc.train.build import with_margin
 from plsc.train.callbacks import Position
-from plsc.train.data import OpenedCheckpoint
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
@@ -47,54 +46,57 @@ def settle(
     else:
         path, manifest = checkpoint
         config = adopt(options, path, manifest, model, "run")
-        config = _keep_global_batch(config, path, manifest, ranks)
+        saved: int = manifest.scalars.get("global_batch", 0)
+        if saved < ranks:
+            raise OptionError(
+                f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer "
+                "ranks, or start from its weights with model.pretrained"
+            )
+        _check_batch(path, saved // ranks, config.model.image_shape, config.adopted)
+        train, explicit = config.train, config.explicit
+        before = manifest.options.get("train", {}).get("batch_size")
+        _check_global_batch(
+            path,
+            saved,
+            train.global_batch_size if "train.global_batch_size" in explicit else None,
+            # The script that set the batch size per rank may run on any number of ranks.
+            train.batch_size * ranks
+            if "train.batch_size" in explicit and before != train.batch_size
+            else None,
+        )
+        if train.batch_size * ranks != saved:
+            config = replace(
+                config.changed({"train.global_batch_size": saved}),
+                origins={**config.origins, "train.global_batch_size": CHECKPOINT},
+                differences=(*config.differences, *_ranks_line(ranks, manifest.world_size, saved)),
+            )
     if number := int(config.train.fast_dev_run):
         step = 0 if checkpoint is None else checkpoint[1].step
         config = config.changed({"train.steps": step + number, "train.limit_val_batches": number})
     return with_margin(config)
 
 
-def _keep_global_batch(options: Config, path: Path, manifest: Manifest, ranks: int) -> Config:
-    """Return the configuration with the checkpoint's global batch size, for any number of ranks.
+def _check_global_batch(path: Path, saved: int, wanted: int | None, product: int | None) -> None:
+    """Raise OptionError for another global batch than the checkpoint's, which a resumed run keeps.
 
-    A script with the same batch size per rank as before may run on any number of ranks. With another batch
-    size per rank, the global batch size must be the same. Raises OptionError if it is not, CheckpointError
-    for a damaged manifest.
+    wanted, product: as set by the script, directly or by the batch size per rank; None: not set.
     """
-    saved: int = manifest.scalars.get("global_batch", 0)
-    if saved < ranks:
-        raise OptionError(
-            f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer ranks, "
-            "or start from its weights with model.pretrained"
-        )
-    _check_batch(options, path, saved // ranks)
-    train = options.train
-    if "train.global_batch_size" in options.explicit and train.global_batch_size != saved:
-        raise OptionError(
-            f"train.global_batch_size is {train.global_batch_size}, but {path} was trained with {saved} "
-            "images per step, which a resumed run must keep; remove the option"
-        )
-    product = train.batch_size * ranks
-    if product == saved:
-        return options
-    before = manifest.options.get("train", {}).get("batch_size")
-    if "train.batch_size" in options.explicit and before != train.batch_size:
-        raise OptionError(
-            f"train.batch_size {train.batch_size} on {ranks} rank{'s' * (ranks > 1)} is a global batch of "
-            f"{product}, but {path} was trained with {saved}, which a resumed run keeps; remove the option"
-        )
-    kept = replace(
-        options.changed({"train.global_batch_size": saved}),
-        origins={**options.origins, "train.global_batch_size": CHECKPOINT},
-    )
-    if ranks == manifest.world_size:
-        return kept
+    for option, total in (("train.global_batch_size", wanted), ("train.batch_size x ranks", product)):
+        if total not in (None, saved):
+            raise OptionError(
+                f"{option} is {total}, but {path} was trained with {saved} images per step, which a resumed "
+                "run must keep; remove the option"
+            )
+
+
+def _ranks_line(ranks: int, before: int, saved: int) -> list[str]:
+    """Return a line about another number of ranks; saved: the global batch size."""
     share = f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
     line = (
-        f"ranks: {ranks} here, {manifest.world_size} in the checkpoint; the global batch size remains "
-        f"{saved}, with {share} images per rank"
+        f"ranks: {ranks} here, {before} in the checkpoint; the global batch size remains {saved}, with "
+        f"{share} images per rank"
     )
-    return replace(kept, differences=(*kept.differences, line))
+    return [] if ranks == before else [line]
 
 
 def adopt(
@@ -117,77 +119,80 @@ def adopt(
             )
         config = replace(config, arguments=safe_arguments(arguments))
     check_files(path, manifest)
-    _check_head(config, path, manifest)
+    sizes = ("head.class_num", "head.sub_centers", "model.emb_size")
+    adopted = {option: config.get(option) for option in sizes if option in config.adopted}
+    _check_head(path, manifest, adopted, are_in_files=config.head.weights_file is not None)
     # A network that the script sets is compared with the checkpoint when the weights are loaded.
     is_chosen = any(line.startswith("model.") for line in config.differences)
-    if model is None and not is_chosen and any(one.startswith("model.") for one in config.adopted):
-        _check_network(config, path, manifest)
+    if model is None and not is_chosen and any(option.startswith("model.") for option in config.adopted):
+        own = config.model
+        network = (name, own.emb_size, own.image_shape, own.dropout, own.neck, config.arguments)
+        _check_network(path, manifest, *network)
     if use == "model":
-        _check_batch(config, path, config.train.test_batch_size)
+        _check_batch(path, config.train.test_batch_size, config.model.image_shape, config.adopted)
     return config
 
 
-def _check_batch(config: Config, path: Path, images: int) -> None:
+def _check_batch(path: Path, images: int, shape: Sequence[int], adopted: frozenset[str]) -> None:
     """Raise CheckpointError if options from a checkpoint lead to batches of gigabytes per rank."""
-    sizes = {"train.batch_size", "train.global_batch_size", "model.image_shape"}
-    shape = list(config.model.image_shape)
-    if images * math.prod(shape) > _LARGEST_BATCH and config.adopted & sizes:
+    sizes = adopted & {"train.batch_size", "train.global_batch_size", "model.image_shape"}
+    if images * math.prod(shape) > _LARGEST_BATCH and sizes:
         raise CheckpointError(
-            f"{path} asks for {images} images of shape {shape} per rank and step, more than {_LARGEST_BATCH} "
-            f"elements; to use this size, set {' and '.join(sorted(config.adopted & sizes))} here"
+            f"{path} asks for {images} images of shape {list(shape)} per rank and step, more than "
+            f"{_LARGEST_BATCH} elements; to use this size, set {' and '.join(sorted(sizes))} here"
         )
 
 
-def _check_head(config: Config, path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if the sizes in the options differ from those of the class weights."""
-    infos = [
+def _check_head(path: Path, manifest: Manifest, adopted: Mapping[str, Any], are_in_files: bool) -> None:
+    """Raise CheckpointError if the sizes in the options differ from those of the class weights.
+
+    adopted: the sizes that come from the checkpoint. are_in_files: the class weights may be outside of it.
+    """
+    weights = [
         info
         for info in manifest.tensors.values()
-        if (info.role.kind, info.role.name) == (CLASS_WEIGHTS, "weight")
+        if (info.role.kind, info.role.name) == (CLASS_WEIGHTS, "weight") and len(info.shape) in (2, 3)
     ]
-    shapes = [
-        (*info.shape[:-1], info.shape[-1] - scale_bytes(info.dtype))
-        for info in infos
-        if len(info.shape) in (2, 3)
-    ]
-    if not shapes and config.head.weights_file is not None:
+    if not weights and are_in_files:
         return
+    shapes = [(*info.shape[:-1], info.shape[-1] - scale_bytes(info.dtype)) for info in weights]
     sizes = {
         "head.class_num": [rows for rows, *_ in shapes],
         "head.sub_centers": [(*centers, 1)[0] for _, *centers, _ in shapes],
         "model.emb_size": [size for *_, size in shapes],
     }
-    for option in sorted(config.adopted & sizes.keys()):
+    for option, value in sorted(adopted.items()):
         # Without a head, only the network has an embedding size.
         is_known = bool(shapes) or option != "model.emb_size"
-        if is_known and config.get(option) not in (None, *sizes[option]):
+        if is_known and value not in (None, *sizes[option]):
             if not shapes:
                 raise CheckpointError(
                     f"{path} has no class weights; if they are in files of its run, set head.weights_file "
                     "to their folder, or resume a copy that has them (plsc checkpoint copy)"
                 )
             raise CheckpointError(
-                f"{path} is damaged: {option} is {config.get(option)}, but its class weights have the shapes "
+                f"{path} is damaged: {option} is {value}, but its class weights have the shapes "
                 f"{', '.join(str(list(shape)) for shape in shapes[:3])}; choose another checkpoint"
             )
 
 
-def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
+def _check_network(
+    path: Path,
+    manifest: Manifest,
+    name: str,
+    emb_size: int,
+    image_shape: tuple[int, int, int],
+    dropout: float,
+    neck: str,
+    arguments: Mapping[str, Any],
+) -> None:
     saved = {info.role.name: info for info in manifest.tensors.values() if info.role.kind == BACKBONE}
-    options = config.model
     # A custom or third-party network may not work on the meta device.
-    is_foreign, is_wrong = names_code(options.name) or "/" in options.name, False
+    is_foreign, is_wrong = names_code(name) or "/" in name, False
     state = {}
     try:
         with torch.device("meta"):  # allocates no memory and skips initialisation
-            state = build_model(
-                options.name,
-                options.emb_size,
-                options.image_shape,
-                options.dropout,
-                options.neck,
-                config.arguments,
-            ).state_dict()
+            state = build_model(name, emb_size, image_shape, dropout, neck, arguments).state_dict()
     except (RuntimeError, TypeError):  # sizes that torch cannot represent
         is_wrong = not is_foreign
     except OptionError:
@@ -196,30 +201,12 @@ def _check_network(config: Config, path: Path, manifest: Manifest) -> None:
     wrong = [key for key, tensor in state.items() if key not in saved or saved[key].shape != tensor.shape]
     if wrong or is_wrong:
         raise CheckpointError(
-            f"{path} is damaged: its tensors do not fit {options.name} with embedding size "
-            f"{options.emb_size} and images of {list(options.image_shape)}{': ' * bool(wrong)}"
-            f"{shorten(wrong)}; choose another checkpoint"
+            f"{path} is damaged: its tensors do not fit {name} with embedding size {emb_size} and images of "
+            f"{list(image_shape)}{': ' * bool(wrong)}{shorten(wrong)}; choose another checkpoint"
         )
 
 
 _MOST_CALLS = 2**20  # of a schedule function, to look for a rate above 0
-
-
-def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
-    """Return a line that lists options without effect, with the reasons, or an empty string.
-
-    made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
-    because `set_mixed_precision` sets many.
-    """
-    idle: dict[str, str] = {}
-    for path in ("model.dropout", "model.neck"):
-        mine, usual = options.get(path), find_option(path).default
-        is_other = made_with is not None and mine not in (usual, made_with.get(path.removeprefix("model.")))
-        if is_other and path in options.explicit:
-            idle[path] = "the custom network was constructed with another value"
-    idle |= {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
-    listed = ", ".join(f"{path} ({reason})" for path, reason in idle.items())
-    return f"note: these options have no effect in this run: {listed}" if idle else ""
 
 
 def batch_note(global_batch: int, num_samples: int | None) -> str:
@@ -275,9 +262,9 @@ def sparse_note(network: nn.Module) -> str:
     return f"note: {', '.join(names)}: sparse gradients, updated without momentum and weight decay"
 
 
-def threads_note(options: Config) -> str:
+def threads_note(threads: int) -> str:
     """Return a line if there are more CPU threads than cores, else an empty string."""
-    threads, cores = options.runtime.cpu_threads, usable_cores()
+    cores = usable_cores()
     if threads <= cores:
         return ""
     return (

@@ -28,6 +28,7 @@ from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
+    METRICS_KEY,
     OPTIMIZER,
     RANK,
     STATISTICS,
@@ -36,7 +37,6 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
     parse_manifest,
 )
-from plsc.checkpoint.retention import METRICS_KEY
 from plsc.checkpoint.save import Tensors, info_of, local_of
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.config.option import is_finite_number
@@ -56,7 +56,7 @@ from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.storage.urls import without_secrets
-from plsc.train.run import Run, global_batch_size
+from plsc.train.callbacks import Run
 from plsc.train.settle import ARGUMENTS_KEY
 from plsc.values import decode, encode
 from plsc.version import __version__
@@ -443,7 +443,7 @@ def _own(run: Run, name: str) -> Role:
 def _scalars(run: Run) -> dict[str, Any]:
     """Return the numbers and names of a checkpoint, as plain JSON."""
     return {
-        "global_batch": global_batch_size(run.options, run.world.size),
+        "global_batch": run.global_batch,
         "steps_per_epoch": run.data.loader.steps_per_epoch,
         "length_step": run.length.step,
         "length_epoch": run.length.epoch,

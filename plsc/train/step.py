@@ -27,8 +27,8 @@ from plsc.parallel.collectives import max_over_ranks
 from plsc.seeds import hash_key
 from plsc.spans import span
 from plsc.train.build import distribute_backbone, training_mode
+from plsc.train.callbacks import Run
 from plsc.train.losses import LossReader, Pending, find_bad_layer, stop_at_bad_loss
-from plsc.train.run import Run, global_batch_size
 from plsc.train.settle import idle_parameters
 
 
@@ -139,7 +139,7 @@ class Step:
         if run.world.size > 1:  # DDP sums only the gradients of the parameters that it was made with
             buffers = BufferCopy([run.network])
             buffers.take()
-            sizes = global_batch_size(run.options, run.world.size)
+            sizes = run.global_batch
             run.trained_network = distribute_backbone(run.network, run.options, run.world, sizes)
             buffers.put_back()
         run.world.log(f"trained from now on: {shorten(new)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from plsc.config import Config
 from plsc.config.option import shown_value
 from plsc.data.alignment import Face
 from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
+from plsc.data.decode import ImageShape
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError, refusing
@@ -24,9 +25,10 @@ from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.storage.regular import check_inside
-from plsc.train.callbacks import TestReader
-from plsc.train.data import align_source, open_training_source
+from plsc.train.data import align_source, open_labelled
 
+TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]
+"""``reader(dataset_dir, val_targets)``, like plsc.utils.jpeg_reader.test."""
 NAME = "val"  # in results and metrics
 _DEFAULT_TARGET = "lfw"
 _FOLDS = 10
@@ -64,15 +66,26 @@ def _chosen(items: Sequence[Any], numbers: np.ndarray) -> Sequence[Any]:
     return [items[number] for number in numbers.tolist()]
 
 
-def open_pairs(path: str, name: str, options: Config, folder: str | None = None) -> Target:
-    """Return the pairs of a .bin file, or of a text list, whose images are below `folder`."""
+def open_pairs(
+    path: str,
+    name: str,
+    folder: str | None = None,
+    *,
+    allowed: Sequence[str] = (),
+    landmarks: str | None = None,
+    is_strict: bool = True,
+) -> Target:
+    """Return the pairs of a .bin file, or of a text list, whose images are below `folder`.
+
+    allowed: other folders where the images may be. landmarks, is_strict: see `align_source`.
+    """
     if path.endswith(".bin"):
         stored = read_pairs(path)
         return Target(name, stored.images, stored.is_same)
-    listed = read_pair_list(path, folder, options.data.allowed)
+    listed = read_pair_list(path, folder, allowed)
     numbers = np.arange(len(listed.images))
     names = [listed.images.listed(number) for number in numbers.tolist()]
-    images = ImagesOf(align_source(listed.images, options), numbers)
+    images = ImagesOf(align_source(listed.images, landmarks, is_strict), numbers)
     return Target(name, images, listed.is_same, listed.pairs, names)
 
 
@@ -84,8 +97,9 @@ def load_targets(
     limit: limit of the batches per file; at least ten pairs are left. Raises DataError for a missing or
     damaged file, or one with too few pairs for ten folds.
     """
-    names = options.data.val_targets
-    folder = Path(options.data.dataset_dir)
+    data = options.data
+    how: Any = {"allowed": data.allowed, "landmarks": data.landmarks, "is_strict": data.bad_images == "stop"}
+    names, folder = data.val_targets, Path(data.dataset_dir)
     if test_reader is not None:
         targets = _read_targets(test_reader, str(folder), names or _DEFAULT_TARGET)
     else:
@@ -98,13 +112,17 @@ def load_targets(
             is_list = listed.is_file() and not stored.is_file()
             place = listed if is_list else stored
             check_inside(place, folder)
-            targets.append(open_pairs(str(place), name, options))
+            targets.append(open_pairs(str(place), name, **how))
     for target in targets:
         same = int(target.is_same.sum())
         if len(target.is_same) < _FOLDS or same in (0, len(target.is_same)):
             raise DataError(
                 f"{target.name} has {len(target.is_same)} pairs, {same} of them of the same class; expected "
                 f"at least {_FOLDS} pairs, with both same and different classes"
+            )
+        if target.name == NAME and data.val_dir is not None:
+            raise OptionError(
+                f"data.val_targets has {NAME!r}, the name of the results on data.val_dir; rename it"
             )
     batch = options.train.test_batch_size * ranks / 2  # pairs
     return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]
@@ -148,31 +166,16 @@ class HeldOutSet:
 
 
 def open_held_out(
-    options: Config,
-    class_num: int,
-    class_names: ClassNames | None,
-    targets: Sequence[str],
-    limit: int | float,
-    world: World,
-) -> list[HeldOutSet]:
-    """Return the held-out set of `data.val_dir` in a list, which is empty if the option is not set.
+    options: Config, class_num: int, class_names: ClassNames | None, limit: int | float, world: World
+) -> HeldOutSet:
+    """Return the held-out set of `data.val_dir`.
 
-    class_num, class_names: the classes of the head; labels that are names are numbered like them. targets:
-    names of the pair files. limit: limit of the batches.
-
-    Raises:
-        DataError: there are no images, or an image has a class that the head lacks.
-        OptionError: a pair file has the same name in the results.
+    class_num, class_names: the classes of the head; labels that are names are numbered like them. limit:
+    limit of the batches. Raises DataError if there are no images, or an image has a class that the head
+    lacks.
     """
-    place = options.data.val_dir
-    if place is None:
-        return []
-    if NAME in targets:
-        raise OptionError(
-            f"data.val_targets has a pair file named {NAME!r}, which is the name of the results on "
-            "data.val_dir; rename the file"
-        )
-    source = open_training_source(options.changed({"data.dataset_dir": place}), None)
+    data, place = options.data, options.data.val_dir
+    source = open_labelled(str(place), data.format_arguments, data.landmarks, data.bad_images == "stop")
     if not len(source):
         raise DataError(f"data.val_dir {place} contains no images; choose another dataset")
     stored, own = source.labels(), class_names_of(source)
@@ -184,16 +187,8 @@ def open_held_out(
                 "the training data have no names; use class numbers, or the format argument label_map"
             )
         labels = class_names.numbers_of(own)[labels]
-    elif class_names is not None:  # a string of digits in a file may be a class number or a name
-        values = set(labels.tolist())
-        for number in range(len(class_names)):
-            name = class_names[number]
-            value = int(name) if name.isdecimal() and len(name) < 19 else number
-            if value != number and value in values:
-                raise DataError(
-                    f"label {value} in data.val_dir {place} may be a class number, or the name of class "
-                    f"{number}; use labels in a column class_name, or the format argument label_map"
-                )
+    elif class_names is not None:
+        _check_numbers(labels, class_names, str(place))
     unknown = np.flatnonzero((labels < 0) | (labels >= class_num))
     if len(unknown):
         first = int(unknown[0])
@@ -206,36 +201,57 @@ def open_held_out(
     if own is None and class_names is not None:
         world.log(f"data.val_dir: {first_and_last_class(source, class_names)}; its labels are class numbers")
     chosen = spread(labels, options.train.test_batch_size * world.size, limit)
-    return [HeldOutSet(ImagesOf(source, chosen), labels[chosen])]
+    return HeldOutSet(ImagesOf(source, chosen), labels[chosen])
+
+
+def _check_numbers(labels: np.ndarray, class_names: ClassNames, place: str) -> None:
+    """Raise DataError for a string of digits in a file that may be a class number or a name."""
+    values = set(labels.tolist())
+    for number in range(len(class_names)):
+        name = class_names[number]
+        value = int(name) if name.isdecimal() and len(name) < 19 else number
+        if value != number and value in values:
+            raise DataError(
+                f"label {value} in data.val_dir {place} may be a class number, or the name of class "
+                f"{number}; use labels in a column class_name, or the format argument label_map"
+            )
 
 
 def evaluate_targets(
     network: BaseModel,
     targets: Sequence[Target | HeldOutSet],
-    options: Config,
     world: World,
     head: Head | None = None,
+    *,
+    flip: bool,
+    image_shape: ImageShape,
+    batch_size: int,
+    num_threads: int,
 ) -> dict[str, Any]:
     """Return a VerificationResult per pair file, a ClassificationResult for a held-out set; a collective.
 
-    Results are identical on all ranks. head: needed for a held-out set.
+    Results are identical on all ranks. head: needed for a held-out set. flip: of pairs, add the embeddings
+    of the mirrored images. The others are arguments of `embed_images`.
     """
     results: dict[str, Any] = {}
     for target in targets:
         is_labelled = isinstance(target, HeldOutSet)
-        embeddings = embed(
+        embeddings = embed_images(
             network,
             target.images,
-            options,
-            world,
-            target.name,
-            flip=options.data.flip and not is_labelled and network.example_input is None,
+            image_shape,
+            batch_size=batch_size,
+            device=world.device,
+            flip=flip and not is_labelled and network.example_input is None,
+            world=world,
+            name=target.name,
+            num_threads=num_threads,
             gather=not is_labelled,
         )
         if isinstance(target, HeldOutSet):
             assert isinstance(head, Head)
             results[target.name] = classify(
-                head, embeddings, target.labels, batch_size=options.train.test_batch_size, world=world
+                head, embeddings, target.labels, batch_size=batch_size, world=world
             )
         else:
             results[target.name] = verify_target(embeddings, target, world)
@@ -246,18 +262,3 @@ def verify_target(embeddings: np.ndarray, target: Target, world: World) -> Verif
     """Return the result of one rank on all ranks, so that it is identical; a collective."""
     result = vars(verify(embeddings, target.is_same, _FOLDS, target.pairs)) if world.is_main else None
     return VerificationResult(**world.broadcast_object(result))
-
-
-def embed(model: BaseModel, images: Any, options: Config, world: World, name: str, **how: Any) -> np.ndarray:
-    """Return the embeddings of images with the options of a run; how: other arguments of `embed_images`."""
-    return embed_images(
-        model,
-        images,
-        options.model.image_shape,
-        batch_size=options.train.test_batch_size,
-        device=world.device,
-        world=world,
-        name=name,
-        num_threads=options.data.num_workers,
-        **how,
-    )

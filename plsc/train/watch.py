@@ -5,13 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import platform
-import shutil
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -26,9 +22,6 @@ from plsc.parallel.world import World, other_ranks
 from plsc.storage.regular import open_regular
 from plsc.train.callbacks import Callback, Context
 from plsc.train.data import Loader
-from plsc.train.folder import Directories, Start
-from plsc.train.losses import BAD_BATCH_NAME
-from plsc.train.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -313,19 +306,6 @@ class MaxTime(Callback):
         self._used = float(state["used"])
 
 
-def in_temporary_folder(start: Start, world: World) -> Start:
-    """Return the start with a temporary folder and without a store; a collective."""
-    folder = world.broadcast_object(tempfile.mkdtemp(prefix="plsc-") if world.is_main else "")
-    note = "train.fast_dev_run: a few batches of training and of each evaluation; nothing is saved"
-    return replace(start, local=Path(folder), url=None, note=note)
-
-
-def remove_temporary(directories: Directories) -> None:
-    """Delete the temporary folder, unless it has the batch of a loss that was not finite."""
-    if directories.is_owner and not (directories.local / BAD_BATCH_NAME).exists():
-        shutil.rmtree(directories.local, ignore_errors=True)
-
-
 COLLAPSED = 3.0
 """Effective rank of a batch's embeddings below which a network counts as collapsed.
 
@@ -335,81 +315,30 @@ that end near chance, while the loss falls in both (docs/not_learning.md).
 _MOST_PATIENCE = 2000
 """Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
 _SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
-_RISEN = 1.05  # ratio of the medians of the two halves of the losses
-_SURE = 3.0  # standard deviations of their rank sum
-_FEWEST_LOSSES, _MOST_LOSSES = 16, 10_000
 _PAGE = "see docs/not_learning.md"
 
 
 class LearningCheck(Callback):
-    """Warns, once per reason, if a run does not learn; the result is identical on all ranks.
+    """Warns, once per reason, if the embeddings are equal or collapse; the result is identical on all ranks.
 
     Args:
         smallest: the smaller of the embedding size and the number of classes.
         warmup_steps: warm-up steps of the learning rate.
         total_steps: steps of the run, None if unknown.
-        watches_loss: whether to warn about an increasing loss: only for a network that is trained from
-            scratch without margin warm-up.
     """
 
-    def __init__(self, smallest: int, warmup_steps: int, total_steps: int | None, watches_loss: bool) -> None:
+    def __init__(self, smallest: int, warmup_steps: int, total_steps: int | None) -> None:
         self._smallest = smallest
         self._warmup_steps = warmup_steps
         self._patience = max(2 * warmup_steps, min(_MOST_PATIENCE, (total_steps or 2000) // 2))
-        self._watches_loss = watches_loss
-        self._losses: list[float] = []
         self._low_since: int | None = None
         self._reported: set[str] = set()
-
-    @staticmethod
-    def of(run: Run, is_resumed: bool) -> LearningCheck:
-        """Return the check of a run."""
-        starts_afresh = not is_resumed and run.options.model.pretrained is None
-        return LearningCheck(
-            min(run.options.model.emb_size, run.head.class_num),
-            run.rate.warmup_steps,
-            run.total_steps,
-            watches_loss=starts_afresh and not run.options.head.margin_warmup_steps,
-        )
-
-    def after_step(self, context: Context) -> None:
-        """Add the losses that are known."""
-        for loss, _ in context.losses:
-            if math.isfinite(loss):
-                self.add_loss(context.epoch, loss)
 
     def logged(self, context: Context) -> None:
         """Log the warnings."""
         batch = context.output.batch // context.options.train.micro_batches
         rank = context.metrics["effective_rank"]
-        for line in (self.spread(context.step, rank, batch), self.rising(context.epoch)):
-            context.world.log(line, logging.WARNING)
-
-    def epoch_end(self, context: Context) -> None:
-        """Log the warning about the loss of the first epoch."""
-        context.world.log(self.rising(context.epoch), logging.WARNING)
-
-    def add_loss(self, epoch: int, loss: float) -> None:
-        """Add the loss of a step; only losses of the first epoch count, or the first few of the run."""
-        count = len(self._losses)
-        if self._watches_loss and count < (_MOST_LOSSES if epoch == 0 else _FEWEST_LOSSES):
-            self._losses.append(loss)
-
-    def rising(self, epoch: int) -> str | None:
-        """Return a warning if the loss increases during the first epoch."""
-        half = len(self._losses) // 2
-        if not self._watches_loss or half < _FEWEST_LOSSES // 2:
-            return None
-        self._watches_loss = epoch == 0
-        first, second = self._losses[:half], self._losses[half:]
-        before, after = statistics.median(first), statistics.median(second)
-        if after < _RISEN * before or _rank_difference(first, second) < _SURE:
-            return None
-        self._watches_loss = False
-        return (
-            f"the loss increases: its median is {before:.4g} over the first {half} steps and "
-            f"{after:.4g} over the next {len(second)}; use a tenth of the learning rate ({_PAGE})"
-        )
+        context.world.log(self.spread(context.step, rank, batch), logging.WARNING)
 
     def spread(self, step: int, effective_rank: float | None, batch: int) -> str | None:
         """Return a warning if the embeddings of a batch are all equal or nearly collinear."""
@@ -438,18 +367,6 @@ class LearningCheck(Callback):
             "classes even if the loss falls. Start again with a third of the rate, optim.clip_norm 5, "
             f"or a longer warm-up ({_PAGE})"
         )
-
-
-def _rank_difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return by how many standard deviations `second` exceeds `first` (Mann-Whitney U test).
-
-    Ties count as not exceeding.
-    """
-    order = sorted([(loss, 0) for loss in second] + [(loss, 1) for loss in first])
-    ranks = sum(rank for rank, (_, half) in enumerate(order, 1) if half == 0)
-    m, n = len(first), len(second)
-    above = ranks - n * (n + 1) / 2 - m * n / 2
-    return above / math.sqrt(m * n * (m + n + 1) / 12)
 
 
 class DataWait(Callback):

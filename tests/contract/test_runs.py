@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from plsc.checkpoint.retention import checkpoints_in
+from plsc.checkpoint.manifest import checkpoints_in
 from plsc.cli import main
 from plsc.parallel.world import World
 from plsc.storage.store import Store
 from plsc.storage.urls import open_filesystem
-from plsc.train.folder import open_load_dir
+from plsc.train.folder import RunFolder
 from plsc.train.loop import TrainResult
 from tests.images import write_dataset
 from tests.resuming import losses_of, options_of, train
@@ -75,10 +75,9 @@ def test_a_run_saves_prunes_restarts_and_resumes_in_every_store(url, dataset, tm
     assert content(store) == first
     assert "version_2" not in store.names()
 
-    assert open_load_dir(settings(dataset, url, **last), WORLD)[1].step == 8
-    best = settings(dataset, url, checkpoint__load_dir="best")
+    assert RunFolder(WORLD, url, load_dir="last").find()[1].step == 8
     named = json.loads(again.read("best.json", 1000))["path"]
-    assert open_load_dir(best, WORLD)[1] == dict(checkpoints_in(again))[named]
+    assert RunFolder(WORLD, url, load_dir="best").find()[1] == dict(checkpoints_in(again))[named]
     capsys.readouterr()
     assert main(["checkpoint", "list", f"{url}/version_1"]) == 0
     assert "3: step 8, epoch 4" in capsys.readouterr().out

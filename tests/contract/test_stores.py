@@ -24,9 +24,9 @@ from plsc.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import HeadInfo
+from plsc.checkpoint.manifest import HeadInfo, checkpoints_in, manifest_in, read_manifest
 from plsc.checkpoint.remote import claim, clean, fetch, push, upload, verify
-from plsc.checkpoint.retention import checkpoints_in, manifest_in, prune
+from plsc.checkpoint.save import prune
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
 from plsc.storage.store import Store, staged
@@ -52,8 +52,8 @@ def save(folder: Path, name: str, step: int, rows: int = 5, **metrics: float) ->
 
 
 def send(path: Path, store: Store, on_bytes=None, token="") -> None:
-    files = [one.name for one in path.glob("*.safetensors")]
-    upload(path, store, files, WORLD, on_bytes, token)
+    manifest = read_manifest(path)
+    upload(path, store, manifest, list(manifest.files), WORLD, on_bytes, token)
 
 
 def test_files_and_folders_are_written_and_read_back(url, tmp_path):
@@ -174,7 +174,7 @@ def test_an_incomplete_checkpoint_is_refused_and_nothing_is_replaced(url, tmp_pa
     content = bytearray((good / data).read_bytes())
     content[-1] ^= 1
     (tmp_path / "flipped").write_bytes(content)
-    text = manifest_in(store, "1")[1]
+    text = manifest_in(store, "1").to_json().encode()
     store.write("1/manifest.json", text.replace(b'"step": 1', b'"step": 2'))  # differs from the local one
     store.put(tmp_path / "flipped", f"1/{data}")
     with pytest.raises(CheckpointError, match="is damaged: its checksum"):

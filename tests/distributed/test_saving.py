@@ -12,8 +12,8 @@ import pytest
 
 from plsc import Entry
 from plsc.checkpoint import list_checkpoints
+from plsc.checkpoint.manifest import checkpoints_in
 from plsc.checkpoint.remote import verify
-from plsc.checkpoint.retention import checkpoints_in
 from plsc.cli import main
 from plsc.errors import CheckpointError, NotSavedError, OptionError
 from plsc.storage.store import Store

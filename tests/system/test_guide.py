@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from plsc import Entry
-from plsc.checkpoint.retention import checkpoints_in
+from plsc.checkpoint.manifest import checkpoints_in
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.models.resnet import SmallResNet

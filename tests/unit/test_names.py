@@ -9,7 +9,7 @@ from plsc.models.registry import NETWORKS
 from plsc.optim.optimizers import OPTIMIZERS
 from plsc.predict.protocols import Evaluator, ProtocolData
 from plsc.train.log import LOGGERS
-from plsc.train.train import CALLBACKS
+from plsc.train.run import CALLBACKS
 
 
 def test_names_are_those_of_the_owners():

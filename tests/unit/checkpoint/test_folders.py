@@ -19,7 +19,7 @@ from plsc.checkpoint import (
 )
 from plsc.checkpoint.manifest import HeadInfo
 from plsc.checkpoint.remote import clean
-from plsc.checkpoint.retention import prune
+from plsc.checkpoint.save import prune
 from plsc.parallel.world import World
 from plsc.storage.store import Store
 from tests.distributed.launch import run_code

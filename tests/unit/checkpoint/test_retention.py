@@ -5,7 +5,7 @@ import torch
 
 from plsc.checkpoint import Manifest, Retention, Snapshot, save_checkpoint
 from plsc.checkpoint.manifest import HeadInfo
-from plsc.checkpoint.retention import prune
+from plsc.checkpoint.save import prune
 from plsc.parallel.world import World
 from plsc.storage.store import Store
 from tests.roles import role_of_key

@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 
 from plsc.config import Options
+from plsc.config.option import read_arguments
 from plsc.data.augment import Augmentation
 from plsc.data.loader import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
-from plsc.train.data import NO_AUGMENTATION, make_recipe, open_rank_source, open_training_data
+from plsc.train.data import NO_AUGMENTATION, open_rank_source, open_training_data
 from plsc.utils import base64_reader
 from tests.images import write_dataset
 
@@ -299,18 +300,20 @@ class Nothing:
 
 
 def test_augmentation_switched_off_leaves_images_alone():
-    options = Options()
     arguments = {
         "crop_padding": 4,
         "colour_jitter": (0.1, 0.2, 0.3),
         "low_resolution": 0.5,
         "random_erasing": 0.5,
     }
-    options.set("data.augmentation", arguments)
-    switched = make_recipe(options, None, 10).augmentation
+    switched = read_arguments(Augmentation, arguments, "data.augmentation")
     assert all(vars(switched).values())  # every kind is on, a new one must be added above
+    options = Options()
+    options.set("data.augmentation", arguments)
     options.set_together(NO_AUGMENTATION)
-    assert make_recipe(options, None, 10).augmentation == Augmentation(flip=False)
+    left = options.data.augmentation
+    assert read_arguments(Augmentation, left, "data.augmentation") == Augmentation()
+    assert options.data.flip is False
 
 
 def test_an_argument_that_the_order_does_not_have_is_refused(dataset):

@@ -189,7 +189,15 @@ def test_evaluation_is_in_float32(dataset, tmp_path):
     for name in ("float32", "bfloat16"):
         made = options(dataset, tmp_path / name, model__name="SmallResNet", precision__mode=name)
         run = build_run(made, WORLD, UserParts())
-        result = evaluate_targets(run.network, load_targets(made), made, WORLD)["lfw"]
+        result = evaluate_targets(
+            run.network,
+            load_targets(made),
+            WORLD,
+            flip=True,
+            image_shape=(3, 16, 16),
+            batch_size=8,
+            num_threads=0,
+        )["lfw"]
         accuracies[name] = (result.threshold, result.accuracy)
     assert accuracies["float32"] == accuracies["bfloat16"]
 

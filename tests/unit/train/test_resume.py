@@ -17,7 +17,7 @@ from plsc.config import Options
 from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
 from plsc.parallel.world import World
 from plsc.train.callbacks import FunctionCallback, UserParts
-from plsc.train.folder import open_load_dir, resolve_checkpoint
+from plsc.train.folder import RunFolder
 from plsc.train.settle import settle
 from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
@@ -156,6 +156,11 @@ def trained(dataset, tmp_path_factory):
     return save_dir
 
 
+def open_load_dir(options, world):
+    place = options.checkpoint
+    return RunFolder(world, place.save_dir, place.upload_dir, place.load_dir, place.download_dir).find()
+
+
 def manifest_of(trained, **changes):
     return dataclasses.replace(read_manifest(trained / "1"), **changes)
 
@@ -196,7 +201,6 @@ def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks_and_refuses
 
 def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(trained):
     options = options_of("unused", trained, checkpoint__load_dir="last")
-    assert resolve_checkpoint(options, WORLD, ())[0][0] == trained / "1"
     assert open_load_dir(options, WORLD)[0] == trained / "1"
     options.set("checkpoint.load_dir", "best")
     file = trained / "best.json"
@@ -204,7 +208,7 @@ def test_last_is_the_newest_checkpoint_and_best_the_one_that_best_json_names(tra
     assert open_load_dir(options, WORLD)[0] == trained / best
     # As a folder that was moved: only the name counts.
     file.write_text('{"path": "/somewhere/else/0", "metric": "loss", "value": 1.5}')
-    assert resolve_checkpoint(options, WORLD, ())[0][0] == trained / "0"
+    assert open_load_dir(options, WORLD)[0] == trained / "0"
     file.write_text('{"path": "7"}')
     with pytest.raises(CheckpointError, match="names '7', which does not exist"):
         open_load_dir(options, WORLD)

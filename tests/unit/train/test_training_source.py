@@ -16,9 +16,9 @@ from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World
 from plsc.terminal import on_terminal
 from plsc.train.callbacks import UserParts
-from plsc.train.data import open_training_data, open_training_source
+from plsc.train.data import open_labelled, open_training_data
+from plsc.train.run import run_training
 from plsc.train.targets import load_targets
-from plsc.train.train import run_training
 from tests.images import write_dataset, write_pair_file
 
 
@@ -39,13 +39,13 @@ def options_of(location: object, **more: str) -> Options:
 def test_columns_and_the_label_map_reach_the_source(tmp_path):
     (tmp_path / "train.csv").write_text("photo,label,who\na.jpg,3,bo\nb.jpg,4,al\n")
     (tmp_path / "map.json").write_text('{"al": 8, "bo": 9}')
-    source = open_training_source(options_of(tmp_path / "train.csv", image_column="photo"), None)
+    source = open_labelled(tmp_path / "train.csv", {"image_column": "photo"})
     assert source.labels().tolist() == [3, 4]
     more = {"label_column": "who", "label_map": str(tmp_path / "map.json")}
-    options = options_of(tmp_path / "train.csv", image_column="photo", **more)
-    assert open_training_source(options, None).labels().tolist() == [9, 8]
+    source = open_labelled(tmp_path / "train.csv", {"image_column": "photo", **more})
+    assert source.labels().tolist() == [9, 8]
     with pytest.raises(OptionError, match="no image column"):
-        open_training_source(options_of(tmp_path / "train.csv"), None)
+        open_labelled(tmp_path / "train.csv")
 
 
 def test_wrong_readers_are_reported_with_what_was_expected(tmp_path):
@@ -65,7 +65,7 @@ def test_wrong_readers_are_reported_with_what_was_expected(tmp_path):
 def test_the_training_data_may_be_a_url(tmp_path):
     folder = write_dataset(tmp_path / "set", classes=2, per_class=2)
     convert(str(folder), "memory://training-source/train.rec")
-    source = open_training_source(options_of("memory://training-source/train.rec"), None)
+    source = open_labelled("memory://training-source/train.rec")
     assert type(source) is RecordIOSource
     assert source.labels().tolist() == [0, 0, 1, 1]
 
