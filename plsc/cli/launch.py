@@ -33,6 +33,7 @@ from plsc.terminal import stop_signals
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
 
 logger = logging.getLogger(__name__)
 _RANK_PROCESS = Path(__file__).with_name("rank_process.py")
@@ -69,20 +70,9 @@ def run_launch(
     ranks = _choose_devices(devices, nproc)
     _set_threads(cpu_threads, ranks)
 
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
-    if is_alone and not log_dir:  # else each rank also writes its error
-        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    if nodes[0] < nodes[1]:  # torch 2.15 needs it for nodes that join later
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if is_alone:  # nothing listens to other machines
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = min(socket.if_nameindex())[1]
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # rank 0's lines at once
+    _set_variables(nodes, log_dir)
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig
 
     # torch restarts the ranks of several machines together.
     own_restarts, its_restarts = (max_restarts, 0) if is_alone else (0, max_restarts)
@@ -94,7 +84,7 @@ def run_launch(
     if hasattr(LaunchConfig, "signals_to_handle"):  # not in every torch that we support
         more["signals_to_handle"] = ",".join(number.name for number in stop_signals(signal.SIGQUIT))
     rank_process = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), "both" if log_dir else "apart"]
-    command = [sys.executable, "-u", *(["-m"] if m else []), *script]
+    command = [*rank_process, sys.executable, "-u", *(["-m"] if m else []), *script]
     with tempfile.TemporaryDirectory(prefix=LAUNCH_PREFIX) as errors:
         config = LaunchConfig(
             min_nodes=nodes[0],
@@ -111,24 +101,47 @@ def run_launch(
             log_line_prefix_template="${role_name}",  # empty, so that lines are as the rank wrote them
             **more,
         )
-        try:
-            for attempt in itertools.count(1):
-                try:
-                    elastic_launch(config, sys.executable)(*rank_process, *command)
-                    return
-                except ChildFailedError as error:
-                    failure = _failure(*error.get_first_failure(), logs)
-                if attempt > own_restarts or failure.exit_code in _FINAL:
-                    raise failure
-                logger.warning("%s; starting all ranks again (%d of %d)", failure, attempt, own_restarts)
-        except (RendezvousError, socket.gaierror) as error:
-            raise DistributedError(
-                f"lost or could not make the connection to the other machines at {rdzv_endpoint}: "
-                f"{kind_and_line(error.__cause__ or error)}; start plsc launch on all of them"
-            ) from error
-        except SignalException as error:
-            logger.info("all ranks of this machine have ended after %s", error.sigval.name)
-            raise SystemExit(128 + error.sigval) from None
+        _run_ranks(config, command, own_restarts, logs)
+
+
+def _set_variables(nodes: tuple[int, int], log_dir: str | None) -> None:
+    """Set what torch and the ranks read from the environment; print rank 0's lines at once."""
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
+    if nodes[1] == 1 and not log_dir:  # else each rank also writes its error
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    if nodes[0] < nodes[1]:  # torch 2.15 needs it for nodes that join later
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if nodes[1] == 1:  # nothing listens to other machines
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = min(socket.if_nameindex())[1]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+def _run_ranks(config: LaunchConfig, command: list[str], restarts: int, logs: dict[int, Path]) -> None:
+    """Start the ranks and wait for them; start them again after a failure, at most so many times."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        for attempt in itertools.count(1):
+            try:
+                elastic_launch(config, sys.executable)(*command)
+                return
+            except ChildFailedError as error:
+                failure = _failure(*error.get_first_failure(), logs)
+            if attempt > restarts or failure.exit_code in _FINAL:
+                raise failure
+            logger.warning("%s; starting all ranks again (%d of %d)", failure, attempt, restarts)
+    except (RendezvousError, socket.gaierror) as error:
+        raise DistributedError(
+            f"lost or could not make the connection to the other machines at {config.rdzv_endpoint}: "
+            f"{kind_and_line(error.__cause__ or error)}; start plsc launch on all of them"
+        ) from error
+    except SignalException as error:
+        logger.info("all ranks of this machine have ended after %s", error.sigval.name)
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _register(is_alone: bool) -> str:
