@@ -55,7 +55,6 @@ NOT_CHECKPOINTS = {
     "loss.png",
     "best.json",
     "bad_samples.txt",
-    *(f"log-rank{rank}.txt" for rank in range(1, 8)),
 }
 
 Facts = dict[str, Any]

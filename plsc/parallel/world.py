@@ -25,11 +25,6 @@ from plsc.errors import LAUNCH_PREFIX, DistributedError, OptionError, PlscError,
 from plsc.values import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
-other_ranks = logging.getLogger("plsc.other_ranks")
-"""Messages that rank 0 prints, on the other ranks: only for their log files."""
-other_ranks.setLevel(logging.INFO)
-other_ranks.propagate = False
-other_ranks.addHandler(logging.NullHandler())
 
 _LEAVE_SECONDS = 5.0  # a failed rank never arrives
 
@@ -147,9 +142,9 @@ class World:
         return self.rank == 0
 
     def log(self, text: str | None, level: int = logging.INFO) -> None:
-        """Log a message, line by line: on rank 0; on other ranks only in their log files."""
-        for line in text.splitlines() if text else ():
-            (logger if self.is_main else other_ranks).log(level, shown(line))
+        """Log a message, line by line, on rank 0."""
+        for line in text.splitlines() if text and self.is_main else ():
+            logger.log(level, shown(line))
 
     def in_background(self, group: dist.ProcessGroup | None) -> World:
         """Return a copy for a background thread that uses only this gloo group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from plsc.config import Config, Options, find_option
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.config.option import load_function, name_and_arguments
 from plsc.config.train import listed_names
+from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError, refusing, suggest
 from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
@@ -24,6 +26,7 @@ from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.names import names_code
 from plsc.optim.loss_scaling import LossScaler
+from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 from plsc.train.average import WeightAverage
 from plsc.train.build import (
@@ -48,7 +51,7 @@ from plsc.train.loop import Trainer, TrainResult
 from plsc.train.losses import BAD_BATCH_NAME
 from plsc.train.restore import opened_weights, restore, start_from_pretrained
 from plsc.train.saving import Saver
-from plsc.train.settle import batch_note, frozen_note, settle, sparse_note, threads_note, warmup_note
+from plsc.train.settle import frozen_note, settle, threads_note, warmup_note
 from plsc.train.snapshot import seed_generators
 from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
 from plsc.train.watch import DataWait, LearningCheck, Progress
@@ -93,7 +96,11 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
-        DataWait.of(run.data.loader, run.world),
+        DataWait(
+            run.options.data.num_workers,
+            isinstance(run.data.loader, ReaderLoader),
+            max(1, usable_cores() // run.world.all_gather_object(platform.node()).count(platform.node())),
+        ),
         LearningCheck(
             min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
         ),
@@ -305,8 +312,6 @@ def _likely_mistakes(run: Run) -> list[str]:
     return [
         mode_note(options, run.world.device),
         frozen_note(network),
-        sparse_note(network) if not names_code(options.optim.optimizer) else "",
-        batch_note(run.global_batch, run.data.num_samples),
         warmup_note(run.rate.warmup_steps, run.total_steps),
         threads_note(options.runtime.cpu_threads),
         idle_note(options, (arguments or {}) if run.is_custom else None),

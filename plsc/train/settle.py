@@ -23,7 +23,6 @@ from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import names_code
-from plsc.optim.optimizers import sparse_parameters
 from plsc.optim.schedule import Schedule
 from plsc.parallel.machine import usable_cores
 from plsc.train.build import with_margin
@@ -209,16 +208,6 @@ def _check_network(
 _MOST_CALLS = 2**20  # of a schedule function, to look for a rate above 0
 
 
-def batch_note(global_batch: int, num_samples: int | None) -> str:
-    """Return a line if a batch is larger than the dataset, else an empty string."""
-    if num_samples is None or global_batch <= num_samples:
-        return ""
-    return (
-        f"note: the global batch of {global_batch} images is larger than the dataset of {num_samples}: each "
-        f"step uses every image {global_batch / num_samples:.1f} times"
-    )
-
-
 def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
     """Return a line if the warm-up may not be shorter than the run, else an empty string."""
     if total_steps is None:
@@ -251,15 +240,6 @@ def idle_parameters(network: nn.Module) -> str:
         f"{len(idle)} of {len(trained)} trainable parameters have no gradient and are not trained, such as "
         f"{idle[0]}: the output of the network is detached, or does not use them"
     )
-
-
-def sparse_note(network: nn.Module) -> str:
-    """Return a line if there are parameters with sparse gradients, else an empty string."""
-    sparse = sparse_parameters(network)
-    names = [name for name, parameter in network.named_parameters() if parameter in sparse]
-    if not names:
-        return ""
-    return f"note: {', '.join(names)}: sparse gradients, updated without momentum and weight decay"
 
 
 def threads_note(threads: int) -> str:

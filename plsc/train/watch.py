@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from plsc.data.batch import BadSample
-from plsc.data.reader import ReaderLoader
 from plsc.data.samples import LIST_NAME, BadSampleList
-from plsc.parallel.machine import usable_cores
-from plsc.parallel.world import World, other_ranks
-from plsc.storage.regular import open_regular
+from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, Context
-from plsc.train.data import Loader
 
 logger = logging.getLogger(__name__)
 
@@ -120,36 +114,20 @@ class Meter:
 SLOW_STEP = 10.0  # seconds
 _BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
 _COUNT = "{desc} step {n_fmt}{postfix}"  # of unknown length
-_plsc = logging.getLogger("plsc")
-
-
-class _LogFile(logging.FileHandler):
-    def _open(self) -> TextIOWrapper:
-        return TextIOWrapper(open_regular(self.baseFilename, mode="ab"), self.encoding)
 
 
 class Progress(Callback):
-    """Logs the metrics and evaluations of a run, and shows a progress bar on a terminal.
-
-    Ranks other than 0 append the same lines, and their own warnings, to ``log-rank<r>.txt``.
-    """
+    """Logs the metrics and evaluations of a run, and shows a progress bar on a terminal; on rank 0."""
 
     def __init__(self) -> None:
         self._time_left = TimeLeft()
         self._bar: tqdm | None = None
-        self._file: logging.Handler | None = None
         self._first_step = 0
 
     def run_start(self, context: Context) -> None:
-        """Open the progress bar or the log file."""
+        """Open the progress bar."""
         self._first_step = context.step + 1
-        if not context.is_main:
-            context.folder.mkdir(parents=True, exist_ok=True)
-            self._file = _LogFile(context.folder / f"log-rank{context.rank}.txt", encoding="utf-8")
-            self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            for log in (_plsc, other_ranks):
-                log.addHandler(self._file)
-        elif sys.stderr.isatty() and _plsc.isEnabledFor(logging.INFO):
+        if context.is_main and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
             total = context.total_steps
             shape = _BAR if total else _COUNT
             self._bar = tqdm(total=total, initial=context.step, dynamic_ncols=True, bar_format=shape)
@@ -184,18 +162,11 @@ class Progress(Callback):
             context.world.log(f"{epoch} step {context.step} {name}: {result.summary()}")
 
     def run_end(self, context: Context) -> None:
-        """Close the progress bar or the log file."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
-        if self._file is not None:
-            for log in (_plsc, other_ranks):
-                log.removeHandler(self._file)
-            self._file.close()
 
-    def exception(self, context: Context) -> None:
-        """Write the error to the log file; close the progress bar or the log file."""
-        other_ranks.error("%s: %s", type(context.error).__name__, context.error)
-        self.run_end(context)
+    exception = run_end
 
     def _numbers(self, context: Context, loss: float | None) -> str:
         """Return ``loss 5.876 accuracy 0.912 lr 0.1 429 images/s 23s left``, as far as known."""
@@ -370,36 +341,27 @@ class LearningCheck(Callback):
 
 
 class DataWait(Callback):
-    """Measures how long the first steps wait for their batches, and suggests a remedy once.
+    """Measures how long the first steps of rank 0 wait for their batches, and suggests a remedy once.
 
-    workers: workers per rank. is_generator: whether one process makes all batches, for any `workers`.
+    workers: workers per rank. is_generator: whether one process makes all batches, for any `workers`. cores:
+    per rank.
     """
 
     SHARE = 0.05  # smallest share of a step that is reported
     SKIPPED = 5  # steps at the start of the run and of each epoch, while workers fill their queue
     MEASURED = 40  # steps
 
-    def __init__(self, world: World, workers: int, is_generator: bool) -> None:
-        self._world = world
-        self._workers = workers
-        self._is_generator = is_generator
+    def __init__(self, workers: int, is_generator: bool, cores: int) -> None:
+        self._workers, self._is_generator, self._cores = workers, is_generator, cores
         self._passed = self._measured = 0
         self._wait = self._step = 0.0
 
-    @staticmethod
-    def of(loader: Loader, world: World) -> DataWait:
-        """Return the measurement for a loader."""
-        if isinstance(loader, ReaderLoader):
-            return DataWait(world, int(loader.ahead), is_generator=True)
-        return DataWait(world, loader.num_workers, is_generator=False)
-
     def after_step(self, context: Context) -> None:
         """Add a step, and log the hint."""
-        line = self.add(context.step_in_epoch, context.data_seconds, context.step_seconds)
-        context.world.log(line)
+        context.world.log(self.add(context.step_in_epoch, context.data_seconds, context.step_seconds))
 
     def add(self, step_in_epoch: int, wait: float, step: float) -> str | None:
-        """Add a step and return a tuning hint if there is one; a collective at the last measured step.
+        """Add a step and return a tuning hint after the last measured one, if there is one.
 
         step_in_epoch: counts from 1. wait, step: seconds of waiting for the batch, and of the whole step.
         """
@@ -407,33 +369,22 @@ class DataWait(Callback):
         if min(self._passed, step_in_epoch) <= self.SKIPPED or self._measured == self.MEASURED:
             return None
         self._measured += 1
-        self._wait += wait
-        self._step += step
-        if self._measured < self.MEASURED:
+        self._wait += wait / self.MEASURED
+        self._step += step / self.MEASURED
+        if self._measured < self.MEASURED or self._wait < self.SHARE * self._step:
             return None
-        mine = (self._wait / self.MEASURED, self._step / self.MEASURED, platform.node())
-        everywhere = self._world.all_gather_object(mine)
-        wait, step, host = max(everywhere, key=lambda one: one[0] / one[1])
-        neighbours = sum(one[2] == host for one in everywhere)
-        return self._advise(wait, step, max(1, usable_cores() // neighbours))
-
-    def _advise(self, wait: float, step: float, cores: int) -> str | None:
-        if wait < self.SHARE * step:
-            return None
-        workers = self._workers
-        # Time of a worker per batch, if all are busy, divided by the rest of the step; plus 10 %.
-        reading = step * workers if workers else wait
-        wanted = max(workers + 1, math.ceil(1.1 * reading / max(step - wait, 1e-6)))
-        if self._is_generator and workers:
+        wait, step, workers = self._wait, self._step, self._workers
+        if self._is_generator:
             remedy = "a generator reader runs in one process: make it faster, or use a map-style Dataset"
-        elif self._is_generator:
-            remedy = "data.num_workers 1 runs the reader in the background"
-        elif workers < cores:
-            remedy = f"try data.num_workers {min(wanted, cores)}"
+        elif workers < self._cores:
+            # Time of a worker per batch, if all are busy, divided by the rest of the step; plus 10 %.
+            reading = step * workers if workers else wait
+            wanted = max(workers + 1, math.ceil(1.1 * reading / max(step - wait, 1e-6)))
+            remedy = f"try data.num_workers {min(wanted, self._cores)}"
         else:
             remedy = "every core has a worker already; see docs/data.md for other remedies"
         return (
             f"data loading is slow: a step of {1e3 * step:.3g} ms waits {1e3 * wait:.3g} ms "
-            f"({wait / step:.0%}) for its batch, with {workers} worker{'s' * (workers != 1)} and {cores} "
-            f"core{'s' * (cores != 1)} per rank; {remedy}"
+            f"({wait / step:.0%}) for its batch, with {workers} worker(s) and {self._cores} core(s) per "
+            f"rank; {remedy}"
         )

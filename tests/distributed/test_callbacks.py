@@ -22,10 +22,6 @@ def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(tmp_path):
     assert steps == 3
     assert (Path(checkpoint) / "manifest.json").exists()
     assert [event for event, _ in events][-3:] == ["epoch_end", "saved", "run_end"]
-    for rank in (1, 2):
-        lines = (tmp_path / f"run/log-rank{rank}.txt").read_text().splitlines()
-        assert " INFO epoch 1/5 step 1/" in lines[0]
-    assert not (tmp_path / "run/log-rank0.txt").exists()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from plsc.train.callbacks import Context, Position, UserParts
 from plsc.train.log import JsonLines
 from plsc.train.loop import exchange_status
 from plsc.train.run import build_run, check_combinations, idle_note, run_training
-from plsc.train.settle import batch_note, interrupted, threads_note
+from plsc.train.settle import interrupted, threads_note
 from plsc.train.step import Step
 from plsc.train.watch import LearningCheck, Progress, slow_start
 from tests.images import write_dataset
@@ -382,9 +382,7 @@ def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
     assert not first_weight(2)[1].equal(first_weight(1)[1])
 
 
-def test_a_batch_larger_than_the_set_and_more_threads_than_cores_are_noted():
-    assert batch_note(128, 128) == batch_note(128, None) == ""
-    assert "larger than the dataset of 128: each step uses every image 7.8 times" in batch_note(1000, 128)
+def test_more_threads_than_cores_are_noted():
     assert threads_note(1) == ""
     assert "runtime.cpu_threads is 4096, but this process may use" in threads_note(4096)
 
