@@ -72,7 +72,7 @@ def load_with_config(
     folder = fetch(place, world) if is_url(place) else Path(place)
     manifest = None if (folder / MODEL_NAME).is_file() else read_manifest(folder)
     saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model", {})
-    name = saved.get("name")
+    name = saved.get("name") or ""
     if model is None and names_code(name):
         reference, hint = importable(name)
         named = shown_value(reference)

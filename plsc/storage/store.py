@@ -44,7 +44,7 @@ from plsc.storage.urls import (
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-OnBytes = Callable[[int], None]
+OnBytes = Callable[[int], object]
 _PATTERN = re.compile(r"[*?[]")
 _BY_TIME = 10**6  # attempts; only the time limits them
 

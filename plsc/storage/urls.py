@@ -297,7 +297,7 @@ def reason_of(error: BaseException) -> str:
 class Progress(Callback):
     """Report the bytes of a transfer, as a callback of fsspec, and keep the time of the last ones."""
 
-    def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
+    def __init__(self, on_bytes: Callable[[int], object] | None = None) -> None:
         super().__init__()
         self.last = time.monotonic()
         self._on_bytes, self._reported = on_bytes, 0

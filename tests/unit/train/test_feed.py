@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from plsc.config import Options
+from plsc.config.data import AugmentationArguments
 from plsc.config.option import read_arguments
-from plsc.data.augment import Augmentation
 from plsc.data.loader import CachedSource
 from plsc.data.sources import open_source
 from plsc.errors import DataError, OptionError
@@ -306,13 +306,13 @@ def test_augmentation_switched_off_leaves_images_alone():
         "low_resolution": 0.5,
         "random_erasing": 0.5,
     }
-    switched = read_arguments(Augmentation, arguments, "data.augmentation")
+    switched = read_arguments(AugmentationArguments, arguments, "data.augmentation")
     assert all(vars(switched).values())  # every kind is on, a new one must be added above
     options = Options()
     options.set("data.augmentation", arguments)
     options.set_together(NO_AUGMENTATION)
     left = options.data.augmentation
-    assert read_arguments(Augmentation, left, "data.augmentation") == Augmentation()
+    assert read_arguments(AugmentationArguments, left, "data.augmentation") == AugmentationArguments()
     assert options.data.flip is False
 
 
