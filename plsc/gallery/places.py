@@ -41,17 +41,19 @@ def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnySt
 
 
 def mode_of(place: str) -> int:
-    """Return the permissions of the files of a gallery, for its copies; 0600 for a database."""
+    """Return who may read the files of a gallery, for its copies, which only their owner may change."""
     if is_postgres(place):
         return 0o600
-    return (Path(place) if Path(place).is_file() else Path(place, VECTORS_NAME)).stat().st_mode & 0o666
+    return (
+        Path(place) if Path(place).is_file() else Path(place, VECTORS_NAME)
+    ).stat().st_mode & 0o444 | 0o200
 
 
 def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:
     """Copy the entries of a gallery; a copy that was interrupted continues. Return what was copied, as text.
 
-    Ids, thumbnails and times of enrolment are copied, too; galleries in folders have none. A new target has
-    the permissions of the source.
+    Ids, thumbnails and times of enrolment are copied, too; galleries in folders have none. Who can read the
+    source can read a new target.
 
     Args:
         source: a folder of ``plsc index``, an SQLite file, or the URL of a database.

@@ -131,8 +131,12 @@ class Store:
                 raise DataError(f"{path}-journal exists, of a killed start or another program; remove it")
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))  # only for its owner
             for file in (path, Path(f"{path}-wal")):
-                if os.path.lexists(file) and file.lstat().st_uid not in (os.geteuid(), 0):
-                    raise DataError(f"{file} belongs to another user, who could read all entries; copy it")
+                status = file.lstat() if os.path.lexists(file) else None
+                if status and (status.st_uid not in (os.geteuid(), 0) or status.st_nlink > 1):
+                    raise DataError(
+                        f"{file} belongs to another user, who could read all entries, or has another name (a "
+                        "hard link); copy it"
+                    )
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
             try:
                 self._open()

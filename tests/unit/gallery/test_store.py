@@ -262,8 +262,20 @@ def test_a_file_that_another_user_prepared_and_a_link_are_refused(tmp_path, kind
     assert not prepared.exists() if kind == "link" else not prepared.stat().st_size
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640])
-def test_copies_keep_the_permissions_and_entries_with_names_are_private(tmp_path, mode):
+@pytest.mark.parametrize("name", ["s.sqlite", "s.sqlite-wal"])
+def test_a_file_with_a_second_name_is_refused_and_unchanged(tmp_path, name):
+    Store(tmp_path / "other", "m1", SIZE).close()
+    Store(tmp_path / "s.sqlite", "m1", SIZE).close()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).hardlink_to(tmp_path / "other")
+    before = (tmp_path / "other").read_bytes()
+    with pytest.raises(DataError, match="link"):
+        Store(tmp_path / "s.sqlite", "m1", SIZE)
+    assert (tmp_path / "other").read_bytes() == before
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_copies_have_the_same_readers_and_entries_with_names_are_private(tmp_path, mode):
     def modes(name):
         place = tmp_path / name
         return {path.stat().st_mode & 0o777 for path in (place.iterdir() if place.is_dir() else [place])}
@@ -278,8 +290,8 @@ def test_copies_keep_the_permissions_and_entries_with_names_are_private(tmp_path
     places = ["a", "b.sqlite", "c", "d.sqlite"]
     for source, target in itertools.pairwise(places):
         copy_gallery(str(tmp_path / source), str(tmp_path / target))
-        assert modes(target) == {mode}
-    assert (tmp_path / "c").stat().st_mode & 0o777 == {0o600: 0o700, 0o640: 0o750}[mode]
+        assert modes(target) == {mode & 0o644}
+    assert (tmp_path / "c").stat().st_mode & 0o777 == {0o600: 0o700, 0o640: 0o750, 0o666: 0o755}[mode]
     write_gallery(tmp_path / "blank", vectors(3), model="m1 mapped")
     with pytest.raises(DataError, match="blanks"):  # after a blank, a store has something else
         copy_gallery(str(tmp_path / "blank"), str(tmp_path / "blank.sqlite"))
