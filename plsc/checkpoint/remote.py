@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import stat
@@ -25,7 +26,7 @@ from plsc.checkpoint.save import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.parallel.world import World
-from plsc.storage.publish import MANIFEST_NAME, hidden_name, replacing
+from plsc.storage.publish import MANIFEST_NAME, SAVING, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store, Transfer
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
@@ -83,11 +84,13 @@ def upload(
             return ""
         _check_owner(store, token)
         check_replaceable(store, name, manifest.run_id or _NO_RUN)
-        target = hidden_name(name) if store.can_rename else name
-        store.make_folder(target)
-        if target == name:
+        if store.can_rename:
+            hidden = hidden_name(name)
+            store.make_folder(hidden)
+        else:
+            hidden = _mark(store, name, (manifest.run_id or manifest.to_json()).encode())
             _withdraw_conflicting(store, name, manifest)
-        return target
+        return hidden
 
     def send() -> None:
         for file in files:
@@ -98,17 +101,33 @@ def upload(
             _check_owner(store, token)
             if lost := manifest.files.keys() - set(store.names(target)):  # another run has cleaned up
                 raise CheckpointError(f"{shown(store.child(target))} has lost {min(lost)}; upload it again")
-            finish_folder(store, target, name, manifest)
+            finish_folder(store, target, name, manifest, manifest.run_id or _NO_RUN)
 
-    target = on_every_rank(world, doing, begin, _ADVICE)[0]
+    hidden = on_every_rank(world, doing, begin, _ADVICE)[0]
+    target = hidden if store.can_rename else name
     try:
         on_every_rank(world, doing, send, _ADVICE)
         on_every_rank(world, doing, finish, _ADVICE)
-    except BaseException:
-        if world.is_main and target != name:
+    finally:
+        if world.is_main:
             with contextlib.suppress(DataError):  # the next start removes it
-                store.delete(target)
-        raise
+                store.delete(hidden)
+
+
+def _mark(store: Store, name: str, run: bytes) -> str:
+    """Write the mark of a run's upload, for a store that cannot rename, and return its name.
+
+    Raises CheckpointError if there is that of another run: both would write to the same files.
+    """
+    start = f"{SAVING}{name}-"
+    mark = f"{start}{hashlib.sha256(run).hexdigest()[:8]}"  # matches `HIDDEN`, so `clean` removes it
+    store.make_folder()
+    store.write(mark, b"")
+    if others := [one for one in store.names() if one.startswith(start) and one != mark]:
+        store.delete(mark)
+        where = shown(store.child(others[0]))
+        raise CheckpointError(f"{where} marks the upload of another run; wait, or remove it")
+    return mark
 
 
 def _withdraw_conflicting(store: Store, name: str, manifest: Manifest) -> None:
@@ -174,7 +193,7 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
         if index == 0:
             for unknown in {path.name for path in work.iterdir()} - set(manifest.files):
                 (work / unknown).unlink()
-            finish_folder(Store(target.parent), work.name, target.name, manifest)
+            finish_folder(Store(target.parent), work.name, target.name, manifest, run_id)
 
     on_every_rank(world, doing, finish)
     return target

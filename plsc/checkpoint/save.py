@@ -137,7 +137,7 @@ def save_checkpoint(
                     files={name: FileInfo(**info) for part in files for name, info in part.items()},
                 )
                 # After all files: a folder with a manifest is complete, whenever the process dies.
-                finish_folder(Store(folder.parent), temporary.name, name, complete)
+                finish_folder(Store(folder.parent), temporary.name, name, complete, manifest.run_id)
 
         on_every_rank(world, doing, finish, _ADVICE)
     finally:
@@ -181,8 +181,12 @@ def _write(path: Path, snapshot: Snapshot, lower: Collection[str]) -> dict[str, 
     return {path.name: asdict(write_shard(path, entries))} if entries else {}
 
 
-def finish_folder(store: Store, target: str, name: str, manifest: Manifest) -> None:
-    """Write the manifest of a folder that has all data files, and publish the folder under `name`."""
+def finish_folder(store: Store, target: str, name: str, manifest: Manifest, run_id: str | None) -> None:
+    """Write the manifest of a folder that has all data files, and publish the folder under `name`.
+
+    Raises CheckpointError as `check_replaceable`: another process may have published since it began.
+    """
+    check_replaceable(store, name, run_id)
     store.write(f"{target}/{MANIFEST_NAME}", manifest.to_json().encode())
     if target != name:
         publish(store, target, name)

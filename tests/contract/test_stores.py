@@ -147,6 +147,30 @@ def test_of_two_runs_that_save_to_a_store_the_one_that_began_last_does(url, tmp_
     assert [name for name, _ in checkpoints_in(store)] == ["1"]
 
 
+def test_of_two_runs_that_are_pushed_to_a_place_at_once_one_is_acknowledged_and_intact(url, tmp_path):
+    store = Store(url)
+    paths = {run: save(tmp_path / run, "1", 1) for run in "rs"}
+    manifest = paths["s"] / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "run_id": "s"}))
+    sent = []
+
+    def try_to_send(run: str, to: Store) -> None:
+        with contextlib.suppress(CheckpointError):
+            send(paths[run], to)
+            sent.append(run)
+
+    class Slow(Store):
+        def put(self, *arguments) -> None:
+            super().put(*arguments)
+            try_to_send("s", store)
+
+    try_to_send("r", Slow(url))
+    assert sent == [verify(f"{url}/1").run_id]
+    try_to_send("r" if sent == ["s"] else "s", store)
+    assert store.names() == ["1"]
+    assert sent == [verify(f"{url}/1").run_id]
+
+
 def test_leftovers_of_a_killed_upload_are_not_a_checkpoint_and_are_removed(url, tmp_path):
     store = Store(url)
     path = save(tmp_path, "1", 1)
