@@ -27,7 +27,16 @@ from typing import Any, BinaryIO, TypedDict
 from plsc.errors import DataError, PlscError
 from plsc.storage.records import Text, read_record
 from plsc.storage.regular import open_regular
-from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, reason_of, shown, with_retries
+from plsc.storage.urls import (
+    base_name,
+    is_url,
+    join,
+    open_filesystem,
+    parent_of,
+    reason_of,
+    shown,
+    with_retries,
+)
 
 # The last file written to a folder in a store: a folder that has it is complete.
 MANIFEST_NAME = "manifest.json"
@@ -275,12 +284,13 @@ def _as_data_error(path: Path) -> Iterator[None]:
 def _publishing_remotely(url: str) -> Iterator[BinaryIO]:
     # Write under a hidden name: some clients publish a partial file when a writer fails.
     filesystem, inside = open_filesystem(url)
-    name = f"{parent_of(inside)}/{hidden_name(base_name(inside))}"
+    name = join(parent_of(inside), hidden_name(base_name(inside)))
     try:
         with filesystem.open(name, "wb", block_size=64 * 2**20) as file:
             sink: Any = _Sink(file)
             yield sink
         size = filesystem.info(name)["size"]
+        refuse_existing(url)  # again: in an object store, the move would replace it
         filesystem.mv(name, inside)
         # Some clients do nothing and report nothing when they cannot rename.
         if filesystem.info(inside)["size"] != size:

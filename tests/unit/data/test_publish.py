@@ -39,6 +39,15 @@ def test_a_file_appears_when_it_is_complete(location):
     assert names(location) == []
 
 
+def test_what_another_process_has_published_meanwhile_is_not_replaced(location):
+    with pytest.raises(DataError, match="another process|exists"), publishing(location) as file:
+        file.write(b"later")
+        with fsspec.open(location, "wb") as other:
+            other.write(b"first")
+    with fsspec.open(location, "rb") as file:
+        assert file.read() == b"first"
+
+
 @pytest.mark.parametrize("publish", [publishing, publishing_folder])
 def test_concurrent_writers_are_excluded_and_leftovers_are_removed(tmp_path, publish):
     left = tmp_path / ".a.plsc-partial"
