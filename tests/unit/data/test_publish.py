@@ -40,10 +40,14 @@ def test_a_file_appears_when_it_is_complete(location):
 
 
 def test_what_another_process_has_published_meanwhile_is_not_replaced(location):
-    with pytest.raises(DataError, match="another process|exists"), publishing(location) as file:
-        file.write(b"later")
-        with fsspec.open(location, "wb") as other:
-            other.write(b"first")
+    def write() -> None:
+        with publishing(location) as file:
+            file.write(b"later")
+            with fsspec.open(location, "wb") as other:
+                other.write(b"first")
+
+    with pytest.raises(DataError, match=r"another process|exists"):
+        write()
     with fsspec.open(location, "rb") as file:
         assert file.read() == b"first"
 
