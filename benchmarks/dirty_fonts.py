@@ -74,9 +74,8 @@ from render import plain, varied
 from plsc import Entry, open_embeddings
 from plsc.clean import review
 from plsc.data.lists import read_listing
-from plsc.predict.embeddings import INDEX_NAME, NAMES
-from plsc.predict.images import Samples
-from plsc.predict.predict import EMBEDDINGS
+from plsc.predict.embeddings import EMBEDDINGS, INDEX_NAME, NAMES
+from plsc.predict.predict import Samples
 
 CHARACTERS, CLEANED, PER_CLASS, USED, TRAINED = 750, 400, 24, 18, 12
 FAMILIES, ODD = 8, 0.4

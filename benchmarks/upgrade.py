@@ -53,7 +53,8 @@ from capacity_data import read_glyphs, unpack
 from torch import nn
 
 from plsc import Entry
-from plsc.gallery.upgrade import Pairs, fit_map, open_run
+from plsc.gallery.embedder import open_embedder
+from plsc.gallery.upgrade import Pairs, fit_map
 from plsc.models.base_model import BaseModel
 from plsc.models.neck import EmbeddingNeck
 
@@ -184,7 +185,7 @@ def measure(
     is_anchor = np.isin(labels["glyphs"], order[: np.searchsorted(counts, ANCHORS) + 1])
     rows = np.flatnonzero(is_anchor)[:ANCHORS]
     images = Pairs(*pairs["glyphs"], (rows, rows))
-    weights = [open_run(one.checkpoint()).classes()[0] for one in (old, new)]
+    weights = [open_embedder(one.checkpoint()).classes()[0] for one in (old, new)]
     common = np.arange(min(map(len, weights)))
     classes = Pairs(weights[0], weights[1], (common, common))
     maps = {

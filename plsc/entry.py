@@ -29,8 +29,7 @@ from plsc.parallel.world import World
 from plsc.predict.class_weights import run_dominant
 from plsc.predict.embeddings import Embeddings
 from plsc.predict.exporter import Conversion, run_conversion
-from plsc.predict.images import Images
-from plsc.predict.predict import Prediction, Request, run_prediction
+from plsc.predict.predict import Images, Prediction, Request, run_prediction
 from plsc.predict.protocols import ProtocolData, run_protocol, run_test
 from plsc.storage.urls import local_folder, set_hdfs_user
 from plsc.terminal import on_terminal

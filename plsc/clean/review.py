@@ -22,9 +22,8 @@ from plsc.data.sources import Source
 from plsc.errors import CheckpointError, DataError
 from plsc.evaluate.identification import check_finite
 from plsc.gallery.vectors import nearest
-from plsc.predict.embeddings import NAMES, Embeddings
-from plsc.predict.images import Samples
-from plsc.predict.predict import EMBEDDINGS
+from plsc.predict.embeddings import EMBEDDINGS, NAMES, Embeddings
+from plsc.predict.predict import Samples
 from plsc.storage.publish import replacing
 from plsc.storage.urls import shown
 from plsc.train.data import check_unseen

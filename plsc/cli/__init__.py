@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from plsc.cli import checkpoint, data, doctor, gallery, launch, run, serve
+from plsc.cli import checkpoint, data, doctor, gallery, launch, run
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
 from plsc.terminal import on_terminal, stop_signals
@@ -23,7 +23,6 @@ COMMANDS = Group(
     {
         **run.COMMANDS,
         **gallery.COMMANDS,
-        "serve": serve.COMMAND,
         "launch": launch.COMMAND,
         "doctor": doctor.COMMAND,
         "data": data.GROUP,

@@ -28,12 +28,8 @@ def run_list(folder: str) -> None:
         shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
         print(
             f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes, "
-            f"saved by {_count(manifest.world_size, 'rank')}, {size}{shown_metrics}"
+            f"saved by {manifest.world_size} rank(s), {size}{shown_metrics}"
         )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def run_show(checkpoint: str, tensors: bool) -> None:
@@ -68,9 +64,7 @@ def run_verify(checkpoint: str) -> None:
     manifest = verify(checkpoint)
     verify_weights(manifest)
     size = format_bytes(sum(file.bytes for file in manifest.files.values()))
-    print(
-        f"{shown(checkpoint)} is intact: {_count(len(manifest.files), 'file')}, {size}, step {manifest.step}"
-    )
+    print(f"{shown(checkpoint)} is intact: {len(manifest.files)} file(s), {size}, step {manifest.step}")
 
 
 def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> None:
@@ -79,9 +73,7 @@ def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> Non
     from plsc.data.sources.base import printable
 
     deleted = prune_all(folder, Retention(keep_last, save_top_k, monitor))
-    print(
-        f"deleted {_count(len(deleted), 'checkpoint')}{': ' * bool(deleted)}{printable(', '.join(deleted))}"
-    )
+    print(f"deleted {len(deleted)} checkpoint(s){': ' * bool(deleted)}{printable(', '.join(deleted))}")
 
 
 def run_push(source: str, url: str) -> None:
@@ -90,7 +82,7 @@ def run_push(source: str, url: str) -> None:
     from plsc.data.sources.base import printable
 
     sent = push(source, url)
-    print(f"uploaded {_count(len(sent), 'checkpoint')}{': ' * bool(sent)}{printable(', '.join(sent))}")
+    print(f"uploaded {len(sent)} checkpoint(s){': ' * bool(sent)}{printable(', '.join(sent))}")
 
 
 def run_pull(checkpoint: str, folder: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.version import __version__
 
 _SECONDS = 60.0  # timeout of a rank, unless runtime.timeout is set
-_LITTLE_MEMORY, _LITTLE_DISK = 2e9, 10e9
 _NUMBERS = 2**20  # elements of the tensor of the collective
 
 
@@ -32,7 +30,7 @@ class Finding:
 
 
 def run_doctor(options: Options) -> None:
-    """Print the findings of rank 0, and differing or bad ones of other ranks. Exit code 1 for an error."""
+    """Print the findings of rank 0, and others of other ranks. Exit code 1 for an error."""
     from plsc.parallel.world import World
 
     runtime = options.runtime
@@ -41,49 +39,42 @@ def run_doctor(options: Options) -> None:
     try:
         world = World.from_options(runtime)
     except PlscError as error:
-        _report([[*_local_findings(None), Finding("error", "ranks", str(error))]])
+        report([[*_local_findings(None), Finding("error", "ranks", str(error))]])
         raise SystemExit(1) from error
-    mine = [*_local_findings(world.device), _checked("collective", lambda: _collective(world))]
+    own = [*_local_findings(world.device), *_checked("collective", lambda: _collective(world))]
     try:
-        gathered = world.all_gather_object([vars(one) for one in mine])
-        everyones = [[Finding(**one) for one in found] for found in gathered]
+        gathered = world.all_gather_object([vars(one) for one in own])
+        everyones = [[Finding(**one) for one in findings] for findings in gathered]
     except RuntimeError as error:
-        everyones = [[*mine, Finding("error", "ranks", f"another rank ended: {kind_and_line(error)}")]]
+        everyones = [[*own, Finding("error", "ranks", f"another rank ended: {kind_and_line(error)}")]]
     world.close()
     if world.is_main:
-        _report(everyones)
-    if any(one.status == "error" for found in everyones for one in found):
+        report(everyones)
+    if any(one.status == "error" for findings in everyones for one in findings):
         raise SystemExit(1)
 
 
-def _report(everyones: list[list[Finding]]) -> None:
-    first = everyones[0]
-    for one in first:
-        print(one)
-    for rank, found in enumerate(everyones[1:], start=1):
-        for one in found:
-            if one.name == "versions" and one not in first:
-                one = replace(one, status="warning", text=f"{one.text}; install the same on all machines")
-            if one.status != "ok" and one not in first:
-                print(replace(one, text=f"rank {rank}: {one.text}"))
+def report(everyones: list[list[Finding]]) -> None:
+    """Print the findings of rank 0, and what differs on the other ranks."""
+    for rank, findings in enumerate(everyones):
+        for one in findings:
+            if rank == 0 or one not in everyones[0]:
+                print(replace(one, text=f"rank {rank}: {one.text}") if rank else one)
 
 
-def _checked(name: str, check: Callable[[], Finding]) -> Finding:
-    """Run a check and return its finding; an exception becomes an error."""
+def _checked(name: str, check: Callable[[], Finding]) -> Iterator[Finding]:
+    """Run a check and yield its finding; an exception becomes an error."""
     try:
-        return check()
+        yield check()
     except Exception as error:  # drivers and libraries may raise anything
-        return Finding("error", name, kind_and_line(error))
+        yield Finding("error", name, kind_and_line(error))
 
 
 def _local_findings(device: Any) -> Iterator[Finding]:
-    yield _checked("versions", _versions)
-    yield _checked("devices", _devices)
-    yield _checked("compiler", _compiler)
-    yield _checked("head kernels", lambda: _head_kernels(device))
-    yield _checked("data tools", _data_tools)
-    yield _checked("memory", _memory)
-    yield _checked("disk", _disk)
+    yield from _checked("versions", _versions)
+    yield from _checked("devices", _devices)
+    yield from _checked("head kernels", lambda: _head_kernels(device))
+    yield from _checked("data tools", _data_tools)
 
 
 def _versions() -> Finding:
@@ -103,26 +94,15 @@ def _devices() -> Finding:
     from plsc.parallel.machine import usable_cores
     from plsc.storage.store import format_bytes
 
-    cores = f"{usable_cores()} CPU cores, {torch.get_num_threads()} threads per rank"
-    if not torch.cuda.is_available():
-        return Finding(
-            "warning", "devices", f"no GPU, {cores}; to use one, install its driver and torch for CUDA"
-        )
     texts = []
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
         texts.append(f"{number}: {name}, {format_bytes(free)} of {format_bytes(total)} free")
+    cores = f"{usable_cores()} CPU cores, {torch.get_num_threads()} threads per rank"
+    if not texts:
+        return Finding("warning", "devices", f"no GPU (it needs a driver, and torch for CUDA), {cores}")
     return Finding("ok", "devices", "; ".join([*texts, cores]))
-
-
-def _compiler() -> Finding:
-    import os
-
-    for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        if command and (path := shutil.which(command.split()[0])):
-            return Finding("ok", "compiler", path)
-    return Finding("warning", "compiler", "no C compiler, which Triton needs on a GPU; install gcc or clang")
 
 
 def _head_kernels(device: Any) -> Finding:
@@ -145,37 +125,12 @@ def _head_kernels(device: Any) -> Finding:
 def _data_tools() -> Finding:
     from plsc.data import decode, native
 
-    slow = []
-    if native.library() is None:
-        slow.append("the C library is missing: install a C compiler, then plsc again")
-    if decode.decode_jpeg is None:
-        slow.append("simplejpeg is missing: pip install simplejpeg")
-    if slow:
-        return Finding("warning", "data tools", f"slower; {'; '.join(slow)}")
-    return Finding("ok", "data tools", "C library, simplejpeg")
-
-
-def _memory() -> Finding:
-    from plsc.parallel.machine import available_memory
-    from plsc.storage.store import format_bytes
-
-    free = available_memory()
-    if free is None:
-        return Finding("ok", "memory", "unknown on this system")
-    text = f"{format_bytes(free)} available"
-    if free < _LITTLE_MEMORY:
-        return Finding("warning", "memory", f"{text}; end other programs, or raise the container's limit")
-    return Finding("ok", "memory", text)
-
-
-def _disk() -> Finding:
-    from plsc.storage.store import format_bytes
-
-    free = shutil.disk_usage(".").free
-    text = f"{format_bytes(free)} free in this folder"
-    if free < _LITTLE_DISK:
-        return Finding("warning", "disk", f"{text}; save checkpoints elsewhere (checkpoint.save_dir)")
-    return Finding("ok", "disk", text)
+    parts = {"C library": native.library(), "simplejpeg": decode.decode_jpeg}
+    missing = [name for name, part in parts.items() if part is None]
+    if missing:
+        text = f"slower without {' and '.join(missing)}; install a C compiler and simplejpeg, then plsc again"
+        return Finding("warning", "data tools", text)
+    return Finding("ok", "data tools", ", ".join(parts))
 
 
 def _collective(world: Any) -> Finding:
@@ -202,7 +157,5 @@ def _collective(world: Any) -> Finding:
 
 
 COMMAND = Command(
-    "check versions, devices, kernels, memory, disk, and one all-reduce",
-    run_doctor,
-    options=("runtime.device",),
+    "check versions, devices, kernels, and one all-reduce", run_doctor, options=("runtime.device",)
 )

@@ -1,4 +1,4 @@
-"""The commands ``index``, ``search``, ``gallery copy`` and ``gallery upgrade``."""
+"""The commands of an exported model: ``index``, ``search``, ``gallery`` and ``serve``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 from plsc.cli.data import ALLOWED
-from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
+from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
 from plsc.errors import DataError, OptionError, in_terminal, shown
+from plsc.serve import ServeOptions
 
 
 def run_index(
@@ -15,7 +16,7 @@ def run_index(
 ) -> None:
     """Write a gallery of images, embeddings or classes."""
     from plsc.gallery.embedder import enrol, index_classes, index_embeddings, index_images, open_embedder
-    from plsc.gallery.places import is_postgres
+    from plsc.gallery.gallery import is_postgres
 
     if images is not None and embeddings is not None:
         raise OptionError("--images and --embeddings are both given; remove one of them")
@@ -42,7 +43,7 @@ def run_search(
     from plsc.evaluate.capacity import capacity_of_search
     from plsc.gallery import open_gallery
     from plsc.gallery.embedder import open_embedder, search_images
-    from plsc.gallery.places import is_postgres, open_store
+    from plsc.gallery.gallery import is_postgres, open_store
 
     embedder = open_embedder(model, options["model.name"])
     opened = (open_store if is_postgres(gallery) else open_gallery)(gallery, embedder.fingerprint)
@@ -69,7 +70,7 @@ def run_search(
 
 def run_copy(source: str, target: str, fingerprint: str) -> None:
     """Copy a gallery."""
-    from plsc.gallery.places import copy_gallery
+    from plsc.gallery.gallery import copy_gallery
 
     print(f"copied to {shown(target)}: {copy_gallery(source, target, fingerprint)}")
 
@@ -78,14 +79,22 @@ def run_upgrade(
     source: str, target: str, anchors_from: str | None, anchors_to: str | None, **options: Any
 ) -> None:
     """Map a gallery to another network."""
-    from plsc.gallery.upgrade import open_run, upgrade_gallery
+    from plsc.gallery.embedder import open_embedder
+    from plsc.gallery.upgrade import upgrade_gallery
 
     anchors = (anchors_from, anchors_to) if anchors_from and anchors_to else None
     if (anchors_from or anchors_to) and not anchors:
         raise OptionError("one of --anchors-from and --anchors-to is missing; pass both, of the same images")
-    runs = open_run(options["from"]), open_run(options["to"])
+    runs = open_embedder(options["from"]), open_embedder(options["to"])
     text = upgrade_gallery(source, target, runs, anchors)
     print(f"mapped to {shown(target)}: {text}")
+
+
+def run_serve(model: str, **given: Any) -> None:
+    """Serve an exported model."""
+    from plsc.serve.server import serve  # imports torch, which --help does not need
+
+    serve(model, ServeOptions(**given))
 
 
 _MODEL = word("model", "a folder of plsc export, or a checkpoint (folder or fsspec URL)")
@@ -140,4 +149,9 @@ COMMANDS: dict[str, Command | Group] = {
         ),
     ),
     "gallery": Group("copy and upgrade galleries", {"copy": _COPY, "upgrade": _UPGRADE}),
+    "serve": Command(
+        "serve an exported model over HTTP, with a page: embed, compare, search, enrol",
+        run_serve,
+        [word("model", "a folder of plsc export"), *arguments_of(ServeOptions)],
+    ),
 }

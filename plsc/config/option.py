@@ -9,7 +9,6 @@ import math
 import operator
 import os
 import re
-import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -125,23 +124,13 @@ class OptionSpec:
         converted = convert(value, self.kind)
         expected = None
         if converted is WRONG:
-            expected = describe_kind(self.kind) + self._example()
+            expected = describe_kind(self.kind)
         elif self.check and converted is not None:
             expected = self.check(converted)
         if expected is not None:
-            meaning = self._brief_meaning(expected)
+            meaning = re.split("[:;] ", self.meaning, maxsplit=1)[0]
             raise OptionError(f"{self.path} is {shown_value(value)}; expected {expected} ({meaning})")
         return converted
-
-    def _example(self) -> str:
-        if not isinstance(self.default, tuple) or not self.default:
-            return ""
-        return f", such as {list(self.default)}".replace(", ", ",").replace(",such", ", such")
-
-    def _brief_meaning(self, expected: str) -> str:
-        """Return the start of the description; without its list of names if the error lists them already."""
-        is_list = expected.startswith(("one of", "any of")) or "known: " in expected
-        return re.split(r"[:;] " if is_list else "; ", self.meaning, maxsplit=1)[0]
 
     def saved(self, value: Any) -> Any:
         """Return a value from a checkpoint, converted to the option's type. Raises CheckpointError."""
@@ -160,14 +149,10 @@ class OptionSpec:
         """
         if _is_harmless(value):
             return value
-        how = ""
-        if isinstance(value, str):
-            named, hint = importable(value)
-            how = f", to {named!r}{hint}, or call {self.setter.removesuffix('_name')} with the object"
+        named = f", to {importable(value)!r}" if isinstance(value, str) else ""
         raise CheckpointError(
-            f"{self.path} is {shown_value(value)} in the checkpoint, but only numbers and known names are "
-            f"taken from a checkpoint, no code and no other strings; to use this value, set {self.path} "
-            f"here{how}"
+            f"{self.path} is {shown_value(value)} in the checkpoint, from which only numbers and known names "
+            f"are taken; to use this value, set {self.path} here{named}"
         )
 
 
@@ -209,10 +194,6 @@ _KINDS = {
 _ITEMS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
 WRONG = object()
 """Returned by `convert` for a value of the wrong type."""
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -261,10 +242,7 @@ def is_finite_number(value: Any) -> bool:
 
 def shown_value(value: Any) -> str:
     """Return the repr of a value for an error message, shortened to one line."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:  # Python does not write integers of more than 4300 digits
-        return f"a huge {type(value).__name__}"
+    return f"{value!r:.160}"
 
 
 def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:
@@ -366,11 +344,9 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def importable(reference: str) -> tuple[str, str]:
-    """Return the ``module:name`` to advise, and what to do first if it is in the training script."""
-    if reference.startswith("__main__:"):
-        return f"MODULE:{reference[9:]}", " (first move it from the training script to MODULE.py)"
-    return reference, ""
+def importable(reference: str) -> str:
+    """Return the ``module:name`` to advise: code in the training script has to be moved to a module first."""
+    return reference.replace("__main__:", "MODULE:", 1)
 
 
 def load_function(reference: str, option: str, setter: str) -> Callable[..., Any]:
@@ -382,16 +358,15 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
     module_name, _, name = reference.partition(":")
     if module_name == "__main__" or "<" in name:
         raise OptionError(
-            f"{option} is {reference!r}, which was defined in the training script; call {setter} in this "
-            f"script too, or move {name} to a module and pass 'MODULE:{name}'"
+            f"{option} is {reference!r}, of the training script; call {setter}, or move it to MODULE.py"
         )
     try:
         function: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module_name))
     except PlscError:
         raise
     except Exception as error:  # user code may raise anything
+        expected = "expected 'package.module:name', importable from the working directory"
         raise OptionError(
-            f"cannot import {reference!r} of {option}: {kind_and_line(error)}; expected "
-            "'package.module:name' of a package that Python can import from the working directory"
+            f"cannot import {reference!r} of {option}: {kind_and_line(error)}; {expected}"
         ) from error
     return function

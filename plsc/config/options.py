@@ -94,9 +94,9 @@ class Config:
         """Raise OptionError for an option that was set although a strict need of it does not hold."""
         for path, unmet in self.without_effect():
             if unmet.is_strict:
+                value = shown_value(self.get(path))
                 raise OptionError(
-                    f"{path} is {shown_value(self.get(path))}, which has an effect only if {unmet.text}, but "
-                    f"{unmet.path} is {shown_value(self.get(unmet.path))}; change that, or remove {path}"
+                    f"{path} is {value}, which has an effect only if {unmet.text}; remove {path}"
                 )
 
 
@@ -133,8 +133,7 @@ class Options:
             here = (saved or {}).get(of)
             if isinstance(here, dict) and here.get(name, only) != only:
                 raise CheckpointError(
-                    f"{path} is {shown_value(here[name])} in the checkpoint, but the option is gone, and all "
-                    f"runs have {only!r}; start a new run from its weights with model.pretrained"
+                    f"{path} is {shown_value(here[name])} in the checkpoint, but all runs now have {only!r}"
                 )
         for spec in _TABLE.values():
             group = (saved or {}).get(spec.group)

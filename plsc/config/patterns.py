@@ -83,7 +83,5 @@ def _matcher(pattern: str) -> Callable[[str], bool]:
 
 def _hint(pattern: str, labels: Labels) -> str:
     known = list(dict.fromkeys(label for own in labels.values() for label in own))
-    near = did_you_mean(pattern.strip("*."), known)
-    top = list(dict.fromkeys(name.partition(".")[0] for name in labels))
-    more = f" and {len(top) - _SHOWN} more" if len(top) > _SHOWN else ""
-    return f"; its modules are {', '.join(top[:_SHOWN])}{more}{near}"
+    top = dict.fromkeys(name.partition(".")[0] for name in labels)
+    return f"; its modules are {', '.join([*top][:_SHOWN])}{did_you_mean(pattern.strip('*.'), known)}"

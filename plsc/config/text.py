@@ -14,6 +14,7 @@ from plsc.config.options import Options, all_options, find_option
 from plsc.errors import OptionError, suggest
 
 _LARGEST = 2**20  # bytes per file
+_EXPECTED = "a YAML file with lines such as 'train:' and, indented below it, '  batch_size: 128'"
 _FLOAT, _TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
 
 
@@ -35,9 +36,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
+            line = event.start_mark.line + 1
             raise OptionError(
-                f"{self._where} has the YAML alias *{event.anchor} in line {event.start_mark.line + 1}; "
-                "aliases are not allowed: write the value itself, or quote a string that starts with *"
+                f"{self._where} has the YAML alias *{event.anchor} in line {line}; write its value"
             )
         return super().compose_node(parent, index)
 
@@ -96,11 +97,9 @@ def _entries(name: str) -> list[tuple[str, Any, str]]:
         with Path(name).open("rb") as file:
             data = file.read(_LARGEST + 1)
     except OSError as error:
-        raise OptionError(
-            f"cannot read {name!r}: {error.strerror}; --config expects a YAML file of options"
-        ) from error
+        raise OptionError(f"cannot read {name!r}: {error.strerror}; expected {_EXPECTED}") from error
     if len(data) > _LARGEST:
-        raise OptionError(f"{name} is larger than {_LARGEST} bytes; --config expects a YAML file of options")
+        raise OptionError(f"{name} is larger than {_LARGEST} bytes; expected {_EXPECTED}")
     try:
         return _walk(_Loader(data.decode("utf-8-sig"), name), name)
     except OptionError:
@@ -108,19 +107,14 @@ def _entries(name: str) -> list[tuple[str, Any, str]]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or " ".join(str(error).split())[:100]
-        raise OptionError(
-            f"{name}{f':{mark.line + 1}' if mark else ''} is not valid YAML: {problem}; expected lines such "
-            "as 'train:' and, indented below it, '  batch_size: 128'"
-        ) from error
+        place = f"{name}:{mark.line + 1}" if mark else name
+        raise OptionError(f"{place} is not valid YAML: {problem}; expected {_EXPECTED}") from error
 
 
 def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
     content = loader.get_single_node()
     if not isinstance(content, yaml.MappingNode):
-        raise OptionError(
-            f"{name} contains no options; expected lines such as 'train:' and, indented below it, "
-            "'  batch_size: 128'"
-        )
+        raise OptionError(f"{name} contains no options; expected {_EXPECTED}")
     groups = {spec.group for spec in all_options()}
     found = []
 
@@ -135,9 +129,7 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
             for inner, content in value.value:
                 add(f"{path}.", inner, content)
         elif value.tag != "tag:yaml.org,2002:null":  # an empty group is fine: all its lines may be comments
-            raise OptionError(
-                f"{place}: {path} is a group; expected its options in the lines below, indented with spaces"
-            )
+            raise OptionError(f"{place}: {path} is a group; expected {_EXPECTED}")
 
     for key, value in content.value:
         add("", key, value)

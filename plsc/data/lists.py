@@ -285,7 +285,7 @@ def _write_tests(folder: Path, listing: Listing, numbers: np.ndarray, seed: int)
         # In turn, because the folds of the accuracy are contiguous.
         pairs = numbers[np.stack([same, different], 1).reshape(-1, 2)].tolist()
         with (folder / "pairs.txt").open("w", encoding="utf-8", newline="") as file:
-            file.write(f"# images: {absolute(listing.folder)}\n")  # as plsc/evaluate/pair_lists.py reads it
+            file.write(f"# images: {absolute(listing.folder)}\n")  # as plsc/evaluate/verification.py reads it
             for position, (one, other) in enumerate(pairs):
                 file.write(f"{listing.paths[one]}\t{listing.paths[other]}\t{1 - position % 2}\n")
         counts["pairs.txt"] = {"pairs": len(pairs)}

@@ -71,12 +71,10 @@ class AllPairsResult(PairRates):
 
     def _choices(self) -> list[str]:
         return [
-            "Each image is compared with every other image once.",
-            "The score of a pair is the cosine of its embeddings: a float32 product of the normalised "
-            "embeddings, rounded to a multiple of 2^-20. A zero embedding has score 0.",
-            "TAR at FAR: at the lowest multiple of 2^-20 at which at most this share of the different pairs "
-            "is accepted. A score at the threshold is accepted.",
-            "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
+            "Each image is compared with every other once. Scores are cosines, of float32 products, "
+            "rounded to multiples of 2^-20; a score at the threshold is accepted.",
+            "TAR at FAR: at the lowest threshold with at most this FAR. EER: where FAR equals 1 - TAR, "
+            "interpolated on the ROC curve.",
         ]
 
     def _tables(self) -> list[Table]:
@@ -109,7 +107,6 @@ def all_pairs(
     labels: np.ndarray,
     world: World | None = None,
     device: torch.device | str = "cpu",
-    progress: Callable[[str], None] | None = None,
 ) -> AllPairsResult:
     """Compare every embedding with every other; a collective if `world` has several ranks.
 
@@ -118,31 +115,27 @@ def all_pairs(
     Args:
         embeddings: [N, D], not necessarily normalised, the same on every rank; may be memory-mapped.
         labels: int64 [N]; two embeddings with the same label are a same pair.
-        world: the ranks that share the work; None: this process only.
-        device: computes the products.
-        progress: called with a line of text about every ten seconds, such as `world.log`.
+        world: the ranks that share the work, each on its device; None: this process alone, on `device`.
 
     Raises:
         DataError: the shapes do not match, an embedding is not finite, or the pairs are all same or all
             different.
     """
-    labels = np.asarray(labels)
+    labels, world = np.asarray(labels), world or World.single(str(device))
     norms = norms_of(embeddings, "image", labels)
     if not 1 < len(np.unique(labels)) < len(labels):
         raise DataError("verification needs same and different pairs; there are none of a kind")
-    rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
-    tiles = _Tiles(embeddings, labels, norms, torch.device(device))
-    with _exact_products(), _counter(torch.device(device)) as counter:
+    tiles = _Tiles(embeddings, labels, norms, world.device)
+    with _exact_products(), _counter(world.device) as counter:
         said = time.monotonic()
-        for index, (scores, first, split, *_) in enumerate(tiles.scores(rank, ranks)):
+        for index, (scores, first, split, *_) in enumerate(tiles.scores(world.rank, world.size)):
             counter.add(scores, first, split)
-            if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
+            if time.monotonic() - said >= _LOG_SECONDS:
                 said = time.monotonic()
-                progress(f"all pairs: {100 * (index * ranks + rank + 1) / len(tiles):.0f} % of the products")
+                done = (index * world.size + world.rank + 1) / len(tiles)
+                world.log(f"all pairs: {100 * done:.0f} % of the products")
         counts = torch.stack(counter.counts())
-    if world is not None:
-        counts = sum_over_ranks(counts.to(world.device), world.head_group)
-    same, different = counts.cpu().numpy()
+    same, different = sum_over_ranks(counts.to(world.device), world.head_group).cpu().numpy()
     return result_of(same, different, len(labels), len(np.unique(labels)))
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
@@ -112,10 +112,7 @@ class Capacity:
     def fpir(self, threshold: float, identities: int) -> Prediction:
         """Predict the FPIR of one gallery of so many identities; below the table, only the lower limit."""
         if identities < 1 or not math.isfinite(threshold):
-            raise DataError(
-                f"cannot predict the FPIR of {identities} identities at threshold {threshold}; expected at "
-                "least 1 identity and a finite threshold"
-            )
+            raise DataError(f"cannot predict the FPIR of {identities} identities at threshold {threshold}")
         if threshold < self.rows[0].threshold:
             return Prediction(None, self._predict(self.rows[0], identities).low, 1.0)
         return self._predict(self._row(threshold), identities)
@@ -273,10 +270,7 @@ def capacity_of_search(capacity: Capacity | None, of_classes: bool, fpir: float 
     """
     if fpir is not None:
         if of_classes:
-            raise OptionError(
-                "fpir is set, but class weights are searched, whose scores are of another kind; search a "
-                "gallery of images, or remove fpir"
-            )
+            raise OptionError("fpir is set, but class weights are searched, whose scores are of another kind")
         if capacity is None:
             raise OptionError("fpir is set, but the model was exported without --unseen; export it again")
         _check(fpir)
@@ -301,18 +295,15 @@ def measure_capacity(embeddings: np.ndarray, labels: np.ndarray) -> Capacity:
     _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
     if len(counts) < FEWEST_CLASSES:
         raise DataError(
-            f"there are images of {len(counts)} classes; expected at least {FEWEST_CLASSES} classes that the "
-            "network was not trained on, better hundreds"
+            f"there are images of {len(counts)} classes; expected {FEWEST_CLASSES} unseen ones or more"
         )
     order = np.argsort(number, kind="stable")
     unit = (embeddings / norms[:, None])[order].astype(np.float32)
     grid, far, pair = _choose_thresholds(unit, number[order])
     if grid[-1] > 1:  # `_ROUNDING` above the highest score
         first, second = order[pair]
-        raise DataError(
-            f"images {first} and {second} have the same embedding, but labels {labels[first]} and "
-            f"{labels[second]}; an image must be in one class only: remove one of them"
-        )
+        both = f"labels {labels[first]} and {labels[second]}"
+        raise DataError(f"images {first} and {second} have the same embedding, but {both}; remove one")
     enrolled = np.minimum(1, 1 / (len(counts) * far))  # probability of each class
     sums = np.zeros((4, len(grid)))
     for own, end in enumerate(np.cumsum(counts)):
@@ -403,8 +394,6 @@ def _spread(expected: float, fpir: float) -> float:
 
 
 _MOST_IMAGES = 10_000  # 6 seconds
-_SHARES = (0.9, 0.7, 0.5)  # of the pairs of a class
-_DRAWS = 20  # galleries per measured FPIR
 
 
 @dataclass(frozen=True)
@@ -414,13 +403,11 @@ class CapacityResult(Result):
     capacity: Capacity
     holding: Holding | None  # None: these data cannot say
     threshold: float  # that of holding, if any
-    measured: dict[int, float]  # FPIR of galleries of these classes at the threshold, by their size
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         holds = None if self.holding is None else self.holding._asdict()
-        measured = {"holds": holds, "threshold": self.threshold, "measured_fpir": self.measured}
-        return {**measured, "table": self.capacity.as_dict()}
+        return {"holds": holds, "threshold": self.threshold, "table": self.capacity.as_dict()}
 
     def summary(self) -> str:
         """Return the figure that models are compared by."""
@@ -438,7 +425,6 @@ class CapacityResult(Result):
             "class, and the lowest FPIR that so many classes can show.",
             f"The classes must not have been trained. {self.capacity.images:,} images of "
             f"{self.capacity.classes:,} classes, without distractors.",
-            f"Measured: mean over {_DRAWS} galleries of these classes, of one image each.",
         ]
 
     def _tables(self) -> list[Table]:
@@ -450,32 +436,18 @@ class CapacityResult(Result):
                 f"{size:,}",
                 "cannot say" if estimate is None else f"{estimate:.4f}",
                 f"{low:.4f} to {high:.4f}" if (estimate or low) <= MOST_CLAIMED else unclaimed,
-                f"{self.measured[size]:.4f}" if size in self.measured else "",
                 "cannot say" if chosen is None else f"{chosen:.4f}",
             ])  # fmt: skip
-        header = ["Identities", "FPIR", "90 % interval", "Measured FPIR", "Threshold for FPIR 0.01"]
+        header = ["Identities", "FPIR", "90 % interval", "Threshold for FPIR 0.01"]
         text = f"{self.summary()}; FPIR at threshold {self.threshold:.4f}"
-        held = [
-            [f"{fpir:g}", *(self._held(fpir, share) for share in _SHARES)]
-            for fpir in (0.01, 0.02, 0.05, 0.1, 0.2)
-            if fpir * self.capacity.classes >= 6
-        ]
-        shares = [f"{100 * share:.0f} % of the pairs of a class" for share in _SHARES]
-        return [
-            Table(header, rows, f"{text[0].upper()}{text[1:]}"),
-            Table(["FPIR", *shares], held, "Identities held at least, by FPIR and what is accepted"),
-        ]
+        return [Table(header, rows, f"{text[0].upper()}{text[1:]}")]
 
     def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
         from plsc.evaluate.plots import plot_capacity  # imports matplotlib
 
         sizes = np.geomspace(5, self._largest(), 100).astype(int).tolist()
         curve = {size: self.capacity.fpir(self.threshold, size) for size in sizes}
-        return {"capacity.png": lambda path: plot_capacity(curve, self.measured, path)}
-
-    def _held(self, fpir: float, accepted: float) -> str:
-        found = self.capacity.holds(fpir, accepted=accepted)
-        return "cannot say" if found is None else f"{found.identities:,}"
+        return {"capacity.png": lambda path: plot_capacity(curve, path)}
 
     def _largest(self) -> int:
         held = self.holding.identities if self.holding is not None else 0
@@ -488,7 +460,7 @@ def _sizes(largest: int) -> list[int]:
 
 
 def evaluate_capacity(embeddings: np.ndarray, labels: np.ndarray) -> CapacityResult:
-    """Measure the capacity, and the FPIR of galleries of these classes to compare it with.
+    """Measure the capacity for a report.
 
     Arguments and errors as of `measure_capacity`. Uses at most 10,000 images, of classes drawn at random.
     """
@@ -501,31 +473,4 @@ def evaluate_capacity(embeddings: np.ndarray, labels: np.ndarray) -> CapacityRes
     capacity = measure_capacity(embeddings, labels)
     holding = capacity.holds()
     threshold = capacity.strictest(0.1, capacity.classes) if holding is None else holding.threshold
-    sizes = [size for size in _sizes(capacity.classes) if size <= capacity.classes / 2]
-    return CapacityResult(capacity, holding, threshold, measure_fpir(embeddings, labels, threshold, sizes))
-
-
-def measure_fpir(
-    embeddings: np.ndarray, labels: np.ndarray, threshold: float, sizes: Sequence[int]
-) -> dict[int, float]:
-    """Return the FPIR by size of galleries, of one image of each of so many classes; the others search.
-
-    The mean over 20 drawn galleries, with the same weight per class.
-    """
-    _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    order = np.argsort(number, kind="stable")
-    unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
-    starts, generator = np.cumsum(counts) - counts, np.random.default_rng(0)
-    sums, weight, largest = np.zeros(len(sizes)), 1 / counts[number], max(sizes, default=0)
-    for _ in range(_DRAWS):
-        drawn = generator.permutation(len(counts))  # classes in the order in which they are enrolled
-        own = np.argsort(drawn)[number]  # the place of the class of each image
-        drawn = drawn[:largest]
-        accepted = unit @ unit[order[starts[drawn] + generator.integers(counts[drawn])]].T >= threshold
-        is_mated = np.flatnonzero(own < largest)
-        accepted[is_mated, own[is_mated]] = False
-        first = np.where(accepted.any(1), accepted.argmax(1), len(counts))
-        for place, size in enumerate(sizes):
-            is_probe = own >= size
-            sums[place] += weight[is_probe & (first < size)].sum() / weight[is_probe].sum()
-    return dict(zip(sizes, (sums / _DRAWS).tolist(), strict=True))
+    return CapacityResult(capacity, holding, threshold)

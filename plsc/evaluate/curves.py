@@ -72,8 +72,7 @@ def check_pairs(cosines: np.ndarray, is_same: np.ndarray) -> None:
     """Raise DataError as `roc_curve`."""
     if cosines.shape != is_same.shape or is_same.ndim != 1:
         raise DataError(
-            f"the scores have shape {list(cosines.shape)} and is_same has shape {list(is_same.shape)}; "
-            "expected one value of each per pair"
+            f"expected a score and a flag per pair, got shape {cosines.shape} and {is_same.shape}"
         )
     if not np.isfinite(cosines).all():
         raise DataError(f"the score of pair {int(np.argmin(np.isfinite(cosines)))} is not finite")

@@ -20,9 +20,8 @@ from plsc.errors import DataError
 from plsc.evaluate.curves import curve_and_thresholds
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.identification import IdentificationResult
-from plsc.evaluate.pair_lists import lines_of
 from plsc.evaluate.report import Result, Table
-from plsc.evaluate.verification import FARS, wilson_interval
+from plsc.evaluate.verification import FARS, lines_of, wilson_interval
 from plsc.storage.urls import shown
 
 ACROSS = "across groups"

@@ -1,10 +1,16 @@
-"""Identification (1:N search): closed-set rank-k and CMC, open-set FNIR at FPIR with distractors.
+"""Searches among labelled embeddings: identification of probes in a gallery, and retrieval.
 
-The definitions are those of NIST FRVT 1:N (Grother et al., NISTIR 8271). A probe whose identity is in the
-gallery is a mated search, any other probe a non-mated search. The score of an identity is the highest cosine
-of its gallery images. FPIR is the fraction of non-mated searches with a score at or above the threshold.
-FNIR is the fraction of mated searches whose mate is below the threshold or not in the candidate list.
-TinyFace (Cheng et al., 2018) is the closed-set part, with distractors in the gallery.
+Identification: closed-set rank-k and CMC, open-set FNIR at FPIR with distractors. The definitions are those
+of NIST FRVT 1:N (Grother et al., NISTIR 8271). A probe whose identity is in the gallery is a mated search,
+any other probe a non-mated search. The score of an identity is the highest cosine of its gallery images. FPIR
+is the fraction of non-mated searches with a score at or above the threshold. FNIR is the fraction of mated
+searches whose mate is below the threshold or not in the candidate list. TinyFace (Cheng et al., 2018) is the
+closed-set part, with distractors in the gallery.
+
+Retrieval: each image searches all others. R is the number of other images of the query's class. MAP@R of a
+query is 1/R times the sum over i = 1..R of the precision of the first i results if result i is of the query's
+class, else 0 (Musgrave et al., 2020, "A Metric Learning Reality Check"). R-precision is the share of right
+results among the first R. Of results with equal scores, the wrong ones come first.
 
 Scores are exact. The coordinates of the normalised embeddings are rounded to multiples of 2^-26, so that a
 float64 holds every product and every partial sum without rounding. So scores do not depend on the size of
@@ -34,6 +40,9 @@ FPIRS = (1e-1, 1e-2, 1e-3)  # reported if there are enough non-mated searches
 CANDIDATES = 50  # length of the candidate list, as in NIST FRVT 1:N
 _CHUNK = 4096  # probes, and gallery images, that are compared at a time
 _GRID = 2.0**26
+RATES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "precision_at_1": "precision at 1"}
+_COUNTS = ("images", "classes", "queries", "single_images")
+_CELLS = 2**24  # highest scores of some queries, in memory at a time; more for a larger class
 _LOG_SECONDS = 10
 
 
@@ -109,20 +118,14 @@ class IdentificationResult(Result):
         return pictures
 
     def _choices(self) -> list[str]:
-        missing = [f"{fpir:g}" for fpir in FPIRS if fpir not in self.fnir_at_fpir]
+        missing = ", ".join(f"{fpir:g}" for fpir in FPIRS if fpir not in self.fnir_at_fpir)
         return [
-            "The score of an identity is the highest cosine of its gallery images.",
-            "The rank of a mate is the number of identities with its score or a higher one, so a tie counts "
-            "against the mate.",
-            "Each distractor counts as one more identity.",
-            "FPIR is the fraction of non-mated searches with a score at or above the threshold.",
-            f"FNIR is the fraction of mated searches whose mate is below the threshold or not in the first "
-            f"{self.candidates} candidates.",
-            *(
-                [f"FNIR at FPIR {', '.join(missing)} is absent: too few non-mated searches."]
-                if missing
-                else []
-            ),
+            "The score of an identity is the highest cosine of its gallery images; each distractor is an "
+            "identity.",
+            "The rank of a mate is the number of identities with its score or a higher one.",
+            "FPIR: the share of non-mated searches with a score at or above the threshold. FNIR: of mated "
+            f"searches whose mate is below it, or not in the first {self.candidates} candidates.",
+            *([f"FNIR at FPIR {missing} is absent: too few non-mated searches."] if missing else []),
         ]
 
 
@@ -135,7 +138,6 @@ def identify(
     device: torch.device | str = "cpu",
     *,
     candidates: int = CANDIDATES,
-    progress: Callable[[str], None] | None = None,
 ) -> IdentificationResult:
     """Search the gallery for every probe; a collective, with the same arguments on every rank.
 
@@ -147,23 +149,22 @@ def identify(
         gallery_labels: int64 [G], identities; an identity may have several images. -1: a distractor.
         probes: [P, D].
         probe_labels: int64 [P]; those that are not in the gallery (-1 too) are the non-mated searches.
-        world: the ranks that share the work; None: this process only.
-        device: where the products are computed.
+        world: the ranks that share the work, each on its device; None: this process alone, on `device`.
         candidates: length of the candidate list of an open-set search.
-        progress: called with a line of text about every ten seconds, such as `world.log`.
 
     Raises:
         DataError: an embedding is not finite, the shapes do not fit, or there are no mated searches.
     """
     identity, searched = _number_identities(gallery_labels, probe_labels)
-    gallery_rows = Rows(gallery, identity, device, "gallery")
-    probe_rows = Rows(probes, searched, device, "probe")
+    world = world or World.single(str(device))
+    gallery_rows = Rows(gallery, identity, world.device, "gallery")
+    probe_rows = Rows(probes, searched, world.device, "probe")
     non_mated = int((searched < 0).sum())  # they come first in the order of probe_rows
     if non_mated == len(searched):
         raise DataError("no probe has its identity in the gallery; identification needs mated searches")
-    rows, run = (gallery_rows, probe_rows), partial(share, world=world, progress=progress)
-    top = run(partial(_top_score, *rows), 0, non_mated, width=1)
-    mates = run(partial(_rank_and_score, *rows), non_mated, len(searched))
+    rows = gallery_rows, probe_rows
+    top = share(partial(_top_score, *rows), 0, non_mated, world, width=1)
+    mates = share(partial(_rank_and_score, *rows), non_mated, len(searched), world, width=2)
     # Back to the order of the arguments.
     top = top[np.argsort(probe_rows.order[:non_mated])]
     mates = mates[np.argsort(probe_rows.order[non_mated:])]
@@ -240,10 +241,7 @@ def check_finite(values: np.ndarray, name: str, names: Sequence[Any] | np.ndarra
     """Raise DataError, with name and that of names [n], if one of values [n, ...] is not finite."""
     finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     if not finite.all():
-        raise DataError(
-            f"the embedding of {name}{names[int(np.argmin(finite))]} is not finite; the training has "
-            "diverged, or the weights are damaged"
-        )
+        raise DataError(f"the embedding of {name}{names[int(np.argmin(finite))]} is not finite")
 
 
 def norms_of(embeddings: np.ndarray, name: str, labels: np.ndarray | None = None) -> np.ndarray:
@@ -275,13 +273,7 @@ def _number_identities(gallery_labels: np.ndarray, probe_labels: np.ndarray) -> 
 
 
 def share(
-    search: Callable[[int, int], Tensor],
-    start: int,
-    stop: int,
-    *,
-    world: World | None,
-    progress: Callable[[str], None] | None = None,
-    width: int = 2,
+    search: Callable[[int, int], Tensor], start: int, stop: int, world: World, width: int
 ) -> np.ndarray:
     """Return the values of start to stop - 1, float64 [n, width]; each rank searches for a part of them.
 
@@ -289,20 +281,17 @@ def share(
     """
     if start == stop:
         return np.empty((0, width))
-    ranks = class_ranges(stop - start, world.size if world is not None else 1)
-    first, last = (start + bound for bound in ranks[world.rank if world is not None else 0])
+    ranks = class_ranges(stop - start, world.size)
+    first, last = (start + bound for bound in ranks[world.rank])
     found = [torch.empty((0, width), dtype=torch.float64)]
     said = time.monotonic()
     for chunk in chunks(first, last):
         found.append(search(*chunk).cpu())
-        if progress is not None and time.monotonic() - said >= _LOG_SECONDS:
+        if time.monotonic() - said >= _LOG_SECONDS:
             said = time.monotonic()
-            progress(f"searches: {chunk[1] - first:,} of {last - first:,}")
-    own = torch.cat(found)
-    if world is not None:
-        sizes = [last - first for first, last in ranks]
-        own = gather_rows(own.to(world.device), sizes, world.head_group).cpu()
-    return own.numpy()
+            world.log(f"searches: {chunk[1] - first:,} of {last - first:,}")
+    sizes = [last - first for first, last in ranks]
+    return gather_rows(torch.cat(found).to(world.device), sizes, world.head_group).cpu().numpy()
 
 
 def _top_score(gallery: Rows, probes: Rows, start: int, stop: int) -> Tensor:
@@ -373,3 +362,95 @@ def _at_fpirs(curve: _Curve, searches: int) -> tuple[dict[float, float], dict[fl
         {value: float(fnir[i]) for value, i in chosen.items()},
         {value: float(np.nextafter(limits[i], np.inf)) for value, i in chosen.items()},
     )
+
+
+@dataclass(frozen=True)
+class RetrievalResult(Result):
+    """The result of `retrieval`; rates are fractions, 0..1, means over the queries."""
+
+    METRICS: ClassVar = tuple(RATES)
+
+    map_at_r: float
+    r_precision: float
+    precision_at_1: float
+    images: int
+    classes: int
+    queries: int  # images of a class with at least two
+    single_images: int  # classes with one image, which is searched, but is no query
+    is_query: np.ndarray = field(repr=False, compare=False)  # bool [images]
+    values: np.ndarray = field(repr=False, compare=False)  # `RATES` of each query, float64 [queries, 3]
+
+    def summary(self) -> str:
+        """Return the rates for the log."""
+        rates = " ".join(f"{title} {getattr(self, name):.4f}" for name, title in RATES.items())
+        return f"{rates} ({self.queries:,} queries in {self.images:,} images)"
+
+    def _choices(self) -> list[str]:
+        return [
+            "Each image searches all others by cosine; of equal scores, wrong results come first. R: the "
+            "other images of its class. R-precision: the share of right results among the first R. MAP@R: "
+            "1/R x the sum, over the right ones of them, of the precision up to there.",
+            "Single images, the only ones of their class, are searched, but are no queries.",
+        ]
+
+    def _tables(self) -> list[Table]:
+        row = [f"{one:.6f}" if isinstance(one, float) else f"{one:,}" for one in self.as_dict().values()]
+        return [Table((*RATES.values(), *(one.replace("_", " ") for one in _COUNTS)), [row])]
+
+
+def retrieval(
+    embeddings: np.ndarray,
+    labels: np.ndarray,
+    world: World | None = None,
+    device: torch.device | str = "cpu",
+) -> RetrievalResult:
+    """Search all other images for each image; a collective. Results do not depend on the number of ranks.
+
+    Args:
+        embeddings: [N, D], not necessarily normalised, the same on every rank; may be memory-mapped.
+        labels: int64 [N], the classes.
+        world, device: as of `identify`.
+
+    Raises:
+        DataError: an embedding is not finite, the shapes do not match, or no class has two images.
+    """
+    world = world or World.single(str(device))
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    if sizes.max(initial=0) < 2:
+        raise DataError("no class has two images; retrieval needs other images of the class of a query")
+    by_size = np.argsort(-sizes, kind="stable")
+    rows = Rows(embeddings, np.argsort(by_size)[classes], world.device, "query")  # the largest class first
+    search = partial(_search, sizes[by_size][rows.identity] - 1, rows)
+    is_query = sizes[classes] > 1
+    count = int(is_query.sum())
+    values = share(search, 0, count, world, width=len(RATES))
+    values = values[np.argsort(rows.order[:count])]  # in the order of the arguments
+    means = dict(zip(RATES, values.mean(axis=0).tolist(), strict=True))
+    counts = dict(zip(_COUNTS, (len(rows), len(sizes), count, len(rows) - count), strict=True))
+    return RetrievalResult(**means, **counts, is_query=is_query, values=values)
+
+
+def _search(others: np.ndarray, images: Rows, start: int, stop: int) -> Tensor:
+    """Return `RATES` of these queries, float64 [stop - start, 3]; others: R of each image, descending."""
+    most, middle = int(others[start]), (start + stop) // 2
+    if start < middle and (stop - start) * most > _CELLS:
+        parts = (start, middle), (middle, stop)
+        return torch.cat([_search(others, images, *part) for part in parts])
+    x = images.part(start, stop)
+    classes = torch.from_numpy(images.identity).to(x.device)
+    # The highest scores of right and of wrong results, descending, [stop - start, most]
+    right = wrong = x.new_full((stop - start, most), -torch.inf)
+    for first, last in chunks(0, len(images)):
+        scores = x @ images.part(first, last).T
+        same = classes[start:stop, None] == classes[first:last]
+        wrong = torch.cat([wrong, scores.masked_fill(same, -torch.inf)], 1).topk(most).values
+        if same.any():
+            itself = np.arange(max(start, first), min(stop, last))  # may be empty
+            same[itself - start, itself - first] = False
+            right = torch.cat([right, scores.masked_fill_(~same, -torch.inf)], 1).topk(most).values
+    place, size = np.arange(1, most + 1), others[start:stop, None]
+    rank = place + torch.searchsorted(-wrong, -right, right=True).cpu().numpy()  # of the right results
+    found = (place <= size) & (rank <= size)
+    precision = np.cumsum(found * place / rank, axis=1)[:, -1:]  # in order: `most` does not change the sum
+    rates = [precision / size, found.sum(axis=1, keepdims=True) / size, rank[:, :1] == 1]
+    return torch.from_numpy(np.concatenate(rates, axis=1))

@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter
 from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
 from plsc.errors import DataError, naming
-from plsc.evaluate.arrays import take_tensors
+from plsc.evaluate import take_tensors
 from plsc.evaluate.curves import area_under_roc, roc_curve
 from plsc.storage.publish import replacing
 
@@ -99,18 +99,15 @@ def plot_rates(
 
 
 def plot_capacity(
-    predicted: Mapping[int, tuple[float | None, float, float]],
-    measured: Mapping[int, float],
-    path: str | os.PathLike[str],
+    predicted: Mapping[int, tuple[float | None, float, float]], path: str | os.PathLike[str]
 ) -> None:
-    """Plot FPIR over identities: ``{identities: (estimate or None, low, high)}``, and measured values."""
-    with _one_plot(path, columns=3) as axes:
+    """Plot FPIR over identities: ``{identities: (estimate or None, low, high)}``."""
+    with _one_plot(path, columns=2) as axes:
         estimate, low, high = np.array(list(predicted.values()), dtype=float).T  # None: NaN, not drawn
         x = np.array(list(predicted))
         axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label="90 % interval")
         axes.plot(x, estimate, color=COLOURS[0], linewidth=1.8, label="predicted")
-        axes.plot(list(measured), list(measured.values()), "o", color=COLOURS[1], label="measured")
-        least = max(1e-5, min(0.1, *high, *(value for value in measured.values() if value)))
+        least = max(1e-5, min(0.1, *high))
         axes.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), ylim=(least / 2, 1))
         axes.set(
             xlabel="Identities in the gallery, one image each", ylabel="FPIR: strangers that are accepted"

@@ -29,15 +29,14 @@ class Table:
 class Section:
     """The result of one protocol on one dataset, as ``result.section(name)`` returns it.
 
-    choices: how it was measured, one sentence each. pictures: by file name, functions that draw a PNG file.
-    files: likewise, other files, which the report links. values: everything, as plain values for JSON.
+    choices: how it was measured, one sentence each. values: everything, as plain values for JSON. files: by
+    name, functions that write a file; the report shows PNG files and links others.
     """
 
     title: str
     choices: Sequence[str]
     tables: Sequence[Table]
     values: Mapping[str, Any]
-    pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
@@ -77,8 +76,7 @@ class Result(ABC):
         """Return the section of a report; name: of the data, which is part of the names of the files."""
         warning = self.warning()
         choices = [*self._choices(), *([f"Warning: {warning}."] if warning else [])]
-        pictures = self._pictures(name, stem_of(name))
-        return Section(name, choices, self._tables(), self.as_dict(), pictures)
+        return Section(name, choices, self._tables(), self.as_dict(), self._pictures(name, stem_of(name)))
 
 
 def stem_of(name: str) -> str:
@@ -100,7 +98,7 @@ def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"# {title}", ""]
     for section in sections:
-        for name, write in {**section.pictures, **section.files}.items():
+        for name, write in section.files.items():
             write(folder / name)
         lines += lines_of(section)
     values = {one.title: {**one.values, "choices": list(one.choices)} for one in sections}
@@ -116,10 +114,9 @@ def lines_of(section: Section) -> list[str]:
     for table in section.tables:
         lines += [f"**{table.title}**", ""] if table.title else []
         lines += _rows(table)
-    for name in section.pictures:
-        lines += [f"![{Path(name).stem.replace('_', ' ')}]({name})", ""]
     for name in section.files:
-        lines += [f"[{name}]({name})", ""]
+        shown = f"![{Path(name).stem.replace('_', ' ')}]" if name.endswith(".png") else f"[{name}]"
+        lines += [f"{shown}({name})", ""]
     return [*lines, "How it was measured:", "", *(f"- {_plain(choice)}" for choice in section.choices), ""]
 
 

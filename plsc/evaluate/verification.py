@@ -1,4 +1,4 @@
-"""Verification of pairs of images: ten-fold accuracy, TAR at FAR, ROC, AUC and EER.
+"""Verification of pairs of images: the lists of pairs, ten-fold accuracy, TAR at FAR, ROC, AUC and EER.
 
 The accuracy follows the LFW protocol (Huang et al., 2007, "Labeled Faces in the Wild") as implemented by
 insightface, so it is comparable with published results: squared L2 distances of normalised embeddings,
@@ -6,29 +6,195 @@ thresholds 0, 0.01, ..., 3.99, ten contiguous folds without shuffling. Each fold
 threshold of the other nine; the lowest one wins a tie.
 
 Scores are cosines rounded to multiples of 2^-20, distances 2 - 2 * score: rounding orders no equal pairs.
+
+A list of pairs is text: a line is ``<path> <path> <flag>``, separated by tabs or commas, or by blanks if no
+path contains one. The flag is 1 or True for the same class; 0, -1 or False for different ones. Column names
+in the first line are ignored. In the layout of LFW's pairs.txt, the first line has one or two integers (folds
+and pairs per fold), and each other line is ``<name> <n> <n>`` or ``<name> <n> <name> <n>``. Image n of a name
+is ``<name>/<name>_000n.jpg``. Blank lines, CRLF and a UTF-8 byte order mark are accepted. A first line
+``# images: <folder>`` tells where the images are, for a list that lies elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from plsc.data.sources.base import printable
+from plsc.data.decode import IMAGE_SUFFIXES
+from plsc.data.files import PathTable
+from plsc.data.sources.base import FileSource, printable
+from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.evaluate.curves import area_under, check_pairs, curve_and_thresholds, equal_error_rate
 from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result, Section, Table, stem_of
+from plsc.storage.blocks import streamed, text_lines
 from plsc.storage.publish import replacing
+from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, parent_of, shown
 
 GRID = 2**20  # scores per unit
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
 FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # false accept rates at which the true accept rate is reported
 _CHUNK = 8192  # pairs per chunk in double precision
 _Z95 = 1.959963984540054  # 97.5% quantile of the normal distribution
+_MAX_LINE_BYTES = 16384  # of a list
+IMAGES = "# images: "
+_EXPECTED = "expected '<path> <path> <0 or 1>', or tabs between them if a path contains a blank"
+_FLAGS = {b"1": b"1", b"true": b"1", b"0": b"0", b"-1": b"0", b"false": b"0"}
+_COLUMN_NAMES = re.compile(rb"[^\W\d]\w*([\t,; ]+[^\W\d]\w*){2}")
+_EXPECTED_LFW = (
+    "expected '<name> <n> <n>' or '<name> <n> <name> <n>', as the first line is that of LFW's list"
+)
+
+
+@dataclass(frozen=True)
+class PairList:
+    """P pairs of the images of a source, each image once; ``pairs``: int64 [P, 2]; ``is_same``: bool [P]."""
+
+    images: ListedImages
+    pairs: np.ndarray
+    is_same: np.ndarray
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.is_same)
+
+
+class ListedImages(FileSource):
+    """The images of a list, below a folder or URL; `lines` has the first line that names each."""
+
+    def __init__(self, root: Path | str, paths: PathTable, lines: np.ndarray, title: str) -> None:
+        super().__init__(root, paths, np.full(len(lines), -1))
+        self._lines = lines
+        self._title = title
+
+    def name(self, index: int) -> str:
+        """Return ``a.jpg (pairs.txt:12)``."""
+        return f"{super().name(index)} ({self._title}:{self._lines[index]})"
+
+    def listed(self, index: int) -> str:
+        """Return the path as in the list."""
+        return super().name(index)
+
+    def check(self) -> None:
+        """Raise DataError for the first image that is missing; images at a URL are not checked."""
+        if isinstance(self.root, str):
+            return
+        for index in range(len(self)):
+            place = str(self.path(index))
+            if not is_url(place) and not os.path.isfile(place):  # noqa: PTH113 - False for a long name
+                text = f"{self.name(index)}: there is no such image in {self.root}"
+                raise DataError(text, kind="missing")
+
+
+def read_pair_list(
+    path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None, allowed: Sequence[str] = ()
+) -> PairList:
+    """Read a list of pairs, at a path or URL.
+
+    Args:
+        path: the text file.
+        folder: folder or URL of the images; by default that of the first line, or of the list. allowed: as of
+            `located`.
+
+    Raises:
+        DataError: the list cannot be read, a line is invalid, or an image is missing; it names the line.
+    """
+    place = local_path(os.fspath(path))
+    title = base_name(shown(place))
+    root = parent_of(place) if folder is None else os.fspath(folder)
+    paths, numbers = PathTable(), dict[bytes, int]()
+    first_lines, pairs, flags = array("q"), array("q"), array("b")
+    lfw: _Lfw | None = None
+    for number, line in lines_of(place):
+        if number == 1 and line.startswith(IMAGES.encode()):
+            named = os.fsdecode(line).removeprefix(IMAGES)
+            root = located(named, root, allowed, place) if folder is None else root
+            continue
+        if lfw is None and not flags and _is_lfw_header(line):
+            lfw = _Lfw(line, root)
+            continue
+        try:
+            *both, flag = lfw.parse(line) if lfw is not None else _parse(line)
+            for one in both:
+                one = listed_path(one, root, allowed, place)
+                if one not in numbers:
+                    numbers[one] = len(paths)
+                    paths.append(one)
+                    first_lines.append(number)
+                pairs.append(numbers[one])
+        except (ValueError, DataError) as problem:
+            if number == 1 and _COLUMN_NAMES.fullmatch(line):
+                continue
+            raise DataError(f"{shown(place)}:{number}: {problem}") from None
+        flags.append(flag == b"1")
+    if not flags:
+        raise DataError(f"{shown(place)} contains no pairs; {_EXPECTED}")
+    if lfw is not None and lfw.pairs != len(flags):
+        raise DataError(f"{shown(place)} has {len(flags):,} pairs; its first line announces {lfw.pairs:,}")
+    images = ListedImages(root if is_url(root) else Path(root), paths, np.array(first_lines), title)
+    images.check()
+    return PairList(images, np.array(pairs).reshape(-1, 2), np.array(flags, dtype=bool))
+
+
+def lines_of(place: str) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of each line that is not blank."""
+    with streamed(place) as file:
+        for number, _, line in text_lines(file, shown(place), _MAX_LINE_BYTES):
+            if line := line.strip(b" \r\n"):
+                yield number, line
+
+
+def _parse(line: bytes) -> list[bytes]:
+    """Return both paths and the flag; ValueError describes a bad line."""
+    fields = [one.strip() for one in line.split(b"\t")] if b"\t" in line else line.split()
+    by_comma = [one.strip(b'" ') for one in re.split(b"[,;]", line)]
+    if len(by_comma) == 3 and by_comma[2].lower() in _FLAGS:  # else a path may contain a comma
+        fields = by_comma
+    if len(fields) != 3 or not all(fields) or fields[2].lower() not in _FLAGS:
+        raise ValueError(f"{_EXPECTED}, got '{printable(line[:200])}'")
+    return [*fields[:2], _FLAGS[fields[2].lower()]]
+
+
+def _is_lfw_header(line: bytes) -> bool:
+    fields = line.split()
+    return len(fields) in (1, 2) and all(one.isdigit() and len(one) <= 6 for one in fields)
+
+
+class _Lfw:
+    """Lines in the layout of LFW; the suffix is that of the first image found. pairs: number announced."""
+
+    def __init__(self, header: bytes, root: str) -> None:
+        folds, count = (1, *map(int, header.split()))[-2:]
+        self.pairs = 2 * folds * count  # as many same pairs as different ones
+        self._root = root
+        self._suffix = b""
+
+    def parse(self, line: bytes) -> list[bytes]:
+        """Return both paths and the flag; ValueError describes a bad line."""
+        fields = [one.strip() for one in (line.split(b"\t") if b"\t" in line else line.split())]
+        is_same = len(fields) == 3
+        if is_same:
+            fields.insert(2, fields[0])
+        if len(fields) != 4 or not all(one.isdigit() and len(one) <= 6 for one in fields[1::2]):
+            raise ValueError(f"{_EXPECTED_LFW}, got '{printable(line[:200])}'")
+        return [self._path(*fields[:2]), self._path(*fields[2:]), b"1" if is_same else b"0"]
+
+    def _path(self, name: bytes, number: bytes) -> bytes:
+        stem = listed_path(b"%s/%s_%04d" % (name, name, int(number)), self._root)
+        if not self._suffix:
+            suffixes = (*IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES))
+            places = {suffix: join(self._root, f"{os.fsdecode(stem)}{suffix}") for suffix in suffixes}
+            found = next((suffix for suffix, place in places.items() if exists(place)), ".jpg")
+            self._suffix = found.encode()
+        return stem + self._suffix
 
 
 class PairRates(Result):
@@ -103,15 +269,11 @@ class VerificationResult(PairRates):
 
     def _choices(self) -> list[str]:
         return [
-            "The score of a pair is the cosine of its embeddings, computed in double precision and rounded "
-            "to a multiple of 2^-20; a score at the threshold is accepted.",
-            "Accuracy: mean and standard deviation over ten contiguous folds; each uses the threshold, on "
-            "squared L2 distances (2 - 2 x score) 0, 0.01, ..., 3.99, with the best accuracy on the other "
-            "nine.",
-            "TAR at FAR: the highest true accept rate of all thresholds whose false accept rate is at most "
-            "FAR.",
-            "Intervals: 95% Wilson score intervals of the TAR at that threshold, for independent pairs.",
-            "EER: where the false accept rate equals the false reject rate, interpolated on the ROC curve.",
+            "Scores are cosines, rounded to multiples of 2^-20; a score at the threshold is accepted.",
+            "Accuracy: mean and standard deviation over ten contiguous folds, each at the best threshold "
+            "(squared L2 distances 0, 0.01, ..., 3.99) of the other nine.",
+            "TAR at FAR: of all thresholds with at most this FAR; with 95% Wilson score intervals.",
+            "EER: where FAR equals 1 - TAR, interpolated on the ROC curve.",
         ]
 
     def _tables(self) -> list[Table]:
@@ -145,11 +307,11 @@ class VerificationResult(PairRates):
         from plsc.evaluate.plots import plot_hardest_pairs
 
         section, stem, pairs = super().section(name), stem_of(name), (self.cosines, self.is_same)
-        pictures = dict(section.pictures)
+        files = dict(section.files)
         if images is not None:
-            pictures[f"{stem}_hardest.png"] = lambda path: plot_hardest_pairs(images, *pairs[::-1], path)
-        files = {f"{stem}_scores.tsv": lambda path: write_scores(path, *pairs, labels)}
-        return replace(section, pictures=pictures, files=files)
+            files[f"{stem}_hardest.png"] = lambda path: plot_hardest_pairs(images, *pairs[::-1], path)
+        files[f"{stem}_scores.tsv"] = lambda path: write_scores(path, *pairs, labels)
+        return replace(section, files=files)
 
 
 def verify(

@@ -1,6 +1,5 @@
 """The folder of an exported model: write, check and open it, and embed with it on a cluster."""
 
-from plsc.export.batches import BatchEmbedder, batch_embedder
-from plsc.export.served import ServedModel, open_model
+from plsc.export.served import BatchEmbedder, ServedModel, batch_embedder, open_model
 
 __all__ = ["BatchEmbedder", "ServedModel", "batch_embedder", "open_model"]

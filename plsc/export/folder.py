@@ -1,5 +1,9 @@
 """The folder of an exported model: model.json, which describes it, and the files that it names.
 
+README.md is a model card with the header of the Hugging Face Hub. It shows what the checkpoint, the export
+and reports of ``plsc test`` recorded. config.json, and metadata in the ONNX and safetensors files, have the
+same facts.
+
 The folder contains no code, and nothing of it is executed when it is loaded. Only a torch.export program
 (model.pt2) could run code; `plsc.export.open_model` refuses it.
 """
@@ -8,24 +12,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from safetensors.torch import save_file
+import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.manifest import METRICS_KEY
-from plsc.checkpoint.shard_file import bytes_of
-from plsc.config import Config
+from plsc.checkpoint.shard_file import bytes_of, checksum
 from plsc.data.alignment import scaled_template
-from plsc.errors import CheckpointError, without_secrets
+from plsc.errors import CheckpointError, DataError, printable, without_secrets
+from plsc.evaluate.report import Section, lines_of
 from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
 from plsc.storage.records import read_record
-from plsc.storage.regular import open_regular
+from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.urls import base_name, shown
 from plsc.version import __version__
 
 MODEL_NAME = "model.json"
@@ -41,6 +49,10 @@ ROC_NAME = "roc.png"
 DIVISORS = {"plain": 128, "triton": 128, "insightface": 127.5}
 _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time
+_LARGEST_TEXT = 2**24  # bytes of a report
+_TASK = "image-feature-extraction"  # of the Hub
+_FOLDERS = re.compile(r"(\w+:/)?/\S*/(?=\S)")  # of absolute paths and URLs
+_MARKS = re.compile(r"[\\|<\[`]")  # of Markdown
 _LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
 
 
@@ -55,23 +67,26 @@ class _About(TypedDict):
     options: dict[str, dict[str, Any]]
 
 
-def write_weights(folder: Path, network: BaseModel, config: Config, manifest: Manifest) -> dict[str, Any]:
+def write_weights(
+    folder: Path, network: BaseModel, options: Mapping[str, Any], manifest: Manifest
+) -> dict[str, Any]:
     """Write the weights of a network to a folder, and return the contents of model.json.
 
-    config: the options that it was built with. manifest: of its checkpoint.
+    options: those that it was built with, by group and name, as in the manifest of a checkpoint.
     """
     weights = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
     write_tensors(folder / WEIGHTS_NAME, weights)
+    model = options["model"]
     return {
         "format": "plsc-model",
         "version": 1,
         "plsc": __version__,
         "step": manifest.step,
-        "input": describe_input(network, config, trained_on_aligned(manifest)),
-        "output": {"shape": ["batch", config.model.emb_size], "normalised": False},
-        "flip": config.data.flip and network.example_input is None,
+        "input": describe_input(network, model["image_shape"], trained_on_aligned(manifest)),
+        "output": {"shape": ["batch", model["emb_size"]], "normalised": False},
+        "flip": options["data"]["flip"] and network.example_input is None,
         "metrics": manifest.scalars.get(METRICS_KEY, {}),
-        "options": without_secrets({name: config.as_dict()[name] for name in ("model", "runtime")}),
+        "options": without_secrets({name: options[name] for name in ("model", "runtime")}),
         "arguments": constructor_arguments(network),
         "weights": describe_file(folder, WEIGHTS_NAME),  # `add_metadata` adds the CRC-32
         "fingerprint": checksum_of(weights),
@@ -103,7 +118,7 @@ def trained_on_aligned(manifest: Manifest) -> bool:
     return manifest.options.get("data", {}).get("landmarks") is not None
 
 
-def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
+def describe_input(network: BaseModel, image_shape: Sequence[int], is_aligned: bool) -> Any:
     """Return shape, type and preprocessing of images, or shape and type of each tensor, for JSON.
 
     is_aligned: add the transform of `plsc.data.alignment`, and where it maps the landmarks to.
@@ -111,14 +126,14 @@ def describe_input(network: BaseModel, config: Config, is_aligned: bool) -> Any:
     if network.example_input is not None:
         return map_tensors(_describe_tensor, network.example_input)
     about: dict[str, Any] = {
-        "shape": ["batch", *config.model.image_shape],
+        "shape": ["batch", *image_shape],
         "dtype": "float32",
-        "channels": "RGB" if config.model.image_shape[0] == 3 else "gray",
+        "channels": "RGB" if image_shape[0] == 3 else "gray",
         "resize": "turned upright by EXIF orientation; bilinear with antialiasing, without a crop",
         "preprocessing": "(x - 127.5) / 128",
     }
     if is_aligned:
-        points = scaled_template(*config.model.image_shape[1:]).round(4).tolist()
+        points = scaled_template(*image_shape[1:]).round(4).tolist()
         about["alignment"] = {"transform": "similarity", "landmarks": points}
     return about
 
@@ -169,3 +184,117 @@ def read_about(folder: Path) -> dict[str, Any]:
     """Return the contents of model.json. Raises CheckpointError if it is not the description of a model."""
     about: Any = read_record(_About, folder / MODEL_NAME, folder / MODEL_NAME, most=_MOST_BYTES)
     return dict(about)
+
+
+def facts(about: dict[str, Any], of_graph: bool) -> dict[str, Any]:
+    """Return what a user of the graph, or of the weights, must know; about: the contents of model.json."""
+    graph, given = about["graph"] if of_graph else {}, about["input"]
+    flip = bool(graph.get("flip"))
+    found: dict[str, Any] = {
+        "fingerprint": "flip-" * flip + about["fingerprint"],
+        "embedding_size": about["output"]["shape"][1],
+        "normalised": of_graph,
+        "flip": flip,
+    }
+    if isinstance(given, dict) and "preprocessing" in given:  # of images
+        found["image_shape"] = given["shape"][1:]
+        found |= {name: one for name, one in given.items() if name not in ("shape", "dtype")}
+        found["preprocessing"] = f"(x - 127.5) / {DIVISORS[graph.get('layout', 'plain')]:g}"
+    return {**found, "thresholds": about["thresholds"]} if "thresholds" in about else found
+
+
+def add_metadata(folder: Path, about: dict[str, Any]) -> None:
+    """Add the facts to the files of an export, and their new sizes and checksums to `about`."""
+    for what in {"weights", "classes", "graph"} & about.keys():
+        name = about[what]["file"]
+        path, held = folder / name, _as_text(facts(about, of_graph=what == "graph"))
+        if path.suffix == ".safetensors":
+            write_tensors(path, load_file(path), {"format": "pt", **held})
+        elif path.suffix == ".onnx":
+            import onnx
+
+            model = onnx.load(path)
+            onnx.helper.set_model_props(model, held)
+            onnx.save(model, path)
+        about[what] |= describe_file(folder, name)
+    about["weights"] |= asdict(checksum(folder / WEIGHTS_NAME))
+
+
+def _as_text(values: dict[str, Any]) -> dict[str, str]:
+    return {name: one if isinstance(one, str) else json.dumps(one) for name, one in values.items()}
+
+
+def write_card(
+    folder: Path, about: dict[str, Any], manifest: Manifest, measured: list[Section], reports: Sequence[str]
+) -> None:
+    """Write README.md and config.json of an export.
+
+    about: the contents of model.json. manifest: of the checkpoint. measured: the results of the export.
+    reports: folders of ``plsc test``. Raises DataError if a folder has no report, or that of other weights.
+    """
+    measured = [replace(one, title=base_name(shown(one.title))) for one in measured]  # without folders
+    network, known = about["options"]["model"]["name"], facts(about, of_graph="graph" in about)
+    config = {"model_type": "plsc", "architectures": [network], **known}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    limits = ["- The results hold for samples like those that were measured, prepared as above."]
+    limits += ["- Results on pairs, of a gallery or per group that are not shown above were not measured."]
+    if "graph" in about:
+        largest = about["graph"]["difference"]["largest"]
+        limits.append(f"- The graph differs from the network by up to {largest:.1e} per value.")
+    header: dict[str, Any] = {"library_name": "plsc", "tags": ["plsc", network]}
+    header |= {"pipeline_tag": _TASK} if "image_shape" in known else {}
+    if indexed := [_indexed(one) for one in measured if "tar_intervals" in one.values]:
+        header["model-index"] = [{"name": network, "results": indexed}]
+    results = _results(measured, reports, about["fingerprint"]) or "Nothing was measured."
+    lines = [
+        *("---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", ""),
+        *(f"# {network}: embeddings of {known['embedding_size']} values", ""),
+        *(f"Written by plsc {about['plsc']} from step {about['step']:,} of a run. Input and output:", ""),
+        *("| | |", "|---|---|", *(f"| {name} | {one} |" for name, one in _as_text(known).items()), ""),
+        *("## Training data", "", *_training_data(manifest), ""),
+        *("## Results", "", results, ""),
+        *("## Limits", "", *limits, ""),
+    ]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _results(measured: Sequence[Section], reports: Sequence[str], fingerprint: str) -> str:
+    """Return all results one level lower, without pictures, files and the folders of paths."""
+    lines = ["Of this export:", ""] if measured else []
+    lines += [line for section in measured for line in lines_of(section)]
+    for folder in reports:
+        try:
+            text = read_regular(Path(folder) / "report.md", _LARGEST_TEXT).decode()
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder}: {error}; expected a folder that plsc test --protocol wrote"
+            ) from error
+        if fingerprint not in text:
+            raise DataError(f"the report {folder} is not of the exported weights; test their checkpoint")
+        lines += ["", "Of `plsc test`, whose embedding (see below), and so thresholds, may be others:", ""]
+        lines += text.splitlines()[2:]  # without its title
+    text = "\n".join(line for line in lines if not line.startswith(("![", "[")))
+    return _FOLDERS.sub("", re.sub("^## ", "### ", text, flags=re.MULTILINE)).strip()
+
+
+def _indexed(section: Section) -> dict[str, Any]:
+    """Return the result on a pair file for the ``model-index`` of the Hub."""
+    found, metrics = section.values, [{"type": "accuracy", "value": section.values["accuracy"]}]
+    for far, (low, high) in found["tar_intervals"].items():
+        if far not in found["unresolved_fars"]:
+            name = f"TAR at FAR {far}, 95% interval {low:.4f} to {high:.4f}"
+            metrics.append({"type": "tar", "value": found["tar_at_far"][far], "name": name})
+    task = {"type": _TASK, "name": "verification of pairs"}
+    return {"task": task, "dataset": {"type": section.title, "name": section.title}, "metrics": metrics}
+
+
+def _training_data(manifest: Manifest) -> list[str]:
+    """Return a table of the datasets that the checkpoint names."""
+    place = str((manifest.options.get("data") or {}).get("dataset_dir") or "not recorded")
+    rows = ["| dataset | images | classes |", "|---|---:|---:|"]
+    for name, head in manifest.heads.items():
+        images = "not recorded" if head.num_samples is None else f"{head.num_samples:,}"
+        cells = name or base_name(shown(place)), images, f"{head.class_num:,}"
+        line = " | ".join(_MARKS.sub(r"\\\g<0>", printable(cell)) for cell in cells)
+        rows.append(f"| {line} |")
+    return rows

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,24 +14,19 @@ import numpy as np
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import CLASS_WEIGHTS
-from plsc.checkpoint.remote import fetch
 from plsc.data.class_names import ClassNames
 from plsc.data.decode import decode_image
 from plsc.data.sources import Source
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError
 from plsc.evaluate.capacity import Capacity
-from plsc.evaluate.embed import embed_images
 from plsc.export import open_model
-from plsc.export.folder import MODEL_NAME, checksum_of
-from plsc.gallery.gallery import Gallery, normalised, write_gallery
-from plsc.gallery.places import AnyStore, open_store
+from plsc.export.folder import checksum_of
+from plsc.gallery.gallery import AnyStore, Gallery, normalised, open_store, write_gallery
 from plsc.gallery.store import Found, New
 from plsc.parallel.world import World
-from plsc.predict.embeddings import NAMES, open_embeddings
-from plsc.predict.network import load_with_config
-from plsc.predict.predict import EMBEDDINGS
-from plsc.storage.urls import is_url
+from plsc.predict.embeddings import EMBEDDINGS, NAMES, open_embeddings
+from plsc.predict.network import find_model, load_trained
 
 _BATCH = 64  # images
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -39,11 +34,12 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Embedder:
-    """A trained network.
+    """A trained network, which is loaded when it is first used.
 
     Attributes:
+        place: of the checkpoint or export, for messages.
         fingerprint: as of `ServedModel`.
-        size: D, values per embedding.
+        size: returns D, values per embedding.
         decode: decodes an image.
         embed: returns the embeddings, float32 [n, D], of n decoded images.
         classes: returns the class weights, float32 [C, D] or [C, sub-centres, D], and the class names.
@@ -51,8 +47,9 @@ class Embedder:
         capacity: as of `ServedModel`.
     """
 
+    place: str
     fingerprint: str
-    size: int
+    size: Callable[[], int]
     decode: Callable[[Any], Any]
     embed: Callable[[list[Any]], np.ndarray]
     classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
@@ -80,45 +77,35 @@ def open_embedder(model: StrPath, network: str | None = None) -> Embedder:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    place = os.fspath(model)
-    path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
-    if (path / MODEL_NAME).is_file():
+    path, is_export = find_model(model)
+    if is_export:
         served = open_model(path)
         return Embedder(
+            os.fspath(model),
             served.fingerprint,
-            served.emb_size,
+            lambda: served.emb_size,
             served.preprocess,
             lambda images: served.embed(np.stack(images)),
             served.class_weights,
             None if served.default_far is None else served.thresholds[served.default_far],
             served.capacity,
         )
-    world = World.single("cpu")
-    trained, config = load_with_config(path, network, world)
+    manifest = read_manifest(path)
+    trained = functools.cache(lambda: load_trained(path, network, World.single("cpu")))
 
-    shape = config.model.image_shape
+    def class_weights() -> tuple[np.ndarray, ClassNames | None]:
+        weight = load_weights(path, CLASS_WEIGHTS)["weight"]
+        return weight.float().numpy(), read_class_names(path, manifest)
+
     return Embedder(
+        os.fspath(model),
         checksum_of(load_weights(path)),
-        config.model.emb_size,
-        lambda data: decode_image(data, shape),
+        lambda: trained().config.model.emb_size,
+        lambda data: decode_image(data, trained().config.model.image_shape),
         # without the mirrored image, as in `plsc predict` and `plsc export`
-        lambda images: embed_images(
-            trained,
-            images,
-            shape,
-            batch_size=config.train.test_batch_size,
-            device=world.device,
-            flip=False,
-            num_threads=config.data.num_workers,
-        ),
-        lambda: class_weights_of(path),
+        lambda images: trained().embed(images, "the images", flip=False),
+        class_weights,
     )
-
-
-def class_weights_of(path: Path) -> tuple[np.ndarray, ClassNames | None]:
-    """Return class weights and names of a checkpoint, as `Embedder.classes`."""
-    weight = load_weights(path, CLASS_WEIGHTS)["weight"]
-    return weight.float().numpy(), read_class_names(path, read_manifest(path))
 
 
 def index_classes(embedder: Embedder, gallery: StrPath, kind: str = "float32") -> Gallery:
@@ -155,7 +142,7 @@ def enrol(embedder: Embedder, url: str, images: StrPath, allowed: Sequence[str] 
     Returns the number of images, and the recall of `PostgresStore.measure_recall`.
     """
     source = open_images(images, allowed)
-    store: Any = open_store(url, embedder.fingerprint, embedder.size)
+    store: Any = open_store(url, embedder.fingerprint, embedder.size())
     with closing(store):
         if len(store):
             raise DataError(f"{store.path} has {len(store)} entries; enrol further images with plsc serve")

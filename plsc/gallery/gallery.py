@@ -1,4 +1,7 @@
-"""A gallery on disk: gallery.json, which describes it, and gallery.safetensors with its vectors and names."""
+"""Galleries: a folder with gallery.json, which describes it, and gallery.safetensors with vectors and names.
+
+And the same entries in an SQLite file or a database: open a store by its path or URL, and copy galleries.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -18,17 +22,24 @@ from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, check_name, suggest
 from plsc.export.served import are_normalised
-from plsc.gallery.store import Found, New
+from plsc.gallery.store import MOST_ENTRIES, Found, New, Store
 from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
 from plsc.storage.publish import publishing_folder
 from plsc.storage.records import Size, Text, read_record
+from plsc.storage.urls import is_url
 
+if TYPE_CHECKING:
+    from plsc.gallery.postgres import PostgresStore
+
+
+AnyStore: TypeAlias = "Store | PostgresStore"
 ABOUT_NAME, VECTORS_NAME = "gallery.json", "gallery.safetensors"
 _NAMES = {"names": "uint8", "name_ends": "int64"}
 _MOST_BYTES = 2**20  # of gallery.json
 _ROWS = 8192  # vectors processed at a time
 _CHECKED = 256  # vectors whose norms are checked at a time: few fit the cache of a core
 _QUERIES = 256  # queries searched at a time
+_BATCH = 4096  # entries copied per transaction
 
 
 class _About(TypedDict):
@@ -227,10 +238,8 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     if about["count"] % about["centers"]:
         raise _wrong(path / ABOUT_NAME, "its count is not that of its centers")
     if model is not None and about["model"] != model:
-        raise CheckpointError(
-            f"{path} was made with another network (weights {about['model']:.16}, not {model:.16}); use that "
-            "network, or index the images again"
-        )
+        both = f"weights {about['model']:.16}, not {model:.16}"
+        raise CheckpointError(f"{path} was made with another network ({both}); index the images again")
     file = path / VECTORS_NAME
     kind, count, size = KINDS[about["kind"]], about["count"], about["size"]
     try:
@@ -328,3 +337,108 @@ def _packed(names: Sequence[str] | ClassNames | None, count: int) -> ClassNames 
 
 def _as_bytes(chunks: Chunks) -> Callable[[], Iterator[memoryview]]:
     return lambda: (np.ascontiguousarray(one).data for one in chunks())
+
+
+def is_postgres(place: object) -> bool:
+    """Return whether a place is the URL of a PostgreSQL database."""
+    return is_url(str(place)) and str(place).startswith(("postgresql:/", "postgres:/"))
+
+
+def is_folder(target: str) -> bool:
+    """Return whether a gallery is written to this place as a folder, not as a store."""
+    return not is_postgres(target) and not target.endswith(".sqlite")
+
+
+def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnyStore:
+    """Open the store in an SQLite file or a database; arguments as of `Store` and `PostgresStore`."""
+    if not is_postgres(place):
+        return Store(Path(place), model, size)
+    from plsc.gallery.postgres import PostgresStore
+
+    return PostgresStore(place, model, size, timeout)
+
+
+def mode_of(place: str) -> int:
+    """Return who may read the files of a gallery, for its copies, which only their owner may change."""
+    if is_postgres(place):
+        return 0o600
+    file = Path(place) if Path(place).is_file() else Path(place, VECTORS_NAME)
+    return file.stat().st_mode & 0o444 | 0o200
+
+
+def copy_gallery(source: str, target: str, fingerprint: str = "") -> str:
+    """Copy the entries of a gallery; a copy that was interrupted continues. Return what was copied, as text.
+
+    Ids, thumbnails and times of enrolment are copied, too; galleries in folders have none. Who can read the
+    source can read a new target.
+
+    Args:
+        source: a folder of ``plsc index``, an SQLite file, or the URL of a database.
+        target: a folder to write; or a file that ends with .sqlite or a URL, with none or some of them.
+        fingerprint: if the database has several networks, the first digits of the fingerprint of one.
+
+    Raises:
+        DataError: a place cannot be used, or the target has other entries.
+    """
+    with opened_gallery(source, fingerprint) as origin:
+        return copy_entries(origin, source, target)
+
+
+@contextmanager
+def opened_gallery(place: str, fingerprint: str = "") -> Iterator[Any]:
+    """Open a gallery of images in a folder or a store, arguments as of `copy_gallery`, and close it."""
+    in_folder = not is_postgres(place) and not Path(place).is_file()
+    network = fingerprint if is_postgres(place) else ""  # a file has one network
+    opened: Any = nullcontext(open_gallery(place)) if in_folder else closing(open_store(place, network))
+    with opened as origin:
+        if in_folder and origin.is_classes:
+            raise DataError(f"{place} has the classes of a model; expected a gallery of images")
+        yield origin
+
+
+def copy_entries(origin: Any, source: str, target: str) -> str:
+    """Copy the entries of `origin` as `copy_gallery`; source: its name in messages."""
+    if is_folder(target):
+        read = [one for part in batches(origin) for one in part]
+        kinds = {one.mapped for one in read}
+        if len(kinds) > 1:
+            raise DataError(f"{source} has mapped and other entries, and a folder one kind; choose a store")
+        vectors = np.array([one.vector for one in read], np.float32).reshape(-1, origin.size)
+        how: Any = {"model": origin.model, "mapped": "".join(kinds), "mode": mode_of(source)}
+        write_gallery(target, vectors, [one.name for one in read], **how)
+        return f"{len(read):,} entries"
+    if origin.model.split() != [origin.model]:  # a store has other texts after a blank
+        raise DataError(f"{source} is of the network {origin.model!r:.80}; a store needs one without blanks")
+    if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
+        raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
+    is_new_file = not is_postgres(target) and not Path(target).exists()
+    with closing(open_store(target, origin.model, origin.size)) as store:
+        if is_new_file:
+            Path(target).chmod(mode_of(source))
+        other = DataError(f"{target} has entries that are not of {source}; choose an empty target")
+        count = there = last = 0
+        for entries in batches(origin):
+            held = store.read(last, len(entries))
+            if any(map(_differ, held, entries)):
+                raise other
+            store.write(entries[len(held) :])
+            there, count, last = there + len(held), count + len(entries), entries[-1].id
+        if store.entries(last, 1) or len(store) != count:
+            raise other
+        text = f"{count:,} entries, of which {there:,} were there"
+        if not isinstance(store, Store) and store.build_index():
+            text += f"; {store.measure_recall():.2%} of the 10 nearest entries are found"
+        return text
+
+
+def _differ(one: New, other: New) -> bool:
+    are_near = np.abs(one.vector - other.vector).max() <= 1e-5  # mapped ones have rounding errors
+    return (one.id, one.name, one.mapped) != (other.id, other.name, other.mapped) or not are_near
+
+
+def batches(origin: Any) -> Iterator[list[Any]]:
+    """Yield all entries in order."""
+    last = 0
+    while entries := origin.read(last, _BATCH):
+        yield entries
+        last = entries[-1].id

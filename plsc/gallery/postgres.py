@@ -7,7 +7,6 @@ index and compares them again exactly, as `Store` does: what both find has the s
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
 import time
@@ -23,15 +22,11 @@ from plsc.version import install
 try:
     import psycopg
     from pgvector.psycopg.vector import register_vector_info
-    from psycopg.pq import Ping
     from psycopg_pool import ConnectionPool
 except ImportError as error:
     raise OptionError(f"PostgreSQL needs a package ({error}): {install('postgres')}") from error
 
 logger = logging.getLogger(__name__)
-_POLL_SECONDS, _WARN_EVERY = 1.0, 60  # for a database that is starting: seconds; attempts per warning
-# libpq has no SQLSTATE of a refused connection. Of a server of another language, this is an error at once.
-_FULL = re.compile("too many (clients|connections)|connection slots")
 _ABOUT = "plsc entries, version 1, weights "  # comment of a table, followed by the fingerprint
 _SAFE = "SET search_path = pg_catalog, pg_temp"  # no function or operator of others is called
 _UNSAFE = (
@@ -79,9 +74,8 @@ class PostgresStore:
         url: ``postgresql://user:password@host:port/database``; libpq's variables and files count, too.
         model: fingerprint of the network; without `size`, its first digits, if they are those of one table.
         size: D, values per vector; the table is created if it does not exist. 0: it must exist.
-        timeout: of a server: seconds until a connection that accepts no data counts as lost; it also waits
-            for a database that does not respond, is starting, or has no free connection. 0: as the system
-            decides, without waiting. On a slow disk, a large transaction may wait for minutes.
+        timeout: seconds until a connection that accepts no data counts as lost; 0: as the system decides.
+            On a slow disk, a large transaction may wait for minutes.
 
     Raises:
         OptionError: the URL cannot be parsed.
@@ -96,29 +90,14 @@ class PostgresStore:
             if not re.fullmatch(r"[a-z]+://([^@/?]*@)?[^@]*", url):  # part of the password would be the host
                 raise psycopg.ProgrammingError
         except psycopg.Error:  # its message may contain the password
-            raise OptionError(
-                "the URL of the database cannot be parsed; expected postgresql://host:port/name, user and "
-                "password before the host; write %40 for @, %2F for / and %25 for % in the password"
-            ) from None
+            expected = "postgresql://user:password@host:port/name, with %40 for @ and %2F for / in it"
+            raise OptionError(f"the URL of the database cannot be parsed; expected {expected}") from None
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
-        limited: dict[str, Any] = {**_LIMITS, **given}
-        info = psycopg.conninfo.make_conninfo(**limited).encode()
-        for attempt in itertools.count():
-            is_up = not timeout or _responds(info)
-            try:
-                with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
-                    [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
-                    connection.execute(_SAFE)
-                    self._pgvector = _find_extension(connection, self.path)[0]
-                    self._open_table(connection, model, size, schemas)
-                break
-            except StoreError as error:
-                # Before and after: the database may have stopped or started since.
-                if is_up and (not timeout or (_responds(info) and not _FULL.search(str(error)))):
-                    raise
-                if attempt % _WARN_EVERY == 0:
-                    logger.warning(f"{error}; waiting until it responds")
-                time.sleep(_POLL_SECONDS)
+        with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
+            [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
+            connection.execute(_SAFE)
+            self._pgvector = _find_extension(connection, self.path)[0]
+            self._open_table(connection, model, size, schemas)
         self._ids = f"pg_get_serial_sequence({psycopg.sql.quote(self._table)}, 'id')"
         pool: Any = {**_POOL, "configure": _configure, "check": ConnectionPool.check_connection}
         self._pool: Any = ConnectionPool(kwargs=how, **pool)
@@ -325,11 +304,6 @@ class PostgresStore:
         except psycopg.Error as error:
             what = (str(error).splitlines() or [type(error).__name__])[0]
             raise StoreError(f"{self.path} cannot be used ({what}); check the database and rights") from error
-
-
-def _responds(info: bytes) -> bool:
-    """Return whether a database responds, even if it refuses this user; not while it starts or stops."""
-    return psycopg.pq.PGconn.ping(info) not in (Ping.REJECT, Ping.NO_RESPONSE)
 
 
 def _configure(connection: Any) -> None:

@@ -13,28 +13,18 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from plsc.checkpoint import load_weights
-from plsc.checkpoint.remote import fetch
-from plsc.data.class_names import ClassNames
 from plsc.data.files import name_key
 from plsc.errors import CheckpointError, DataError, PlscError
-from plsc.export import open_model
-from plsc.export.folder import MODEL_NAME, checksum_of
-from plsc.gallery.embedder import class_weights_of
-from plsc.gallery.gallery import Gallery, write_gallery
-from plsc.gallery.places import copy_entries, is_folder, mode_of, opened_gallery
+from plsc.gallery.embedder import Embedder
+from plsc.gallery.gallery import Gallery, copy_entries, is_folder, mode_of, opened_gallery, write_gallery
 from plsc.gallery.store import New
-from plsc.parallel.world import World
-from plsc.predict.embeddings import NAMES, open_embeddings
-from plsc.predict.predict import EMBEDDINGS
-from plsc.storage.urls import is_url
+from plsc.predict.embeddings import EMBEDDINGS, NAMES, open_embeddings
 
 _IMAGES = "pass the embeddings of the same images by both networks (--anchors-from, --anchors-to)"
 _ROWS = 8192  # pairs read at a time
@@ -186,9 +176,8 @@ def _measured(matrix: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarra
     own, other = _cosines(matrix, old, new), _cosines(matrix, old, np.roll(new, len(new) // 2, axis=0))
     if (share := float((own > other).mean())) < _MATCHING:
         raise DataError(
-            f"of the pairs kept aside, only {share:.0%} are nearer to each other than to another pair (half "
-            "would be by chance): the classes were renamed or numbered otherwise, the images differ, or the "
-            f"networks have too little in common; {_IMAGES}"
+            f"of the pairs kept aside, only {share:.0%} are nearer to each other than to another pair: the "
+            f"classes were renamed or numbered otherwise, or the images differ; {_IMAGES}"
         )
     return own
 
@@ -198,25 +187,7 @@ def _unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.where(norms, norms, 1)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A checkpoint, or a folder of ``plsc export``; fingerprint and classes as of `Embedder`."""
-
-    place: str
-    fingerprint: str
-    classes: Callable[[], tuple[np.ndarray, ClassNames | None]]
-
-
-def open_run(place: str) -> Run:
-    """Open a checkpoint (folder or URL) or an export."""
-    path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
-    if (path / MODEL_NAME).is_file():
-        served = open_model(path)
-        return Run(place, served.fingerprint, served.class_weights)
-    return Run(place, checksum_of(load_weights(path)), lambda: class_weights_of(path))
-
-
-def fit_upgrade(old: Run, new: Run, anchors: tuple[str, str] | None = None) -> EmbeddingMap:
+def fit_upgrade(old: Embedder, new: Embedder, anchors: tuple[str, str] | None = None) -> EmbeddingMap:
     """Fit a map on the classes that both runs have, and on images.
 
     anchors: folders of ``plsc predict``: the embeddings of the same images by the old and the new network.
@@ -227,10 +198,7 @@ def fit_upgrade(old: Run, new: Run, anchors: tuple[str, str] | None = None) -> E
         CheckpointError: a run has no class weights, or only one adds the mirrored image.
     """
     if old.fingerprint.startswith("flip-") != new.fingerprint.startswith("flip-"):
-        raise CheckpointError(
-            f"only one of {old.place} and {new.place} adds the mirrored image, which class weights do not "
-            "show; export both with --flip, or both without"
-        )
+        raise CheckpointError(f"only one of {old.place} and {new.place} adds the mirrored image (--flip)")
     images = _pairs_of_images(old, new, anchors) if anchors else None
     try:
         classes = _pairs_of_classes(old, new)
@@ -242,7 +210,7 @@ def fit_upgrade(old: Run, new: Run, anchors: tuple[str, str] | None = None) -> E
     return fit_map(classes, images)
 
 
-def _pairs_of_classes(old: Run, new: Run) -> Pairs:
+def _pairs_of_classes(old: Embedder, new: Embedder) -> Pairs:
     (ours, names), (theirs, others) = old.classes(), new.classes()
     if ours.ndim == 3 or theirs.ndim == 3:
         raise CheckpointError(f"a class has several sub-centres, which have no order; {_IMAGES}")
@@ -256,20 +224,15 @@ def _pairs_of_classes(old: Run, new: Run) -> Pairs:
     return Pairs(ours, theirs, (numbers, found[numbers]))
 
 
-def _pairs_of_images(old: Run, new: Run, anchors: tuple[str, str]) -> Pairs:
+def _pairs_of_images(old: Embedder, new: Embedder, anchors: tuple[str, str]) -> Pairs:
     opened = [open_embeddings(folder) for folder in anchors]
     for folder, found, run in zip(anchors, opened, (old, new), strict=True):
         if (weights := found.index["model"]["weights"]) != run.fingerprint:
-            raise CheckpointError(
-                f"{folder} was computed with another network than {run.place} (weights {weights:.16}, not "
-                f"{run.fingerprint:.16}); predict again with it"
-            )
+            both = f"weights {weights:.16}, not {run.fingerprint:.16}"
+            raise CheckpointError(f"{folder} was computed with another network than {run.place} ({both})")
     names = [list(map(name_key, found[NAMES][:].tolist())) for found in opened]
     if names[0] != names[1]:
-        raise DataError(
-            f"{anchors[0]} and {anchors[1]} differ in images (by their paths) or their order; predict both "
-            "again"
-        )
+        raise DataError(f"{anchors[0]} and {anchors[1]} differ in images (by their paths) or their order")
     numbers = np.arange(len(opened[0]))
     return Pairs(opened[0][EMBEDDINGS], opened[1][EMBEDDINGS], (numbers, numbers))
 
@@ -296,7 +259,7 @@ class _Mapped:
 def upgrade_gallery(
     source: str,
     target: str,
-    runs: tuple[Run, Run],
+    runs: tuple[Embedder, Embedder],
     anchors: tuple[str, str] | None = None,
 ) -> str:
     """Write a gallery of the old network as one of the new network; return what was done, as text.
@@ -313,10 +276,8 @@ def upgrade_gallery(
     old, new = runs
     with opened_gallery(source, old.fingerprint) as origin:
         if origin.model != old.fingerprint:
-            raise CheckpointError(
-                f"{source} was made with another network (weights {origin.model:.16}) than {old.place} "
-                f"({old.fingerprint:.16}); pass the run that made it as --from"
-            )
+            both = f"weights {origin.model:.16}, not {old.fingerprint:.16}"
+            raise CheckpointError(f"{source} was made with another network than {old.place} ({both})")
         _unmapped(origin.read(0, 1), source)  # before the work
         found = fit_upgrade(old, new, anchors)
         mapped = _Mapped(origin, source, found, new.fingerprint)
@@ -327,16 +288,10 @@ def upgrade_gallery(
         else:
             text = copy_entries(mapped, source, target)
     about = found.about
-    fitted = f"{about['classes']:,} classes and {about['images']:,} of {about['anchors']:,} images"
-    text += (
-        f"; {about['method']}, fitted on {fitted}; mean cosine with real {about['measured_on']} that were "
-    )
-    text += f"kept aside: {about['cosine']:.4f}"
+    text += f"; {about['method']}, fitted on {about['classes']:,} classes and {about['images']:,} images"
+    text += f"; mean cosine with {about['measured_on']} that were kept aside: {about['cosine']:.4f}"
     if about["is_upper_bound"]:
-        text += (
-            ", an upper bound if both networks are fully trained: class weights are then centres of many "
-            "images, so images have a lower one"
-        )
+        text += ", an upper bound if both networks are fully trained"
     if about["bound"] is None:
         return f"{text}; for what 95 % of images reach, {_IMAGES}: 200 or more"
     return f"{text}; 95 % of images reach {about['bound']:.4f}"
@@ -344,8 +299,5 @@ def upgrade_gallery(
 
 def _unmapped(entries: list[New], source: str) -> list[New]:
     if any(one.mapped for one in entries):
-        raise DataError(
-            f"{source} has entries that were mapped from an older network; errors would add up: upgrade the "
-            "gallery of that network"
-        )
+        raise DataError(f"{source} has entries that were mapped from an older network; upgrade its gallery")
     return entries

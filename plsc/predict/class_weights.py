@@ -14,18 +14,17 @@ import torch
 
 from plsc.checkpoint import Manifest, read_manifest, save_checkpoint
 from plsc.checkpoint.classes import change_classes
-from plsc.config import Config, Options, find_option
+from plsc.config import Options, find_option
 from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
 from plsc.errors import DataError, OptionError
-from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.embed import ImagesOf
 from plsc.heads import ShardedHead
 from plsc.heads.centers import copy_dominant, count_choices, new_counts
 from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
-from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
-from plsc.predict.network import load_with_config
+from plsc.predict.network import Trained, load_trained
 from plsc.train.build import build_trained_head
 from plsc.train.callbacks import Run, UserParts
 from plsc.train.data import NO_AUGMENTATION
@@ -74,9 +73,9 @@ def grow_from_images(
     first = manifest.head.class_num
     labels = _new_labels(opened, first, count, os.fspath(images))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")
-    network, config = load_with_config(source, model, world)
+    trained = load_trained(Path(source), model, world)
     with tempfile.TemporaryFile() as file:
-        sums = _sum_directions(network, opened, labels, count, config, world, file, os.fspath(images))
+        sums = _sum_directions(trained, opened, labels, count, file, os.fspath(images))
         names = class_names_of(opened)
         return change_classes(
             source,
@@ -88,35 +87,17 @@ def grow_from_images(
 
 
 def _sum_directions(
-    network: BaseModel,
-    source: Source,
-    labels: np.ndarray,
-    count: int,
-    options: Config,
-    world: World,
-    file: IO[bytes],
-    name: str,
+    trained: Trained, source: Source, labels: np.ndarray, count: int, file: IO[bytes], name: str
 ) -> np.ndarray:
     """Return the sum of the unit embeddings of each class, float32 [count, D], memory-mapped in `file`.
 
     labels: int64 [N], labels of the images in 0..count - 1. name: name of the source, for messages.
     """
-    sums = np.memmap(file, np.float32, "w+", shape=(count, options.model.emb_size))
+    sums = np.memmap(file, np.float32, "w+", shape=(count, trained.config.model.emb_size))
     for start in range(0, len(source), _AT_A_TIME):
         some: Any = ImagesOf(source, range(start, min(len(source), start + _AT_A_TIME)))
         where = f"{name}, counted from sample {start}" if start else name
-        embeddings = embed_images(
-            network,
-            some,
-            options.model.image_shape,
-            batch_size=options.train.test_batch_size,
-            device=world.device,
-            flip=options.data.flip,
-            world=world,
-            name=where,
-            num_threads=options.data.num_workers,
-        )
-        unit, _ = normalised(torch.from_numpy(embeddings))
+        unit, _ = normalised(torch.from_numpy(trained.embed(some, where)))
         np.add.at(sums, labels[start : start + len(some)], unit.numpy())
     return sums
 
@@ -127,18 +108,13 @@ def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray
     lowest, highest = int(labels.min()), int(labels.max())
     base = 0 if lowest == 0 else first
     if lowest < base or highest >= base + count:
-        raise DataError(
-            f"the labels of {name} are {lowest}..{highest}; expected {first}..{first + count - 1} (the "
-            f"{count} new classes) or 0..{count - 1}"
-        )
+        wanted = f"{first}..{first + count - 1} or 0..{count - 1}"
+        raise DataError(f"the labels of {name} are {lowest}..{highest}; expected {wanted}, the new classes")
     has_image = np.zeros(count, dtype=bool)
     has_image[labels - base] = True
     if not has_image.all():
-        missing = int(np.argmin(has_image))
-        raise DataError(
-            f"{name} has no image for {count - int(has_image.sum())} of the {count} new classes, such as "
-            f"class {first + missing} (label {base + missing}); add images, or grow by fewer classes"
-        )
+        missing = first + int(np.argmin(has_image))
+        raise DataError(f"{name} has no image for some of the {count} new classes, such as class {missing}")
     return labels - base
 
 
@@ -150,9 +126,8 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     there are no sub-centres or `output` exists.
     """
     place = options.checkpoint
-    path, manifest = RunFolder(
-        world, place.save_dir, place.upload_dir, place.load_dir, place.download_dir
-    ).find()
+    folder = RunFolder(world, place.save_dir, place.upload_dir, place.load_dir, place.download_dir)
+    path, manifest = folder.find()
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} exists already; choose a new path")
     plain = settle(options, (path, manifest), world.size, user.model)
@@ -161,10 +136,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     run = build_run(as_predicted, world, plain_user, (path, manifest))
     head = run.head
     if not isinstance(head, ShardedHead) or head.centers == 1:
-        raise OptionError(
-            f"{path} has one weight vector per class; expected a checkpoint trained with head.sub_centers of "
-            "2 or more"
-        )
+        raise OptionError(f"{path} has one weight vector per class; expected head.sub_centers of 2 or more")
     restore(run, path, manifest)
     counts = _count(run, head)
     plain = plain.changed({"head.sub_centers": 1})
@@ -176,7 +148,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
         copy_dominant(head, rows, counts, run.head, run.rows)
         run.head.computed_by = head.computed_by
     save_checkpoint(output.parent, output.name, take_snapshot(run, {}, lineage=manifest.lineage), world)
-    _log_result(world, counts, output)
+    world.log(f"wrote {output} with the dominant sub-centre of each class")
     return output
 
 
@@ -191,14 +163,3 @@ def _count(run: Run, head: ShardedHead) -> torch.Tensor:
             embeddings = run.network(images)
         count_choices(head, embeddings, labels, counts)
     return counts
-
-
-def _log_result(world: World, counts: torch.Tensor, output: Path) -> None:
-    chosen = counts.max(dim=1).values.sum() if len(counts) else counts.sum()
-    both = sum_over_ranks(torch.stack([chosen, counts.sum()]).double(), world.head_group)
-    if world.is_main:
-        share = float(both[0] / both[1])
-        logger.info(
-            f"wrote {output} with the dominant sub-centre of each class: the closest one for {share:.1%} of "
-            "the training images"
-        )

@@ -24,18 +24,16 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
 from plsc.checkpoint import load_weights, read_manifest
-from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError, DataError, kind_and_line
-from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, checksum_of, read_about
-from plsc.parallel.world import World
+from plsc.export.folder import WEIGHTS_NAME, check_file, checksum_of, read_about
+from plsc.predict.network import find_model
 from plsc.storage.publish import HIDDEN, replacing
 from plsc.storage.records import Size, Text, read_record
-from plsc.storage.urls import is_url
 
 INDEX_NAME = "_index.json"  # readers of Parquet folders skip names with an underscore
 FORMAT, VERSION = "plsc-embeddings", 1
-NAMES = "names"
+EMBEDDINGS, NAMES = "embeddings", "names"  # columns
 _MOST_INDEX, _MOST_FILE, _MOST_SHARD, _MOST_AXES = 2**28, 2**33, 2**31, 32  # bytes; axes of a column
 _SHARD = re.compile(r"(\d{5,})-([0-9a-f]{8})\.(npy|parquet)")
 Columns = Mapping[str, np.ndarray]
@@ -126,9 +124,8 @@ class Embeddings:
 
     def check(self, checkpoint: str | os.PathLike[str]) -> None:
         """Raise CheckpointError unless the network of a checkpoint computed the embeddings."""
-        place = os.fspath(checkpoint)
-        path = fetch(place, World.single("cpu")) if is_url(place) else Path(place)
-        if (path / MODEL_NAME).is_file():
+        path, is_export = find_model(checkpoint)
+        if is_export:
             about = read_about(path)
             check_file(path, WEIGHTS_NAME, about.get("weights"))
             options, weights = about["options"], load_file(path / WEIGHTS_NAME)
@@ -141,9 +138,8 @@ class Embeddings:
         ):
             if ours != theirs:
                 raise CheckpointError(
-                    f"{self.folder} was computed by {model['name']} of {model['checkpoint']} (step "
-                    f"{model['step']}), but {path} has different {what}: {theirs!s:.16}, not {ours!s:.16}; "
-                    "use that checkpoint, or predict again"
+                    f"{self.folder} was computed at step {model['step']} of {model['checkpoint']}, and "
+                    f"{path} has different {what}: {theirs!s:.16}, not {ours!s:.16}"
                 )
 
 

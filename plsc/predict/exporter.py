@@ -18,8 +18,7 @@ from torch import Tensor
 from plsc.checkpoint import load_weights
 from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
-from plsc.checkpoint.manifest import OpenedCheckpoint
-from plsc.config import Config, Options
+from plsc.config import Options
 from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
@@ -28,15 +27,16 @@ from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.plots import plot_roc
 from plsc.evaluate.report import Section
 from plsc.evaluate.verification import VerificationResult
-from plsc.export.card import add_metadata, write_card
 from plsc.export.folder import (
     CLASSES_NAME,
     DIVISORS,
     ROC_NAME,
     THUMBNAILS_NAME,
     TORCH_NAME,
+    add_metadata,
     describe_file,
     write_about,
+    write_card,
     write_tensors,
     write_triton_config,
     write_weights,
@@ -46,14 +46,14 @@ from plsc.export.served import open_model
 from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.predict.images import Samples, open_samples
-from plsc.predict.network import open_trained
-from plsc.predict.protocols import Evaluator
+from plsc.predict.network import Trained, open_trained
+from plsc.predict.predict import Samples, open_samples
+from plsc.predict.protocols import open_dataset
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.train.callbacks import UserParts
 from plsc.train.data import check_unseen
-from plsc.train.targets import Target, evaluate_targets, load_targets
+from plsc.train.targets import Target, load_targets
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +64,6 @@ LOWEST_COSINE = 0.99  # decides for int8; others have it if their differences ar
 MOST_ACCURACY_LOST = 0.003  # of int8
 
 Embed = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The embeddings of a graph compared with those of the eager network."""
-
-    largest: float  # difference of a component
-    lowest_cosine: float
-
-    def summary(self) -> str:
-        """Return one line for the log."""
-        return f"largest difference {self.largest:.1e}, lowest cosine {self.lowest_cosine:.6f}"
 
 
 def load_graph(folder: Path, kind: str) -> Embed:
@@ -92,8 +80,8 @@ def load_graph(folder: Path, kind: str) -> Embed:
     return embed
 
 
-def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) -> Difference:
-    """Return the differences over batches of BATCHES images.
+def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) -> tuple[float, float]:
+    """Return the largest difference of a value, and the lowest cosine, over batches of BATCHES images.
 
     images: float32 [N, C, H, W]; repeated if there are fewer than the largest batch. Raises CheckpointError
     if the differences are too large.
@@ -105,22 +93,18 @@ def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) ->
             expected = served(torch.from_numpy(some)).numpy()
         found = embed(some)
         if found.shape != expected.shape:
-            raise CheckpointError(
-                f"the {precision} graph returns {list(found.shape)} for {batch} images; expected "
-                f"{list(expected.shape)}: the network depends on the batch size"
-            )
+            raise CheckpointError(f"the {precision} graph returns {list(found.shape)} for {batch} images")
         # nan compares as the largest difference
         largest = float(np.maximum(largest, np.abs(found - expected).max()))
         lowest = float(np.minimum(lowest, (found * expected).sum(axis=1).min()))
-    difference = Difference(largest, lowest)
     tolerance = TOLERANCES.get(precision, np.inf)
     if not (largest <= tolerance and lowest >= LOWEST_COSINE):
         limit = f"cosine {LOWEST_COSINE}" if largest <= tolerance else f"difference {tolerance:g}"
         raise CheckpointError(
-            f"the {precision} graph differs from the network: {difference.summary()}; the limit is {limit}. "
-            "Choose another precision"
+            f"the {precision} graph differs from the network: largest difference {largest:.1e}, lowest "
+            f"cosine {lowest:.6f}; the limit is {limit}. Choose another precision"
         )
-    return difference
+    return largest, lowest
 
 
 def check_accuracy(name: str, eager: np.ndarray, found: np.ndarray, is_same: np.ndarray) -> str:
@@ -134,10 +118,7 @@ def check_accuracy(name: str, eager: np.ndarray, found: np.ndarray, is_same: np.
     ours, theirs = best_accuracy(eager, is_same), best_accuracy(found, is_same)
     text = f"accuracy at the best threshold: {theirs:.4f}, of the network {ours:.4f}"
     if ours - theirs > MOST_ACCURACY_LOST:
-        raise CheckpointError(
-            f"the int8 graph loses too much on {name}: {text}; at most {MOST_ACCURACY_LOST} may be lost. "
-            "Choose another precision"
-        )
+        raise CheckpointError(f"the int8 graph loses too much on {name}: {text}; choose another precision")
     return f"{name}: {text}"
 
 
@@ -188,12 +169,9 @@ class Conversion:
             raise OptionError(f"graph is {self.graph!r}; {suggest(str(self.graph), PRECISIONS)}")
         known = PRECISIONS[self.graph]
         if self.precision not in known:
-            raise OptionError(
-                f"precision is {self.precision!r}; a graph {self.graph!r} can have {', '.join(known)}"
-            )
+            raise OptionError(f"precision is {self.precision!r}; {self.graph!r} can have {', '.join(known)}")
         if self.graph == "none" and (self.flip or self.unseen):
-            name = "flip" if self.flip else "unseen"
-            raise OptionError(f"{name} is set, but there is no graph; remove {name}, or choose a graph")
+            raise OptionError("flip and unseen need a graph; remove them, or choose one")
 
 
 def run_conversion(
@@ -207,30 +185,27 @@ def run_conversion(
     conversion = conversion or Conversion()
     if conversion.graph == "onnx" and (missing := missing_package()):
         raise OptionError(f"ONNX needs {missing}; or choose graph 'none', to write only the weights")
-    network, config, checkpoint = open_trained(options, world, user.model)
+    trained = open_trained(options, world, user.model)
+    network, config = trained.network, trained.config
     if conversion.graph is None:
         missing = missing_package() or ("" if network.example_input is None else "a network for images")
         if missing:
             logger.info(f"no ONNX graph is written: missing {missing}")
         conversion = replace(conversion, graph="none" if missing else "onnx")
     if conversion.graph != "none" and network.example_input is not None:
-        raise OptionError(
-            f"{type(network).__name__} takes no images (it has an example_input), so it has no graph; choose "
-            "graph 'none', which writes the weights"
-        )
+        name = type(network).__name__
+        raise OptionError(f"{name} takes no images, so it has no graph; choose graph 'none', for the weights")
     if output is None and is_url(config.checkpoint.save_dir):
-        raise OptionError(
-            f"checkpoint.save_dir is the URL {shown(config.checkpoint.save_dir)}; name a local folder: "
-            "convert_for_prediction(output)"
-        )
+        raise OptionError(f"checkpoint.save_dir is {shown(config.checkpoint.save_dir)}; name a local folder")
     if conversion.layout == "insightface" and (shape := list(config.model.image_shape)) != [3, 112, 112]:
         raise OptionError(f"the images are {shape}; insightface needs [3, 112, 112]: choose another layout")
     folder = output or Path(config.checkpoint.save_dir) / "model"
-    exporter = Exporter(network, config, checkpoint, user, world, conversion)
-    results = exporter.evaluate() if conversion.graph != "none" else []
-    capacity = exporter.capacity(network, world)
+    exporter = Exporter(trained, user, conversion)
+    as_graph = replace(trained, config=config.changed({"data.flip": conversion.flip}))
+    results = exporter.evaluate(as_graph) if conversion.graph != "none" else []
+    capacity = exporter.capacity(as_graph)
     on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results, capacity))
-    world.log(f"wrote the network of {checkpoint[0]} to {folder}")
+    world.log(f"wrote the network of {trained.path} to {folder}")
     return folder
 
 
@@ -241,49 +216,36 @@ Results = list[tuple[Target, VerificationResult]]
 class Exporter:
     """Write the folder of a model."""
 
-    network: BaseModel
-    config: Config
-    checkpoint: OpenedCheckpoint
+    trained: Trained
     user: UserParts
-    world: World
     conversion: Conversion
 
-    def evaluate(self) -> Results:
+    def evaluate(self, trained: Trained) -> Results:
         """Return the results of the network on the first pair file, if there is one; a collective."""
-        targets = load_targets(self.config, self.user.test_reader, ranks=self.world.size)[:1]
-        results = self._verify(self.network, targets, self.world, self.conversion.flip)
+        targets = load_targets(trained.config, self.user.test_reader, ranks=trained.world.size)[:1]
+        results = trained.evaluate(targets)
         return [(target, results[target.name]) for target in targets]
 
-    def _verify(
-        self, network: BaseModel, targets: Sequence[Target], world: World, flip: bool
-    ) -> dict[str, Any]:
-        """Return the result of each pair file, by name; a collective."""
-        return evaluate_targets(
-            network,
-            targets,
-            world,
-            flip=flip,
-            image_shape=self.config.model.image_shape,
-            batch_size=self.config.train.test_batch_size,
-            num_threads=self.config.data.num_workers,
-        )
-
-    def capacity(self, network: BaseModel, world: World) -> CapacityResult | None:
+    def capacity(self, trained: Trained) -> CapacityResult | None:
         """Return what a gallery holds, from the unseen classes; None if none are given; a collective."""
         if self.conversion.unseen is None:
             return None
-        flip = self.conversion.flip and network is self.network
-        options = self.config.changed({"data.flip": flip})
-        evaluator = Evaluator(network, options, world, self.checkpoint)
-        unseen = evaluator.open(self.conversion.unseen)
-        check_unseen(unseen.place, unseen.class_names, self.checkpoint)
-        return evaluate_capacity(evaluator.embed(unseen.images, unseen.place), unseen.labels)
+        unseen = open_dataset(trained, self.conversion.unseen)
+        check_unseen(unseen.place, unseen.class_names, trained.checkpoint)
+        return evaluate_capacity(trained.embed(unseen.images, unseen.place), unseen.labels)
+
+    def _of_graph(self, embed: Embed) -> Trained:
+        """Return the graph as the network, on this rank alone; it adds the mirrored image itself."""
+        config = self.trained.config.changed({"data.flip": False})
+        return replace(self.trained, network=_Graph(embed), config=config, world=World.single())
 
     def write(self, folder: Path, results: Results, capacity: CapacityResult | None = None) -> None:
         """Write the folder. Raises CheckpointError if the graph differs from the network; nothing is left."""
         samples = self._open_samples()
         with publishing_folder(folder) as temporary:
-            about = write_weights(temporary, self.network, self.config, self.checkpoint[1])
+            about = write_weights(
+                temporary, self.trained.network, self.trained.config.as_dict(), self.trained.manifest
+            )
             if self.conversion.classes:
                 about["classes"] = self._write_classes(temporary)
             if self.conversion.thumbnails:
@@ -293,33 +255,27 @@ class Exporter:
             if self.conversion.graph != "none":
                 embed, measured = self._write_graph(temporary, about, samples, results)
                 if self.conversion.precision == "int8":
-                    capacity = self.capacity(_Graph(embed), World.single())
+                    capacity = self.capacity(self._of_graph(embed))
                 if capacity is not None:
                     about["capacity"] = capacity.as_dict()
                     measured.append(capacity.section("Capacity"))
                     logger.info(capacity.summary())
             add_metadata(temporary, about)
             write_about(temporary, about)
-            reports, data = self.conversion.reports, self.config.data
-            write_card(temporary, about, self.checkpoint[1], measured, reports, data)
+            write_card(temporary, about, self.trained.manifest, measured, self.conversion.reports)
             if self.conversion.layout == "triton":
                 write_triton_config(temporary, about, max(BATCHES))
 
     def _open_samples(self) -> Samples | None:
         """Return the images for checks and thumbnails; None if there are none and none are needed."""
-        conversion, data = self.conversion, self.config.data
-        is_set = self.user.predict_reader is not None or "data.dataset_dir" in self.config.explicit
+        conversion, data = self.conversion, self.trained.config.data
+        is_set = self.user.predict_reader is not None or "data.dataset_dir" in self.trained.config.explicit
         is_useful = conversion.graph != "none" and (is_set or Path(data.dataset_dir).exists())
         if not (is_useful or conversion.thumbnails or conversion.precision == "int8"):
             return None
-        samples = open_samples(
-            None, self.user.predict_reader, self.config, self.checkpoint, self.network.example_input
-        )
+        samples = open_samples(self.trained, None, self.user.predict_reader)
         if not isinstance(samples, Samples):
-            raise OptionError(
-                "predict_reader is a generator, but an export reads images by number; remove the reader and "
-                "set data.dataset_dir"
-            )
+            raise OptionError("predict_reader is a generator, but an export reads images by number")
         return samples
 
     def _write_graph(
@@ -328,23 +284,23 @@ class Exporter:
         """Write, check and return the graph, and its results; add description and thresholds to `about`."""
         kind, precision = self.conversion.graph, self.conversion.precision
         assert kind is not None
-        served = as_served(self.network, self.conversion.flip)
+        served = as_served(self.trained.network, self.conversion.flip)
         images = self._images(samples, _CALIBRATED if precision == "int8" else _CHECKED)
         started = time.monotonic()
         about["graph"] = write_graph(folder, served, kind, precision, images, self.conversion.layout)
         write_about(folder, about)
         embed = load_graph(folder, kind)
-        difference = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
-        about["graph"]["difference"] = {"largest": difference.largest, "cosine": difference.lowest_cosine}
+        largest, cosine = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
+        about["graph"]["difference"] = {"largest": largest, "cosine": cosine}
         logger.info(
-            f"{kind} {precision}: {difference.summary()}, compared with the network in batches of 1, 3 and "
-            f"64 images ({time.monotonic() - started:.1f} s)"
+            f"{kind} {precision}: largest difference {largest:.1e}, lowest cosine {cosine:.6f}, compared "
+            f"with the network in batches of {BATCHES} images ({time.monotonic() - started:.1f} s)"
         )
         measured = []
         for target, result in results:
             if precision == "int8":
                 eager = result.cosines
-                result = self._verify(_Graph(embed), [target], World.single(), flip=False)[target.name]
+                result = self._of_graph(embed).evaluate([target])[target.name]
                 logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)
@@ -356,7 +312,7 @@ class Exporter:
         """Return images, random ones or of many classes, pre-processed, float32 [n, C, H, W]."""
         if samples is None:
             logger.info("no dataset is set, so the graph is compared on random images")
-            shape = (count, *self.config.model.image_shape)
+            shape = (count, *self.trained.config.model.image_shape)
             pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
             return to_input(torch.from_numpy(pixels), "cpu").numpy()
         order = np.argsort(samples.source.labels(), kind="stable")
@@ -368,23 +324,21 @@ class Exporter:
         """Yield images, without those that cannot be decoded if `data.bad_images` is ``skip``."""
         for number in map(int, numbers):
             try:
-                image = decode_image(samples.source[number][0], self.config.model.image_shape)
+                image = decode_image(samples.source[number][0], self.trained.config.model.image_shape)
             except DataError as error:
-                if self.config.data.bad_images != "skip":
+                if self.trained.config.data.bad_images != "skip":
                     raise error.at(samples.source.name(number)) from error
                 continue
             yield image
 
     def _write_classes(self, folder: Path) -> dict[str, Any]:
         """Write the L2-normalised class weights and the class names."""
-        weight = load_weights(self.checkpoint[0], "class_weights")["weight"]
+        weight = load_weights(self.trained.path, "class_weights")["weight"]
         if weight.ndim != 2:
-            raise CheckpointError(
-                f"{self.checkpoint[0]} has {weight.shape[1]} weight vectors per class; reduce them to one "
-                "with plsc dominant, or export without classes"
-            )
+            text = f"{self.trained.path} has {weight.shape[1]} weight vectors per class; see plsc dominant"
+            raise CheckpointError(text)
         tensors = {"weight": normalised(weight.float())[0].contiguous()}
-        names = read_class_names(*self.checkpoint)
+        names = read_class_names(*self.trained.checkpoint)
         if names is not None:
             tensors["names.bytes"] = torch.from_numpy(names.text).contiguous()
             tensors["names.ends"] = torch.from_numpy(names.ends).contiguous()

@@ -4,31 +4,86 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint import load_weights, read_manifest
+from plsc.checkpoint import Manifest, load_weights, read_manifest
 from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.config import Config, Options
-from plsc.config.option import importable, name_of, shown_value
+from plsc.config.option import importable, name_of
 from plsc.errors import CheckpointError
+from plsc.evaluate.embed import embed_images
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
+from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import names_code
 from plsc.parallel.world import World
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import is_url
 from plsc.train.build import build_network, look_up_lists, use_lists
 from plsc.train.folder import RunFolder
 from plsc.train.settle import adopt
+from plsc.train.targets import HeldOutSet, Target, evaluate_targets
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The network of a checkpoint, and the configuration that it is used with."""
+
+    network: BaseModel
+    config: Config
+    world: World
+    path: Path
+    manifest: Manifest
+
+    @property
+    def checkpoint(self) -> OpenedCheckpoint:
+        """The folder of the checkpoint, and its manifest."""
+        return self.path, self.manifest
+
+    def embed(self, images: Any, name: str, flip: bool | None = None) -> np.ndarray:
+        """Return the embeddings of images, float32 [N, D], on every rank; flip: by default `data.flip`."""
+        return embed_images(
+            self.network,
+            images,
+            self.config.model.image_shape,
+            batch_size=self.config.train.test_batch_size,
+            device=self.world.device,
+            flip=(self.config.data.flip and self.network.example_input is None) if flip is None else flip,
+            world=self.world,
+            name=name,
+            num_threads=self.config.data.num_workers,
+        )
+
+    def evaluate(self, targets: Sequence[Target | HeldOutSet], head: Head | None = None) -> dict[str, Any]:
+        """Return the result of each pair file and held-out set, by name; see `evaluate_targets`."""
+        return evaluate_targets(
+            self.network,
+            targets,
+            self.world,
+            head,
+            flip=self.config.data.flip,
+            image_shape=self.config.model.image_shape,
+            batch_size=self.config.train.test_batch_size,
+            num_threads=self.config.data.num_workers,
+        )
+
+
+def find_model(place: str | os.PathLike[str], world: World | None = None) -> tuple[Path, bool]:
+    """Return the folder of a checkpoint (downloaded from a URL) or export, and whether it is an export."""
+    url = os.fspath(place)
+    folder = fetch(url, world or World.single("cpu")) if is_url(url) else Path(url)
+    return folder, (folder / MODEL_NAME).is_file()
 
 
 def load_network(
@@ -52,71 +107,48 @@ def load_network(
     """
     world = World.single(str(device))
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):  # it is seeded
-        return load_with_config(checkpoint, model, world)[0].eval()
+        folder, is_export = find_model(checkpoint, world)
+        if not is_export:
+            return load_trained(folder, model, world).network.eval()
+        about, options = read_about(folder), Options()
+        named, custom = _chosen(model, about["options"], folder)
+        options.set_together(named)
+        config = options.resolve(about["options"], "model")
+        if not isinstance(custom, BaseModel) and names_code(config.model.name):
+            config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
+        network = build_network(config, world, custom)
+        check_file(folder, WEIGHTS_NAME, about.get("weights"))
+        _load(network, read_tensors(folder / WEIGHTS_NAME), folder)
+        return network.eval()
 
 
-def load_with_config(
-    checkpoint: str | os.PathLike[str], model: Custom | str | None, world: World
-) -> tuple[BaseModel, Config]:
-    """Return the network of the checkpoint at a path or URL, and its configuration.
-
-    model: as in `load_network`.
-    """
-    named: Any = type(model) if isinstance(model, BaseModel) else model
-    is_class = isinstance(named, type) and issubclass(named, BaseModel)
-    network: Any = model if is_class else None
-    options = Options()
-    if model is not None:
-        options.set("model.name", name_of(named) if is_class else named)
-    place = os.fspath(checkpoint)
-    folder = fetch(place, world) if is_url(place) else Path(place)
-    manifest = None if (folder / MODEL_NAME).is_file() else read_manifest(folder)
-    saved = (read_about(folder)["options"] if manifest is None else manifest.options).get("model", {})
-    name = saved.get("name") or ""
-    if model is None and names_code(name):
-        reference, hint = importable(name)
-        named = shown_value(reference)
-        raise CheckpointError(
-            f"{shown(place)} was saved with the custom network {shown_value(name)}, and no code is taken "
-            f"from a checkpoint; name its class: load_network(path, model={named}), or --model.name {named}"
-            f"{hint}"
-        )
-    if manifest is None:
-        return read_model(folder, options, network, world)
-    return open_trained(options, world, network, (folder, manifest))[:2]
+def load_trained(folder: Path, model: Custom | str | None, world: World) -> Trained:
+    """Return the network of a checkpoint with the default options; model: as of `load_network`."""
+    manifest, options = read_manifest(folder), Options()
+    named, custom = _chosen(model, manifest.options, folder)
+    options.set_together(named)
+    return open_trained(options, world, custom, (folder, manifest))
 
 
-def read_model(
-    folder: Path, options: Options, custom: Custom | None, world: World
-) -> tuple[BaseModel, Config]:
-    """Return the network of a folder of `Entry.convert_for_prediction`, and its configuration.
-
-    custom: a custom network to load the weights into. Raises CheckpointError for a damaged folder.
-    """
-    about = read_about(folder)
-    config = options.resolve(about["options"], "model")
-    if not isinstance(custom, BaseModel) and names_code(config.model.name):
-        config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
-    network = build_network(config, world, custom)
-    check_file(folder, WEIGHTS_NAME, about.get("weights"))
-    _load(network, read_tensors(folder / WEIGHTS_NAME), folder)
-    return network, config
-
-
-def _load(network: BaseModel, weights: dict[str, Tensor], path: Path) -> None:
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{path} does not fit: {' '.join(str(error).split())[:400]}; use the network, embedding size and "
-            "image shape that were trained"
-        ) from error
+def _chosen(model: Custom | str | None, saved: Any, path: Path) -> tuple[dict[str, Any], Custom | None]:
+    """Return the options and the network that `model` chooses; CheckpointError if it must name code."""
+    if model is None:
+        name = saved.get("model", {}).get("name")
+        if names_code(name):
+            raise CheckpointError(
+                f"{path} was saved with the custom network {name!r:.160}, and no code is taken from a "
+                f"checkpoint; name its class as the model, {importable(name)!r:.160} (--model.name)"
+            )
+        return {}, None
+    if isinstance(model, str):
+        return {"model.name": model}, None
+    return {"model.name": name_of(type(model) if isinstance(model, BaseModel) else model)}, model
 
 
 def open_trained(
     options: Options, world: World, custom: Custom | None, checkpoint: OpenedCheckpoint | None = None
-) -> tuple[BaseModel, Config, OpenedCheckpoint]:
-    """Return the network of a checkpoint, the configuration with its model options, and the checkpoint.
+) -> Trained:
+    """Return the network of a checkpoint; the configuration has its model options.
 
     The network is all that has to be named: schedule and optimizer of the run are not built. `load_head`
     returns the head. custom: a custom network to load the weights into. checkpoint: by default that of
@@ -137,4 +169,14 @@ def open_trained(
     network = build_network(config, world, custom)
     use_lists(network, look_up_lists(network, config), config, world.device)
     _load(network, load_weights(path), path)
-    return network, config, (path, manifest)
+    return Trained(network, config, world, path, manifest)
+
+
+def _load(network: BaseModel, weights: dict[str, Tensor], path: Path) -> None:
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} does not fit: {' '.join(str(error).split())[:400]}; use the network, embedding size and "
+            "image shape that were trained"
+        ) from error

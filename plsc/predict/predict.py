@@ -1,16 +1,18 @@
 """Prediction: embeddings, outputs of layers and classes of images, in memory or streamed to a folder.
 
-The images are divided into shards of consecutive rows; shard i is computed by rank i mod ranks, in batches
-that do not depend on the other shards. A resumed prediction therefore computes the same bits.
+The images are those of a source, read by number, or of a generator, read forwards. They are divided into
+shards of consecutive rows; shard i is computed by rank i mod ranks, in batches that do not depend on the
+other shards. A resumed prediction therefore computes the same bits.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,19 +23,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint import Manifest, load_weights
+from plsc.checkpoint import load_weights
 from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
-from plsc.config import Config, Options
+from plsc.checkpoint.load import read_class_names
+from plsc.config import Options
 from plsc.data.batch import SampleNames
-from plsc.errors import DataError, OptionError, suggest
-from plsc.evaluate.embed import embed_batches
+from plsc.data.class_names import class_names_of
+from plsc.data.reader import declares_shards, open_reader
+from plsc.data.sources.base import FileSource, IndexedSource, Source, TorchDatasetSource, whole_number
+from plsc.data.sources.image_folders import open_images
+from plsc.errors import DataError, OptionError, shown, suggest
+from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input, schema_metadata
 from plsc.heads import Head
+from plsc.inputs import Input
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
 from plsc.parallel.world import World
 from plsc.predict.embeddings import (
+    EMBEDDINGS,
     FORMAT,
     NAMES,
     VERSION,
@@ -45,18 +54,18 @@ from plsc.predict.embeddings import (
     write_index,
     write_shard,
 )
-from plsc.predict.images import Images, Samples, StreamedSamples, open_samples
-from plsc.predict.network import open_trained
+from plsc.predict.network import Trained, open_trained
 from plsc.storage.publish import HIDDEN
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
-from plsc.train.watch import BadSampleReport, format_duration
+from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
+from plsc.train.watch import BadSampleReport
 
 logger = logging.getLogger(__name__)
 
-
+Images = str | os.PathLike[str] | Sequence[Any]
 FIELDS = ("value", "id", "prob")
-EMBEDDINGS, LABELS, IDS, PROBS, JOINED = "embeddings", "labels", "ids", "probs", "layers"
+LABELS, IDS, PROBS, JOINED = "labels", "ids", "probs", "layers"
 NUMBERS = "numbers"  # of the images, while shards are computed
 _BAD_NAME = "_bad_samples.txt"  # readers of Parquet folders skip names with an underscore
 MOST_ROWS, MOST_BYTES = 8192, 64 * 2**20  # of a shard
@@ -99,11 +108,6 @@ class Request:
         if taken:
             raise OptionError(f"the layer {min(taken)!r} has the name of another output; rename the module")
 
-    @property
-    def needs_head(self) -> bool:
-        """Whether the class weights are needed."""
-        return bool({"id", "prob"} & set(self.fields))
-
 
 def run_prediction(
     options: Options,
@@ -115,15 +119,12 @@ def run_prediction(
 ) -> Prediction | Embeddings:
     """Return the outputs for the images, the dataset or the predict reader; see `Entry.predict`."""
     request = request or Request()
-    network, config, checkpoint = open_trained(options, world, user.model)
-    head = load_head(*checkpoint, world) if request.needs_head else None
-    samples = open_samples(images, user.predict_reader, config, checkpoint, network.example_input)
+    trained = open_trained(options, world, user.model)
+    head = load_head(*trained.checkpoint, world) if {"id", "prob"} & set(request.fields) else None
+    samples = open_samples(trained, images, user.predict_reader)
     bad = BadSampleReport(world, output, "skip", _BAD_NAME)
-    predictor = Predictor(network, head, request, config, world, samples, bad)
-    if output is None:
-        return predictor.in_memory()
-    about = _describe(*checkpoint, config, world, samples, predictor)
-    return predictor.to_folder(output, about)
+    predictor = Predictor(trained, head, request, samples, bad)
+    return predictor.in_memory() if output is None else predictor.to_folder(output)
 
 
 def _ignore(images: int) -> None:
@@ -134,24 +135,22 @@ def _ignore(images: int) -> None:
 class Predictor:
     """Compute the outputs of a network for samples, shard by shard, on all ranks."""
 
-    network: BaseModel
+    trained: Trained
     head: Head | None
     request: Request
-    config: Config
-    world: World
     samples: Samples | StreamedSamples
     bad: BadSampleReport
 
     @property
     def batch(self) -> int:
         """Images per batch and rank."""
-        return self.config.train.test_batch_size
+        return self.trained.config.train.test_batch_size
 
     def in_memory(self) -> Prediction:
         """Return all outputs on every rank."""
         total = self.samples.count
-        rows = self.batch if total is None else -(-total // self.world.size)
-        gathered = self.world.all_gather_object(list(self._shards(rows, frozenset())))
+        rows = self.batch if total is None else -(-total // self.trained.world.size)
+        gathered = self.trained.world.all_gather_object(list(self._shards(rows, frozenset())))
         shards = sorted((shard for part in gathered for shard in part), key=lambda shard: shard[0])
         if not shards:
             raise DataError(f"no image of {self.samples.name} can be used; see the warnings")
@@ -161,12 +160,12 @@ class Predictor:
         ids, probs = columns.pop(IDS, None), columns.pop(PROBS, None)
         names = self.samples.names(columns.pop(NUMBERS).tolist())
         if total is not None and total > len(names):
-            self.world.log(f"left out {total - len(names):,} of {total:,} images", logging.WARNING)
+            self.trained.world.log(f"left out {total - len(names):,} of {total:,} images", logging.WARNING)
         return Prediction(embeddings, names, labels, columns, ids, probs)
 
-    def to_folder(self, folder: Path, about: dict[str, Any]) -> Embeddings:
+    def to_folder(self, folder: Path) -> Embeddings:
         """Write all outputs as shards, except those that are there already; a collective."""
-        world, samples = self.world, self.samples
+        world, samples, about = self.trained.world, self.samples, self._describe()
         suffix = "parquet" if folder.suffix == ".parquet" else "npy"
         metadata = schema_metadata(about["model"]["weights"], about["input"], "false")
         doing = f"write {folder}"
@@ -204,10 +203,42 @@ class Predictor:
         world.log(f"wrote {len(opened):,} rows in {len(shards):,} shards to {folder}")
         return opened
 
-    def columns_about(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
+        """Return what the index records of the model, its input and the output."""
+        config, world = self.trained.config, self.trained.world
+        path, manifest = self.trained.checkpoint
+        columns, is_aligned = self._describe_columns(), config.data.landmarks is not None
+        model = {
+            "checkpoint": str(path),
+            "step": manifest.step,
+            "name": config.model.name,
+            "weights": on_main_rank(
+                self.trained.world, f"read {path}", lambda: checksum_of(load_weights(path))
+            ),
+        }
+        if self.head is not None:
+            files = sorted((name, info.crc32) for name, info in manifest.files.items())
+            model["files"] = f"{zlib.crc32(repr(files).encode()):08x}"  # with the class weights
+        total, ranks = self.samples.count, world.size
+        row = 64 + sum(math.prod(column["shape"]) * 4 + 4 for column in columns.values())
+        most = max(1, min(MOST_ROWS, MOST_BYTES // row))
+        rounds = -(-total // (most * ranks)) if total else 1
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": model,
+            "input": describe_input(self.trained.network, config.model.image_shape, is_aligned),
+            "flip": False,
+            "precision": "float32",
+            "columns": columns,
+            "images": total,
+            "rows_per_shard": -(-total // (rounds * ranks)) if total else most,
+        }
+
+    def _describe_columns(self) -> dict[str, Any]:
         """Return dtype and shape of a row of each column, from blank images."""
-        with keeping_outputs(self.network, self.request.layers) as kept:
-            embedding = dry_run(self.network, self.config.model.image_shape)
+        with keeping_outputs(self.trained.network, self.request.layers) as kept:
+            embedding = dry_run(self.trained.network, self.trained.config.model.image_shape)
             values = self._values(embedding.float().cpu().numpy(), kept)
         about = {name: {"dtype": "float32", "shape": list(array.shape[1:])} for name, array in values.items()}
         about[LABELS] = {"dtype": "int64", "shape": []}
@@ -224,11 +255,11 @@ class Predictor:
 
         With a head, the ranks compute their shards of a round together, unless all of them are in `kept`.
         """
-        ranks, total = self.world.size, self.samples.count
+        ranks, total = self.trained.world.size, self.samples.count
         for first in count(0, ranks):
             if not self.samples.has(first * rows):
                 return
-            shard = first + self.world.rank
+            shard = first + self.trained.world.rank
             needed = range(first, first + ranks) if self.head is not None else (shard,)
             if all(number in kept or (total is not None and number * rows >= total) for number in needed):
                 continue
@@ -240,20 +271,20 @@ class Predictor:
         """Return the columns of the rows from `start`, empty if there are none."""
         parts: list[dict[str, np.ndarray]] = []
         embedded = embed_batches(
-            self.network,
+            self.trained.network,
             self.samples.parts(start, start + rows, self.batch),
-            self.config.model.image_shape,
+            self.trained.config.model.image_shape,
             batch_size=min(self.batch, rows),
-            device=self.world.device,
+            device=self.trained.world.device,
             name=self.samples.name,
             num_threads=self.samples.threads,
-            bad_images="skip" if self.config.data.bad_images == "skip" else "stop",
+            bad_images="skip" if self.trained.config.data.bad_images == "skip" else "stop",
             is_late=not self.request.layers,  # `kept` has the outputs of the last batch
         )
         with (
-            evaluating(self.network),
+            evaluating(self.trained.network),
             torch.inference_mode(),
-            keeping_outputs(self.network, self.request.layers) as kept,
+            keeping_outputs(self.trained.network, self.request.layers) as kept,
             closing(embedded),
         ):
             for batch, embedding in embedded:
@@ -285,13 +316,13 @@ class Predictor:
     def _classes(self, embedding: np.ndarray) -> dict[str, np.ndarray]:
         if self.head is None:
             return {}
-        ids, probs = self.head.classify(torch.from_numpy(embedding).to(self.world.device))
+        ids, probs = self.head.classify(torch.from_numpy(embedding).to(self.trained.world.device))
         columns = {"id": (IDS, ids.cpu().numpy()), "prob": (PROBS, probs.float().cpu().numpy())}
         return dict(columns[name] for name in FIELDS[1:] if name in self.request.fields)
 
     def _check(self, folder: Path, files: dict[int, str], rows: int) -> dict[int, dict[str, Any]]:
         """Return the intact shards of these images by number; damaged ones are deleted. A collective."""
-        rank, ranks = self.world.rank, self.world.size
+        rank, ranks = self.trained.world.rank, self.trained.world.size
 
         def check() -> dict[int, dict[str, Any]]:
             kept = {}
@@ -310,8 +341,107 @@ class Predictor:
                 kept[number] = {"file": path.name, "rows": len(names)}
             return kept
 
-        parts = on_every_rank(self.world, f"read {folder}", check)
+        parts = on_every_rank(self.trained.world, f"read {folder}", check)
         return {number: shard for part in parts for number, shard in part.items()}
+
+
+class Samples:
+    """The images of a source, read by number."""
+
+    def __init__(self, source: Source, name: str, threads: int) -> None:
+        self.source, self.name, self.count = source, name, len(source)
+        # A custom Dataset may not be thread-safe.
+        self.threads = 0 if isinstance(source, TorchDatasetSource) else threads
+        self._where: Callable[[int], Any] = source.path if isinstance(source, FileSource) else source.name
+        if not self.count:
+            raise DataError(f"{name} contains no images")
+
+    def has(self, number: int) -> bool:
+        """Return whether there is an image of this number."""
+        return number < self.count
+
+    def parts(self, start: int, stop: int, batch: int) -> Iterator[ImagesOf]:
+        """Yield the images from `start` to `stop` in batches."""
+        stop = min(stop, self.count)
+        for first in range(start, stop, batch):
+            yield ImagesOf(self.source, range(first, min(first + batch, stop)))
+
+    def names(self, numbers: Iterable[int]) -> list[str]:
+        """Return the names of images."""
+        return [shown(str(self._where(number))) for number in numbers]
+
+
+class StreamedSamples:
+    """The images of a generator, which can only be read forwards; every rank reads all of them."""
+
+    name, count, threads = "the predict reader", None, 0
+
+    def __init__(self, reader: Any, example: Input | None) -> None:
+        arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
+        self._samples = _images_and_labels(open_reader(reader, "predict reader", example, **arguments))
+        self._position = 0
+        self._next = next(self._samples, None)
+        if self._next is None:
+            raise DataError("the predict reader yielded no image")
+
+    def has(self, number: int) -> bool:
+        """Skip the images before this number; return whether there are more."""
+        while self._next is not None and self._position < number:
+            self._take()
+        return self._next is not None
+
+    def parts(self, start: int, stop: int, batch: int) -> Iterator[ImagesOf]:
+        """Yield the images from `start` to `stop` in batches."""
+        while self.has(start) and self._position < stop:
+            first, images, labels = self._position, [], []
+            while self._next is not None and self._position < min(first + batch, stop):
+                image, label = self._take()
+                images.append(image)
+                labels.append(label)
+            listed = Listed(images, self.name, labels, first)
+            yield ImagesOf(listed, range(first, self._position))
+
+    def _take(self) -> tuple[Any, int]:
+        taken = self._next
+        assert taken is not None
+        self._next = next(self._samples, None)
+        self._position += 1
+        return taken
+
+    def names(self, numbers: Iterable[int]) -> list[str]:
+        """Return the names of images."""
+        return [f"sample {number}" for number in numbers]
+
+
+def open_samples(trained: Trained, images: Images | None, reader: Any) -> Samples | StreamedSamples:
+    """Return the images; classes with names are numbered as in the head, new ones after them."""
+    data, is_strict = trained.config.data, trained.config.data.bad_images == "stop"
+    source: Source
+    if images is not None:
+        name = str(images) if isinstance(images, (str, os.PathLike)) else "the list"
+        source = align_source(open_images(images, data.allowed), data.landmarks, is_strict)
+        return Samples(source, name, data.num_workers)
+    if reader is None:
+        source = open_labelled(data.dataset_dir, data.format_arguments, data.landmarks, is_strict)
+    else:
+        check_no_landmarks(data.landmarks, "a reader")
+        if is_generator_reader(reader, "predict_reader"):
+            return StreamedSamples(reader, trained.network.example_input)
+        source = TorchDatasetSource(reader)
+    class_names, saved = class_names_of(source), read_class_names(*trained.checkpoint)
+    if class_names is not None and saved is not None:
+        assert isinstance(source, IndexedSource)
+        source.renumber(saved.numbered(class_names))
+    return Samples(source, str(data.dataset_dir), data.num_workers)
+
+
+def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
+    for index, sample in enumerate(samples):
+        if isinstance(sample, (tuple, list)) and sample:
+            name = f"sample {index} of the predict reader"
+            yield sample[0], whole_number(sample[1], name) if len(sample) > 1 else -1
+        else:
+            yield sample, -1
 
 
 @contextmanager
@@ -337,36 +467,6 @@ def keeping_outputs(network: BaseModel, layers: Sequence[str]) -> Iterator[dict[
             hook.remove()
 
 
-def _describe(
-    path: Path, manifest: Manifest, config: Config, world: World, samples: Any, predictor: Predictor
-) -> dict[str, Any]:
-    """Return what the index records of the model, its input and the output."""
-    columns = predictor.columns_about()
-    about: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": {
-            "checkpoint": str(path),
-            "step": manifest.step,
-            "name": config.model.name,
-            "weights": on_main_rank(world, f"read {path}", lambda: checksum_of(load_weights(path))),
-        },
-        "input": describe_input(predictor.network, config, config.data.landmarks is not None),
-        "flip": False,
-        "precision": "float32",
-        "columns": columns,
-        "images": samples.count,
-    }
-    if predictor.head is not None:
-        files = sorted((name, info.crc32) for name, info in manifest.files.items())
-        about["model"]["files"] = f"{zlib.crc32(repr(files).encode()):08x}"  # with the class weights
-    total = samples.count
-    row = 64 + sum(math.prod(column["shape"]) * 4 + 4 for column in columns.values())
-    most = max(1, min(MOST_ROWS, MOST_BYTES // row))
-    rounds = -(-total // (most * world.size)) if total else 1
-    return {**about, "rows_per_shard": -(-total // (rounds * world.size)) if total else most}
-
-
 def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
     """Return the shards in the folder and the rows per shard; write the index if the folder is new."""
     if not folder.exists() or all(HIDDEN.fullmatch(path.name) for path in folder.iterdir()):
@@ -379,10 +479,7 @@ def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
         if name == "model":  # at another place, it is the same model
             ours, theirs = ({**(model or {}), "checkpoint": ""} for model in (ours, theirs))
         if ours != theirs:
-            raise DataError(
-                f"{folder} is of a prediction with different {name}: {theirs}, not {ours}; choose another "
-                "folder"
-            )
+            raise DataError(f"{folder} is of a prediction with different {name}: {theirs}, not {ours}")
     return find_shards(folder), index["rows_per_shard"]
 
 
@@ -390,20 +487,12 @@ class _Progress:
     """Log the progress of rank 0, which stands for that of all ranks."""
 
     def __init__(self, total: int | None, ranks: int) -> None:
-        self._total, self._ranks = total, ranks
-        self._done = 0
-        self._began = self._logged = time.monotonic()
+        self._ranks, self._done, self._began = ranks, 0, time.monotonic()
+        self._logged, self._of = self._began, "" if total is None else f" of {total:,}"
 
     def add(self, images: int) -> None:
         self._done += images * self._ranks
-        now = time.monotonic()
-        if now - self._logged < _SECONDS_BETWEEN:
-            return
-        self._logged = now
-        rate = self._done / (now - self._began)
-        of = left = ""
-        if self._total is not None:
-            self._done = min(self._done, self._total)
-            of = f" of {self._total:,}"
-            left = f", {format_duration((self._total - self._done) / rate)} left"
-        logger.info(f"predicted {self._done:,}{of} images, {rate:,.0f} images/s{left}")
+        if (now := time.monotonic()) - self._logged >= _SECONDS_BETWEEN:
+            self._logged = now
+            rate = self._done / (now - self._began)
+            logger.info(f"predicted about {self._done:,}{self._of} images, {rate:,.0f} images/s")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,21 @@ import numpy as np
 
 from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
-from plsc.checkpoint.manifest import OpenedCheckpoint
-from plsc.config import Config, Options
+from plsc.config import Options
 from plsc.data.class_names import ClassNames, class_names_of
 from plsc.errors import DataError, OptionError, suggest
+from plsc.evaluate.all_pairs import all_pair_rates, all_pairs
 from plsc.evaluate.capacity import CapacityResult, evaluate_capacity
-from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
+from plsc.evaluate.identification import RATES, identify, retrieval, split_gallery
 from plsc.evaluate.report import Result, Section, write_report
+from plsc.evaluate.templates import evaluate_templates, read_protocol, template_rates
 from plsc.evaluate.verification import VerificationResult
 from plsc.export.folder import checksum_of
-from plsc.models import BaseModel
 from plsc.names import PROTOCOLS
 from plsc.parallel.world import World
-from plsc.predict.network import open_trained
+from plsc.predict.network import Trained, open_trained
 from plsc.storage.urls import base_name, shown
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
@@ -34,7 +34,7 @@ from plsc.train.data import align_source, check_unseen, open_labelled
 from plsc.train.targets import (
     HeldOutSet,
     Target,
-    evaluate_targets,
+    TestReader,
     load_targets,
     open_held_out,
     open_pairs,
@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     """Return the results of the checkpoint's network on every pair file and on `data.val_dir`, by name."""
-    network, config, checkpoint = open_trained(options, world, user.model)
+    trained = open_trained(options, world, user.model)
+    config, checkpoint = trained.config, trained.checkpoint
     limit = int(config.train.fast_dev_run) or config.train.limit_test_batches
     targets: list[Target | HeldOutSet] = []
     targets += load_targets(config, user.test_reader, limit, world.size)
@@ -55,26 +56,17 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
         head = load_head(*checkpoint, world)
         class_names = read_class_names(*checkpoint)
         targets.append(open_held_out(config, head.class_num, class_names, limit, world))
-    check_any(targets, config)
-    results = evaluate_targets(
-        network,
-        targets,
-        world,
-        head,
-        flip=config.data.flip,
-        image_shape=config.model.image_shape,
-        batch_size=config.train.test_batch_size,
-        num_threads=config.data.num_workers,
-    )
+    check_any(targets, config.data.dataset_dir)
+    results = trained.evaluate(targets, head)
     log_results(world, results)
     return results
 
 
-def check_any(targets: Sequence[Target | HeldOutSet], config: Config) -> None:
+def check_any(targets: Sequence[Target | HeldOutSet], folder: str) -> None:
     """Raise DataError if there is nothing to test on."""
     if not targets:
         raise DataError(
-            f"{config.data.dataset_dir} has no pair file to test on; put one there and name it with "
+            f"{folder} has no pair file to test on; put one there and name it with "
             "data.val_targets, or a labelled dataset as data.val_dir"
         )
 
@@ -115,65 +107,53 @@ class ProtocolData:
             raise OptionError("images is the folder of a text list of pairs; a .bin file contains its images")
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """A result by its name, and the function that returns its section."""
-
-    name: str
-    result: Result
-    section: Callable[[], Section]
+Outcome = tuple[str, Result, Section]
+"""A result, its name, and its section of the report."""
 
 
 def run_protocol(
     options: Options, world: World, user: UserParts, data: ProtocolData, output: Path
 ) -> dict[str, Any]:
     """Return the results of the checkpoint's network by name, and write the report; a collective."""
-    network, config, (path, manifest) = open_trained(options, world, user.model)
-    evaluator = Evaluator(network, config, world, (path, manifest))
-    outcomes = list(evaluator.run(data, user))
-    results = {outcome.name: outcome.result for outcome in outcomes}
+    trained = open_trained(options, world, user.model)
+    evaluator = Evaluator(trained, data, user.test_reader)
+    outcomes: list[Outcome] = list(getattr(evaluator, f"run_{data.protocol}")())
+    results = {name: result for name, result, _ in outcomes}
     log_results(world, results)
-    for outcome in outcomes:
-        if warning := outcome.result.warning():
-            world.log(f"{outcome.name}: {warning}", logging.WARNING)
-    fingerprint = checksum_of({name: one.cpu() for name, one in network.state_dict().items()})
+    for name, result, _ in outcomes:
+        if warning := result.warning():
+            world.log(f"{name}: {warning}", logging.WARNING)
+    fingerprint = checksum_of({name: one.cpu() for name, one in trained.network.state_dict().items()})
     model = [
-        f"Checkpoint: {path}, step {manifest.step:,}; network {config.model.name}; weights {fingerprint}.",
-        *evaluator.choices(data),
+        f"Checkpoint: {trained.path}, step {trained.manifest.step:,}; network {trained.config.model.name}; "
+        f"weights {fingerprint}.",
+        *evaluator.choices(),
     ]
-
-    def write() -> None:
-        sections = [outcome.section() for outcome in outcomes]
-        sections = [replace(section, choices=[*model, *section.choices]) for section in sections]
-        write_report(output, f"Evaluation: {data.protocol.replace('_', ' ')}", sections)
-
-    on_main_rank(world, f"write {output}", write)
+    sections = [replace(section, choices=[*model, *section.choices]) for _, _, section in outcomes]
+    title = f"Evaluation: {data.protocol.replace('_', ' ')}"
+    on_main_rank(world, f"write {output}", lambda: write_report(output, title, sections))
     world.log(f"wrote {output / 'report.md'}")
     return results
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Embed images on all ranks and apply the protocols; all methods are collectives."""
+    """Embed the images of a protocol on all ranks and apply it, by the method of its name; a collective."""
 
-    network: BaseModel
-    config: Config
-    world: World
-    checkpoint: OpenedCheckpoint
+    trained: Trained
+    data: ProtocolData
+    test_reader: TestReader | None
 
-    def run(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
-        """Yield the results of a protocol, by the method of its name."""
-        yield from getattr(self, f"run_{data.protocol}")(data, user)
-
-    def choices(self, data: ProtocolData) -> list[str]:
+    def choices(self) -> list[str]:
         """Return how images are embedded, one sentence each."""
         precision = "Precision of the network: float32."
-        if self.network.example_input is not None:
+        config = self.trained.config
+        if self.trained.network.example_input is not None:
             return ["Samples: as the test reader returns them.", precision]
-        channels, height, width = self.config.model.image_shape
+        channels, height, width = config.model.image_shape
         flipped = "the sum of the embeddings of the image and its mirror image"
-        embedding = flipped if self.config.data.flip else "that of the image, without its mirror image"
-        landmarks = self.config.data.landmarks
+        embedding = flipped if config.data.flip else "that of the image, without its mirror image"
+        landmarks = config.data.landmarks
         fitted = "resized" if landmarks is None else f"aligned by {landmarks} (.bin files: resized)"
         return [
             f"Images: {fitted} to {height} x {width}, {channels} channels, normalised as (x - 127.5) / 128.",
@@ -181,50 +161,40 @@ class Evaluator:
             precision,
         ]
 
-    def run_pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+    def run_pairs(self) -> Iterator[Outcome]:
         """Yield the verification of each pair file."""
+        config, data = self.trained.config, self.data
         if data.pairs is None:
-            targets = load_targets(self.config, user.test_reader)
-            check_any(targets, self.config)
+            targets = load_targets(config, self.test_reader)
+            check_any(targets, config.data.dataset_dir)
         else:
-            options = self.config.data
-            target = open_pairs(
-                data.pairs,
-                Path(base_name(data.pairs)).stem,
-                data.images,
-                allowed=options.allowed,
-                landmarks=options.landmarks,
-                is_strict=options.bad_images == "stop",
-            )
-            targets = [target]
-        groups = [self._groups(data, target.images) for target in targets]
+            place, is_strict = config.data, config.data.bad_images == "stop"
+            how: Any = {"allowed": place.allowed, "landmarks": place.landmarks, "is_strict": is_strict}
+            targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, data.images, **how)]
+        groups = [self._groups(target.images) for target in targets]
         for target, own in zip(targets, groups, strict=True):
-            result = verify_target(self.embed(target.images, target.name), target, self.world)
+            result = verify_target(self.trained.embed(target.images, target.name), target, self.trained.world)
             names = target.by_pair(target.names)
-            yield _Outcome(target.name, result, partial(result.section, target.name, target.pictures, names))
+            yield target.name, result, result.section(target.name, target.pictures, names)
             if own is not None:
                 pairs = np.arange(len(target.images)).reshape(-1, 2) if target.pairs is None else target.pairs
                 yield _by_group(target.name, pair_rates(own, pairs, result.cosines, result.is_same))
 
-    def run_all_pairs(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+    def run_all_pairs(self) -> Iterator[Outcome]:
         """Yield the verification of all pairs of the images."""
-        from plsc.evaluate.all_pairs import all_pair_rates, all_pairs
-
-        images, groups, embeddings = self._embedded(data)
-        result = all_pairs(embeddings, images.labels, self.world, self.world.device, self.world.log)
+        images, groups, embeddings = self._embedded()
+        result = all_pairs(embeddings, images.labels, self.trained.world)
         choices = [f"Images: {images.place}."]
-        yield _Outcome("all_pairs", result, partial(_section, result, base_name(images.place), choices))
+        yield "all_pairs", result, _section(result, base_name(images.place), choices)
         if groups is not None:
-            rates = all_pair_rates(embeddings, images.labels, groups, result, self.world)
+            rates = all_pair_rates(embeddings, images.labels, groups, result, self.trained.world)
             yield _by_group("all_pairs", rates)
 
-    def run_identify(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+    def run_identify(self) -> Iterator[Outcome]:
         """Yield the identification of probes in a gallery."""
-        from plsc.evaluate.identification import identify, split_gallery
-
-        probes, groups, embeddings = self._embedded(data)
+        probes, groups, embeddings = self._embedded()
         labels, datasets = probes.labels, [probes]
-        if data.gallery is None:
+        if self.data.gallery is None:
             is_gallery = split_gallery(labels)
             gallery, gallery_labels = embeddings[is_gallery], labels[is_gallery]
             embeddings, probe_labels = embeddings[~is_gallery], labels[~is_gallery]
@@ -234,115 +204,90 @@ class Evaluator:
                 "the other images; those of classes that are not in the gallery are the non-mated searches."
             )
         else:
-            other = self.open(data.gallery)
+            other = open_dataset(self.trained, self.data.gallery)
             datasets.append(other)
-            gallery, gallery_labels = self.embed(other.images, other.place), other.labels
+            gallery, gallery_labels = self.trained.embed(other.images, other.place), other.labels
             probe_labels = probes.labels_in(other)
             choice = f"Gallery: {other.place}; probes: {probes.place}."
         capacity = self._capacity(
             datasets, np.concatenate([gallery, embeddings]), np.append(gallery_labels, probe_labels)
         )
         choices = [choice, capacity] if isinstance(capacity, str) else [choice]
-        if data.distractors is not None:
-            others = self.open(data.distractors)
-            gallery = np.concatenate([gallery, self.embed(others.images, others.place)])
+        if self.data.distractors is not None:
+            others = open_dataset(self.trained, self.data.distractors)
+            gallery = np.concatenate([gallery, self.trained.embed(others.images, others.place)])
             gallery_labels = np.append(gallery_labels, np.full(len(others.labels), -1))
             choices.append(f"Distractors in the gallery: {others.place}, {len(others.labels):,} images.")
-        result = identify(
-            gallery, gallery_labels, embeddings, probe_labels, world=self.world, device=self.world.device
-        )
-        yield _Outcome("identify", result, partial(_section, result, "Identification", choices))
+        result = identify(gallery, gallery_labels, embeddings, probe_labels, self.trained.world)
+        yield "identify", result, _section(result, "Identification", choices)
         if not isinstance(capacity, str):
-            yield _Outcome("capacity", capacity, partial(_section, capacity, "Capacity", choices[:1]))
+            yield "capacity", capacity, _section(capacity, "Capacity", choices[:1])
         if groups is not None:
             is_mated = np.isin(probe_labels, gallery_labels[gallery_labels >= 0])
             yield _by_group("identify", search_rates(groups, is_mated, result))
 
     def _capacity(
-        self, datasets: Sequence[_Dataset], embeddings: np.ndarray, labels: np.ndarray
+        self, datasets: Sequence[Dataset], embeddings: np.ndarray, labels: np.ndarray
     ) -> CapacityResult | str:
         """Return the capacity of a gallery of these images, or why there is none."""
         try:
             for dataset in datasets:
-                check_unseen(dataset.place, dataset.class_names, self.checkpoint)
+                check_unseen(dataset.place, dataset.class_names, self.trained.checkpoint)
             return evaluate_capacity(embeddings, labels)
         except DataError as error:
             return f"The capacity of a gallery is absent: {error}."
 
-    def run_templates(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+    def run_templates(self) -> Iterator[Outcome]:
         """Yield the comparison of templates."""
-        from plsc.evaluate.template_files import read_protocol
-        from plsc.evaluate.templates import evaluate_templates, template_rates
-
+        config, data = self.trained.config, self.data
         assert data.templates is not None
-        protocol = read_protocol(data.templates, data.images, self.config.data.allowed)
+        protocol = read_protocol(data.templates, data.images, config.data.allowed)
         protocol.images.check()
-        data_options = self.config.data
-        align_source(protocol.images, data_options.landmarks, data_options.bad_images == "stop")
+        align_source(protocol.images, config.data.landmarks, config.data.bad_images == "stop")
         images = ImagesOf(protocol.images, range(len(protocol.images)))
-        groups = self._groups(data, images)
-        embeddings = self.embed(images, protocol.name)
-        result = evaluate_templates(embeddings, protocol, self.world, self.world.device, self.world.log)
+        groups = self._groups(images)
+        embeddings = self.trained.embed(images, protocol.name)
+        result = evaluate_templates(embeddings, protocol, self.trained.world)
         choices = [f"Meta files: {data.templates}; images: {shown(str(protocol.images.root))}."]
-        yield _Outcome("templates", result, partial(_section, result, protocol.name, choices))
+        yield "templates", result, _section(result, protocol.name, choices)
         if groups is not None:
             rates = template_rates(groups, protocol, result)
             yield from (_by_group(f"{protocol.name} {name}", found) for name, found in rates.items())
 
-    def run_retrieval(self, data: ProtocolData, user: UserParts) -> Iterator[_Outcome]:
+    def run_retrieval(self) -> Iterator[Outcome]:
         """Yield the retrieval of the other images of the class of each image."""
-        from plsc.evaluate.retrieval import RATES, retrieval
-
-        images, groups, embeddings = self._embedded(data)
-        result = retrieval(embeddings, images.labels, self.world, self.world.device, self.world.log)
+        images, groups, embeddings = self._embedded()
+        result = retrieval(embeddings, images.labels, self.trained.world)
         choices = [f"Images: {images.place}."]
-        yield _Outcome("retrieval", result, partial(_section, result, base_name(images.place), choices))
+        yield "retrieval", result, _section(result, base_name(images.place), choices)
         if groups is not None:
             queries = replace(groups, of=groups.of[result.is_query])
             values = dict(zip(RATES.values(), result.values.T, strict=True))
             yield _by_group("retrieval", mean_rates(queries, values, "all queries"))
 
-    def _embedded(self, data: ProtocolData) -> tuple[_Dataset, Groups | None, np.ndarray]:
+    def _embedded(self) -> tuple[Dataset, Groups | None, np.ndarray]:
         """Return the images of a protocol, their groups and their embeddings."""
-        images = self.open(data.images)
-        groups = self._groups(data, images.images)
-        return images, groups, self.embed(images.images, images.place)
+        images = open_dataset(self.trained, self.data.images)
+        groups = self._groups(images.images)
+        return images, groups, self.trained.embed(images.images, images.place)
 
-    def _groups(self, data: ProtocolData, images: Sequence[Any]) -> Groups | None:
-        return None if data.groups is None else read_groups(data.groups, images)
-
-    def open(self, place: str | None) -> _Dataset:
-        """Return a labelled dataset; by default that of the run."""
-        place = place or self.config.data.dataset_dir
-        options = self.config.data
-        source = open_labelled(
-            place, options.format_arguments, options.landmarks, options.bad_images == "stop"
-        )
-        labels = np.array(source.labels(), np.int64)
-        if labels.min() < 0:
-            raise DataError(
-                f"{source.name(int(labels.argmin()))} of {shown(place)} has the label {labels.min()}"
-            )
-        return _Dataset(shown(place), ImagesOf(source, range(len(source))), labels, class_names_of(source))
-
-    def embed(self, images: Sequence[Any], name: str) -> np.ndarray:
-        """Return the embeddings of images, float32 [N, D], on every rank."""
-        flip = self.config.data.flip and self.network.example_input is None
-        return embed_images(
-            self.network,
-            images,
-            self.config.model.image_shape,
-            batch_size=self.config.train.test_batch_size,
-            device=self.world.device,
-            flip=flip,
-            world=self.world,
-            name=name,
-            num_threads=self.config.data.num_workers,
-        )
+    def _groups(self, images: Sequence[Any]) -> Groups | None:
+        return None if self.data.groups is None else read_groups(self.data.groups, images)
 
 
-def _by_group(name: str, rates: GroupRates) -> _Outcome:
-    return _Outcome(f"{name} groups", rates, partial(rates.section, f"{name} groups"))
+def open_dataset(trained: Trained, place: str | None) -> Dataset:
+    """Return a labelled dataset; by default that of the run."""
+    data = trained.config.data
+    place = place or data.dataset_dir
+    source = open_labelled(place, data.format_arguments, data.landmarks, data.bad_images == "stop")
+    labels = np.array(source.labels(), np.int64)
+    if labels.min() < 0:
+        raise DataError(f"{source.name(int(labels.argmin()))} of {shown(place)} has the label {labels.min()}")
+    return Dataset(shown(place), ImagesOf(source, range(len(source))), labels, class_names_of(source))
+
+
+def _by_group(name: str, rates: GroupRates) -> Outcome:
+    return f"{name} groups", rates, rates.section(f"{name} groups")
 
 
 def _section(result: Result, title: str, choices: Sequence[str]) -> Section:
@@ -352,7 +297,7 @@ def _section(result: Result, title: str, choices: Sequence[str]) -> Section:
 
 
 @dataclass(frozen=True)
-class _Dataset:
+class Dataset:
     """A labelled dataset: N images, int64 [N] labels, and the names of the labels, if they have names."""
 
     place: str
@@ -360,14 +305,11 @@ class _Dataset:
     labels: np.ndarray
     class_names: ClassNames | None
 
-    def labels_in(self, other: _Dataset) -> np.ndarray:
+    def labels_in(self, other: Dataset) -> np.ndarray:
         """Return the labels as numbered in another dataset; those it lacks get unused numbers."""
         if (self.class_names is None) != (other.class_names is None):
             named, numbered = (self, other) if self.class_names is not None else (other, self)
-            raise DataError(
-                f"the labels of {named.place} are names and those of {numbered.place} are numbers; use the "
-                "same kind, or the format argument label_map"
-            )
+            raise DataError(f"the labels of {named.place} are names, those of {numbered.place} are numbers")
         if self.class_names is None or other.class_names is None:
             return self.labels
         return other.class_names.numbered(self.class_names)[self.labels]

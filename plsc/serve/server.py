@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from plsc.errors import OptionError
-from plsc.serve.options import ServeOptions
+from plsc.serve import ServeOptions
 from plsc.serve.service import Service
 from plsc.terminal import stop_signals
 from plsc.version import install

@@ -17,10 +17,8 @@ from plsc.data.decode import ImageShape
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
 from plsc.errors import DataError, OptionError, refusing
-from plsc.evaluate.classification import ClassificationResult, classify
-from plsc.evaluate.embed import ImagesOf, embed_images
-from plsc.evaluate.pair_lists import read_pair_list
-from plsc.evaluate.verification import VerificationResult, verify
+from plsc.evaluate.embed import ClassificationResult, ImagesOf, classify, embed_images
+from plsc.evaluate.verification import VerificationResult, read_pair_list, verify
 from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.parallel.world import World

@@ -24,14 +24,14 @@ TWO_WORKERS = """
 import os, sys
 import pyarrow as pa, pyarrow.parquet as pq
 from pyspark.sql import SparkSession
-from plsc.export import batch_embedder, batches
+from plsc.export import batch_embedder, served
 
 embedder = batch_embedder("model", "content")
 
 def embed(found):
     for number, batch in enumerate(map(embedder, found)):
         about = {"batch": f"{os.getpid()} {number}", "process": os.getpid()}
-        about["opened"] = batches._opened.cache_info().misses
+        about["opened"] = served._opened.cache_info().misses
         kept = batch.select(["path", "embedding", "error"])
         for name, value in about.items():
             kept = kept.append_column(name, pa.array([value] * len(kept)))

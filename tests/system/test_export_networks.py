@@ -75,7 +75,7 @@ def difference(folder, network, shape, precision, kind="onnx", flip=False):
     images = seen(network, shape)
     config = Options().resolve().changed({"model.image_shape": shape, "model.emb_size": 64})
     manifest = Manifest("0", 1, 0, 0, 1, 64, {"": HeadInfo(2, [(0, 2)])})
-    about = write_weights(folder, network, config, manifest)
+    about = write_weights(folder, network, config.as_dict(), manifest)
     served = as_served(network, flip)
     about["graph"] = write_graph(folder, served, kind, precision, images)
     write_about(folder, about)

@@ -17,7 +17,7 @@ from plsc import load_network
 from plsc.checkpoint import load_weights
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
-from plsc.evaluate.classification import ClassificationResult
+from plsc.evaluate.embed import ClassificationResult
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry

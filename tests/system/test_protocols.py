@@ -185,7 +185,7 @@ def test_folders_of_classes_are_matched_by_name(faces, checkpoint, alone, tmp_pa
     found = ins.test("identify", **places, output=tmp_path / "report")["identify"]
     assert (found.mated, found.non_mated, found.identities) == (20, 5, 5)
     assert found.ranks.tolist().count(1) >= 4  # each image of the gallery is also a probe
-    with pytest.raises(DataError, match=r"are names and those of .* are numbers; use the same kind"):
+    with pytest.raises(DataError, match="are numbers"):
         ins.test("identify", images=faces, gallery=tmp_path / "gallery", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -208,13 +208,10 @@ def test_identification_says_what_a_gallery_holds(checkpoint, faces, tmp_path):
     ("arguments", "error", "message"),
     [
         ({"protocol": "pair"}, OptionError, "'pair'.*'pairs'"),
-        ({"pairs": "a.bin"}, OptionError, "needs a protocol"),
-        ({"protocol": "all_pairs", "gallery": "a"}, OptionError, "'all_pairs'"),
         ({"protocol": "templates"}, OptionError, "needs templates"),
         ({"protocol": "pairs", "images": "a"}, OptionError, "images"),
         ({"protocol": "pairs", "output": "s3://a/b"}, OptionError, "local folder"),
         ({"protocol": "pairs", "pairs": "nothing.txt"}, DataError, "nothing.txt"),
-        ({"protocol": "all_pairs", "images": "nothing"}, DataError, "nothing"),
         ({"protocol": "retrieval", "groups": "none.tsv"}, DataError, "none.tsv"),
         ({"groups": "groups.tsv"}, OptionError, "groups"),
     ],

@@ -15,7 +15,7 @@ from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.classes import change_classes
 from plsc.checkpoint.remote import verify
 from plsc.errors import CheckpointError
-from plsc.gallery.upgrade import open_run
+from plsc.gallery.embedder import open_embedder
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import Drawing, losses_of, options_of
 
@@ -88,7 +88,7 @@ def test_the_heads_of_a_run_with_several_are_refused_with_the_name_of_the_option
         lambda: several.keep_dominant(tmp_path / "dominant"),
         lambda: change_classes(SEVERAL, tmp_path / "grown", grow=1),
         lambda: load_weights(SEVERAL, "class_weights"),
-        lambda: open_run(str(SEVERAL)).classes(),
+        lambda: open_embedder(str(SEVERAL)).classes(),
     ):
         with pytest.raises(CheckpointError, match=r"data\.datasets"):
             use()

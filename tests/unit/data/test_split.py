@@ -12,7 +12,7 @@ from plsc import cli
 from plsc.data.lists import Listing, draw_pairs, halves_of, held_out_of, read_listing, split
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.identification import split_gallery
-from plsc.evaluate.pair_lists import read_pair_list
+from plsc.evaluate.verification import read_pair_list
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 

@@ -9,22 +9,21 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.evaluate import all_pairs, identification, retrieval, templates
+from plsc.evaluate import all_pairs, identification, templates
 from plsc.evaluate.groups import Groups
 from plsc.evaluate.identification import identify
-from plsc.evaluate.template_files import read_protocol
-from plsc.evaluate.templates import evaluate_templates
+from plsc.evaluate.templates import evaluate_templates, read_protocol
 from plsc.parallel.world import World
 
 identification._CHUNK = templates._CHUNK = 7
-retrieval._CELLS = all_pairs.TILE = 20
+identification._CELLS = all_pairs.TILE = 20
 folder = Path(sys.argv[1])
 world = World.from_environment(device="cpu", timeout_seconds=60)
 data = np.load(folder / "data.npz")
 gallery, labels = data["gallery"], data["gallery_labels"]
 found = identify(gallery, labels, data["probes"], data["probe_labels"], world)
 pooled = evaluate_templates(data["images"], read_protocol(folder), world)
-searched = retrieval.retrieval(gallery, labels, world)
+searched = identification.retrieval(gallery, labels, world)
 compared = all_pairs.all_pairs(gallery, labels, world)
 rates = all_pairs.all_pair_rates(gallery, labels, Groups(("a", "b"), labels % 2), compared, world)
 results = (found, pooled, searched, compared, rates)

@@ -12,7 +12,6 @@ from plsc.evaluate.capacity import (
     capacity_of_search,
     evaluate_capacity,
     measure_capacity,
-    measure_fpir,
 )
 
 
@@ -172,8 +171,7 @@ def test_json_keeps_the_table(table):
 
 
 @pytest.mark.parametrize("change", [
-    {"format": 2}, {"rows": []}, {"rows": [[0.5, 0.1]]}, {"rows": [[0.5, float("nan"), 0, 0, None]]},
-    {"classes": None}, {"rows": [[0.5, 0.1, 0.0, 1.0, None]]},
+    {"rows": []}, {"classes": 5}, {"rows": [[0.5, 0.1, 0.0, 1.0, None]]},
 ])  # fmt: skip
 def test_a_damaged_table_is_an_error(table, change):
     with pytest.raises(DataError, match="capacity table is damaged"):
@@ -245,29 +243,8 @@ def test_an_fpir_needs_a_capacity_and_images(table):
             capacity_of_search(capacity, is_classes, fpir)
 
 
-def test_measured_fpir_is_that_of_galleries_of_the_same_classes():
-    embeddings, labels = images_of(40, 3, families=10)
-    found = measure_fpir(embeddings, labels, 0.6, [10, 30])
-    for size in (10, 30):
-        rates = []
-        for seed in range(40):
-            rng = np.random.default_rng(seed)
-            enrolled = rng.permutation(40)[:size]
-            kept = np.concatenate(
-                [np.flatnonzero(np.isin(labels, enrolled)), np.flatnonzero(~np.isin(labels, enrolled))]
-            )
-            probes = np.flatnonzero(~np.isin(labels[kept], enrolled))
-            order = np.where(np.isin(labels[kept], enrolled), labels[kept], 10**6)
-            rates.append(brute_force(embeddings[kept], order, probes, 0.6, size, seed))
-        assert found[size] == pytest.approx(np.mean(rates), abs=0.05)
-
-
-def test_a_report_has_the_figure_measured_values_and_a_picture(tmp_path):
+def test_a_report_has_the_figure_and_a_picture(tmp_path):
     result = evaluate_capacity(*images_of(120, 3, families=60))
-    assert list(result.measured) == [10, 30]
-    for size, fpir in result.measured.items():
-        _, low, high = result.capacity.fpir(result.threshold, size)
-        assert low * 0.8 <= fpir <= high * 1.2
     section = result.section("Capacity")
     intervals = {row[0]: row[2] for row in section.tables[0].rows}
     assert "not claimed" in intervals["300"]
@@ -275,7 +252,7 @@ def test_a_report_has_the_figure_measured_values_and_a_picture(tmp_path):
     held = result.capacity.holds()
     assert section.tables[0].title.startswith(f"Holds at least {held.identities:,} identities at FPIR 0.05")
     assert json.loads(json.dumps(section.values))["holds"] == held._asdict()
-    section.pictures["capacity.png"](tmp_path / "capacity.png")
+    section.files["capacity.png"](tmp_path / "capacity.png")
     assert (tmp_path / "capacity.png").stat().st_size > 10_000
 
 
@@ -284,8 +261,7 @@ def test_a_report_of_one_image_per_class_cannot_say_what_is_held(tmp_path):
     assert result.holding is None
     assert "cannot say how many" in result.summary()
     section = result.section("Capacity")
-    assert section.tables[1].rows[-1] == ["0.2", "cannot say", "cannot say", "cannot say"]
-    section.pictures["capacity.png"](tmp_path / "capacity.png")
+    section.files["capacity.png"](tmp_path / "capacity.png")
 
 
 def test_a_report_uses_whole_classes_up_to_a_limit(monkeypatch):

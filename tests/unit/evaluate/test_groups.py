@@ -80,13 +80,6 @@ def test_searches_are_counted_in_the_group_of_their_probe(ties):
         }
 
 
-def test_without_non_mated_searches_only_rank_1_is_reported():
-    gallery = np.eye(4, dtype=np.float32)
-    result = identify(gallery, np.arange(4), gallery, np.arange(4))
-    found = search_rates(named([0, 0, 1, -1]), np.ones(4, bool), result)
-    assert counts_of(found) == {"closed set": {"a": {"rank-1": (2, 2)}, "b": {"rank-1": (1, 1)}}}
-
-
 def test_means_have_intervals_of_the_sum_of_their_values():
     found = mean_rates(named([0, 1, 0, -1]), {"MAP@R": np.array([0.5, 1, 0.25, 0])}, "all queries")
     a, b = (found.tables["all queries"][name]["MAP@R"] for name in "ab")

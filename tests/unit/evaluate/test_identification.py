@@ -1,11 +1,14 @@
 import json
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plsc.errors import DataError
 from plsc.evaluate import identification
-from plsc.evaluate.identification import identify, split_gallery
+from plsc.evaluate.identification import identify, retrieval, split_gallery
 from plsc.evaluate.report import write_report
 
 
@@ -85,14 +88,6 @@ def test_rates_equal_the_protocol_as_written(monkeypatch, chunk, ties, candidate
     assert result.fnir_at_fpir == pytest.approx(expected["fnir"])
 
 
-def test_one_image_per_identity_equals_the_protocol_as_written():
-    rng = np.random.default_rng(0)
-    gallery = rng.normal(size=(30, 4)).astype(np.float32)
-    probes = rng.normal(size=(50, 4)).astype(np.float32)
-    data = gallery, rng.permutation(30), probes, rng.integers(0, 60, 50)
-    assert identify(*data).ranks.tolist() == reference(*data)["ranks"]
-
-
 def test_thresholds_accept_exactly_the_share_of_non_mated_searches():
     data = made_data(3, ties=False, probes=3000)
     result = identify(*data)
@@ -124,14 +119,6 @@ def test_without_non_mated_searches_only_the_closed_set_is_reported(tmp_path):
     assert [path.name for path in tmp_path.glob("*.png")] == ["faces_cmc.png"]
 
 
-def test_the_curve_goes_from_no_false_positives_to_all():
-    result = identify(*made_data(2, ties=True))
-    fpir, fnir = result.fnir_curve()
-    assert (fpir[0], fpir[-1], fnir[-1]) == (0, 1, 0)
-    assert (np.diff(fpir) > 0).all()
-    assert (np.diff(fnir) <= 0).all()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -152,3 +139,73 @@ def test_split_enrols_the_first_image_of_every_other_class():
     labels = np.array([7, 3, 3, 9, 7, 3, 9, 9, 11])
     assert np.flatnonzero(split_gallery(labels)).tolist() == [1, 3]  # classes 3 and 9 of 3, 7, 9, 11
     assert np.flatnonzero(split_gallery(labels, open_set=False)).tolist() == [0, 1, 3, 8]
+
+
+def retrieved(embeddings, labels):
+    """Musgrave et al., one query after another: exact (MAP@R, R-precision, precision at 1), or None."""
+    scores = exact_units(embeddings) @ exact_units(embeddings).T  # Python integers
+    found = []
+    for query, label in enumerate(labels):
+        others = [other for other in range(len(labels)) if other != query]
+        # Of equal scores, the wrong ones first
+        results = sorted(others, key=lambda other: (-scores[query, other], labels[other] == label))
+        right = [bool(labels[other] == label) for other in results]
+        r = sum(right)
+        if r:
+            precisions = [Fraction(sum(right[:i]), i) for i in range(1, r + 1) if right[i - 1]]
+            found.append((sum(precisions, Fraction(0)) / r, Fraction(sum(right[:r]), r), int(right[0])))
+    return found
+
+
+# Few values, so that many scores are equal; zero embeddings; classes of any size from 1 on.
+IMAGES = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(-1, 1), st.integers(-1, 1), st.integers(-1, 1)),
+    min_size=2, max_size=25,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("chunk", "cells"), [(4096, 2**24), (3, 10)])
+@given(images=IMAGES)
+def test_retrieval_equals_brute_force_with_ties_against_the_query(chunk, cells, images):
+    array = np.array(images)
+    labels, embeddings = array[:, 0], array[:, 1:].astype(np.float32)
+    expected = retrieved(embeddings, labels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identification, "_CHUNK", chunk)
+        patch.setattr(identification, "_CELLS", cells)
+        if not expected:
+            with pytest.raises(DataError, match="no class has two images; retrieval needs"):
+                retrieval(embeddings, labels)
+            return
+        result = retrieval(embeddings, labels)
+    assert result.values == pytest.approx(np.array(expected, float), abs=1e-15)
+    means = [result.map_at_r, result.r_precision, result.precision_at_1]
+    assert means == pytest.approx(np.mean(np.array(expected, float), axis=0))
+    sizes = np.bincount(labels)
+    assert result.single_images == sum(sizes == 1)
+    assert result.queries == len(expected) == sum(sizes[labels] > 1) == result.is_query.sum()
+    assert (result.images, result.classes) == (len(labels), len(set(labels)))
+
+
+def test_values_do_not_depend_on_tiles_to_the_last_bit(monkeypatch):
+    rng = np.random.default_rng(0)
+    embeddings, labels = rng.normal(size=(200, 8)).astype(np.float32), rng.integers(0, 12, 200) ** 2 // 12
+    whole = retrieval(embeddings, labels)
+    monkeypatch.setattr(identification, "_CHUNK", 7)
+    monkeypatch.setattr(identification, "_CELLS", 50)
+    assert np.array_equal(retrieval(embeddings, labels).values, whole.values)
+
+
+def test_images_alone_in_their_class_are_searched_but_are_no_queries(tmp_path):
+    embeddings = np.array([[1, 0], [0.9, 0.1], [1, 0.05]], np.float32)
+    result = retrieval(embeddings, np.array([4, 4, 9]))
+    assert (result.queries, result.single_images, result.precision_at_1) == (2, 1, 0)
+    report = write_report(tmp_path, "Test", [result.section("shop")]).read_text()
+    assert "| 0.000000 | 0.000000 | 0.000000 | 3 | 2 | 2 | 1 |" in report
+    assert "Single images, the only ones of their class, are searched, but are no queries." in report
+
+
+def test_unusable_embeddings_raise_an_error():
+    for embeddings, message in ((np.array([[1.0], [2], [np.nan]]), "query 2"), (np.ones((4, 2)), "shape")):
+        with pytest.raises(DataError, match=message):
+            retrieval(embeddings.astype(np.float32), np.array([0, 0, 1]))

@@ -179,22 +179,16 @@ OF_THE_FILE = [
     {"name_ends": np.array([1, 2, 2**60], np.int64)},
     {"name_ends": np.array([1, 2], np.int64)},
     {"names": np.zeros(3, np.float32)},
-    {"names": np.zeros((3, 0), np.uint8)},
     {"scale": np.ones(3, np.float32)},
-    {"scale": np.ones(4, np.float64)},
     {"rest": np.ones((4, 3), np.int8)},
     {"codes": np.ones(12, np.uint8)},
 ]
 OF_THE_DESCRIPTION = [
-    *({"count": count} for count in (10, 2**39, -9)),
+    *({"count": count} for count in (10, 2**39)),
     {"size": 2},
     {"size": 12, "count": 1},
     {"centers": 2},
-    *({"kind": kind} for kind in ("float32", [], "../x")),
-    {"model": None},
-    {"file": None},
-    {"version": 2},
-    {"format": {}},
+    {"kind": "float32"},
 ]
 
 

@@ -2,12 +2,7 @@
 
 import contextlib
 import logging
-import multiprocessing
-import select
-import socket
-import socketserver
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,11 +10,11 @@ import pytest
 pytest.importorskip("psycopg", reason="plsc-torch[postgres] is not installed")
 import psycopg
 
-import plsc.gallery.places
+import plsc.gallery.gallery
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.gallery import open_gallery, write_gallery
-from plsc.gallery.places import copy_gallery, open_store
+from plsc.gallery.gallery import copy_gallery, open_store
 from plsc.gallery.store import New, StoreError
 from tests.images import NAMES
 from tests.postgres_server import PASSWORD, postgres_server
@@ -307,59 +302,6 @@ def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles,
             open_store(roles["app"], "m2", SIZE)
 
 
-@contextlib.contextmanager
-def opening(url, caplog):
-    """Yield when a server waits for the database at `url`; then it has opened the store and enrolled."""
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(open_store, url, "m1", SIZE, timeout=20)
-        while "waiting" not in caplog.text:
-            assert not waiting.done(), waiting.exception()
-        yield
-        with contextlib.closing(waiting.result()) as store:
-            assert store.write(news(1))
-
-
-def test_a_server_waits_for_a_free_connection(roles, caplog):
-    with connected(roles["superuser"]) as connection:
-        connection.execute("ALTER ROLE app CONNECTION LIMIT 1")
-        try:
-            with connected(roles["app"]) as last, opening(roles["app"], caplog):
-                assert "too many connections" in caplog.text
-                with pytest.raises(StoreError, match="too many connections"):
-                    open_store(roles["app"], "m1", SIZE)  # of a command
-                last.close()
-        finally:
-            connection.execute("ALTER ROLE app CONNECTION LIMIT -1")
-
-
-def test_a_server_waits_for_a_database_that_stops_while_it_connects(database, server, caplog):
-    processes = multiprocessing.get_context("fork")  # libpq holds the interpreter lock while it waits
-    answers, is_back = processes.Semaphore(1), processes.Event()  # one connection is accepted, and no other
-
-    class Proxy(socketserver.BaseRequestHandler):
-        def handle(self):
-            if not is_back.is_set() and not answers.acquire(block=False):
-                return
-            with socket.create_connection(("127.0.0.1", server.port)) as behind:
-                ends = {self.request: behind, behind: self.request}
-                while True:
-                    for end in select.select(ends, [], [])[0]:
-                        if not (data := end.recv(2**16)):
-                            return
-                        ends[end].sendall(data)
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Proxy) as listening:
-        proxy = processes.Process(target=listening.serve_forever, daemon=True)
-        proxy.start()
-        url = database.replace(str(server.port), str(listening.server_address[1]))
-        try:
-            with opening(f"{url}?sslmode=disable", caplog):
-                is_back.set()
-        finally:
-            proxy.kill()
-            proxy.join()
-
-
 def test_decoys_stop_nothing_and_functions_of_others_are_not_called(roles, server):
     with connected(server.url("one", f"other:{PASSWORD}")) as connection:
         connection.execute("CREATE TABLE decoy (vector vector(7))")
@@ -453,10 +395,10 @@ def filled(kind, folder, server):
 def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
     database, tmp_path, server, source, target, monkeypatch, capsys
 ):
-    monkeypatch.setattr(plsc.gallery.places, "_BATCH", 7)
+    monkeypatch.setattr(plsc.gallery.gallery, "_BATCH", 7)
     start = filled(source, tmp_path, server)
     end = database if target == "postgres" else f"{tmp_path}/t.sqlite"
-    read = plsc.gallery.places.batches
+    read = plsc.gallery.gallery.batches
 
     def interrupted(origin):
         batches = read(origin)
@@ -465,7 +407,7 @@ def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(plsc.gallery.places, "batches", interrupted)
+        patch.setattr(plsc.gallery.gallery, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
             copy_gallery(start, end)
     assert main(["gallery", "copy", start, end]) == 0
@@ -497,7 +439,7 @@ def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
 def test_what_cannot_be_copied_is_one_message(database, tmp_path, monkeypatch, messages):
     write_gallery(tmp_path / "classes", vectors(3), model="m1", of="classes")
     write_gallery(tmp_path / "images", vectors(3), model="m1")
-    monkeypatch.setattr(plsc.gallery.places, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(plsc.gallery.gallery, "MOST_ENTRIES", 2)
     for source, target, message in [
         ("classes", database, "has the classes of a model"),
         ("images", tmp_path / "t.sqlite", "has 3 entries; an SQLite file has at most 2"),

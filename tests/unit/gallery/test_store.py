@@ -11,7 +11,7 @@ import pytest
 import plsc.gallery.store
 from plsc.errors import CheckpointError, DataError
 from plsc.gallery import write_gallery
-from plsc.gallery.places import copy_gallery
+from plsc.gallery.gallery import copy_gallery
 from plsc.gallery.store import New, Store, StoreError
 from tests.images import NAMES, UNSAFE_NAMES
 

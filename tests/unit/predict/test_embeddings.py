@@ -100,45 +100,26 @@ def test_the_columns_are_those_that_were_written(folder):
 OF_THE_INDEX = {
     "an absolute path": ("shards", 0, "file", "/etc/passwd"),
     "a path that leaves the folder": ("shards", 0, "file", "../00000-00000000.npy"),
-    "a name that is no shard": ("shards", 0, "file", "label.txt"),
     "a shard that is missing": ("shards", 0, "file", "00000-01234567.npy"),
-    "negative rows": ("shards", 0, "rows", -3),
     "rows that do not add up": ("shards", 0, "rows", 2),
     "another count": ("count", 8),
     "too many rows to hold": ("shards", 0, "rows", 2**62),
-    "shards that are no list": ("shards", {"0": 1}),
-    "columns that are no object": ("columns", ["embeddings"]),
     "no names": ("columns", {"labels": COLUMNS["labels"]}),
     "a dtype of Python objects": ("columns", "embeddings", "dtype", "object"),
-    "a dtype that does not exist": ("columns", "embeddings", "dtype", "float33"),
-    "a negative shape": ("columns", "embeddings", "shape", [-1, 4]),
     "too many axes": ("columns", "embeddings", "shape", [2**39] * 1000),
     "a huge shape": ("columns", "embeddings", "shape", [2**40, 2**40]),
-    "a model that is no object": ("model", "ResNet18"),
-    "weights that are no string": ("model", "weights", 3),
-    "complete that is no boolean": ("complete", "yes"),
     "a shard that is listed twice": ("shards", 1, None),
-    "nesting without end": None,
 }
 
 
 @pytest.mark.parametrize("what", OF_THE_INDEX)
 def test_a_wrong_index_is_an_error_when_the_folder_is_opened(folder, what):
-    if OF_THE_INDEX[what] is None:
-        (folder / "_index.json").write_text("[" * 10**5)
-    else:
-        *path, value = OF_THE_INDEX[what]
-        value = {"file": first_shard(folder).name, "rows": ROWS} if path == ["shards", 1] else value
-        change(folder, *path, to=value)
+    *path, value = OF_THE_INDEX[what]
+    value = {"file": first_shard(folder).name, "rows": ROWS} if path == ["shards", 1] else value
+    change(folder, *path, to=value)
     with pytest.raises(DataError) as caught:
         plsc.open_embeddings(folder)
     assert str(folder) in str(caught.value)
-
-
-def test_an_index_larger_than_any_is_not_read(folder):
-    os.truncate(folder / "_index.json", 2**40)
-    with pytest.raises(DataError, match="1099511627776 bytes"):
-        plsc.open_embeddings(folder)
 
 
 OF_A_SHARD = {

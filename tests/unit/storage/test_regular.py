@@ -30,8 +30,8 @@ from plsc.data.sources.columns import read_label_map
 from plsc.data.sources.image_folders import open_images
 from plsc.data.writers import writer_of
 from plsc.errors import DataError, PlscError
-from plsc.evaluate.pair_lists import read_pair_list
-from plsc.evaluate.template_files import read_protocol
+from plsc.evaluate.templates import read_protocol
+from plsc.evaluate.verification import read_pair_list
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
 from plsc.predict.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
@@ -39,7 +39,7 @@ from plsc.storage.regular import open_regular, read_regular
 from plsc.train.log import JsonLines
 from tests.roles import role_of_key
 from tests.unit.data.test_opening import make_lmdb
-from tests.unit.evaluate.test_template_files import FILES
+from tests.unit.evaluate.test_templates import FILES
 
 pytestmark = pytest.mark.timeout(60)
 LINES = "a.jpg 10 10 30 10 20 20 12 30 28 30\n"

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from plsc.serve.batching import Batcher, Busy
+from plsc.serve.service import Batcher, Busy
 
 
 class Squares:
