@@ -32,6 +32,39 @@ from plsc.serve.service import MOST_FOUND, Busy, Service, entry_name
 from plsc.storage.regular import parse_json
 from plsc.version import __version__
 
+logger = logging.getLogger(__name__)
+
+PAGE = Path(__file__).parent / "page"
+NPY = "application/x-npy"
+HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
+HEADERS += [("Cross-Origin-Resource-Policy", "same-origin")]  # no web site shows thumbnails to its visitors
+"""Headers of all responses."""
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+}
+_FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
+_PUBLIC = frozenset({*_FILES, "/health", "/openapi.json"})
+_LISTED = 1000  # entries per request
+_MOST_COMMAS = 1000  # in a JSON body: base64 has none
+_MOST_PARTS, _LONGEST_HEAD = 32, 2**12  # of a form
+_LARGEST_ID = 2**63 - 1
+
+STATUSES: dict[type[Exception], int] = {
+    StoreError: 503,
+    DataError: 400,
+    OptionError: 400,
+    CheckpointError: 500,
+    Busy: 429,
+}
+"""Status of the response for an exception; a subclass is before its base."""
+
+Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
+
 Headers: TypeAlias = Mapping[bytes, bytes]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -172,40 +205,6 @@ async def _refuse(error: Refused, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-logger = logging.getLogger(__name__)
-
-PAGE = Path(__file__).parent / "page"
-NPY = "application/x-npy"
-HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
-HEADERS += [("Cross-Origin-Resource-Policy", "same-origin")]  # no web site shows thumbnails to its visitors
-"""Headers of all responses."""
-
-_PAGE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "Referrer-Policy": "no-referrer",
-}
-_FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
-_PUBLIC = frozenset({*_FILES, "/health", "/openapi.json"})
-_LISTED = 1000  # entries per request
-_MOST_COMMAS = 1000  # in a JSON body: base64 has none
-_MOST_PARTS, _LONGEST_HEAD = 32, 2**12  # of a form
-_LARGEST_ID = 2**63 - 1
-
-STATUSES: dict[type[Exception], int] = {
-    StoreError: 503,
-    DataError: 400,
-    OptionError: 400,
-    CheckpointError: 500,
-    Busy: 429,
-}
-"""Status of the response for an exception; a subclass is before its base."""
-
-Far = Annotated[float | None, Query(description="FAR of the threshold; by default that of the server")]
-
-
 def create_app(service: Service) -> Guard:
     """Return the application of a service, with all limits."""
 
@@ -260,40 +259,39 @@ async def _embed(service: Service, request: Request) -> Response:
 
 
 def _add_images(app: FastAPI, service: Service) -> None:
-    @app.post("/embed", summary="Return the embedding of an image", openapi_extra=_body(1))
+    @app.post("/embed", summary="Return the embedding of an image")
     async def embed(request: Request) -> Response:
         return await _embed(service, request)
 
-    @app.post("/compare", summary="Return the cosine similarity of two images", openapi_extra=_body(2))
+    @app.post("/compare", summary="Return the cosine similarity of two images")
     async def compare(request: Request, far: Far = None) -> Response:
-        verdict = _Verdict(service, far)
+        about = _threshold(service, far)
         images, _ = await _read(request, 2)
         first, second = await asyncio.gather(*map(service.embed, images))
         similarity = float(first.astype(np.float64) @ second)
         accepted = [known for known, cosine in service.model.thresholds.items() if similarity >= cosine]
         lowest = min(accepted, default=None)
-        same = verdict.accepts(similarity)
-        return JSONResponse(
-            {"similarity": similarity, "same": same, **verdict.about, "lowest_accepted_far": lowest}
-        )
+        same = None if about["threshold"] is None else similarity >= about["threshold"]
+        return JSONResponse({"similarity": similarity, "same": same, **about, "lowest_accepted_far": lowest})
 
-    @app.post("/search", summary="Return the entries nearest to an image", openapi_extra=_body(1))
+    @app.post("/search", summary="Return the entries nearest to an image")
     async def search(
         request: Request, k: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 5, far: Far = None
     ) -> Response:
-        verdict = _Verdict(service, far, of_search=True)
+        about = _threshold(service, far, of_search=True)
         images, _ = await _read(request, 1)
         found = await service.search(await service.embed(images[0]), k)
-        is_known = verdict.accepts(found[0]["similarity"] if found else -math.inf)
+        nearest = found[0]["similarity"] if found else -math.inf
+        is_known = None if about["threshold"] is None else nearest >= about["threshold"]
         name = None if is_known is None else found[0]["name"] if is_known else "unknown"
-        strangers = service.strangers(found[0]["similarity"]) if found else None
+        strangers = service.strangers(nearest) if found else None
         return JSONResponse(
-            {"name": name, "known": is_known, **verdict.about, "strangers": strangers, "results": found}
+            {"name": name, "known": is_known, **about, "strangers": strangers, "results": found}
         )
 
 
 def _add_entries(app: FastAPI, service: Service) -> None:
-    @app.post("/entries", status_code=201, summary="Enrol an image", openapi_extra=_body(1, named=True))
+    @app.post("/entries", status_code=201, summary="Enrol an image")
     async def enrol(request: Request, name: str | None = None) -> Response:
         images, given = await _read(request, 1)
         name = entry_name(name if given is None else given)
@@ -310,9 +308,7 @@ def _add_entries(app: FastAPI, service: Service) -> None:
         listed = [dict(zip(fields, (*row[:3], bool(row[3])), strict=True)) for row in rows]
         return JSONResponse({"entries": listed, "count": len(service.store)})
 
-    @app.post(
-        "/entries/{number}/image", summary="Replace the image of an enrolled entry", openapi_extra=_body(1)
-    )
+    @app.post("/entries/{number}/image", summary="Replace the image of an enrolled entry")
     async def replace(request: Request, number: int) -> Response:
         images, _ = await _read(request, 1)
         if not 0 < number <= _LARGEST_ID or not await service.replace(number, images[0]):
@@ -383,24 +379,18 @@ def _file(path: Path) -> Any:
     return serve
 
 
-class _Verdict:
-    """The threshold of a FAR; of a search, by default, that of the FPIR of the server, if it has one."""
+def _threshold(service: Service, far: float | None, of_search: bool = False) -> dict[str, Any]:
+    """Return the threshold of a FAR, which is None if the model has none, and what it is of.
 
-    def __init__(self, service: Service, far: float | None, of_search: bool = False) -> None:
-        self._threshold: float | None
-        chosen = service.threshold_of_search() if of_search and far is None else None
-        if chosen is not None:
-            self._threshold, expected = chosen
-            wanted = {"far": None, "fpir": service.options.fpir}
-            self.about = {**wanted, "expected_fpir": expected, "threshold": self._threshold}
-            return
-        known = service.far if far is None else service.known_far(far)
-        self._threshold = None if known is None else service.model.thresholds[known]
-        self.about = {"far": known, **({"fpir": None} if of_search else {}), "threshold": self._threshold}
-
-    def accepts(self, similarity: float) -> bool | None:
-        """Return whether a similarity reaches the threshold; None if the model has no thresholds."""
-        return None if self._threshold is None else similarity >= self._threshold
+    Of a search, by default, it is that of the FPIR of the server, if it has one.
+    """
+    chosen = service.threshold_of_search() if of_search and far is None else None
+    if chosen is not None:
+        wanted = {"far": None, "fpir": service.options.fpir}
+        return {**wanted, "expected_fpir": chosen[1], "threshold": chosen[0]}
+    known = service.far if far is None else service.known_far(far)
+    limit = None if known is None else service.model.thresholds[known]
+    return {"far": known, **({"fpir": None} if of_search else {}), "threshold": limit}
 
 
 async def _read(request: Request, count: int) -> tuple[Sequence[bytes], str | None]:
@@ -470,23 +460,3 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 def _missing(what: str) -> Response:
     return JSONResponse({"detail": what}, 404)
-
-
-def _body(count: int, named: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI description of a body with images."""
-    encoded = {"type": "string", "contentEncoding": "base64"}
-    binary = {"type": "string", "format": "binary"}
-    name = {"name": {"type": "string"}} if named else {}
-    if count == 1:
-        fields: dict[str, Any] = {"image": encoded}
-        parts: dict[str, Any] = {"image": binary}
-    else:
-        fields = {"images": {"type": "array", "items": encoded, "minItems": count, "maxItems": count}}
-        parts = {"first": binary, "second": binary}
-    content: dict[str, Any] = {
-        "application/json": {"schema": {"type": "object", "properties": {**fields, **name}}},
-        "multipart/form-data": {"schema": {"type": "object", "properties": {**parts, **name}}},
-    }
-    if count == 1:
-        content["image/*"] = {"schema": binary}
-    return {"requestBody": {"required": True, "content": content}}

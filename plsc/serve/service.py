@@ -28,6 +28,17 @@ from plsc.gallery.store import Change, Found, New, Replacement, Store
 from plsc.parallel.machine import usable_cores
 from plsc.serve import ServeOptions
 
+logger = logging.getLogger(__name__)
+MOST_FOUND = 100
+# BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory. GIF: Pillow before 13, which needs
+# Python 3.11, joins comments in quadratic time. AVIF: its header may understate the size of what is decoded.
+_PPM = re.compile(rb"P[56]\s\d{1,9}\s\d{1,9}\s\d{1,9}\s")
+_SLOW = (b"BM", b"II", b"MM", b"GI")
+# Chunks of a PNG: each may have 1 MB, of which Pillow does not count the sum, as of texts that it drops.
+_COMPRESSED, _MOST_CHUNKS = (b"iCCP", b"iTXt", b"zTXt"), 8
+# Few images at a time bound the memory; the other threads are those of images that exceeded the timeout.
+_DECODED, _THREADS = 2, 8
+_QUALITY = 90
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -137,19 +148,6 @@ def _resolve(future: asyncio.Future[Result], result: Result | Exception) -> None
         future.set_exception(result)
     else:
         future.set_result(result)
-
-
-logger = logging.getLogger(__name__)
-MOST_FOUND = 100
-# BMP and TIFF: 1 kB can take Pillow 12 s, and 1 MB a gigabyte of memory. GIF: Pillow before 13, which needs
-# Python 3.11, joins comments in quadratic time. AVIF: its header may understate the size of what is decoded.
-_PPM = re.compile(rb"P[56]\s\d{1,9}\s\d{1,9}\s\d{1,9}\s")
-_SLOW = (b"BM", b"II", b"MM", b"GI")
-# Chunks of a PNG: each may have 1 MB, of which Pillow does not count the sum, as of texts that it drops.
-_COMPRESSED, _MOST_CHUNKS = (b"iCCP", b"iTXt", b"zTXt"), 8
-# Few images at a time bound the memory; the other threads are those of images that exceeded the timeout.
-_DECODED, _THREADS = 2, 8
-_QUALITY = 90
 
 
 class Service:

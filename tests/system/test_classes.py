@@ -156,7 +156,7 @@ def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):
     seven = relabelled(every, tmp_path / "seven", keep=lambda label: label == 7)
     for images, grow, message in [
         (six, 2, "are 0..5; expected 6..7"),
-        (seven, 2, "such as class 6 (label 6)"),
+        (seven, 2, "such as class 6"),
         (seven, 0, "grow is 0"),
         (tmp_path / "none", 2, "none"),
     ]:

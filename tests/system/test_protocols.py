@@ -118,18 +118,6 @@ def test_groups_add_results_and_change_none(alone, protocol):
         assert all({"even", "odd"} <= set(table) for table in values["tables"].values())
 
 
-def test_a_list_gives_the_results_of_the_same_pairs_in_a_bin_file(alone):
-    results = json.loads((alone / "results-0.json").read_text())
-    listed, stored = results["pairs"]["pairs"], results["bin"]["lfw"]
-    for name, value in stored.items():
-        if isinstance(value, float):
-            assert listed[name] == pytest.approx(value, abs=1e-6)
-    assert listed["tar_at_far"] == stored["tar_at_far"]
-    lines = (alone / "pairs" / "pairs_scores.tsv").read_text().splitlines()
-    assert len(lines) == 41
-    assert lines[1].split("\t")[2].startswith("images/")
-
-
 def test_the_pairs_of_val_targets_are_the_default(faces, checkpoint, alone, tmp_path):
     ins = entry(faces, tmp_path / "run", set_checkpoint_dir=checkpoint, set_test_batch_size=3)
     found = ins.test("pairs", output=tmp_path / "report")

@@ -207,21 +207,6 @@ def test_thresholds_accept_at_most_the_far_of_the_run_own_pairs(trained, exporte
     assert accepted[pairs.is_same].mean() == result.tar_at_far[FARS[0]]
 
 
-def test_thresholds_come_from_a_text_list_as_from_a_bin_file(trained, flat, tmp_path):
-    dataset, _ = trained
-    names = {path.read_bytes(): f"images/{path.name}" for path in (dataset / "images").iterdir()}
-    pairs = read_pairs(dataset / "lfw.bin")
-    paths = [names[image] for image in pairs.images]
-    flags = zip(paths[::2], paths[1::2], pairs.is_same, strict=True)
-    (dataset / "mine.txt").write_text("".join(f"{a} {b} {same:d}\n" for a, b, same in flags))
-    found = []
-    for target in ("lfw.bin", "mine.txt"):
-        ins = of_flat(trained, flat, set_val_targets=target)
-        found.append(plsc.export.open_model(ins.convert_for_prediction(tmp_path / target)).thresholds)
-    assert found[0]
-    assert found[1] == pytest.approx(found[0], abs=1e-5)
-
-
 def test_unseen_classes_give_the_fpir_of_galleries(trained, exported, tmp_path):
     ins = entry(*trained, set_checkpoint_dir=trained[1] / "0")
     model = plsc.export.open_model(exported)

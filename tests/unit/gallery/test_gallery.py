@@ -68,14 +68,6 @@ def test_search_finds_the_highest_cosines_and_of_equal_ones_the_lower_numbers_fi
         assert k == 1 or is_equal.any()
 
 
-@pytest.mark.parametrize("kind", ["memory", "float32", "int8"])
-def test_many_equal_vectors_are_returned_in_order(tmp_path, kind):
-    gallery = made(tmp_path, kind, np.ones((3000, 32)))
-    scores, numbers = gallery.search(np.ones((2, 32)), 3000)
-    assert numbers.tolist() == [list(range(3000))] * 2
-    np.testing.assert_allclose(scores, 1, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_entries_with_several_centres_are_found_once_by_their_nearest_centre(tmp_path, kind):
     centres = RANDOM.standard_normal((60, 3, 16))
