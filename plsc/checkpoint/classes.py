@@ -31,7 +31,6 @@ from plsc.checkpoint.class_plan import (
 from plsc.checkpoint.load import (
     OpenCheckpoint,
     check_checksums,
-    class_name_tensors,
     read_class_names,
 )
 from plsc.checkpoint.manifest import (
@@ -45,7 +44,7 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
     read_manifest,
 )
-from plsc.checkpoint.save import check_destination, info_of, write_shards
+from plsc.checkpoint.save import check_destination, class_name_tensors, info_of, write_shards
 from plsc.checkpoint.shard_file import Entry, checksum, tensor_chunks
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
@@ -106,28 +105,28 @@ def change_classes(
         raise OptionError(f"rows is {rows!r}; expected 'mean', or with merge 'target'")
     old, new = Path(source), Path(destination)
     check_destination(old, new)
-    with OpenCheckpoint(old) as opened:
-        manifest = opened.manifest
-        classes = manifest.head.class_num
-        moved = _with_class_rows(old, manifest)
-        plan, class_list = make_plan(given[0], classes, wanted[given[0]])
-        changes = _changes(opened, plan, rows, directions)
-        check_checksums(old, manifest, sorted(manifest.files))
-        named = _new_names(old, manifest, plan, names)
-        tensors = _new_tensors(manifest, plan, moved)
-        tensors |= {role.key: info_of(role, tensor) for role, tensor in named.items()}
-        replaced = {role.key: tensor for role, tensor in named.items()}
-        entry = _lineage(old, plan, class_list, rows, directions is not None)
-        with publishing_folder(new) as temporary:
-            shards = _entries(opened, tensors, plan, moved, changes, replaced)
-            files = write_shards(temporary, shards)
-            if plan.what != "grow":
-                with (temporary / MAP_NAME).open("xb") as file:
-                    file.writelines(plan.label_map())
-                files[MAP_NAME] = checksum(temporary / MAP_NAME)
-                entry["map"] = {"file": MAP_NAME, **dataclasses.asdict(files[MAP_NAME])}
-            result = _new_manifest(manifest, plan, tensors, files, entry)
-            (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
+    opened = OpenCheckpoint(old)
+    manifest = opened.manifest
+    classes = manifest.head.class_num
+    moved = _with_class_rows(old, manifest)
+    plan, class_list = make_plan(given[0], classes, wanted[given[0]])
+    changes = _changes(opened, plan, rows, directions)
+    check_checksums(old, manifest, sorted(manifest.files))
+    named = _new_names(old, manifest, plan, names)
+    tensors = _new_tensors(manifest, plan, moved)
+    tensors |= {role.key: info_of(role, tensor) for role, tensor in named.items()}
+    replaced = {role.key: tensor for role, tensor in named.items()}
+    entry = _lineage(old, plan, class_list, rows, directions is not None)
+    with publishing_folder(new) as temporary:
+        shards = _entries(opened, tensors, plan, moved, changes, replaced)
+        files = write_shards(temporary, shards)
+        if plan.what != "grow":
+            with (temporary / MAP_NAME).open("xb") as file:
+                file.writelines(plan.label_map())
+            files[MAP_NAME] = checksum(temporary / MAP_NAME)
+            entry["map"] = {"file": MAP_NAME, **dataclasses.asdict(files[MAP_NAME])}
+        result = _new_manifest(manifest, plan, tensors, files, entry)
+        (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
     return result
 
 

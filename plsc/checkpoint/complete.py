@@ -1,20 +1,24 @@
-"""Write a complete copy of a checkpoint whose class weights are in files (`head.weights_file`)."""
+"""Class weights in files (`head.weights_file`) and checkpoints: open them at one, copy them into one."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from plsc.checkpoint.load import check_checksums, check_files
+import torch
+
+from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, check_checksums, check_files
 from plsc.checkpoint.manifest import (
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     MANIFEST_NAME,
     FileInfo,
     Manifest,
+    OpenedCheckpoint,
     Role,
     TensorInfo,
     read_manifest,
@@ -23,9 +27,65 @@ from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import check_destination
 from plsc.checkpoint.shard_file import Entry, bytes_of, shard_name, write_shard
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
+from plsc.errors import CheckpointError
+from plsc.parallel.failure import on_every_rank
+from plsc.parallel.world import World
 from plsc.storage.publish import publishing_folder
 
-_ROWS = 2**16  # class weights that are read at a time
+_ROWS = 2**16  # class weights that are copied at a time
+
+
+@contextmanager
+def opened_at(file: WeightsFile, world: World, checkpoint: OpenedCheckpoint | None) -> Iterator[None]:
+    """Open the files of all ranks at the state of a checkpoint, or new ones, and close them at the end.
+
+    If the checkpoint itself has class weights (from `copy_complete`), new files are filled with them. Raises
+    CheckpointError on all ranks if a folder cannot be used, or does not have that state.
+    """
+    with file:
+        on_every_rank(world, "open the class weights", lambda: _open(file, world, checkpoint))
+        yield
+
+
+def _open(file: WeightsFile, world: World, checkpoint: OpenedCheckpoint | None) -> None:
+    if checkpoint is None:
+        file.open()
+        return
+    mark = mark_of(checkpoint[1].step, checkpoint[1].run_id)
+    is_complete = Role(CLASS_WEIGHTS, "weight").key in checkpoint[1].tensors
+    if file.has(mark) or not is_complete:
+        file.open(mark)
+        return
+    file.open()
+    stored = OpenCheckpoint(*checkpoint).select((CLASS_WEIGHTS, CLASS_OPTIMIZER), world.rank, world.size)
+    _fill(file, stored)
+    file.begin(mark)
+    file.forget(mark)
+
+
+def _fill(file: WeightsFile, stored: dict[Role, StoredTensor]) -> None:
+    """Write the class weights and states of a checkpoint to a new file."""
+    weight = Role(CLASS_WEIGHTS, "weight")
+    tensors = {}
+    for name, column in file.columns.items():
+        role = weight if name == "weight" else Role(CLASS_OPTIMIZER, name, weight.key)
+        found = stored.get(role)
+        if found is None or (found.dtype, found.shape[1:]) != (column.dtype, column.shape):
+            raise CheckpointError(
+                f"the checkpoint has no {role.key} of {column.dtype} {list(column.shape)} per class; use the "
+                "embedding size, data types and optimizer of the class weights that were saved"
+            )
+        tensors[name] = found
+    first = file.classes.start
+    for rows in file.pieces(_ROWS):
+        file.hold(rows)
+        values = {
+            name: torch.empty(len(rows), *column.shape, dtype=column.dtype)
+            for name, column in file.columns.items()
+        }
+        for name, value in values.items():
+            tensors[name].read_into(value, first + int(rows[0]))
+        file.write(rows, values)
 
 
 def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manifest:

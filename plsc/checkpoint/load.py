@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import io
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -13,11 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.all_ranks import on_every_rank, own_result
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CALLBACK,
-    CLASS_NAMES,
     CLASS_WEIGHTS,
     EMA,
     MANIFEST_NAME,
@@ -26,15 +23,14 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
     read_manifest,
 )
-from plsc.checkpoint.save import ShardedTensor, Tensors, info_of, local_of
+from plsc.checkpoint.save import ShardedTensor, Tensors, info_of, local_of, name_roles
 from plsc.checkpoint.shard_file import PIECE_BYTES, Part, bytes_of, checksum, read_header
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError
 from plsc.heads.weights import decode_rows
+from plsc.parallel.failure import on_every_rank, own_result
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular
-
-_MOST_OPEN = 64  # files open at a time
 
 
 def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -> Manifest:
@@ -59,7 +55,7 @@ def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -
         return checkpoint
 
     def read() -> None:
-        with checkpoint, torch.no_grad():
+        with torch.no_grad():
             for role, value in tensors.items():
                 local = local_of(value)
                 start = value.start if isinstance(value, ShardedTensor) else 0
@@ -87,14 +83,14 @@ def load_weights(
     Raises:
         CheckpointError: no such checkpoint, no such tensor in it, or it is damaged.
     """
-    with OpenCheckpoint(path) as opened:
-        tensors = {role: tensor for role, tensor in opened.select((kind,)).items() if not role.of}
-        if not tensors or (kind == CLASS_WEIGHTS and Role(kind, "weight") not in tensors):
-            raise missing_weights(path, opened.manifest, kind)
-        return {
-            role.name: decode_rows(tensor.read()) if tensor.is_coded else tensor.read()
-            for role, tensor in (opened.averaged(tensors) if averaged else tensors).items()
-        }
+    opened = OpenCheckpoint(path)
+    tensors = {role: tensor for role, tensor in opened.select((kind,)).items() if not role.of}
+    if not tensors or (kind == CLASS_WEIGHTS and Role(kind, "weight") not in tensors):
+        raise missing_weights(path, opened.manifest, kind)
+    return {
+        role.name: decode_rows(tensor.read()) if tensor.is_coded else tensor.read()
+        for role, tensor in (opened.averaged(tensors) if averaged else tensors).items()
+    }
 
 
 def missing_weights(
@@ -107,34 +103,24 @@ def missing_weights(
     )
 
 
-def class_name_tensors(names: ClassNames) -> dict[Role, Tensor]:
-    """Return class names as tensors of a checkpoint."""
-    text, ends = _name_roles("")
-    return {text: torch.from_numpy(names.text), ends: torch.from_numpy(names.ends)}
-
-
 def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassNames | None:
     """Return the class names of the head, or of a former head with a name; None if it has none.
 
     Raises CheckpointError if they are damaged. Checksums are not compared.
     """
-    keys = [role.key for role in _name_roles(head)]
+    keys = [role.key for role in name_roles(head)]
     if not manifest.tensors.keys() >= set(keys):
         return None
     weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight", head).key)
     infos = [manifest.tensors[key] for key in keys]
     is_sound = [info.dtype for info in infos] == ["uint8", "int64"]
     if is_sound and weight is not None and infos[1].shape == weight.shape[:1]:
-        with OpenCheckpoint(folder, manifest) as opened:
-            text, ends = (opened.tensors[key].read().numpy() for key in keys)
+        opened = OpenCheckpoint(folder, manifest)
+        text, ends = (opened.tensors[key].read().numpy() for key in keys)
         names = ClassNames(text, ends)
         if names.is_sound():
             return names
     raise CheckpointError(f"{folder}: its class names are damaged")
-
-
-def _name_roles(head: str) -> tuple[Role, Role]:
-    return Role(CLASS_NAMES, "bytes", head), Role(CLASS_NAMES, "ends", head)
 
 
 class StoredTensor:
@@ -144,7 +130,7 @@ class StoredTensor:
     is_coded: its rows are 8-bit class weights, see `plsc.heads.weights.encode_rows`.
     """
 
-    def __init__(self, info: TensorInfo, parts: list[Part], files: _Files) -> None:
+    def __init__(self, info: TensorInfo, parts: list[Part]) -> None:
         self.key = info.role.key
         self.shape = info.shape
         self.dtype: torch.dtype = getattr(torch, info.dtype)
@@ -153,7 +139,6 @@ class StoredTensor:
         self._row_bytes = math.prod(info.shape[1:]) * self.dtype.itemsize
         self._parts = [part for part in parts if part.stop > part.start]
         self._stops = [part.stop for part in self._parts]
-        self._files = files
 
     @property
     def rows_per_piece(self) -> int:
@@ -212,37 +197,16 @@ class StoredTensor:
         while first < last:
             part = self._parts[index]
             stop = min(last, part.stop)
-            begin = part.begin + (first - part.start) * self._row_bytes
-            self._files.read(part.path, begin, out[: stop - first])
+            rows = out[: stop - first].reshape(-1).data
+            with open_regular(part.path, part.path.parent) as file:
+                file.seek(part.begin + (first - part.start) * self._row_bytes)
+                if file.readinto(rows) < rows.nbytes:
+                    raise CheckpointError(f"{part.path} became shorter while being read")
             out, first, index = out[stop - first :], stop, index + 1
 
 
-class _Files:
-    """Read files, keeping at most `_MOST_OPEN` of them open."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, io.FileIO] = {}
-
-    def read(self, path: Path, begin: int, out: np.ndarray) -> None:
-        """Fill `out` with the bytes from offset `begin`. Raises CheckpointError."""
-        left = out.reshape(-1).data
-        if path not in self._open:
-            if len(self._open) == _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[path] = open_regular(path, path.parent, buffering=0)
-        while left:
-            count = os.preadv(self._open[path].fileno(), [left], begin)
-            if not count:
-                raise CheckpointError(f"{path} became shorter while being read")
-            left, begin = left[count:], begin + count
-
-    def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
-
-
 class OpenCheckpoint:
-    """A checkpoint whose files match its manifest; a context manager that closes the files.
+    """A checkpoint whose files match its manifest.
 
     Raises CheckpointError as `read_manifest` and `check_files` do. manifest: if it was read already.
     """
@@ -251,17 +215,9 @@ class OpenCheckpoint:
         self.folder = Path(path)
         self.manifest = read_manifest(self.folder) if manifest is None else manifest
         self._parts = check_files(self.folder, self.manifest)
-        self._files = _Files()
         self.tensors = {
-            key: StoredTensor(info, self._parts[key], self._files)
-            for key, info in self.manifest.tensors.items()
+            key: StoredTensor(info, self._parts[key]) for key, info in self.manifest.tensors.items()
         }
-
-    def __enter__(self) -> OpenCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
 
     def select(self, kinds: Collection[str], rank: int = 0, ranks: int = 1) -> dict[Role, StoredTensor]:
         """Return the tensors of some kinds of roles, after comparing the checksums of their files.

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.checkpoint.load import check_checksums, check_files
 from plsc.checkpoint.manifest import (
     FileInfo,
@@ -25,6 +24,7 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.save import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
+from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
 from plsc.storage.publish import MANIFEST_NAME, SAVING, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store, Transfer

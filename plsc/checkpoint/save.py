@@ -15,13 +15,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from plsc.checkpoint.all_ranks import on_every_rank
-from plsc.checkpoint.manifest import FileInfo, Manifest, Role, TensorInfo, checkpoints_in, manifest_in
+from plsc.checkpoint.manifest import (
+    CLASS_NAMES,
+    FileInfo,
+    Manifest,
+    Role,
+    TensorInfo,
+    checkpoints_in,
+    manifest_in,
+)
 from plsc.checkpoint.shard_file import Entry, entry_of, rank_of_shard, shard_name, write_shard
+from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, OptionError, shown
 from plsc.heads.host_copies import host_copies
+from plsc.parallel.failure import on_every_rank
 from plsc.parallel.world import World
 from plsc.storage.publish import MANIFEST_NAME, FolderLock, hidden_name
 from plsc.storage.store import Store, publish, withdraw
@@ -87,6 +97,17 @@ def info_of(role: Role, value: Tensor | ShardedTensor) -> TensorInfo:
     """Return the manifest's entry for a tensor."""
     dtype = str(local_of(value).dtype).removeprefix("torch.")
     return TensorInfo(tuple(value.shape), dtype, isinstance(value, ShardedTensor), role)
+
+
+def class_name_tensors(names: ClassNames) -> dict[Role, Tensor]:
+    """Return class names as tensors of a checkpoint."""
+    text, ends = name_roles()
+    return {text: torch.from_numpy(names.text), ends: torch.from_numpy(names.ends)}
+
+
+def name_roles(head: str = "") -> tuple[Role, Role]:
+    """Return the roles of the tensors of class names; head: the name of a former head."""
+    return Role(CLASS_NAMES, "bytes", head), Role(CLASS_NAMES, "ends", head)
 
 
 def save_checkpoint(

@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Options
 from plsc.data.batch import to_input
@@ -45,6 +44,7 @@ from plsc.export.graph import PRECISIONS, Served, as_served, missing_package, wr
 from plsc.export.served import open_model
 from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
+from plsc.parallel.failure import on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.network import Trained, open_trained
 from plsc.predict.predict import Samples, open_samples

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import load_weights
-from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Options
 from plsc.data.batch import SampleNames
@@ -40,6 +39,7 @@ from plsc.inputs import Input
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
+from plsc.parallel.failure import on_every_rank, on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.embeddings import (
     EMBEDDINGS,

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from plsc.checkpoint.all_ranks import on_main_rank
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Options
 from plsc.data.class_names import ClassNames, class_names_of
@@ -25,6 +24,7 @@ from plsc.evaluate.templates import evaluate_templates, read_protocol, template_
 from plsc.evaluate.verification import VerificationResult
 from plsc.export.folder import checksum_of
 from plsc.names import PROTOCOLS
+from plsc.parallel.failure import on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.urls import base_name, shown

@@ -34,11 +34,11 @@ from pathlib import Path, PurePath
 from typing import Annotated, TypedDict
 
 from plsc.checkpoint import read_manifest
-from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.checkpoint.manifest import MANIFEST_NAME, OpenedCheckpoint, age_key, checkpoints_in
 from plsc.checkpoint.remote import claim, fetch
 from plsc.checkpoint.save import BEST_NAME, check_replaceable
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
 from plsc.storage.publish import FolderLock, lock_note
 from plsc.storage.records import read_record

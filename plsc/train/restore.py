@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,16 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint import Manifest, load_tensors
-from plsc.checkpoint.all_ranks import on_every_rank, own_result
 from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CALLBACK,
-    CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     OPTIMIZER,
     STATISTICS,
-    OpenedCheckpoint,
     Role,
 )
 from plsc.checkpoint.remote import fetch
-from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import info_of
 from plsc.checkpoint.tensor_files import (
     Match,
@@ -40,7 +36,6 @@ from plsc.checkpoint.tensor_files import (
     shorten,
     shortened,
 )
-from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config.option import shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
@@ -48,7 +43,7 @@ from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from plsc.names import names_code
 from plsc.optim.optimizers import describe_implementation
-from plsc.parallel.world import World
+from plsc.parallel.failure import own_result
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown
 from plsc.train.callbacks import Run
@@ -64,65 +59,6 @@ from plsc.train.snapshot import (
     seed_generators,
     take_own,
 )
-
-
-@contextmanager
-def opened_weights(head: Head, world: World, checkpoint: OpenedCheckpoint | None) -> Iterator[None]:
-    """Open class weights in files at the state of a checkpoint, or new ones, and close them at the end.
-
-    A collective; it does nothing for class weights in memory.
-
-    If the checkpoint itself has class weights (`plsc checkpoint copy`), new files are filled with them.
-    Raises CheckpointError on all ranks if a folder cannot be used, or does not have that state.
-    """
-    file = head.file
-    if not isinstance(file, WeightsFile):
-        yield
-        return
-    with file:
-        on_every_rank(world, "open the class weights", lambda: _open(file, world, checkpoint))
-        yield
-
-
-def _open(file: WeightsFile, world: World, checkpoint: OpenedCheckpoint | None) -> None:
-    if checkpoint is None:
-        file.open()
-        return
-    mark = mark_of(checkpoint[1].step, checkpoint[1].run_id)
-    is_complete = Role(CLASS_WEIGHTS, "weight").key in checkpoint[1].tensors
-    if file.has(mark) or not is_complete:
-        file.open(mark)
-        return
-    file.open()
-    with OpenCheckpoint(*checkpoint) as stored:
-        _fill(file, stored.select((CLASS_WEIGHTS, CLASS_OPTIMIZER), world.rank, world.size))
-    file.begin(mark)
-    file.forget(mark)
-
-
-def _fill(file: WeightsFile, stored: dict[Role, StoredTensor]) -> None:
-    """Write the class weights and states of a checkpoint to a new file."""
-    weight = Role(CLASS_WEIGHTS, "weight")
-    tensors = {}
-    for name, column in file.columns.items():
-        role = weight if name == "weight" else Role(CLASS_OPTIMIZER, name, weight.key)
-        found = stored.get(role)
-        if found is None or (found.dtype, found.shape[1:]) != (column.dtype, column.shape):
-            raise CheckpointError(
-                f"the checkpoint has no {role.key} of {column.dtype} {list(column.shape)} per class; use the "
-                "embedding size, data types and optimizer of the class weights that were saved"
-            )
-        tensors[name] = found
-    first = file.classes.start
-    for rows in file.pieces(_ROWS):
-        file.hold(rows)
-        values = {
-            name: torch.empty(len(rows), *column.shape, dtype=column.dtype)
-            for name, column in file.columns.items()
-        }
-        for name, value in values.items():
-            tensors[name].read_into(value, first + int(rows[0]))
-        file.write(rows, values)
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
@@ -185,9 +121,8 @@ def _other_tensors(run: Run, path: Path, manifest: Manifest, loaded: Collection[
     wanted = of_callbacks | {role for role in roles if role.of == REST or _is_extra(role)}
     if not wanted:
         return {}
-    with OpenCheckpoint(path, manifest) as opened:
-        tensors = opened.select({role.kind for role in wanted})
-        return {role: tensors[role].read() for role in wanted}
+    tensors = OpenCheckpoint(path, manifest).select({role.kind for role in wanted})
+    return {role: tensors[role].read() for role in wanted}
 
 
 def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -> list[str]:
@@ -236,7 +171,6 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
             )
 
 
-_ROWS = 2**16  # class weights that are copied at a time
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -287,20 +221,19 @@ def _load(run: Run, path: Path, source: str) -> WarmStart:
     backbone: Mapping[str, Tensor | StoredTensor]
     head: Mapping[str, RowParts | StoredTensor]
     names, order = run.data.class_names, None
-    with ExitStack() as stack:
-        if path.is_dir():
-            opened = stack.enter_context(OpenCheckpoint(path))
-            kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
-            stored = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
-            backbone = {role.name: tensor for role, tensor in stored.items() if role.kind == BACKBONE}
-            head = {role.key: tensor for role, tensor in stored.items() if role.kind != BACKBONE}
-            saved = None if names is None else read_class_names(path, opened.manifest)
-            order = None if names is None or saved is None else saved.numbered(names)
-        else:
-            backbone, tensors = read_state_dict(path, follow_links=True)
-            head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
-        started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
-        _take_head(run.head, head, order, started)
+    if path.is_dir():
+        opened = OpenCheckpoint(path)
+        kinds = (BACKBONE, CLASS_WEIGHTS, STATISTICS)
+        stored = opened.averaged(opened.select(kinds, run.world.rank, run.world.size))
+        backbone = {role.name: tensor for role, tensor in stored.items() if role.kind == BACKBONE}
+        head = {role.key: tensor for role, tensor in stored.items() if role.kind != BACKBONE}
+        saved = None if names is None else read_class_names(path, opened.manifest)
+        order = None if names is None or saved is None else saved.numbered(names)
+    else:
+        backbone, tensors = read_state_dict(path, follow_links=True)
+        head = {name: join_rows([t], name) for name, t in tensors.items() if len(t.shape)}
+    started = WarmStart(source, match_into(run.network.state_dict(), backbone, source))
+    _take_head(run.head, head, order, started)
     if not started.head:
         advice = "use the network and embedding size that were saved (model.name, model.emb_size)"
         refuse_no_match(started.backbone, source, advice)

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from plsc.checkpoint import Retention
+from plsc.checkpoint.complete import opened_at
 from plsc.checkpoint.manifest import OpenedCheckpoint
+from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config import Config, Options, find_option
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.config.option import load_function, name_and_arguments
@@ -49,7 +51,7 @@ from plsc.train.layers import LayerTable, Profile
 from plsc.train.log import GradientNorm, Logging, Pictures, check_packages
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.losses import BAD_BATCH_NAME
-from plsc.train.restore import opened_weights, restore, start_from_pretrained
+from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
 from plsc.train.settle import frozen_note, settle, threads_note, warmup_note
 from plsc.train.snapshot import seed_generators
@@ -72,7 +74,8 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
     is_trial = bool(config.train.fast_dev_run)  # saves nothing
     with folder.temporary(BAD_BATCH_NAME) if is_trial else nullcontext(), folder.locked(config.train.epochs):
         add_output(run, folder, None if is_trial else user.loggers)
-        with opened_weights(run.head, world, folder.checkpoint):
+        file = run.head.file  # of class weights that are not in memory
+        with opened_at(file, world, folder.checkpoint) if isinstance(file, WeightsFile) else nullcontext():
             lines, warm_start = [f"differs from the checkpoint: {line}" for line in config.differences], None
             if folder.checkpoint is not None:
                 lines += [f"differs from the checkpoint: {line}" for line in restore(run, *folder.checkpoint)]

@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import RLock
 
 from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
-from plsc.checkpoint.all_ranks import on_every_rank, on_main_rank, own_result
 from plsc.checkpoint.manifest import manifest_in
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.rollback import mark_of
@@ -25,6 +24,7 @@ from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
+from plsc.parallel.failure import on_every_rank, on_main_rank, own_result
 from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.parallel.world import World
 from plsc.storage.regular import read_regular

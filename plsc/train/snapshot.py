@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot
-from plsc.checkpoint.load import class_name_tensors
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_OPTIMIZER,
@@ -37,7 +36,7 @@ from plsc.checkpoint.manifest import (
     TensorInfo,
     parse_manifest,
 )
-from plsc.checkpoint.save import Tensors, info_of, local_of
+from plsc.checkpoint.save import Tensors, class_name_tensors, info_of, local_of
 from plsc.checkpoint.shard_file import bytes_of
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from plsc.checkpoint import weights_file as module
+from plsc.checkpoint.complete import opened_at
 from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
 from plsc.parallel.world import World
 from plsc.storage import publish
-from plsc.train.restore import opened_weights
 from tests.devices import GPU
 
 CLASSES, DIMENSION = 330, 24  # 11 pages, the last one with 10 classes
@@ -350,7 +350,7 @@ def test_a_second_failure_in_close_does_not_hide_the_first_error(opened):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fail():
-        with opened_weights(head, World.single("cpu"), None):
+        with opened_at(head.file, World.single("cpu"), None):
             train(head, rows, range(2))
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as a full disk: no write succeeds
             raise ZeroDivisionError
