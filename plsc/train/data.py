@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,67 +97,60 @@ def open_training_data(
     """
     data, seed, is_strict = options.data, options.train.seed, options.data.bad_images == "stop"
     if example is not None:
-        only = {
-            path: options.get(path) != off
-            for path, off in NO_AUGMENTATION.items()
-            if path in options.explicit
-        }
-        only |= {"train_transform": transform is not None, "data.cache": data.cache != "none"}
-        _check_not_images(reader, [name for name, is_set in only.items() if is_set])
+        wrong = [path for path, off in NO_AUGMENTATION.items() if options.get(path) != off]
+        _check_not_images(reader, transform, data.cache, [p for p in wrong if p in options.explicit])
     if reader is not None and is_generator_reader(reader, "train_reader"):
         return _open_generator(options, world, reader, transform, global_batch, checkpoint, example)
 
-    given = read_arguments(AugmentationArguments, data.augmentation, "data.augmentation")
-    augmentation = Augmentation(
-        data.flip, given.crop_padding, given.colour_jitter, given.low_resolution, given.random_erasing
-    )
-    recipe = Recipe(
-        options.model.image_shape, seed, augmentation, transform, data.bad_images, example=example
-    )
-    load = partial(
-        open_loader,
-        cache=data.cache,
-        keeps_decoded=data.landmarks is not None,  # small, and aligned only once
-        num_workers=data.num_workers,
-        pin_memory=world.device.type == "cuda",
-    )
-    limits: Any = {"last_batch": data.last_batch, "limit": options.train.limit_train_batches}
-    if data.order == "rank_files":
-        _check_rank_files(reader, data.landmarks, global_batch, world.size)
-        part = open_rank_source(data.dataset_dir, world, data.allowed)
-        names, notes = number_classes(None, checkpoint)
-        class_num, more = count_classes(part, options.head.class_num, is_strict, world)
-        count, first = len(part), world.rank * len(part)
-        own_order = BatchPlan(count, global_batch // world.size, 1, hash_key(seed, world.rank), **limits)
-        loader = load(part, own_order, 0, replace(recipe, class_num=class_num, first_sample=first))
-        notes += [*more, loader.describe()]
-        names = None if names is None else names.resized(class_num)
-        return TrainingData(loader, count * world.size, class_num, notes, first, True, names)
-
     source: Source
-    if reader is not None:
+    is_of_ranks = data.order == "rank_files"  # each rank reads its own part, in its own order
+    if is_of_ranks:
+        _check_rank_files(reader, data.landmarks, global_batch, world.size)
+        source = open_rank_source(data.dataset_dir, world, data.allowed)
+    elif reader is not None:
         check_no_landmarks(data.landmarks, "a reader")
         source = TorchDatasetSource(reader)
     else:
         source = open_labelled(data.dataset_dir, data.format_arguments, data.landmarks, is_strict)
     check_save_dir(source, options.checkpoint.save_dir)
-    names, notes = number_classes(source, checkpoint)
-    class_num, more = count_classes(source, options.head.class_num, is_strict, least=len(names or ()))
-    names = None if names is None else names.resized(class_num)
-    if names is not None and getattr(source, "class_names", None) is not None:  # not only in the checkpoint
-        more.append(f"classes: {first_and_last_class(source, names)}")
-    plan = plan_of(source, data.order, global_batch, world.size, seed, **limits)
-    loader = load(source, plan, world.rank, replace(recipe, class_num=class_num))
-    notes += [
-        *more,
-        *([plan.describe()] if isinstance(plan, (BalancedPlan, ClassesPlan)) else []),
-        loader.describe(),
-    ]
-    return TrainingData(loader, len(source), class_num, notes, class_names=names)
+    class_num, names, notes = count_named_classes(
+        source, checkpoint, options.head.class_num, is_strict, world if is_of_ranks else None
+    )
+    order, batch, ranks, rank, first = data.order, global_batch, world.size, world.rank, 0
+    if is_of_ranks:
+        order, batch, ranks, rank, first = "global", batch // ranks, 1, 0, rank * len(source)
+        seed = hash_key(seed, world.rank)
+    limit = options.train.limit_train_batches
+    plan = plan_of(source, order, batch, ranks, seed, last_batch=data.last_batch, limit=limit)
+    recipe = Recipe(
+        options.model.image_shape,
+        options.train.seed,
+        _augmentation(data.flip, data.augmentation),
+        transform,
+        data.bad_images,
+        class_num,
+        first,
+        example=example,
+    )
+    count = len(source) * (world.size if is_of_ranks else 1)
+    # What is aligned is small, and aligned only once.
+    source = cached(source, data.cache, recipe, data.num_workers, keeps_decoded=data.landmarks is not None)
+    pin_memory = world.device.type == "cuda"
+    loader = SourceLoader(source, plan, rank, recipe, num_workers=data.num_workers, pin_memory=pin_memory)
+    notes += [plan.describe()] if isinstance(plan, (BalancedPlan, ClassesPlan)) else []
+    return TrainingData(loader, count, class_num, [*notes, loader.describe()], first, is_of_ranks, names)
 
 
-def _check_not_images(reader: Any, wrong: Sequence[str]) -> None:
-    """Raise OptionError for files of images, and for options that only images have."""
+def _augmentation(flip: bool, arguments: Mapping[str, Any] | None) -> Augmentation:
+    given = read_arguments(AugmentationArguments, arguments, "data.augmentation")
+    return Augmentation(
+        flip, given.crop_padding, given.colour_jitter, given.low_resolution, given.random_erasing
+    )
+
+
+def _check_not_images(reader: Any, transform: Transform | None, cache: str, wrong: list[str]) -> None:
+    """Raise OptionError for files of images, and for what only images have; wrong: options of them."""
+    wrong = [*wrong, *["train_transform"] * (transform is not None), *["data.cache"] * (cache != "none")]
     if reader is None or wrong:
         what = f"{', '.join(wrong)} is only for images" if wrong else "the samples come from files of images"
         raise OptionError(
@@ -338,29 +330,41 @@ def check_save_dir(source: Source, save_dir: str) -> None:
         )
 
 
-def open_loader(
+def cached(source: Source, cache: str, recipe: Recipe, num_workers: int, keeps_decoded: bool) -> Source:
+    """Return a source with a cache, unless it is ``none``; see `data.cache`."""
+    if (wanted := cache_place(cache)) is None:
+        return source
+    kind, reason = choose_kind(source, recipe)
+    if kind == "processes" and num_workers:
+        raise OptionError(
+            f"data.cache '{cache}' works only with threads, but this run loads images with processes, "
+            f"{reason}; set data.num_workers to 0, or remove the cache"
+        )
+    place, limit = wanted
+    stored = MemoryCache(limit) if place == "memory" else DiskCache(Path(place), limit, len(source))
+    return CachedSource(source, stored, recipe.image_shape, keeps_decoded)
+
+
+def count_named_classes(
     source: Source,
-    plan: BatchPlan,
-    rank: int,
-    recipe: Recipe,
-    *,
-    cache: str,
-    keeps_decoded: bool,
-    num_workers: int,
-    pin_memory: bool,
-) -> SourceLoader:
-    """Return the loader of a source, with a cache unless it is ``none``; see `data.cache`."""
-    if (wanted := cache_place(cache)) is not None:
-        kind, reason = choose_kind(source, recipe)
-        if kind == "processes" and num_workers:
-            raise OptionError(
-                f"data.cache '{cache}' works only with threads, but this run loads images with processes, "
-                f"{reason}; set data.num_workers to 0, or remove the cache"
-            )
-        place, limit = wanted
-        stored = MemoryCache(limit) if place == "memory" else DiskCache(Path(place), limit, len(source))
-        source = CachedSource(source, stored, recipe.image_shape, keeps_decoded)
-    return SourceLoader(source, plan, rank, recipe, num_workers=num_workers, pin_memory=pin_memory)
+    checkpoint: OpenedCheckpoint | None,
+    class_num: int | None,
+    is_strict: bool,
+    world: World | None = None,
+) -> tuple[int, ClassNames | None, list[str]]:
+    """Return the number of classes, their names or None, and notes about the labels.
+
+    Numbers the classes as in the checkpoint, unless each rank has a different part of them. The other
+    arguments are those of `count_classes`.
+    """
+    names, notes = number_classes(source if world is None else None, checkpoint)
+    class_num, more = count_classes(source, class_num, is_strict, world, least=len(names or ()))
+    if names is None:
+        return class_num, None, notes + more
+    names = names.resized(class_num)
+    if getattr(source, "class_names", None) is not None:  # names are not only in the checkpoint
+        more.append(f"classes: {first_and_last_class(source, names)}")
+    return class_num, names, notes + more
 
 
 def count_classes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import json
 import logging
@@ -14,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from plsc.config.option import is_finite_number
 from plsc.config.train import listed_names
-from plsc.errors import OptionError, TrainingError, without_secrets
+from plsc.errors import OptionError, without_secrets
 from plsc.parallel.backbone import gradient_values
 from plsc.storage.publish import replacing
 from plsc.storage.regular import check_inside, open_regular, read_regular
@@ -290,9 +289,8 @@ class Logging(Callback):
         context.folder.mkdir(parents=True, exist_ok=True)
         options = without_secrets(context.options.as_dict())
         for name in listed_names(context.options.train.loggers):
-            with _explaining_errors(name, context.folder):
-                run_id = self._run_ids.get(name, "")
-                self._open[name] = LOGGERS[name](context.folder, context.step, options, run_id)
+            run_id = self._run_ids.get(name, "")
+            self._open[name] = LOGGERS[name](context.folder, context.step, options, run_id)
         self._open |= {f"{type(one).__name__} {number}": one for number, one in enumerate(self._custom)}
 
     def epoch_start(self, context: Context) -> None:
@@ -309,25 +307,24 @@ class Logging(Callback):
     def logged(self, context: Context) -> None:
         """Write the metrics of a step."""
         self._epoch.add_accuracies(context.metrics, context.output.batch)
-        self._write(context, context.metrics)
+        self._write(context.metrics)
         self._write_pictures(context)
 
     def evaluated(self, context: Context) -> None:
         """Write the results of an evaluation."""
         results = {name: result.as_dict() for name, result in context.evaluation.items()}
-        self._write(context, {**_position(context), "eval": results})
+        self._write({**_position(context), "eval": results})
         self._write_pictures(context)
 
     def epoch_end(self, context: Context) -> None:
         """Write the means of the epoch."""
         self._epoch.add_losses(context.losses)
-        self._write(context, {**_position(context), **self._epoch.means()})
+        self._write({**_position(context), **self._epoch.means()})
 
     def run_end(self, context: Context) -> None:
         """Close the loggers."""
-        for name, logger in self._open.items():
-            with _explaining_errors(name, context.folder):
-                logger.close()
+        for logger in self._open.values():
+            logger.close()
 
     def exception(self, context: Context) -> None:
         """Close the loggers; a failure is logged, so that the run ends with its own exception."""
@@ -361,33 +358,19 @@ class Logging(Callback):
                 if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)
             }
 
-    def _write(self, context: Context, entry: dict[str, Any]) -> None:
-        for name, logger in self._open.items():
-            with _explaining_errors(name, context.folder):
-                logger.write(entry)
+    def _write(self, entry: dict[str, Any]) -> None:
+        for logger in self._open.values():
+            logger.write(entry)
 
     def _write_pictures(self, context: Context) -> None:
         if context.pictures:
             pictures = {name: str(path) for name, path in context.pictures.items()}
-            self._write(context, {**_position(context), "pictures": pictures})
+            self._write({**_position(context), "pictures": pictures})
             context.pictures = {}
 
 
 def _position(context: Context) -> dict[str, Any]:
     return {"step": context.step, "epoch": context.current_epoch}
-
-
-@contextlib.contextmanager
-def _explaining_errors(name: str, folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or folder
-        raise TrainingError(
-            f"the logger {name} cannot write {where}: {error.strerror or error}; free space or check the "
-            "permissions, or choose another folder as checkpoint.save_dir. Checkpoints saved before are "
-            "intact"
-        ) from error
 
 
 class EpochMeans:

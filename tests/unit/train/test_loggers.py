@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.errors import DataError, OptionError, TrainingError, TrainingInterrupted
+from plsc.errors import DataError, OptionError, TrainingInterrupted
 from plsc.train.log import LOGGERS, scalars
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
@@ -324,7 +324,7 @@ def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset,
         def close(self):
             raise ConnectionError("again")
 
-    with pytest.raises(TrainingError, match=r"logger Unreachable 0 cannot write .*does not respond"):
+    with pytest.raises(ConnectionError, match="does not respond"):
         train(dataset, tmp_path, Unreachable())
     assert (tmp_path / "0" / "manifest.json").exists()
 
