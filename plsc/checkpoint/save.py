@@ -323,12 +323,9 @@ def prune_all(location: str, retention: Retention) -> list[str]:
     """
     store = Store(location)
     runs = {manifest.run_id for _, manifest in checkpoints_in(store)}
-    lock = FolderLock(Path(location)) if runs and not store.is_remote else None
-    try:
+    is_here = runs and not store.is_remote
+    with FolderLock(Path(location)) if is_here else contextlib.nullcontext():
         return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:

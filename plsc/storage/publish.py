@@ -77,7 +77,7 @@ def _try_lock(lock: Callable[[int, int], None], descriptor: int) -> bool:
 class FolderLock:
     """Prevent a second run from using a folder while this process lives.
 
-    The lock is a record lock: forked children do not inherit it.
+    A context manager. The lock is a record lock: forked children do not inherit it.
 
     Args:
         folder: the folder to lock; created if missing.
@@ -109,6 +109,12 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock."""
         self._file.close()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class _Holder(TypedDict):

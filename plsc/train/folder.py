@@ -224,12 +224,9 @@ class RunFolder:
             if not hidden_versions(folder):
                 continue
             here = Path(folder.url)
-            with contextlib.suppress(DataError):  # a run that lives is about to publish the replacement
-                lock = FolderLock(here, lock_note(here))  # `_was_interrupted` reads the note
-                try:
-                    _clean(folder)
-                finally:
-                    lock.release()
+            # A run that lives is about to publish the replacement. `_was_interrupted` reads the note.
+            with contextlib.suppress(DataError), FolderLock(here, lock_note(here)):
+                _clean(folder)
 
     def _choose(self, new_version: bool) -> tuple[Path, str | None, str, str, str]:
         """Return path, URL, run id, name of the resumed checkpoint and note; called by one process."""
@@ -276,8 +273,7 @@ class RunFolder:
             yield
 
     def _lock(self, epochs: int, locks: contextlib.ExitStack) -> None:
-        lock = FolderLock(self.path, {"launches": self._launches})
-        locks.callback(lock.release)
+        locks.enter_context(FolderLock(self.path, {"launches": self._launches}))
         folder = Store(self.path)
         _clean(folder)
         first = 0 if self.checkpoint is None else self.checkpoint[1].epoch
@@ -288,13 +284,22 @@ class RunFolder:
                 check_replaceable(folder, name, self.run_id)
 
     def _connect(self, url: str) -> Store:
-        """Return the store after checking that it responds; rank 0 takes it over, and cleans up."""
+        """Return the store after checking that it responds."""
         store = Store(url, total_seconds=START_SECONDS, silence=START_SECONDS)
         if self._world.is_main:
-            self.token = claim(store, is_own=bool(self.resumed))
+            store.make_folder()
         else:
             store.exists()
         return Store(url, total_seconds=_RETRY_SECONDS)
+
+    def claim_store(self, store: Store) -> None:
+        """Take the store over for the uploads of this run, once nothing but training is left to fail."""
+
+        def take() -> None:
+            if self._world.is_main:
+                self.token = claim(store, is_own=bool(self.resumed))
+
+        on_every_rank(self._world, f"reach {store.shown}", take)
 
     @contextlib.contextmanager
     def temporary(self, kept: str) -> Iterator[None]:

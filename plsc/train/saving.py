@@ -76,6 +76,7 @@ class Saver:
         self._world = run.world.in_background(run.world.save_group)
         self._background = BackgroundThread("plsc-save")
         if folder.store is not None:
+            folder.claim_store(folder.store)
             world = run.world.in_background(run.world.upload_group)
             self._uploader = Uploader(world, folder, folder.store, self.retention)
             # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.

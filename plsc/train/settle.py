@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,16 +54,15 @@ def settle(
             )
         _check_batch(path, saved // ranks, config.model.image_shape, config.adopted)
         train, explicit = config.train, config.explicit
+        asked = [train.global_batch_size] if "train.global_batch_size" in explicit else []
         before = manifest.options.get("train", {}).get("batch_size")
-        _check_global_batch(
-            path,
-            saved,
-            train.global_batch_size if "train.global_batch_size" in explicit else None,
-            # The script that set the batch size per rank may run on any number of ranks.
-            train.batch_size * ranks
-            if "train.batch_size" in explicit and before != train.batch_size
-            else None,
-        )
+        if "train.batch_size" in explicit and before != train.batch_size:
+            asked.append(train.batch_size * ranks)  # the same one as before may run on any number of ranks
+        if other := [total for total in asked if total != saved]:
+            raise OptionError(
+                f"the global batch is {other[0]}, but {path} was trained with {saved} images per step, which "
+                "a resumed run must keep; remove train.batch_size and train.global_batch_size"
+            )
         if train.batch_size * ranks != saved:
             config = replace(
                 config.changed({"train.global_batch_size": saved}),
@@ -73,19 +73,6 @@ def settle(
         step = 0 if checkpoint is None else checkpoint[1].step
         config = config.changed({"train.steps": step + number, "train.limit_val_batches": number})
     return with_margin(config)
-
-
-def _check_global_batch(path: Path, saved: int, wanted: int | None, product: int | None) -> None:
-    """Raise OptionError for another global batch than the checkpoint's, which a resumed run keeps.
-
-    wanted, product: as set by the script, directly or by the batch size per rank; None: not set.
-    """
-    for option, total in (("train.global_batch_size", wanted), ("train.batch_size x ranks", product)):
-        if total not in (None, saved):
-            raise OptionError(
-                f"{option} is {total}, but {path} was trained with {saved} images per step, which a resumed "
-                "run must keep; remove the option"
-            )
 
 
 def _ranks_line(ranks: int, before: int, saved: int) -> list[str]:
@@ -125,8 +112,8 @@ def adopt(
     is_chosen = any(line.startswith("model.") for line in config.differences)
     if model is None and not is_chosen and any(option.startswith("model.") for option in config.adopted):
         own = config.model
-        network = (name, own.emb_size, own.image_shape, own.dropout, own.neck, config.arguments)
-        _check_network(path, manifest, *network)
+        build = partial(build_model, name, own.emb_size, own.image_shape, own.dropout, own.neck)
+        _check_network(path, manifest, name, lambda: build(config.arguments))
     if use == "model":
         _check_batch(path, config.train.test_batch_size, config.model.image_shape, config.adopted)
     return config
@@ -175,23 +162,15 @@ def _check_head(path: Path, manifest: Manifest, adopted: Mapping[str, Any], are_
             )
 
 
-def _check_network(
-    path: Path,
-    manifest: Manifest,
-    name: str,
-    emb_size: int,
-    image_shape: tuple[int, int, int],
-    dropout: float,
-    neck: str,
-    arguments: Mapping[str, Any],
-) -> None:
+def _check_network(path: Path, manifest: Manifest, name: str, build: Callable[[], BaseModel]) -> None:
+    """Raise CheckpointError if the tensors of a checkpoint do not fit the network of its options."""
     saved = {info.role.name: info for info in manifest.tensors.values() if info.role.kind == BACKBONE}
     # A custom or third-party network may not work on the meta device.
-    is_foreign, is_wrong = names_code(name) or "/" in name, False
+    is_foreign, is_wrong = ":" in name or "/" in name, False
     state = {}
     try:
         with torch.device("meta"):  # allocates no memory and skips initialisation
-            state = build_model(name, emb_size, image_shape, dropout, neck, arguments).state_dict()
+            state = build().state_dict()
     except (RuntimeError, TypeError):  # sizes that torch cannot represent
         is_wrong = not is_foreign
     except OptionError:
@@ -200,8 +179,8 @@ def _check_network(
     wrong = [key for key, tensor in state.items() if key not in saved or saved[key].shape != tensor.shape]
     if wrong or is_wrong:
         raise CheckpointError(
-            f"{path} is damaged: its tensors do not fit {name} with embedding size {emb_size} and images of "
-            f"{list(image_shape)}{': ' * bool(wrong)}{shorten(wrong)}; choose another checkpoint"
+            f"{path} is damaged: its tensors do not fit {name} with the sizes in its options"
+            f"{': ' * bool(wrong)}{shorten(wrong)}; choose another checkpoint"
         )
 
 
