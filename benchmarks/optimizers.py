@@ -19,10 +19,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plsc.config.optim import OptimOptions
 from plsc.errors import OptionError
 from plsc.models import build_model
-from plsc.optim.optimizers import OPTIMIZERS, build_optimizer
+from plsc.optim import OPTIMIZERS, build_optimizer
 
 WAYS: dict[str, dict[str, object]] = {
     "for_loop": {"foreach": False},
@@ -50,10 +49,9 @@ def measure(name: str, rounds: int, args: argparse.Namespace) -> dict[str, float
     device = torch.device(args.device)
     built = {}
     for way, arguments in WAYS.items():
-        options = OptimOptions(optimizer=name, optimizer_arguments=arguments)
         groups = [{"params": parameters_of(args.model, args.layout, device)}]
         try:
-            built[way] = build_optimizer(options, groups, 1e-9, device)
+            built[way] = build_optimizer(name, groups, 1e-9, arguments=arguments)
         except OptionError:
             continue
     times: dict[str, list[float]] = {way: [] for way in built}

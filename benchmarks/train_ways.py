@@ -19,10 +19,9 @@ from plsc.config import Options
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads.weights import initial_rows
 from plsc.models import build_model
-from plsc.models.autocast import autocast
 from plsc.models.layers import use_torch_layers
+from plsc.models.precision import autocast
 from plsc.parallel.world import World
-from plsc.train.build import training_mode
 from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.run import Run, build_run
@@ -193,10 +192,9 @@ def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
 
 def _backbone_step(run: Run, batch: Batch) -> Tensor:
     """Run a step of the network like `Step`, with a constant gradient instead of a head."""
-    mode = training_mode(run.options, run.world.device)
     images = batch.input(run.world.device, run.network.input_layout)
     run.optimizer.zero_grad(set_to_none=True)
-    with autocast(mode, run.world.device):
+    with autocast(run.mode, run.world.device):
         embeddings = run.trained_network(images, None, True)
     embeddings.float().backward(torch.full_like(embeddings, 1e-3, dtype=torch.float32))
     run.optimizer.step()

@@ -14,15 +14,14 @@ import torch.distributed as dist
 
 from plsc.config import Options
 from plsc.config.optim import ParameterGroup
-from plsc.config.option import name_of
-from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
+from plsc.config.runtime import AutoMixedPrecisionLists, RuntimeOptions, ScalingArguments
 from plsc.config.train import listed_names
 from plsc.data.augment import Transform
 from plsc.errors import OptionError, record_failure
 from plsc.models import BaseModel
 from plsc.models.parameters import Initialization
-from plsc.optim.optimizers import Factory
-from plsc.optim.schedule import ScheduleFunction
+from plsc.names import name_of
+from plsc.optim import Factory, ScheduleFunction
 from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
@@ -421,7 +420,7 @@ class Entry(OriginalSetters):
             runtime = self.options.runtime
             if runtime.cpu_threads:
                 torch.set_num_threads(runtime.cpu_threads)
-            self._world = World.from_options(runtime, self._store)
+            self._world = join_ranks(runtime, self._store)
             atexit.register(self._world.close)
         user = UserParts(
             self._model,
@@ -446,3 +445,16 @@ class Entry(OriginalSetters):
             atexit.unregister(world.close)
             atexit.register(world.close, wait=False)
             raise
+
+
+def join_ranks(runtime: RuntimeOptions, store: dist.Store | None = None) -> World:
+    """Join the other ranks as the options say, or in a store; see `World.from_environment`."""
+    return World.from_environment(
+        runtime.device,
+        runtime.backend,
+        runtime.timeout,
+        init_method=runtime.init_method,
+        rank=runtime.rank,
+        size=runtime.world_size,
+        store=store,
+    )

@@ -48,6 +48,11 @@ def split_input(input: Input, parts: int) -> list[Input]:
     return [{name: pieces[part] for name, pieces in split.items()} for part in range(parts)]
 
 
+def split_sizes(total: int, parts: int) -> list[int]:
+    """Return the sizes of the parts of `total` samples, as `Tensor.tensor_split` splits them."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
 def as_input(sample: Any, example: Input) -> Input:
     """Return a copy of a sample as tensors of the types of `example`.
 

@@ -1,9 +1,22 @@
-"""The names that options accept, without the modules that have what they name: those import torch.
+"""Names in options: those that are known, of objects to import, and patterns of parameters.
 
+The known names stand here without the modules that have what they name: those import torch.
 tests/unit/test_names.py compares them with the owners' tables.
 """
 
 from __future__ import annotations
+
+import fnmatch
+import importlib
+import operator
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from plsc.errors import OptionError, did_you_mean, refusing
+
+if TYPE_CHECKING:
+    from torch import nn
 
 NETWORKS = (
     "ResNet18", "ResNet34", "ResNet50", "ResNet101", "ResNet152",
@@ -27,7 +40,7 @@ OPTIMIZERS = (
     "sgd", "adam", "adamw", "rmsprop", "adadelta", "adagrad", "sparse_adam", "adamax", "nadam", "radam",
     "asgd", "rprop", "adafactor",
 )  # fmt: skip
-"""Of plsc/optim/optimizers.py."""
+"""Of plsc/optim.py."""
 
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
 """Of plsc/train/build.py."""
@@ -36,7 +49,7 @@ LOGGERS = ("jsonl", "tensorboard", "mlflow", "wandb")
 """Of plsc/train/log.py."""
 
 CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile")
-"""Of plsc/train/run.py."""
+"""Of plsc/train/train.py."""
 
 PROTOCOLS = {
     "pairs": ("images", "pairs", "groups"),
@@ -47,7 +60,94 @@ PROTOCOLS = {
 }
 """Of plsc/predict/protocols.py, with the arguments that each takes."""
 
+DEFAULT_NECK = "norm-dropout-linear-norm"
+"""Of plsc/models/neck.py: "option E" of ArcFace (Deng et al. 2019, section 3.1)."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return ``module:name`` of a function or class; of a functools.partial, that of its function."""
+    inner = getattr(function, "func", function)
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return f"{named.__module__}:{named.__qualname__}"
+
 
 def names_code(name: object) -> bool:
     """Return whether the value of an option is the name of code to import, ``package.module:name``."""
     return isinstance(name, str) and ":" in name[1:]
+
+
+def importable(reference: str) -> str:
+    """Return the ``module:name`` to advise: code in the training script has to be moved to a module first."""
+    return reference.replace("__main__:", "MODULE:", 1)
+
+
+def load_function(reference: str, option: str, setter: str) -> Callable[..., Any]:
+    """Import ``package.module:function``, a function or class. This runs user code.
+
+    Raises:
+        OptionError: the module cannot be imported, lacks the name, or is the main script.
+    """
+    module_name, _, name = reference.partition(":")
+    if module_name == "__main__" or "<" in name:
+        raise OptionError(
+            f"{option} is {reference!r}, of the training script; call {setter}, or move it to MODULE.py"
+        )
+    expected = "expected 'package.module:name', importable from the working directory"
+    with refusing(f"cannot import {reference!r} of {option}", expected):
+        function: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module_name))
+    return function
+
+
+_TYPE, _REGEX = "type:", "re:"
+_SHOWN = 12
+
+
+def check_pattern(pattern: Any) -> str | None:
+    """Return None for a valid pattern of `find_parameters`, else what was expected."""
+    if not isinstance(pattern, str) or not pattern.strip():
+        return "a string such as 'stem', '*.bias', 'type:BatchNorm2d' or 're:stages\\..*'"
+    if pattern.startswith(_REGEX):
+        try:
+            re.compile(pattern.removeprefix(_REGEX))
+        except (re.error, OverflowError, RecursionError) as error:
+            return f"a regular expression after 're:' ({error})"
+    return None
+
+
+def find_parameters(pattern: str, network: nn.Module, option: str) -> list[str]:
+    r"""Return the names of the parameters that match a pattern, in the order of the network.
+
+    A pattern is one of
+
+    - the name of a parameter (``neck.fc.weight``, ``*.bias``) or of a module, which selects all parameters in
+      it (``stem``, ``stages.0``); with shell wildcards ``*``, ``?``, ``[ab]``, where ``*`` also matches dots;
+    - ``type:`` and the class of a module, with the same wildcards (``type:BatchNorm*``): selects all
+      parameters in such modules;
+    - ``re:`` and a regular expression that matches the full name of a parameter (``re:stages\.[01]\..*``).
+
+    option: the option that holds the pattern, for the error. Raises OptionError, with similar names, if
+    nothing matches.
+    """
+    is_regex = pattern.startswith(_REGEX)
+    matches = re.compile(pattern.removeprefix(_REGEX) if is_regex else fnmatch.translate(pattern)).fullmatch
+    labels = _label_parameters(network)
+    matching = [name for name, own in labels.items() if any(map(matches, own))]
+    if not matching:
+        known = list(dict.fromkeys(label for own in labels.values() for label in own))
+        top = dict.fromkeys(name.partition(".")[0] for name in labels)
+        raise OptionError(
+            f"{option}: the pattern {pattern!r} matches no parameter of the network; its modules are "
+            f"{', '.join([*top][:_SHOWN])}{did_you_mean(pattern.strip('*.'), known)}"
+        )
+    return matching
+
+
+def _label_parameters(network: nn.Module) -> dict[str, list[str]]:
+    """Return the labels of each parameter: its name, and names and types of the modules that contain it."""
+    types = {name: type(module).__name__ for name, module in network.named_modules()}
+    labels = {}
+    for name, _ in network.named_parameters():  # a shared parameter appears once
+        labels[name], module = [name], name
+        while module := module.rpartition(".")[0]:
+            labels[name] += [module, f"{_TYPE}{types[module]}"] if module in types else [module]
+    return labels

@@ -10,9 +10,11 @@ rank used in a step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,15 +27,16 @@ from plsc.config import Config, Options
 from plsc.config.head import sample_ratios
 from plsc.config.optim import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
-from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
+from plsc.heads import ROW_OPTIMIZERS, RowOptimizer, ShardedHead, build_margin
 from plsc.heads.sampling import KEPT_BYTES, LIST_BYTES
 from plsc.heads.softmax import tile_size
 from plsc.inputs import Input, map_tensors
 from plsc.models import build_model
 from plsc.models.layers import use_torch_layers
+from plsc.models.precision import autocast
 from plsc.models.recomputation import recompute_activations
 from plsc.names import names_code
-from plsc.optim.optimizers import ExpectedStates, build_optimizer
+from plsc.optim import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes
 
 _MOST_CLASSES, _MOST_RANKS = 10**12, 2**16
@@ -176,19 +179,12 @@ def plan(options: Mapping[str, Any], ranks: int | None = None, device_gb: float 
     Raises:
         OptionError: an invalid option, a replicated head, or a network that does not run on fake tensors.
     """
-    config = _config_of(options)
-    ranks = ranks or config.runtime.world_size or 1
+    ranks = ranks or _config_of(options).runtime.world_size or 1
     limit = int(device_gb * 1e9)
-    head, backbone = _plan_head(config, ranks), _plan_backbone(config, ranks)
+    head, backbone = plan_head(options, ranks), _plan_backbone(options, ranks)
     room = limit - backbone.device_bytes
-    smaller = {} if head.device_bytes <= room else dict(_what_fits(config, ranks, backbone, limit))
-    return Plan(head, backbone, limit, _most_classes(config, ranks, room), smaller)
-
-
-def plan_head(options: Mapping[str, Any], ranks: int | None = None) -> HeadPlan:
-    """Estimate the memory and the work of a sharded head alone; arguments and errors as of `plan`."""
-    config = _config_of(options)
-    return _plan_head(config, ranks or config.runtime.world_size or 1)
+    smaller = {} if head.device_bytes <= room else dict(_what_fits(options, ranks, backbone, limit))
+    return Plan(head, backbone, limit, _most_classes(options, ranks, room), smaller)
 
 
 def _config_of(options: Mapping[str, Any]) -> Config:
@@ -206,54 +202,55 @@ def _config_of(options: Mapping[str, Any]) -> Config:
     return config
 
 
-def _what_fits(config: Config, ranks: int, backbone: PartPlan, limit: int) -> Iterator[tuple[str, int]]:
+def _what_fits(
+    options: Mapping[str, Any], ranks: int, backbone: PartPlan, limit: int
+) -> Iterator[tuple[str, int]]:
     """Yield flags that make head and backbone fit, with the memory then needed."""
     more = 2 * ranks
     while more <= _MOST_RANKS:
-        needed = _plan_head(config, more).device_bytes + backbone.device_bytes
+        needed = plan_head(options, more).device_bytes + backbone.device_bytes
         if needed <= limit:
             yield f"--ranks {more}", needed
             break
         more *= 2
     for changes in _SMALLER:
-        changed = config.changed(changes)
-        head, other = _plan_head(changed, ranks), backbone
-        if any(not path.startswith("head.") for path in changes):
-            if head.device_bytes > limit:
-                continue
-            try:
-                other = _plan_backbone(changed, ranks)
-            except OptionError:  # such as a network without blocks to recompute
-                continue
-        needed = head.device_bytes + other.device_bytes
-        if needed <= limit:
-            yield " ".join(f"--{path} {value}" for path, value in changes.items()), needed
+        # Not with other options of the run, or such as a network without blocks to recompute.
+        with contextlib.suppress(OptionError):
+            needed = plan_head({**options, **changes}, ranks).device_bytes
+            if needed <= limit and changes.keys() & _SMALLER_BACKBONE.keys():
+                needed += _plan_backbone({**options, **changes}, ranks).device_bytes
+            else:
+                needed += backbone.device_bytes
+            if needed <= limit:
+                yield " ".join(f"--{path} {value}" for path, value in changes.items()), needed
 
 
-def _most_classes(config: Config, ranks: int, room: int) -> int:
+def _most_classes(options: Mapping[str, Any], ranks: int, room: int) -> int:
     """Return the number of classes whose head fits in `room` bytes per rank."""
     low, high = 0, _MOST_CLASSES
     while low < high:
         middle = (low + high + 1) // 2
-        fits = _plan_head(config.changed({"head.class_num": middle}), ranks).device_bytes <= room
+        fits = plan_head({**options, "head.class_num": middle}, ranks).device_bytes <= room
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
 
-def _batch_of(config: Config, ranks: int) -> tuple[int, int]:
-    """Return the global batch size, and the largest batch size per rank."""
-    total = config.train.global_batch_size or config.train.batch_size * ranks
-    return total, -(-total // ranks)
-
-
-def _plan_head(config: Config, ranks: int) -> HeadPlan:
+def plan_head(options: Mapping[str, Any], ranks: int | None = None) -> HeadPlan:
+    """Estimate the memory and the work of a sharded head alone; arguments and errors as of `plan`."""
+    config = _config_of(options)
+    ranks = ranks or config.runtime.world_size or 1
     if not 1 <= ranks <= _MOST_RANKS:
         raise OptionError(f"ranks is {ranks}; expected a number between 1 and {_MOST_RANKS}")
     head, d, k = config.head, config.model.emb_size, config.head.sub_centers
     assert head.class_num is not None
-    b, b_local = _batch_of(config, ranks)
+    b = config.train.global_batch_size or config.train.batch_size * ranks
+    b_local = -(-b // ranks)
     local = -(-head.class_num // ranks)  # classes of the first rank, which has the most
-    per_class = _bytes_per_class(config)
+    settings: dict[str, Any] = {"momentum": config.optim.momentum} if head.optimizer == "sgd" else {}
+    margin = build_margin(head.loss_type.removeprefix("dist_"))
+    small = ShardedHead(1, d, margin, centers=k, row_dtype=head.row_dtype)
+    rows = ROW_OPTIMIZERS[head.optimizer](small, state_dtype=head.state_dtype, **settings)
+    per_class = _bytes_per_class(small, rows)
     ratio = max(sample_ratios(head.sample_ratio).values())
     n = max(math.ceil(local * ratio), min(b, local)) * k  # the classes of the batch are included
     kept = 2 * n * b
@@ -295,76 +292,78 @@ def _plan_head(config: Config, ranks: int) -> HeadPlan:
     )
 
 
-def _bytes_per_class(config: Config) -> dict[str, int]:
-    """Return the bytes of the weights of a class and of their optimizer states, counted on a head of one."""
-    head, optimizer = config.head, ROW_OPTIMIZERS[config.head.optimizer]
-    margin = build_margin(head.loss_type.removeprefix("dist_"))
-    one = ShardedHead(1, config.model.emb_size, margin, centers=head.sub_centers, row_dtype=head.row_dtype)
-    momentum = {"momentum": config.optim.momentum} if head.optimizer == "sgd" else {}
-    states = optimizer(one, state_dtype=head.state_dtype, **momentum).state
-    found: dict[str, int] = {}
-    for name, parameter in one.named_parameters():
-        for key, tensor in {name: parameter, **states[parameter]}.items():
-            found[key] = found.get(key, 0) + tensor.nbytes
-    return found
+def _bytes_per_class(head: ShardedHead, rows: RowOptimizer) -> dict[str, int]:
+    """Return the bytes of the weights of a class and of their optimizer states; head: of one class."""
+    sizes: dict[str, int] = {}
+    for name, parameter in head.named_parameters():
+        for key, tensor in {name: parameter, **rows.state[parameter]}.items():
+            sizes[key] = sizes.get(key, 0) + tensor.nbytes
+    return sizes
 
 
-def _plan_backbone(config: Config, ranks: int) -> PartPlan:
-    parts, images = config.train.micro_batches, _batch_of(config, ranks)[1]
-    optimizer = config.optim.optimizer
-    if names_code(optimizer):
+def _plan_backbone(options: Mapping[str, Any], ranks: int) -> PartPlan:
+    config = _config_of(options)
+    optim, model, mode = config.optim, config.model, config.precision.mode
+    parts, total = config.train.micro_batches, config.train.global_batch_size
+    images = config.train.batch_size if total is None else -(-total // ranks)
+    if names_code(optim.optimizer):
         raise OptionError(
-            f"optim.optimizer is {optimizer!r}; a plan supports only built-in optimizers: choose the one "
-            "with the most similar states"
+            f"optim.optimizer is {optim.optimizer!r}; a plan supports only built-in optimizers: choose the "
+            "one with the most similar states"
         )
+    make = functools.partial(
+        build_model, model.name, model.emb_size, model.image_shape, model.dropout, model.neck
+    )
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        network = _build_fake(config, fake)
-        step = {"activations": _measure_activations(network, config, fake, -(-images // parts))}
-        states = _count_states(network, config)
+        network = _build_fake(make, fake)
+        recompute_activations(network, config.memory.recompute)
+        batch = -(-images // parts)
+        step = {"activations": _measure_activations(network, model.image_shape, mode, fake, batch)}
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        optimizer = build_optimizer(
+            optim.optimizer,
+            [{"params": trained}],
+            DEFAULT_RATE,
+            momentum=optim.momentum,
+            weight_decay=optim.weight_decay,
+            arguments=optim.optimizer_arguments,
+        )
+        states = _count_states(trained, ExpectedStates(optimizer))
     except PlscError:
         raise
     except Exception as error:  # networks may raise anything
         raise OptionError(
             f"the network cannot be planned, because it fails with fake tensors: {kind_and_line(error)[:200]}"
         ) from error
-    parameters = _nbytes(network)
     stored = {
-        "parameters": parameters,
-        "gradients": sum(p.nbytes for p in network.parameters() if p.requires_grad),
-        f"{optimizer} states": states,
+        "parameters": sum(parameter.nbytes for parameter in network.parameters()),
+        "gradients": sum(parameter.nbytes for parameter in trained),
+        f"{optim.optimizer} states": states,
         "buffers": sum(buffer.nbytes for buffer in network.buffers()),
     }
-    if config.optim.ema_decay:
+    if optim.ema_decay:
         stored["moving average"] = stored["parameters"] + stored["buffers"]
-    title = (
-        f"Backbone: {config.model.name}, {config.precision.mode}; images per rank: {images:,}; "
-        f"micro-batches: {parts:,}"
-    )
+    title = f"Backbone: {model.name}, {mode}; images per rank: {images:,}; micro-batches: {parts:,}"
     return PartPlan(title, stored, step)
 
 
-def _build_fake(config: Config, fake: FakeTensorMode) -> nn.Module:
+def _build_fake(make: Callable[[], nn.Module], fake: FakeTensorMode) -> nn.Module:
     """Return the network for training, with fake parameters and buffers."""
-    model = config.model
-
-    def build() -> nn.Module:
-        return build_model(model.name, model.emb_size, model.image_shape, model.dropout, model.neck).train()
-
     try:
         with fake:
-            network = build()
+            network = make().train()
     except PlscError:  # a constructor may need real values
         with FakeCopyMode(fake):
-            network = copy.deepcopy(build())
+            network = copy.deepcopy(make().train())
     use_torch_layers(network)
-    recompute_activations(network, config.memory.recompute)
     return network
 
 
-def _measure_activations(network: nn.Module, config: Config, fake: FakeTensorMode, batch: int) -> int:
+def _measure_activations(
+    network: nn.Module, image_shape: tuple[int, ...], mode: str, fake: FakeTensorMode, batch: int
+) -> int:
     """Return the peak memory of forward and backward pass, without parameters, gradients and buffers."""
-    mode = config.precision.mode
     with fake, torch.random.fork_rng(devices=[]):
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -373,10 +372,9 @@ def _measure_activations(network: nn.Module, config: Config, fake: FakeTensorMod
         with tracker:
             before = _total(tracker, "current")
             example: Input | None = getattr(network, "example_input", None)
-            one = torch.empty(0, *config.model.image_shape) if example is None else example
-            images = map_tensors(lambda part: part.new_zeros(batch, *part.shape[1:]), one)
-            is_mixed = mode != "float32"
-            with torch.autocast("cpu", getattr(torch, mode) if is_mixed else None, enabled=is_mixed):
+            sample = torch.empty(0, *image_shape) if example is None else example
+            images = map_tensors(lambda part: part.new_zeros(batch, *part.shape[1:]), sample)
+            with autocast(mode, torch.device("cpu")):
                 embeddings = network(images)
             embeddings.float().backward(torch.ones_like(embeddings, dtype=torch.float32))
     return _total(tracker, "peak") - before
@@ -386,15 +384,7 @@ def _total(tracker: MemTracker, moment: str) -> int:
     return sum(int(device["Total"]) for device in tracker.get_tracker_snapshot(moment).values())
 
 
-def _count_states(network: nn.Module, config: Config) -> int:
+def _count_states(parameters: Iterable[nn.Parameter], states: ExpectedStates) -> int:
     """Return the bytes of the optimizer states of a network's parameters."""
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    states = ExpectedStates(
-        build_optimizer(config.optim, [{"params": trained}], DEFAULT_RATE, torch.device("cpu"))
-    )
-    found = [info for parameter in trained for info in (states.of(parameter) or {}).values() if info]
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in found)
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+    infos = [info for one in parameters for info in (states.of(one) or {}).values() if info]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in infos)

@@ -95,12 +95,10 @@ def train_scripted(options, world, script: str, network=Scripted):
 
 def scale_in_any_mode(patch: pytest.MonkeyPatch) -> None:
     """From now on the loss of runs with scaling arguments is scaled, not only in float16 on a GPU."""
-    mode = build.training_mode
-
-    def scaling_mode(options, device):
-        return "float16" if options.precision.scaling_arguments else mode(options, device)
-
-    patch.setattr(build, "training_mode", scaling_mode)
+    scaler = build.build_scaler
+    patch.setattr(
+        build, "build_scaler", lambda arguments, mode: scaler(arguments, "float16" if arguments else mode)
+    )
 
 
 def logged(save_dir: Path, *names: str) -> dict[str, list]:

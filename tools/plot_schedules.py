@@ -11,7 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from plsc.config import Options  # noqa: E402
 from plsc.evaluate.plots import add_legend, line_look, new_figure, save_png, style_axes  # noqa: E402
 from plsc.train.build import build_schedule  # noqa: E402
 
@@ -32,9 +31,7 @@ def main() -> None:
     figure = new_figure(8, 3.2)
     axes = figure.add_axes((0.08, 0.16, 0.62, 0.78))
     for index, (label, chosen) in enumerate(DRAWN.items()):
-        options = Options()
-        options.set_together({"optim.warmup_steps": 50, "optim.schedule": chosen})
-        schedule = build_schedule(options.resolve(), 1.0, STEPS, lambda epochs: None, None)
+        schedule = build_schedule(chosen, 1.0, 50, STEPS, lambda epochs: None, None)
         axes.plot([schedule(step) for step in range(STEPS)], label=label, **line_look(index))
     axes.set_xlabel("updates made, of 1000; a warm-up of 50")
     axes.set_ylabel("part of the learning rate")

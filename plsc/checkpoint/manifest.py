@@ -113,7 +113,7 @@ class HeadInfo:
 
 
 class LossScale(TypedDict):
-    """State of `plsc.optim.loss_scaling.LossScaler`."""
+    """State of `plsc.models.precision.LossScaler`."""
 
     scale: Annotated[float, (1, 2**53)]
     finite: int

@@ -31,13 +31,13 @@ class Finding:
 
 def run_doctor(options: Options) -> None:
     """Print the findings of rank 0, and others of other ranks. Exit code 1 for an error."""
-    from plsc.parallel.world import World
+    from plsc.entry import join_ranks
 
     runtime = options.runtime
     if "runtime.timeout" not in options.values:
         runtime = replace(runtime, timeout=_SECONDS)
     try:
-        world = World.from_options(runtime)
+        world = join_ranks(runtime)
     except PlscError as error:
         report([[*_local_findings(None), Finding("error", "ranks", str(error))]])
         raise SystemExit(1) from error

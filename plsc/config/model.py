@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plsc.config.option import at_least, between, declare, not_empty, of_model, of_run
 from plsc.errors import suggest
-from plsc.names import NETWORKS, names_code
+from plsc.names import DEFAULT_NECK, NETWORKS, names_code
 
 
 def _image_shape(shape: tuple[int, ...]) -> str | None:
@@ -23,7 +23,6 @@ def check_network(name: str) -> str | None:
     return f"{others}, or a name; {suggest(name, NETWORKS)}"
 
 
-DEFAULT_NECK = "norm-dropout-linear-norm"
 _NECK = re.compile(r"(norm-)?(dropout-)?linear(-norm)?")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,8 @@ from plsc.config.option import (
     shown_value,
     with_arguments,
 )
-from plsc.config.patterns import check_pattern
 from plsc.errors import OptionError, suggest
-from plsc.names import OPTIMIZERS, SCHEDULES, names_code
+from plsc.names import OPTIMIZERS, SCHEDULES, check_pattern, names_code
 
 
 def check_optimizer(name: str) -> str | None:
@@ -74,7 +73,7 @@ RESERVED = {
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Training settings of the parameters that match a pattern (see `plsc.config.patterns`).
+    """Training settings of the parameters that match a pattern (see `plsc.names.find_parameters`).
 
     lr_factor: factor of the learning rate. weight_decay, l1_decay: None: those of the run. frozen: do not
     train the parameters. arguments: arguments of the optimizer for this group, such as momentum.
@@ -89,19 +88,16 @@ class ParameterGroup:
     frozen: bool = declare(False, "do not train these parameters")
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, and the arguments; plain values."""
+        values = {name: getattr(self, name) for name in ("lr_factor", "weight_decay", "l1_decay", "frozen")}
+        changed = {name: value for name, value in values.items() if value != getattr(ParameterGroup, name)}
+        return changed | self.arguments
+
     def as_dict(self) -> dict[str, Any]:
-        """Return its entry in `optim.groups`: the settings that differ from the defaults, as plain values."""
-        values = {name: getattr(self, name) for name in _SETTINGS}
-        changed = {name: one for name, one in values.items() if one != getattr(ParameterGroup, name)}
-        return {"pattern": self.pattern, **changed, **self.arguments}
-
-
-_SETTINGS = ("lr_factor", "weight_decay", "l1_decay", "frozen")
-
-
-def known_settings(of_optimizer: Iterable[str]) -> list[str]:
-    """Return the settings that a group accepts, given the arguments of the optimizer."""
-    return sorted({*_SETTINGS, *of_optimizer} - RESERVED.keys())
+        """Return its entry in `optim.groups`."""
+        return {"pattern": self.pattern, **self.settings}
 
 
 def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[ParameterGroup]:

@@ -1,12 +1,10 @@
-"""Declaration of options, validation of their values, and import of code that they name."""
+"""Declaration of options, and validation of their values."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
-import operator
 import os
 import re
 import types
@@ -15,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from plsc.errors import CheckpointError, OptionError, PlscError, did_you_mean, kind_and_line, suggest
-from plsc.names import names_code
+from plsc.errors import CheckpointError, OptionError, did_you_mean, suggest
+from plsc.names import importable, names_code
 
 Size = typing.NewType("Size", int)
 """A number of bytes; as text also with a unit, a power of 1024: 512M, 4G."""
@@ -335,38 +333,3 @@ def with_arguments(check: Check, factory: type, accepted: Mapping[str, Sequence[
 def described_fields(factory: type) -> str:
     """Return the declared fields of a dataclass with their meanings, for the description of a mapping."""
     return "; ".join(f"{name} ({one.meaning})" for name, one in specs_of("", factory).items())
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return ``module:name`` of a function or class; of a functools.partial, that of its function."""
-    inner = getattr(function, "func", function)
-    named = inner if hasattr(inner, "__qualname__") else type(inner)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
-def importable(reference: str) -> str:
-    """Return the ``module:name`` to advise: code in the training script has to be moved to a module first."""
-    return reference.replace("__main__:", "MODULE:", 1)
-
-
-def load_function(reference: str, option: str, setter: str) -> Callable[..., Any]:
-    """Import ``package.module:function``, a function or class. This runs user code.
-
-    Raises:
-        OptionError: the module cannot be imported, lacks the name, or is the main script.
-    """
-    module_name, _, name = reference.partition(":")
-    if module_name == "__main__" or "<" in name:
-        raise OptionError(
-            f"{option} is {reference!r}, of the training script; call {setter}, or move it to MODULE.py"
-        )
-    try:
-        function: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module_name))
-    except PlscError:
-        raise
-    except Exception as error:  # user code may raise anything
-        expected = "expected 'package.module:name', importable from the working directory"
-        raise OptionError(
-            f"cannot import {reference!r} of {option}: {kind_and_line(error)}; {expected}"
-        ) from error
-    return function

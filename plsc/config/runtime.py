@@ -62,14 +62,6 @@ class RuntimeOptions:
     )
 
 
-HIGHEST_SCALE = 2.0**24
-"""Maximum of the loss scale.
-
-The smallest positive float16 is 2^-24: with this scale, gradients as small as 2^-48 are representable. In
-float32, where gradients are summed and divided by the scale, 65504 * 2^24 is far from an overflow.
-"""
-
-
 def _names(values: tuple[str, ...]) -> str | None:
     return None if all(value.strip() for value in values) else "non-empty names"
 
@@ -82,7 +74,7 @@ def _shrinks(value: float) -> str | None:
 class ScalingArguments:
     """The numbers of loss scaling, with the names of `Entry.set_mixed_precision`."""
 
-    init_loss_scaling: float = declare(1.0, "initial loss scale", check=between(1, HIGHEST_SCALE))
+    init_loss_scaling: float = declare(1.0, "initial loss scale", check=between(1, 2.0**24))
     incr_every_n_steps: int = declare(
         2000, "consecutive finite steps before the scale increases", check=at_least(1)
     )

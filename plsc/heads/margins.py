@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -400,6 +400,11 @@ MARGINS: dict[str, type[Margin]] = {
 """All margins of this file by name; loss types, their checks, help and tables derive from it."""
 
 
+def margin_arguments(name: str) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of the margin with this name."""
+    return inspect.signature(MARGINS[name]).parameters
+
+
 def build_margin(name: str, **options: Any) -> Margin:
     """Return the margin with this name; `options` are the arguments of its class.
 
@@ -407,7 +412,7 @@ def build_margin(name: str, **options: Any) -> Margin:
     """
     if name not in MARGINS:
         raise OptionError(f"unknown margin {name!r}; {suggest(name, MARGINS)}")
-    known = list(inspect.signature(MARGINS[name]).parameters)
+    known = list(margin_arguments(name))
     for option in options:
         if option not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"

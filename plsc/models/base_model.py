@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.config.option import is_finite_number
 from plsc.errors import OptionError
 from plsc.inputs import Input, map_tensors
 
@@ -35,7 +35,7 @@ class BaseModel(nn.Module):
     Attributes:
         example_input: two samples, a tensor [2, ...] or a dict of such tensors. Set it in ``__init__`` if the
             input is not an image; samples are then neither decoded nor normalised.
-        input_layout: memory format of the images passed to `build_network`; see `use_channels_last`.
+        input_layout: memory format of the images passed to `build_network`; see `choose_memory_format`.
         kept_in_evaluation: modules that stay in evaluation mode, such as frozen batch norms.
         frozen_by_run: parameters that the run does not train; see `plsc.models.parameters`.
     """
@@ -163,10 +163,4 @@ def _is_plain(value: Any, strings: re.Pattern[str]) -> bool:
         return all(_is_plain(one, strings) for one in value)
     if isinstance(value, str):
         return strings.fullmatch(value) is not None
-    return value is None or isinstance(value, bool) or is_finite_number(value)
-
-
-def use_channels_last(network: BaseModel) -> None:
-    """Make a network compute in channels-last memory format, in place; shapes and names do not change."""
-    network.input_layout = torch.channels_last
-    network.to(memory_format=torch.channels_last)
+    return value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plsc.errors import OptionError, refusing
 from plsc.inputs import Input, check_example, map_tensors
-from plsc.models.base_model import evaluating
+from plsc.models.base_model import BaseModel, evaluating
 
 
 def blank_input(model: nn.Module, image_shape: tuple[int, ...]) -> Input:
@@ -117,6 +117,26 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         if type(node).__name__ == "AccumulateGrad":
             yield node.variable
         nodes.extend(previous for previous, _ in node.next_functions)
+
+
+def choose_memory_format(
+    network: BaseModel, image_shape: tuple[int, ...], device: torch.device, in_16_bits: bool
+) -> None:
+    """Switch a network to channels last, in place, if that is faster and the network supports it.
+
+    It is faster for convolutions on CPUs, and on GPUs in 16 bits. A network that calls `view` on feature maps
+    does not support it. Shapes and names do not change.
+    """
+    has_maps = network.example_input is None and any(isinstance(m, nn.Conv2d) for m in network.modules())
+    if not has_maps or not (device.type == "cpu" or in_16_bits):
+        return
+    network.input_layout = torch.channels_last
+    network.to(memory_format=torch.channels_last)
+    try:
+        dry_run(network, image_shape)
+    except OptionError:
+        network.input_layout = torch.preserve_format
+        network.to(memory_format=torch.contiguous_format)
 
 
 def describe(model: nn.Module, image_shape: tuple[int, ...], most_rows: int | None = None) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from plsc.config.model import DEFAULT_NECK
 from plsc.errors import OptionError
 from plsc.models.base_model import BaseModel
 from plsc.models.neck import count_cells
 from plsc.models.resnet import convolution
+from plsc.names import DEFAULT_NECK
 
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from plsc.config.model import DEFAULT_NECK
 from plsc.errors import OptionError
 from plsc.models.layers import PReLU
+from plsc.names import DEFAULT_NECK
 
 BATCH_NORM_EPS = 2e-5
 BATCH_NORM_MOMENTUM = 0.1  # weight of the new batch, as in torch; 0.9 in the original's convention

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from plsc.config.patterns import find_parameters, label_parameters
 from plsc.errors import OptionError, refusing, suggest
 from plsc.models.base_model import BaseModel
+from plsc.names import find_parameters
 from plsc.seeds import hash_key
 
 RULES = (
@@ -30,7 +30,7 @@ _STREAM = 11  # part of the key, to separate these draws from other uses of the 
 
 @dataclass(frozen=True)
 class Initialization:
-    """An initialisation rule for the parameters that match a pattern (see `plsc.config.patterns`).
+    """An initialisation rule for the parameters that match a pattern (see `plsc.names.find_parameters`).
 
     rule: one of `RULES`; OptionError for any other. arguments: those of the function of torch.nn.init.
     """
@@ -53,11 +53,10 @@ def initialise_by_rule(network: nn.Module, rules: Sequence[Initialization], seed
     Raises OptionError for a pattern that matches no parameter (with 2 or more dimensions, if the rule needs
     that), and for invalid arguments of a rule.
     """
-    labels = label_parameters(network)
     named = dict(network.named_parameters())
     taken: set[str] = set()
     for rule in rules:
-        found = find_parameters(rule.pattern, labels, _OPTION)
+        found = find_parameters(rule.pattern, network, _OPTION)
         if rule.rule.startswith(_OF_MATRICES):
             # Without a matrix, torch refuses the first vector.
             found = [name for name in found if named[name].ndim > 1] or found

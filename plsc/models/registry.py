@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.config.model import DEFAULT_NECK, check_network
-from plsc.config.option import load_function
-from plsc.errors import OptionError, did_you_mean, refusing
+from plsc.errors import OptionError, did_you_mean, refusing, suggest
 from plsc.models.base_model import BaseModel, evaluating
 from plsc.models.neck import EmbeddingNeck
-from plsc.names import names_code
+from plsc.names import DEFAULT_NECK, load_function, names_code
 from plsc.version import install
 
 TORCHVISION, TIMM = "torchvision/", "timm/"
@@ -62,8 +60,8 @@ def build_model(
             return Adapter(network, channels, shape, emb_size, dropout, neck)
     if isinstance(name, type) or names_code(name):
         return load_custom(name, **{**options, **(arguments or {})})
-    if expected := check_network(name):
-        raise OptionError(f"unknown model {name!r}; expected {expected}")
+    if name not in NETWORKS:
+        raise OptionError(f"unknown model {name!r}; {suggest(name, NETWORKS)}")
     reference, own = NETWORKS[name]
     module, _, made = reference.partition(":")
     model: BaseModel = getattr(importlib.import_module(module), made)(**own, **options)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from plsc.config.model import DEFAULT_NECK
 from plsc.models.base_model import BaseModel
 from plsc.models.layers import Conv2d
 from plsc.models.neck import EmbeddingNeck, batch_norm, count_cells, initialise, prelu
+from plsc.names import DEFAULT_NECK
 
 STEM_WIDTH = 64
 BASIC_WIDTHS = (64, 128, 256, 512)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plsc.config.runtime import RuntimeOptions
 from plsc.errors import LAUNCH_PREFIX, DistributedError, OptionError, PlscError, kind_and_line, shown
 from plsc.values import from_bytes, to_bytes
 
@@ -64,16 +63,26 @@ class World:
 
     @staticmethod
     def from_environment(
-        device: str = "auto", backend: str = "auto", timeout_seconds: float = 1800.0
+        device: str = "auto",
+        backend: str = "auto",
+        timeout_seconds: float = 1800.0,
+        *,
+        init_method: str = "env://",
+        rank: int | None = None,
+        size: int | None = None,
+        store: dist.Store | None = None,
     ) -> World:
-        """Join the ranks started by torchrun or another env:// launcher; without one, a single process."""
-        return World.from_options(RuntimeOptions(device=device, backend=backend, timeout=timeout_seconds))
-
-    @staticmethod
-    def from_options(options: RuntimeOptions, store: dist.Store | None = None) -> World:
-        """Join the other ranks at `runtime.init_method` or in a store; without a launcher, a single process.
+        """Join the ranks started by torchrun or another launcher; without one, a single process.
 
         A default process group that the script has already created is used and not destroyed.
+
+        Args:
+            device: auto, cpu or cuda.
+            backend: of the collectives: auto, gloo, nccl or mpi.
+            timeout_seconds: how long a rank waits for the others.
+            init_method: where the ranks meet: env://, tcp://host:port or file:///path.
+            rank, size: of this process, and the number of ranks; None: those of the environment.
+            store: where the ranks meet instead.
 
         Raises:
             OptionError: the device or backend is not available, or the rank or world size is unknown.
@@ -83,23 +92,23 @@ class World:
         if already_made:
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
-            rank, size = _rank_and_size(options, store)
+            rank, size = _rank_and_size(rank, size, may_be_alone=init_method == "env://" and store is None)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        chosen = _choose_device(options.device, local_rank)
+        chosen = _choose_device(device, local_rank)
         launch_id = _launch_id()
         if size == 1:
             return World(0, 1, local_rank, chosen, launch_id=launch_id)
-        backend, timeout = options.backend, datetime.timedelta(seconds=options.timeout)
+        timeout = datetime.timedelta(seconds=timeout_seconds)
         if backend == "auto":
             backend = "nccl" if chosen.type == "cuda" else "gloo"
         try:
             if not already_made:
-                if options.init_method == "env://":
+                if init_method == "env://":
                     store = store or _store_of_launcher(timeout)
-                meeting = store or next(dist.rendezvous(options.init_method, rank, size, timeout=timeout))[0]
-                meeting = unused_store(meeting, rank, size, options.timeout)
+                meeting = store or next(dist.rendezvous(init_method, rank, size, timeout=timeout))[0]
+                meeting = unused_store(meeting, rank, size, timeout_seconds)
                 local_rank = _find_local_rank(meeting, rank)
-                chosen = _choose_device(options.device, local_rank)
+                chosen = _choose_device(device, local_rank)
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
             if not already_made:
@@ -114,9 +123,12 @@ class World:
         except PlscError:
             raise
         except (RuntimeError, ValueError, TimeoutError) as error:
+            place = init_method if store is None else "a store"
+            if place == "env://":
+                place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise DistributedError(
                 f"rank {rank} of {size} could not connect to the other ranks over {backend} at "
-                f"{_place(options, store)}: {kind_and_line(error)}; start all ranks with plsc launch or "
+                f"{place}: {kind_and_line(error)}; start all ranks with plsc launch or "
                 "torchrun, and see docs/launch.md for the network interface"
             ) from error
         world = World(
@@ -222,12 +234,12 @@ class World:
                 leaving = self.store.add("leaving", 0)
 
 
-def _rank_and_size(options: RuntimeOptions, store: dist.Store | None) -> tuple[int, int]:
-    """Return rank and world size: the options', else the environment's; 0 and 1 without a launcher."""
+def _rank_and_size(rank: int | None, size: int | None, may_be_alone: bool) -> tuple[int, int]:
+    """Return rank and world size: those given, else the environment's; 0 and 1 without a launcher."""
     environment = os.environ if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else {}
-    rank = int(environment.get("RANK", "-1")) if options.rank is None else options.rank
-    size = int(environment.get("WORLD_SIZE", "0")) if options.world_size is None else options.world_size
-    if rank < 0 and not size and options.init_method == "env://" and store is None:
+    rank = int(environment.get("RANK", "-1")) if rank is None else rank
+    size = int(environment.get("WORLD_SIZE", "0")) if size is None else size
+    if rank < 0 and not size and may_be_alone:
         return 0, 1
     if not 0 <= rank < size:
         raise OptionError(
@@ -258,12 +270,6 @@ def _store_of_launcher(timeout: datetime.timedelta) -> dist.Store | None:
     store = dist.FileStore(str(attempt / "store"))
     store.set_timeout(timeout)
     return store
-
-
-def _place(options: RuntimeOptions, store: dist.Store | None) -> str:
-    if options.init_method != "env://":
-        return options.init_method
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if store is None else "a store"
 
 
 def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:

@@ -18,17 +18,17 @@ from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.config import Config, Options
-from plsc.config.option import importable, name_of
 from plsc.errors import CheckpointError
 from plsc.evaluate.embed import embed_images
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
 from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.models.base_model import Custom, safe_arguments
-from plsc.names import names_code
+from plsc.models.precision import apply_lists
+from plsc.names import importable, name_of, names_code
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url
-from plsc.train.build import build_network, look_up_lists, use_lists
+from plsc.train.build import build_network, resolve_lists, training_mode
 from plsc.train.folder import RunFolder
 from plsc.train.settle import adopt
 from plsc.train.targets import HeldOutSet, Target, evaluate_targets
@@ -167,7 +167,8 @@ def open_trained(
                 "or predict in the same way"
             )
     network = build_network(config, world, custom)
-    use_lists(network, look_up_lists(network, config), config, world.device)
+    lists, mode = resolve_lists(network, config.precision.lists), config.precision.mode
+    apply_lists(network, lists, training_mode(mode, world.device), world.device)
     _load(network, load_weights(path), path)
     return Trained(network, config, world, path, manifest)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +29,10 @@ from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
 from plsc.models.dropout import SampleNumbers
 from plsc.models.parameters import Initialization
-from plsc.optim.loss_scaling import LossScaler
-from plsc.optim.optimizers import Factory
-from plsc.optim.schedule import Schedule, ScheduleFunction
+from plsc.models.precision import LossScaler
+from plsc.optim import Factory, Schedule, ScheduleFunction
 from plsc.parallel.world import World
+from plsc.train.build import Assign
 from plsc.train.data import TrainingData
 from plsc.train.targets import HeldOutSet, Target, TestReader
 from plsc.values import decode, encode
@@ -447,6 +447,9 @@ class Run(Context):
         global_batch: samples per step over all ranks.
         retention: which checkpoints to keep.
         rows: optimizer of sharded class weights.
+        mode: its precision: float32, float16 or bfloat16.
+        assign_later: assigns parameters that are frozen at the start, or new, to groups of the optimizer.
+        compiled_sizes: sizes of the micro-batches for which the backbone is compiled; empty: it is not.
         scaler: loss scaler, None if the precision mode needs none.
         samples: the sample numbers of the current batch, for dropout layers.
         settings: initial attributes of the optimizer, and settings of its parameter groups.
@@ -461,6 +464,9 @@ class Run(Context):
     trained_network: nn.Module
     optimizer: torch.optim.Optimizer
     rows: RowOptimizer | None
+    mode: str
+    assign_later: Assign
+    compiled_sizes: Collection[int]
     scaler: LossScaler | None
     rate: Schedule
     data: TrainingData

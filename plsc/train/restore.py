@@ -42,7 +42,7 @@ from plsc.errors import CheckpointError
 from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from plsc.names import names_code
-from plsc.optim.optimizers import describe_implementation
+from plsc.optim import describe_implementation
 from plsc.parallel.failure import own_result
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown

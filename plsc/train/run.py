@@ -18,29 +18,27 @@ from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config import Config, Options, find_option
 from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
-from plsc.config.option import load_function, name_and_arguments
+from plsc.config.option import name_and_arguments
 from plsc.config.train import listed_names
 from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError, refusing, suggest
 from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
+from plsc.inputs import split_sizes
 from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
-from plsc.names import names_code
-from plsc.optim.loss_scaling import LossScaler
+from plsc.names import load_function, names_code
 from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 from plsc.train.average import WeightAverage
 from plsc.train.build import (
+    build_scaler,
     build_schedule,
     build_trained_head,
     build_trained_network,
     build_updates,
-    check_network_options,
-    check_optim,
+    check_options,
     distribute_backbone,
-    margin_of,
-    mode_note,
     training_mode,
     with_rate,
 )
@@ -155,7 +153,9 @@ def build_run(
     if options.train.deterministic:
         _use_deterministic_algorithms(world.device)
     # The named or custom network; its parameters are assigned to groups, some are frozen.
-    network, assignment, samples = build_trained_network(options, world, user.model, user.initializations)
+    network, assignment, assign_later, samples = build_trained_network(
+        options, world, user.model, user.initializations
+    )
     if world.device.type == "cuda" and network.example_input is None:
         # Images have few shapes: time cuDNN's algorithms for each, unless runs have to be equal.
         torch.backends.cudnn.benchmark = not options.train.deterministic
@@ -187,14 +187,17 @@ def build_run(
         rest = (data.num_samples or 0) % global_batch if options.data.last_batch == "keep" else 0
         _check_batch_norm(network, rest or global_batch, world.size * options.train.micro_batches)
     # DDP with summed instead of averaged gradients; the network itself on a single rank.
-    trained_network = distribute_backbone(network, options, world, global_batch)
+    # A smaller last batch is not compiled: each size takes minutes.
+    local = split_sizes(global_batch, world.size)[world.rank]
+    sizes = {*split_sizes(local, options.train.micro_batches)} - {0} if options.speed.compile else set()
+    trained_network = distribute_backbone(network, world, options.model.image_shape, sizes)
     # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
-    parameters = dict(network.named_parameters())
-    optimizer, base_rate = build_updates(
-        options, parameters, assignment, head, rows, world.device, user.optimizer
+    optimizer, base_rate = build_updates(options, network, assignment, head, rows, user.optimizer)
+    optim = options.optim
+    rate = build_schedule(
+        optim.schedule, base_rate, optim.warmup_steps, total_steps, length.until, user.schedule
     )
-    rate = build_schedule(options, base_rate, total_steps, length.until, user.schedule)
-    needs_scale = training_mode(options, world.device) == "float16"
+    mode = training_mode(options.precision.mode, world.device)
     evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
     run = Run(
         options=options,
@@ -207,7 +210,10 @@ def build_run(
         position=Position(),
         total_steps=total_steps,
         evaluated=evaluated,
-        scaler=LossScaler.of(options.precision) if needs_scale else None,
+        mode=mode,
+        assign_later=assign_later,
+        compiled_sizes=sizes,
+        scaler=build_scaler(options.precision.scaling_arguments, mode),
         rate=rate,
         data=data,
         targets=targets,
@@ -249,9 +255,7 @@ def _retention(options: Config, evaluated: Sequence[str]) -> Retention:
 def check_combinations(options: Config, ranks: int) -> None:
     """Raise OptionError for options that contradict each other."""
     options.check_needs()
-    margin_of(options)
-    check_network_options(options, ranks)
-    check_optim(options)
+    check_options(options, ranks)
     # "last" may find no checkpoint.
     if "model.pretrained" in options.explicit and (
         options.checkpoint.load_dir not in (None, "last") or options.checkpoint.download_dir is not None
@@ -302,7 +306,7 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
         f"training {network} ({parameters:,} parameters), loss {run.options.head.loss_type}, "
         f"{head.class_num:,} classes, {images}, "
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
-        f"{training_mode(run.options, run.world.device)}{kernels}"
+        f"{run.mode}{kernels}"
     )
     resumed = [f"resuming from {checkpoint[0]} at step {run.position.step}"] if checkpoint else []
     return [text, *resumed, _rates(run), *run.notes]
@@ -313,7 +317,9 @@ def _likely_mistakes(run: Run) -> list[str]:
     options, network = run.options, run.network
     arguments = constructor_arguments(network) if run.is_custom else None
     return [
-        mode_note(options, run.world.device),
+        ""
+        if run.mode == (mode := options.precision.mode)
+        else f"note: precision.mode {mode} is only for GPUs: this CPU uses {run.mode}, without loss scaling",
         frozen_note(network),
         warmup_note(run.rate.warmup_steps, run.total_steps),
         threads_note(options.runtime.cpu_threads),

@@ -20,13 +20,13 @@ from plsc.checkpoint.tensor_files import shorten
 from plsc.config import Config, Options
 from plsc.config.options import CHECKPOINT
 from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
+from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import names_code
-from plsc.optim.schedule import Schedule
+from plsc.optim import Schedule
 from plsc.parallel.machine import usable_cores
-from plsc.train.build import with_margin
 from plsc.train.callbacks import Position
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
@@ -72,7 +72,10 @@ def settle(
     if number := int(config.train.fast_dev_run):
         step = 0 if checkpoint is None else checkpoint[1].step
         config = config.changed({"train.steps": step + number, "train.limit_val_batches": number})
-    return with_margin(config)
+    margin = margin_arguments(config.head.loss_type.removeprefix("dist_")).get("margin")
+    if config.head.margin is None and margin is not None:
+        config = config.changed({"head.margin": margin.default})
+    return config
 
 
 def _ranks_line(ranks: int, before: int, saved: int) -> list[str]:

@@ -44,7 +44,7 @@ from plsc.heads import Head, RowOptimizer
 from plsc.models.base_model import constructor_arguments
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.names import names_code
-from plsc.optim.optimizers import (
+from plsc.optim import (
     FULL_RATE,
     ExpectedStates,
     StateInfo,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -18,15 +18,14 @@ from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
-from plsc.inputs import Input, split_input
-from plsc.models.autocast import autocast
-from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
-from plsc.optim.optimizers import assign_parameters, finish_group, set_rates, sparse_parameters
+from plsc.inputs import Input, split_input, split_sizes
+from plsc.models.precision import MOST_SKIPS, LossScaler, autocast, scale_gradient, unscale
+from plsc.optim import finish_group, set_rates, sparse_parameters
 from plsc.parallel.backbone import check_never_used, gradient_values, no_gradient_sync
 from plsc.parallel.collectives import max_over_ranks
 from plsc.seeds import hash_key
 from plsc.spans import span
-from plsc.train.build import distribute_backbone, training_mode
+from plsc.train.build import distribute_backbone
 from plsc.train.callbacks import Run
 from plsc.train.losses import LossReader, Pending, find_bad_layer, stop_at_bad_loss
 from plsc.train.settle import idle_parameters
@@ -54,7 +53,6 @@ class Step:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._options = run.options.train
-        self._mode = training_mode(run.options, run.world.device)
         self.losses = LossReader(self._stop_at_bad_loss, is_late=run.world.device.type == "cuda")
         # torch's fused optimizers can skip an update without a synchronisation.
         is_fused = all(group.get("fused") for group in run.optimizer.param_groups)
@@ -125,22 +123,20 @@ class Step:
         new = [name for name, p in named.items() if p.requires_grad and id(p) not in known]
         if not new:
             return True
-        optim = run.options.optim
-        patterns = tuple(one for one in optim.groups if not one.get("frozen"))
-        for names, own in assign_parameters(run.network, replace(optim, freeze=(), groups=patterns)).groups:
-            ids, mine = {id(named[name]) for name in names}, [named[name] for name in names if name in new]
+        for names, own in run.assign_later(run.network).groups:
+            ids, added = {id(named[name]) for name in names}, [named[name] for name in names if name in new]
             siblings = [group for group in groups if any(id(p) in ids for p in group["params"])]
-            if mine and siblings:
-                siblings[0]["params"].extend(mine)
-            elif mine:
-                run.optimizer.add_param_group({**own, "params": mine})
+            if added and siblings:
+                siblings[0]["params"].extend(added)
+            elif added:
+                run.optimizer.add_param_group({**own, "params": added})
                 finish_group(groups[-1])
                 run.settings.append(dict(groups[-1]))
         if run.world.size > 1:  # DDP sums only the gradients of the parameters that it was made with
             buffers = BufferCopy([run.network])
             buffers.take()
-            sizes = run.global_batch
-            run.trained_network = distribute_backbone(run.network, run.options, run.world, sizes)
+            shape = run.options.model.image_shape
+            run.trained_network = distribute_backbone(run.network, run.world, shape, run.compiled_sizes)
             buffers.put_back()
         run.world.log(f"trained from now on: {shorten(new)}")
         return True
@@ -172,7 +168,7 @@ class Step:
             is_last = part == parts - 1
             # Gradients are summed over the ranks only in the last micro-batch.
             with nullcontext() if is_last else no_gradient_sync(run.trained_network):
-                with span("forward"), autocast(self._mode, device):
+                with span("forward"), autocast(run.mode, device):
                     embeddings = run.trained_network(input, labels, True)
                 with span("head"):
                     output = run.head(
@@ -180,7 +176,7 @@ class Step:
                         labels,
                         with_accuracy=is_logged and self._options.calc_acc,
                         with_gauge=is_logged,
-                        sizes=_of_part(sizes, part, parts) if sizes else None,
+                        sizes=[split_sizes(size, parts)[part] for size in sizes] if sizes else None,
                         all_labels=None if known is None else torch.cat([one[part] for one in known]),
                     )
                 run.current.output = output
@@ -238,7 +234,7 @@ class Step:
     def _stop_at_bad_loss(self, coming: Pending, loss: float) -> NoReturn:
         """Raise TrainingError after a second forward pass, which finds the layer; a collective."""
         run = self._run
-        with torch.no_grad(), autocast(self._mode, run.world.device):
+        with torch.no_grad(), autocast(run.mode, run.world.device):
             parts = self._micro_batches(coming.batch, coming.position.step, self._options.micro_batches)
             layer = find_bad_layer(run.network, parts)
         note = ""
@@ -280,11 +276,6 @@ class Step:
             self._run.rows.skip()
         if self._before is not None:
             self._before.put_back()
-
-
-def _of_part(sizes: list[int], part: int, parts: int) -> list[int]:
-    """Return the number of images per rank in one of the micro-batches, as `Tensor.tensor_split` splits."""
-    return [size // parts + (part < size % parts) for size in sizes]
 
 
 def clip_gradients(run: Run) -> None:

@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A package may import from packages before it in this list, and from itself.
 LEVELS = [
-    {"seeds", "spans", "names", "version"},
+    {"seeds", "spans", "version"},
     {"errors"},
-    {"config", "inputs", "terminal", "values"},
-    {"parallel", "storage"},
+    {"names", "inputs", "terminal", "values"},
+    {"config", "parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
     {"export", "utils", "plan"},
@@ -47,6 +47,15 @@ def test_packages_import_from_lower_levels_only():
             if target != package and LEVEL[target] >= LEVEL[package]:
                 offenders.append(f"{path.relative_to(ROOT)}:{line} imports plsc.{target}")
     assert not offenders, "\n".join(offenders)
+
+
+PARTS = ("heads", "models", "optim.py", "parallel")  # take plain arguments: only builders read options
+
+
+def test_parts_do_not_know_the_options():
+    paths = [path for part in PARTS for path in [ROOT / "plsc" / part, *(ROOT / "plsc" / part).rglob("*.py")]]
+    for path in filter(Path.is_file, paths):
+        assert "config" not in {target for target, _ in imports_of(path)}, path
 
 
 def test_no_two_files_import_each_other():

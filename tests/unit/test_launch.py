@@ -13,8 +13,8 @@ from plsc.cli import doctor
 from plsc.cli.launch import COMMAND, _choose_devices, _failure, _nodes, _rank_logs, _set_threads
 from plsc.cli.parser import CommandParser
 from plsc.config import Options
+from plsc.entry import join_ranks
 from plsc.errors import OptionError
-from plsc.parallel.world import World
 
 
 def read(*words: str) -> dict:
@@ -122,7 +122,7 @@ def test_a_place_among_the_ranks_must_be_known(values, expected, monkeypatch):
     options = Options()
     options.set_together({f"runtime.{name}": value for name, value in values.items()})
     with pytest.raises(OptionError, match=expected):
-        World.from_options(options.runtime)
+        join_ranks(options.runtime)
 
 
 @pytest.mark.parametrize("url", ["tcp://host", "file://relative", "http://host:1", "env:", ""])

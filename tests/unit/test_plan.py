@@ -10,13 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from plsc.cli import main
-from plsc.config.optim import OptimOptions
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
 from plsc.models import BaseModel, build_model
 from plsc.models.layers import use_torch_layers
 from plsc.models.recomputation import recompute_activations
-from plsc.optim.optimizers import build_optimizer
+from plsc.optim import build_optimizer
 from plsc.plan import plan, plan_head
 
 BATCH = 16
@@ -190,7 +189,7 @@ def test_step_memory_does_not_grow_with_the_classes():
 def test_stored_bytes_of_the_backbone_equal_those_of_real_tensors(name):
     network = build_model("SmallResNet", 64, (3, 32, 32))
     groups = [{"params": list(network.parameters())}]
-    optimizer = build_optimizer(OptimOptions(optimizer=name), groups, 0.1, torch.device("cpu"))
+    optimizer = build_optimizer(name, groups, 0.1)
     network(torch.randn(BATCH, 3, 32, 32)).sum().backward()
     optimizer.step()
     states = [v for one in optimizer.state.values() for v in one.values() if torch.is_tensor(v)]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plsc import AutoMixedPrecisionLists
 from plsc.errors import OptionError
-from plsc.models.autocast import OPERATORS, OperatorPrecision, PrecisionLists, apply_lists, autocast
+from plsc.models.precision import OPERATORS, OperatorPrecision, PrecisionLists, apply_lists, autocast
 from plsc.models.resnet import SmallResNet
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ FLOAT32 = dict.fromkeys(WATCHED, torch.float32)
 def network(white=(), black=()):
     torch.manual_seed(0)
     net = SmallResNet(16, (3, 16, 16), dropout=0.0)
-    apply_lists(net, PrecisionLists.resolve(net, white, black), torch.bfloat16, CPU)
+    apply_lists(net, PrecisionLists.resolve(net, white, black), "bfloat16", CPU)
     return net
 
 
@@ -169,7 +169,7 @@ def test_torch_attention_follows_the_lists_of_its_operators(name):
     attention, x = network[0].self_attn, torch.randn(2, 5, 8)
     exact = attention(x, x, x, need_weights=False)[0]
     lists = PrecisionLists.resolve(network, ["softmax" if name == "linear" else "linear"], [name])
-    apply_lists(network, lists, torch.bfloat16, CPU)
+    apply_lists(network, lists, "bfloat16", CPU)
     found = []
     attention.register_forward_hook(lambda layer, inputs, output: found.append(output[0]))
     with autocast("bfloat16", CPU):

@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.config.patterns import find_parameters, label_parameters
+from plsc.config.optim import read_parameter_groups
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.parameters import Initialization, freeze, initialise_by_rule
-from plsc.optim.optimizers import assign_parameters
+from plsc.names import find_parameters
+from plsc.optim import assign_parameters
 
 
 class Small(BaseModel):
@@ -42,7 +43,7 @@ PLAIN, FC = ["plain.0.weight", "plain.0.bias"], ["fc.weight", "fc.bias"]
     ],
 )
 def test_patterns_match_names_modules_types_and_regular_expressions(pattern, names):
-    assert find_parameters(pattern, label_parameters(Small()), "here") == names
+    assert find_parameters(pattern, Small(), "here") == names
 
 
 @pytest.mark.parametrize(
@@ -51,15 +52,13 @@ def test_patterns_match_names_modules_types_and_regular_expressions(pattern, nam
 )
 def test_the_error_for_a_pattern_without_match_suggests_names(pattern, near):
     with pytest.raises(OptionError, match=f"matches no parameter.*did you mean '{near}'"):
-        find_parameters(pattern, label_parameters(Small()), "here")
+        find_parameters(pattern, Small(), "here")
 
 
-def assigned(network=None, freeze=(), **changes):
-    options = Options()
-    options.set("optim.freeze", freeze)
-    for name, value in changes.items():
-        options.set(f"optim.{name}", value)
-    return assign_parameters(network or Small(), options.optim)
+def assigned(network=None, freeze=(), groups=(), **settings):
+    read = read_parameter_groups(groups)
+    plain = [(group.pattern, None if group.frozen else group.settings) for group in read]
+    return assign_parameters(network or Small(), plain, freeze, **settings)
 
 
 def test_the_first_matching_group_applies_and_the_rest_is_the_first_group():

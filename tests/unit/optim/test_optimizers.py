@@ -10,7 +10,7 @@ from torch import nn
 from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.optim.optimizers import (
+from plsc.optim import (
     OPTIMIZERS,
     ExpectedStates,
     build_custom,
@@ -18,9 +18,7 @@ from plsc.optim.optimizers import (
     describe_implementation,
     set_rates,
 )
-from plsc.train.build import check_optim
-
-CPU = torch.device("cpu")
+from plsc.train.build import check_options
 
 
 def weights(layout=torch.contiguous_format):
@@ -43,7 +41,9 @@ def options_of(**changes):
 
 
 def built(groups, rate=0.05, **changes):
-    return build_optimizer(options_of(**changes).optim, groups, rate, CPU)
+    optim = options_of(**changes).optim
+    decays = {"momentum": optim.momentum, "weight_decay": optim.weight_decay}
+    return build_optimizer(optim.optimizer, groups, rate, **decays, arguments=optim.optimizer_arguments)
 
 
 def steps(optimizer, parameters, count=3, factor=1.0):
@@ -244,7 +244,12 @@ def test_an_unknown_optimizer_is_refused(name):
 )
 def test_unsupported_settings_of_a_group_raise_before_data_are_read(optimizer, group):
     with pytest.raises(OptionError, match=next(iter(group))):
-        check_optim(options_of(optimizer=optimizer, groups=({"pattern": "fc", **group},)))
+        check_options(options_of(optimizer=optimizer, groups=({"pattern": "fc", **group},)).resolve(), 1)
+
+
+def test_the_learning_rate_is_no_argument_of_a_named_optimizer():
+    with pytest.raises(OptionError, match=r"use optim\.lr"):
+        check_options(options_of(optimizer_arguments={"lr": 1}).resolve(), 1)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +259,6 @@ def test_unsupported_settings_of_a_group_raise_before_data_are_read(optimizer, g
         ({"optimizer": "adam", "optimizer_arguments": {"epps": 1}}, "no argument 'epps'.*did you"),
         ({"optimizer": "adam", "optimizer_arguments": {"eps": -1}}, "Invalid epsilon value"),
         ({"optimizer_arguments": {"momentum": 0.5}}, r"use optim\.momentum"),
-        ({"optimizer_arguments": {"lr": 1}}, "'lr'; use optim.lr"),
         ({"optimizer_arguments": {"nesterov": True}, "momentum": 0.0}, "Nesterov momentum requires"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.train.build import build_schedule, check_optim, default_rate, with_rate
+from plsc.train.build import build_schedule, check_options, with_rate
 from plsc.train.callbacks import Length
 
 
@@ -17,9 +17,8 @@ def schedule(function=None, total=None, epoch=None, **changes):
     options = Options()
     for name, value in changes.items():
         options.set(f"optim.{name}", value)
-    base = options.optim.lr or default_rate(1024)
-    until = Length(0, 0, epoch).until
-    return build_schedule(options, base, total, until, function)
+    optim, until = options.optim, Length(0, 0, epoch).until
+    return build_schedule(optim.schedule, optim.lr or 0.1, optim.warmup_steps, total, until, function)
 
 
 def halving(step, total_steps):
@@ -155,7 +154,7 @@ def test_a_schedule_without_an_end_raises():
     options = Options()
     options.set("optim.schedule", "exponential")
     with pytest.raises(OptionError, match="never reaches"):
-        check_optim(options)
+        check_options(options.resolve(), 1)
 
 
 def test_a_decay_that_ends_before_the_warm_up_raises():

@@ -8,9 +8,11 @@ from torch import nn
 
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import OptionError
+from plsc.inputs import split_sizes
 from plsc.models import BaseModel, build_model
+from plsc.models.dry_run import choose_memory_format
 from plsc.parallel.world import World
-from plsc.train.build import batch_sizes, check_network_options, set_memory_format
+from plsc.train.build import check_options
 from tests.images import write_dataset
 from tests.option_pairs import CHANGES, SHAPE, check_pair, options_with, pairs
 from tests.resuming import different, losses_of, options_of, saved_at, train
@@ -59,7 +61,7 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
 
 def test_every_feature_map_and_gradient_stays_channels_last():
     network = build_model("SmallResNet", 16, SHAPE, dropout=0.0)
-    set_memory_format(network, options_with({}), torch.device("cpu"))
+    choose_memory_format(network, SHAPE, torch.device("cpu"), in_16_bits=False)
     maps: list[torch.Tensor] = []
     for module in network.modules():
         if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, nn.PReLU)):
@@ -98,7 +100,7 @@ class Viewing(BaseModel):
 
 def test_a_network_that_does_not_stand_the_layout_is_left_alone():
     network = Viewing()
-    set_memory_format(network, options_with({}), torch.device("cpu"))
+    choose_memory_format(network, SHAPE, torch.device("cpu"), in_16_bits=False)
     assert network.conv.weight.is_contiguous()
     network(torch.randn(2, *SHAPE))
 
@@ -106,19 +108,17 @@ def test_a_network_that_does_not_stand_the_layout_is_left_alone():
 def test_what_excludes_each_other_says_so():
     compiled = {"speed.compile": True}
     with pytest.raises(OptionError, match=r"model\.sync_batch_norm"):
-        check_network_options(options_with({**compiled, "model.sync_batch_norm": True}), 2)
-    check_network_options(options_with({**compiled, "model.sync_batch_norm": True}), 1)
+        check_options(options_with({**compiled, "model.sync_batch_norm": True}), 2)
+    check_options(options_with({**compiled, "model.sync_batch_norm": True}), 1)
     with pytest.raises(OptionError, match=r"memory\.recompute"):
-        check_network_options(options_with({**compiled, "memory.recompute": "all"}), 1)
+        check_options(options_with({**compiled, "memory.recompute": "all"}), 1)
     with pytest.raises(OptionError, match=r"train\.deterministic"):
-        check_network_options(options_with({**compiled, "train.deterministic": True}), 1)
+        check_options(options_with({**compiled, "train.deterministic": True}), 1)
 
 
 def test_the_sizes_that_are_compiled_are_those_of_full_batches():
-    options = options_with({"train.micro_batches": 3})
-    rank = World(1, 2, 1, torch.device("cpu"))
-    assert batch_sizes(options, rank, 21) == {4, 3}  # 10 on the second rank
-    assert batch_sizes(options, World.single(), 9) == {3}
+    assert split_sizes(21, 2) == [11, 10]
+    assert split_sizes(10, 3) == [4, 3, 3]
 
 
 def test_batches_on_a_cpu_pass_as_they_are_and_their_reader_is_closed():

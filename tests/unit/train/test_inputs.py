@@ -14,7 +14,7 @@ import plsc
 from plsc.config import Options
 from plsc.errors import DataError, OptionError, TrainingError
 from plsc.models import BaseModel, check_model
-from plsc.optim.optimizers import SPARSE, ExpectedStates, assign_parameters, build_optimizer
+from plsc.optim import SPARSE, ExpectedStates, assign_parameters, build_optimizer
 from plsc.parallel.world import World
 from plsc.predict.exporter import run_conversion
 from plsc.predict.network import load_network
@@ -221,10 +221,11 @@ def options_with(**changes):
 def test_expected_states_of_sparse_gradients_equal_those_of_a_real_step(name):
     network, chosen = Words(), options_with(optimizer=name)
     named = dict(network.named_parameters())
-    assigned = assign_parameters(network, chosen).groups
+    assigned = assign_parameters(network, optimizer=name).groups
     groups = [{"params": [named[one] for one in names], **own} for names, own in assigned if names]
     assert [bool(group.get(SPARSE)) for group in groups] == [False, True]
-    optimizer = build_optimizer(chosen, groups, 0.1, torch.device("cpu"))
+    decays = {"momentum": chosen.momentum, "weight_decay": chosen.weight_decay}
+    optimizer = build_optimizer(name, groups, 0.1, **decays)
     expected = ExpectedStates(optimizer).of(network.embedding.weight)
     network(IDS).square().sum().backward()
     optimizer.step()
@@ -236,6 +237,6 @@ def test_expected_states_of_sparse_gradients_equal_those_of_a_real_step(name):
 
 
 def test_what_sparse_gradients_do_not_support_is_refused():
-    groups = ({"pattern": "embedding", "weight_decay": 0.1},)
+    groups = [("embedding", {"weight_decay": 0.1})]
     with pytest.raises(OptionError, match=r"do not support weight_decay 0\.1"):
-        assign_parameters(Words(), options_with(groups=groups))
+        assign_parameters(Words(), groups)

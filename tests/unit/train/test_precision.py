@@ -10,13 +10,13 @@ from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.checkpoint.manifest import LossScale
 from plsc.errors import CheckpointError, OptionError, TrainingError
-from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler
+from plsc.models.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
 from plsc.storage.records import read_record
 from plsc.train import build as network
 from plsc.train import run as build
 from plsc.train import step as step_module
-from plsc.train.build import execution_of
+from plsc.train.build import build_scaler, execution_of
 from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.losses import LossReader
@@ -207,11 +207,13 @@ def test_set_mixed_precision_sets_what_it_says_or_nothing():
     lists = AutoMixedPrecisionLists(["softmax"], ["BatchNorm2d"])
     ins.set_mixed_precision(True, 128, 1000, 3, 4, 0.25, False, lists)
     assert (precision := ins.options.precision).mode == "float16"
-    assert LossScaler.of(precision) == LossScaler(128.0, 1000, 3, 4.0, 0.25, False)
+    assert build_scaler(precision.scaling_arguments, "float16") == LossScaler(
+        128.0, 1000, 3, 4.0, 0.25, False
+    )
     assert precision.lists == {"custom_white_list": ["softmax"], "custom_black_list": ["BatchNorm2d"]}
     ins.set_mixed_precision(True)
     precision = ins.options.precision
-    assert LossScaler.of(precision) == LossScaler(1.0, 2000, 2, 2.0, 0.5, True)
+    assert build_scaler(precision.scaling_arguments, "float16") == LossScaler(1.0, 2000, 2, 2.0, 0.5, True)
     assert precision.lists is None
     ins.set_mixed_precision(use_fp16=False)
     assert ins.options.precision.mode == "float32"
@@ -239,9 +241,8 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     run = build_run(made, WORLD, UserParts(model=Scripted()))
     assert run.scaler is None
     assert "\n".join(run.notes).count("float16 is only for GPUs: this CPU uses bfloat16") == 1
-    assert execution_of(made).products is torch.bfloat16
-    made.set("head.execution", {"products": "float32"})
-    assert execution_of(made).products is torch.float32
+    assert execution_of(None, "float16").products is torch.bfloat16
+    assert execution_of({"products": "float32"}, "float16").products is torch.float32
     named = options(
         dataset, tmp_path / "b", precision__lists={"custom_black_list": ["norn"]}, speed__compile=True
     )
@@ -281,8 +282,8 @@ def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, t
 
 def test_real_overflows_of_float16_lower_the_scale_until_training_goes_on(dataset, tmp_path, monkeypatch):
     # A CPU can compute in float16, too slowly for use: here it may.
-    for module in (network, step_module, build):
-        monkeypatch.setattr(module, "training_mode", lambda options, device: options.precision.mode)
+    for module in (network, build):
+        monkeypatch.setattr(module, "training_mode", lambda mode, device: mode)
     small = {"model__name": "SmallResNet", "model__emb_size": 32}
     settings = {
         "precision__mode": "float16", "train__epochs": 2,

@@ -9,11 +9,10 @@ from torch import nn
 
 from plsc.checkpoint.manifest import OPTIMIZER, TensorInfo
 from plsc.checkpoint.save import info_of
-from plsc.config.optim import OptimOptions
 from plsc.errors import CheckpointError
 from plsc.heads import build_head
-from plsc.optim.optimizers import OPTIMIZERS as BY_NAME
-from plsc.optim.optimizers import build_optimizer
+from plsc.optim import OPTIMIZERS as BY_NAME
+from plsc.optim import build_optimizer
 from plsc.train.snapshot import collect_numbers, collect_tensors, make_state
 from tests.devices import GPU
 from tests.roles import role_of_key
@@ -33,8 +32,7 @@ class CountingInNumbers(torch.optim.SGD):
 
 
 def by_name(name, parameters):
-    options = OptimOptions(optimizer=name, optimizer_arguments=ARGUMENTS.get(name))
-    return build_optimizer(options, [{"params": parameters}], 0.01, parameters[0].device)
+    return build_optimizer(name, [{"params": parameters}], 0.01, arguments=ARGUMENTS.get(name))
 
 
 ARGUMENTS = {"adam": {"amsgrad": True}, "rmsprop": {"momentum": 0.9, "centered": True}}

@@ -1,9 +1,14 @@
-"""Mixed precision: autocast, and lists of modules and operators with a fixed dtype."""
+"""Mixed precision: autocast, lists of modules and operators with a fixed dtype, and dynamic loss scaling.
+
+Loss scaling keeps small gradients from underflowing in float16: Micikevicius et al. 2018, "Mixed Precision
+Training". torch.amp.GradScaler lowers the scale after each overflow; here, as in the original PLSC, after
+several in a row.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from plsc.errors import OptionError, did_you_mean
 from plsc.models.base_model import ForwardWrapper
+from plsc.parallel.backbone import gradient_values
 
 # Layers whose operators a TorchFunctionMode does not see: layers of plsc with their own implementation, and
 # torch's attention, which is a single function.
@@ -51,23 +57,28 @@ class PrecisionLists:
         return PrecisionLists(white_modules, black_modules, white_operators, black_operators)
 
 
-def apply_lists(network: nn.Module, lists: PrecisionLists, dtype: torch.dtype, device: torch.device) -> None:
+def apply_lists(network: nn.Module, lists: PrecisionLists, mode: str, device: torch.device) -> None:
     """Apply the lists to a network in place; they take effect when it is called under autocast.
 
-    A module of the black list, with its submodules, computes in float32, a module of the white list in
-    `dtype`. For nested modules, the innermost entry applies; inside a float32 module its output is cast back
-    to float32. An operator's own entry has precedence. Parameters and state dicts do not change.
+    mode: as of `autocast`; nothing changes in float32.
+
+    A module of the black list, with its submodules, computes in float32, a module of the white list in 16
+    bits. For nested modules, the innermost entry applies; inside a float32 module its output is cast back to
+    float32. An operator's own entry has precedence. Parameters and state dicts do not change.
 
     Wraps the ``forward`` of single modules, so that recomputation repeats the same casts.
     `plsc.models.base_model.unwrap` reverts it.
     """
+    if mode == "float32":
+        return
+    dtype = getattr(torch, mode)
     white, black = (
         tuple(_LAYERS[name] for name in names if name in _LAYERS)
         for names in (lists.white_operators, lists.black_operators)
     )
     operators = (lists.white_operators, lists.black_operators)
-    mode = OperatorPrecision(*operators, dtype, device.type) if any(operators) else None
-    call = _NetworkCall(device.type, mode)
+    casts = OperatorPrecision(*operators, dtype, device.type) if any(operators) else None
+    call = _NetworkCall(device.type, casts)
     for name, module in network.named_modules():
         dtypes: list[torch.dtype | None] = []
         if isinstance(module, white + black):
@@ -76,10 +87,10 @@ def apply_lists(network: nn.Module, lists: PrecisionLists, dtype: torch.dtype, d
             dtypes.append(dtype)
         if name in lists.black_modules:
             dtypes.append(torch.float32)
-        if mode is not None and not dtypes:
+        if casts is not None and not dtypes:
             dtypes.append(None)
-        for one in dtypes:
-            module.forward = _ModuleForward(module.forward, call, one)
+        for fixed in dtypes:
+            module.forward = _ModuleForward(module.forward, call, fixed)
     network.forward = _NetworkForward(network.forward, call)
 
 
@@ -93,7 +104,7 @@ def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
 def _resolve(network: nn.Module, option: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the modules and the operators that match the names."""
     modules = {name: type(module).__name__ for name, module in network.named_modules()}
-    found: dict[str, None] = {}
+    matched: dict[str, None] = {}
     operators = [name for name in names if name in OPERATORS]
     for pattern in names:
         matching = [
@@ -107,8 +118,8 @@ def _resolve(network: nn.Module, option: str, names: Sequence[str]) -> tuple[lis
                 f"precision.{option} has {pattern!r}, which matches no module name or class of "
                 f"{type(network).__name__}{near}; operators: {', '.join(OPERATORS)}"
             )
-        found.update(dict.fromkeys(matching))
-    return list(found), operators
+        matched.update(dict.fromkeys(matching))
+    return list(matched), operators
 
 
 class _NetworkCall:
@@ -243,3 +254,131 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+LOWEST_SCALE, HIGHEST_SCALE = 1.0, 2.0**24
+"""Limits of the loss scale.
+
+The smallest positive float16 is 2^-24: with the highest scale, gradients as small as 2^-48 are representable.
+In float32, where gradients are summed and divided by the scale, 65504 * 2^24 is far from an overflow.
+"""
+MOST_SKIPS = 20
+"""Number of consecutive steps that may be skipped while the scale cannot decrease, before training fails."""
+
+
+@dataclass
+class LossScaler:
+    """The loss scale and its counters; call `update` once per step.
+
+    After `incr_every` consecutive finite steps the scale is multiplied by `incr_ratio`, after `decr_every`
+    consecutive overflows by `decr_ratio`, within 1 to 2^24. If not dynamic, the scale is constant and
+    overflows are only counted.
+
+    Attributes:
+        scale: loss scale of the next step.
+        finite, overflowed: consecutive finite or overflowed steps since the last change of the scale.
+        skipped: total number of overflowed steps.
+        stuck: consecutive overflowed steps during which the scale could not decrease.
+    """
+
+    scale: float = 1.0
+    incr_every: int = 2000
+    decr_every: int = 2
+    incr_ratio: float = 2.0
+    decr_ratio: float = 0.5
+    is_dynamic: bool = True
+    finite: int = 0
+    overflowed: int = 0
+    skipped: int = 0
+    stuck: int = 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow can still decrease the scale."""
+        return self.is_dynamic and self.scale > LOWEST_SCALE
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether `MOST_SKIPS` consecutive steps overflowed although the scale could not decrease."""
+        return self.stuck >= MOST_SKIPS
+
+    def update(self, overflowed: bool) -> None:
+        """Count a step, and change the scale if due. overflowed: the step overflowed and was skipped."""
+        if overflowed:
+            self.skipped += 1
+            self.stuck = 0 if self.can_fall else self.stuck + 1
+            self.overflowed, self.finite = self.overflowed + 1, 0
+            if self.overflowed == self.decr_every:
+                self.overflowed = 0
+                self._change(self.decr_ratio)
+        else:
+            self.stuck = 0
+            self.finite, self.overflowed = self.finite + 1, 0
+            if self.finite == self.incr_every:
+                self.finite = 0
+                self._change(self.incr_ratio)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as plain JSON values."""
+        return {"scale": self.scale, **{name: getattr(self, name) for name in COUNTS}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore the values of `state`; a scale that is not dynamic keeps the value of the options."""
+        if self.is_dynamic:
+            self.scale = min(max(state["scale"], LOWEST_SCALE), HIGHEST_SCALE)
+        for name in COUNTS:
+            setattr(self, name, state[name])
+        # A run may resume with smaller periods than it had.
+        self.finite = min(self.finite, self.incr_every - 1)
+        self.overflowed = min(self.overflowed, self.decr_every - 1)
+
+    def _change(self, ratio: float) -> None:
+        if self.is_dynamic:
+            self.scale = min(max(self.scale * ratio, LOWEST_SCALE), HIGHEST_SCALE)
+
+
+COUNTS = ("finite", "overflowed", "skipped", "stuck")
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype = scale, embeddings.dtype
+        return embeddings.to(_work_type(embeddings.dtype), copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return (gradients[0] * ctx.scale).to(ctx.dtype), None
+
+
+def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
+    """Return the embeddings [b, D] in float32; their gradient is multiplied by `scale` before it is rounded.
+
+    So only the gradients of the backbone are scaled, not the loss, the head or its class weights.
+    """
+    if scale == 1.0:
+        return embeddings.to(_work_type(embeddings.dtype))
+    return _Scaled.apply(embeddings, scale)
+
+
+def unscale(gradients: Iterable[Tensor], scale: float) -> Tensor:
+    """Divide gradients by the scale, in place; return a bool tensor: whether one is not finite.
+
+    Supports sparse gradients. Does not synchronise with the GPU. Without gradients: False, on the CPU.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        numbers = gradient_values(gradient)
+        kinds.setdefault((numbers.device, numbers.dtype), []).append(numbers)
+    total = None
+    for (device, _), values in kinds.items():
+        bad = torch.zeros((), device=device)
+        # The function that torch.amp.GradScaler calls.
+        factor = torch.full((), 1.0 / scale, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(values, bad, factor)
+        total = bad if total is None else total + bad.to(total)
+    return torch.tensor(False) if total is None else total > 0
+
+
+def _work_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,14 +1,13 @@
-"""Build the backbone's optimizer, by name or by a custom factory, over parameter groups.
+"""The backbone's optimizer over parameter groups, and its learning rate.
 
-Optimizers of parameters with sparse gradients: those of `nn.Embedding(sparse=True)`.
-
-A step updates only the rows that occur in the batch. Momentum and decay would change every row, so these
-parameters have neither.
+Optimizers of parameters with sparse gradients, those of `nn.Embedding(sparse=True)`: a step updates only the
+rows that occur in the batch. Momentum and decay would change every row, so these parameters have neither.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,27 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.config.optim import (
-    RESERVED,
-    OptimOptions,
-    ParameterGroup,
-    known_settings,
-    read_parameter_groups,
-)
-from plsc.config.patterns import find_parameters, label_parameters
 from plsc.errors import OptionError, refusing, suggest
-from plsc.names import names_code
+from plsc.names import find_parameters
 
 Groups = Sequence[dict[str, Any]]
 """Parameter groups as in torch.optim: dicts with `params` and optional settings."""
+
+Settings = dict[str, Any]
+"""Settings of a parameter group: those of the optimizer, LR_FACTOR, L1_DECAY and SPARSE."""
 
 Factory = Callable[..., torch.optim.Optimizer]
 
 FULL_RATE = "initial_lr"
 """Key of a group's learning rate before the schedule's factor, as in torch's schedulers."""
 
-LR_FACTOR, L1_DECAY = "lr_factor", "l1_decay"
-"""Additional keys in an optimizer's parameter groups."""
+LR_FACTOR, L1_DECAY, SPARSE = "lr_factor", "l1_decay", "sparse"
+"""Additional keys in an optimizer's parameter groups; SPARSE: its gradients are sparse."""
 
 
 @dataclass(frozen=True)
@@ -78,131 +72,152 @@ class Assignment:
     """The parameter group of each parameter, by name.
 
     Attributes:
-        groups: (parameter names, settings) of each group. Settings are those of the optimizer, LR_FACTOR,
-            L1_DECAY and SPARSE. The first group has the parameters that no pattern matches.
+        groups: parameter names and settings of each group. The first group has the parameters that no
+            pattern matches.
         frozen: names of parameters that are not trained.
     """
 
-    groups: list[tuple[list[str], dict[str, Any]]]
+    groups: list[tuple[list[str], Settings]]
     frozen: set[str] = field(default_factory=set)
 
 
-def assign_parameters(network: nn.Module, options: OptimOptions) -> Assignment:
-    """Assign the network's parameters to the groups of `options`, without changing the network.
+def assign_parameters(
+    network: nn.Module,
+    groups: Iterable[tuple[str, Settings | None]] = (),
+    freeze: Iterable[str] = (),
+    *,
+    optimizer: str = "sgd",
+    l1_decay: float = 0.0,
+    decay_norm_and_bias: bool = True,
+) -> Assignment:
+    """Assign the network's parameters to groups, without changing the network.
 
-    Call it before modules are replaced (synchronised batch norm) or parameters are sharded, because it uses
-    module types and shapes. Parameters with requires_grad=False are left out. Raises OptionError for a
-    pattern that matches no parameter, or only parameters of earlier groups.
+    Call it before modules are replaced (synchronised batch norm), because patterns match module types.
+    Parameters with requires_grad=False are left out.
+
+    Args:
+        network: the network.
+        groups: the pattern (see `plsc.names.find_parameters`) and the settings of each group; None: frozen.
+            The first pattern that matches applies.
+        freeze: patterns of more parameters to freeze.
+        optimizer: its name, or ``module:factory``.
+        l1_decay: L1 decay of groups that set none.
+        decay_norm_and_bias: False: 1-dimensional parameters are decayed only by groups that say so.
+
+    Raises:
+        OptionError: a pattern that matches no parameter, or only parameters of earlier groups; or momentum or
+            decay of a parameter with sparse gradients.
     """
-    labels = label_parameters(network)
     named = dict(network.named_parameters())
-    frozen = {name for p in options.freeze for name in find_parameters(p, labels, "optim.freeze")}
+    frozen = {name for pattern in freeze for name in find_parameters(pattern, network, "optim.freeze")}
     taken = set(frozen)
-    groups = []
-    for group in read_parameter_groups(options.groups):
-        found = find_parameters(group.pattern, labels, "optim.groups")
-        mine = [name for name in found if name not in taken]
-        if not mine:
+    chosen: list[tuple[list[str], Settings]] = []
+    for pattern, settings in groups:
+        names = [name for name in find_parameters(pattern, network, "optim.groups") if name not in taken]
+        if not names:
             raise OptionError(
-                f"optim.groups: all parameters that {group.pattern!r} matches are frozen or in an earlier "
-                "group; the first match applies, so put the more specific pattern first"
+                f"optim.groups: all parameters that {pattern!r} matches are frozen or in an earlier group; "
+                "the first match applies, so put the more specific pattern first"
             )
-        taken.update(mine)
-        if group.frozen:
-            frozen.update(mine)
+        taken.update(names)
+        if settings is None:
+            frozen.update(names)
         else:
-            groups += _split_by_decay(mine, named, options, group)
-    rest = [name for name in named if name not in taken]
-    groups = _split_by_decay(rest, named, options, ParameterGroup("*")) + groups
+            chosen.append((names, settings))
+    chosen.insert(0, ([name for name in named if name not in taken], {}))
     sparse = sparse_parameters(network)
-    if sparse and not names_code(options.optimizer):  # a factory decides itself
-        groups = _split_sparse(groups, {name for name, one in named.items() if one in sparse}, options)
-    return Assignment(
-        [([one for one in names if named[one].requires_grad], own) for names, own in groups], frozen
-    )
+    kind = OPTIMIZERS.get(optimizer.lower())  # a factory decides itself
+    assigned: list[tuple[list[str], Settings]] = []
+    for names, settings in chosen:
+        trained = {name: named[name] for name in names if named[name].requires_grad}
+        for own_names, own in _split_by_decay(trained, settings, l1_decay, decay_norm_and_bias):
+            rows = [name for name in own_names if named[name] in sparse] if kind else []
+            assigned.append(([name for name in own_names if name not in rows], own))
+            if kind and rows:
+                assigned.append((rows, _settings_of_sparse(rows[0], own, kind)))
+    return Assignment(assigned, frozen)
 
 
 def _split_by_decay(
-    names: list[str], named: Mapping[str, nn.Parameter], options: OptimOptions, group: ParameterGroup
-) -> list[tuple[list[str], dict[str, Any]]]:
+    named: Mapping[str, nn.Parameter], settings: Settings, l1_decay: float, decay_norm_and_bias: bool
+) -> list[tuple[list[str], Settings]]:
     """Return the group, split in two if 1-dimensional parameters are not decayed."""
-    own: dict[str, Any] = dict(group.arguments)
-    if group.lr_factor != 1:
-        own[LR_FACTOR] = group.lr_factor
-    decays = {"weight_decay": group.weight_decay, L1_DECAY: group.l1_decay}
-    own.update({name: value for name, value in decays.items() if value is not None})
-    if options.l1_decay and L1_DECAY not in own:
-        own[L1_DECAY] = options.l1_decay
-    if options.decay_norm_and_bias:
-        return [(names, own)]
+    own = dict(settings)
+    if l1_decay:
+        own.setdefault(L1_DECAY, l1_decay)
+    if decay_norm_and_bias:
+        return [(list(named), own)]
     # A decay that the group sets itself applies to all its parameters.
-    undecayed = {
-        name: 0.0 for name, value in decays.items() if value is None and (name != L1_DECAY or L1_DECAY in own)
-    }
-    matrices = [name for name in names if named[name].ndim > 1]
-    vectors = [name for name in names if named[name].ndim <= 1]
+    decays = ("weight_decay", *([L1_DECAY] if l1_decay else []))
+    undecayed = {name: 0.0 for name in decays if name not in settings}
+    matrices = [name for name, parameter in named.items() if parameter.ndim > 1]
+    vectors = [name for name, parameter in named.items() if parameter.ndim <= 1]
     return [(matrices, own), (vectors, {**own, **undecayed})]
 
 
-def _split_sparse(
-    groups: list[tuple[list[str], dict[str, Any]]], sparse: set[str], options: OptimOptions
-) -> list[tuple[list[str], dict[str, Any]]]:
-    """Move the parameters with sparse gradients of each group to a group without momentum and decay.
+_OFF: Settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 
-    In the first step, torch refuses sparse gradients for most optimizers.
-    """
-    kind = OPTIMIZERS[options.optimizer.lower()]
-    split = []
-    for names, own in groups:
-        mine = [name for name in names if name in sparse]
-        split.append(([name for name in names if name not in sparse], own))
-        if not mine:
-            continue
-        wrong = next((name for name in ("momentum", "weight_decay", L1_DECAY) if own.get(name)), None)
-        if wrong is not None:
-            raise OptionError(
-                f"{mine[0]} has sparse gradients, which do not support {wrong} {own[wrong]:g}; set it to 0 "
-                "in a parameter group"
-            )
-        split.append((mine, {**own, **settings_of_sparse(kind.takes, kind.has_fused), SPARSE: True}))
-    return split
+
+def _settings_of_sparse(name: str, own: Settings, kind: OptimizerKind) -> Settings:
+    """Return the settings of a group whose gradients are sparse; name: its first parameter."""
+    # In the first step, torch refuses sparse gradients for most optimizers.
+    wrong = next((key for key in ("momentum", "weight_decay", L1_DECAY) if own.get(key)), None)
+    if wrong is not None:
+        raise OptionError(
+            f"{name} has sparse gradients, which do not support {wrong} {own[wrong]:g}; set it to 0 in a "
+            "parameter group"
+        )
+    off = {key: value for key, value in _OFF.items() if key in kind.takes}
+    fused = {"fused": False} if kind.has_fused else {}
+    return {**own, **off, "foreach": False, **fused, SPARSE: True}
+
+
+def sparse_parameters(network: nn.Module) -> set[Tensor]:
+    """Return the trained weights of the layers with `sparse=True`."""
+    layers = (layer for layer in network.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)))
+    return {layer.weight for layer in layers if layer.sparse and layer.weight.requires_grad}
 
 
 def build_optimizer(
-    options: OptimOptions, groups: Groups, base_rate: float, device: torch.device
+    name: str,
+    groups: Groups,
+    lr: float,
+    *,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    arguments: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the built-in optimizer of `options` over parameter groups.
-
-    Weight decay is L2 decay, except for AdamW and Adafactor, where it is decoupled.
+    """Return one of the OPTIMIZERS over parameter groups.
 
     Args:
-        options: the options of the optimizer.
+        name: its name in OPTIMIZERS.
         groups: parameter groups; LR_FACTOR multiplies a group's learning rate, L1_DECAY its L1 decay.
-        base_rate: the learning rate before the schedule's factor.
-        device: of the parameters.
+        lr: the learning rate before the schedule's factor.
+        momentum: of SGD.
+        weight_decay: L2 decay, except for AdamW and Adafactor, where it is decoupled.
+        arguments: further ones of the optimizer.
 
     Raises:
         OptionError: a setting that the optimizer does not have or does not accept.
     """
-    kind = OPTIMIZERS[options.optimizer.lower()]
-    what = f"optim.optimizer {options.optimizer}"
-    more = options.optimizer_arguments or {}
-    is_sparse_adam = options.optimizer.lower() == "sparse_adam"
-    make = SparseAdam if is_sparse_adam else getattr(torch.optim, kind.class_name)
-    known = set(inspect.signature(make).parameters) - {*RESERVED, *kind.takes}
-    for name in more:
-        if name not in known:
+    kind, what, more = OPTIMIZERS[name.lower()], f"optim.optimizer {name}", arguments or {}
+    make = SparseAdam if name.lower() == "sparse_adam" else getattr(torch.optim, kind.class_name)
+    known = set(inspect.signature(make).parameters) - {"params", "lr", *kind.takes}
+    for argument in more:
+        if argument not in known:
             # The value of the option would replace this one without a word.
-            expected = f"use optim.{name}" if name in kind.takes else suggest(name, known)
-            raise OptionError(f"{what} has no argument {name!r}; {RESERVED.get(name) or expected}")
-    arguments = {
+            expected = f"use optim.{argument}" if argument in kind.takes else suggest(argument, known)
+            raise OptionError(f"{what} has no argument {argument!r}; {expected}")
+    decays = {"momentum": momentum, "weight_decay": weight_decay}
+    device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+    chosen = {
         **({} if {"fused", "foreach"} & more.keys() else implementation_flags(kind, device)),
         **more,
-        **{name: getattr(options, name) for name in kind.takes},
-        "lr": base_rate,
+        **{option: decays[option] for option in kind.takes},
+        "lr": lr,
     }
     with refusing(f"cannot create {what}"):
-        optimizer: torch.optim.Optimizer = make(groups, **arguments)
+        optimizer: torch.optim.Optimizer = make(groups, **chosen)
     _check_settings(optimizer, groups, what)
     return _finished(optimizer)
 
@@ -217,9 +232,9 @@ def build_custom(
     optimizer over exactly the given parameters.
     """
     what = f"the optimizer factory {name}"
-    given = [dict(group) for group in groups]  # torch puts the defaults into these
     with refusing(f"{what} failed"):
-        optimizer = factory(given, **arguments)
+        # Copies, because torch puts the defaults into the dicts.
+        optimizer = factory([dict(group) for group in groups], **arguments)
     if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
         raise OptionError(
             f"{what} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer over the given "
@@ -257,6 +272,11 @@ def describe_implementation(optimizer: torch.optim.Optimizer) -> str:
     return f"{chosen} on {', '.join(sorted(devices)) or 'nothing'}"
 
 
+def finish_group(group: dict[str, Any]) -> None:
+    """Set the learning rate before the schedule's factor."""
+    group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)
+
+
 def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
     """Set the learning rates of the groups to `factor` times their FULL_RATE."""
     for group in groups:
@@ -279,7 +299,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
             if (name not in known and not is_off) or holder.get(name) != value:
                 raise OptionError(
                     f"{what} has no setting {name!r}, or drops it, but a parameter group sets it to {value}; "
-                    f"{suggest(name, known_settings(optimizer.defaults))}"
+                    f"{suggest(name, [*optimizer.defaults, LR_FACTOR, L1_DECAY])}"
                 )
 
 
@@ -299,11 +319,6 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its class or a hook changes what ``state_dict`` returns."""
     is_other = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
     return is_other or bool(optimizer._optimizer_state_dict_post_hooks)
-
-
-def finish_group(group: dict[str, Any]) -> None:
-    """Set the learning rate before the schedule's factor."""
-    group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)
 
 
 def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -419,24 +434,6 @@ def _try_step(
     }
 
 
-SPARSE = "sparse"
-"""Key in an optimizer's parameter groups: the gradients of the group are sparse."""
-
-_OFF: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-
-
-def sparse_parameters(network: nn.Module) -> set[Tensor]:
-    """Return the trained weights of the layers with `sparse=True`."""
-    layers = (one for one in network.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
-    return {layer.weight for layer in layers if layer.sparse and layer.weight.requires_grad}
-
-
-def settings_of_sparse(takes: tuple[str, ...], has_fused: bool) -> dict[str, Any]:
-    """Return the settings of a group with sparse gradients; takes, has_fused: those of the optimizer."""
-    off = {name: value for name, value in _OFF.items() if name in takes}
-    return {**off, "foreach": False, **({"fused": False} if has_fused else {})}
-
-
 class SparseAdam(torch.optim.Optimizer):
     """torch's SparseAdam for the groups with SPARSE, and Adam for all others.
 
@@ -469,3 +466,93 @@ class SparseAdam(torch.optim.Optimizer):
         """Update all parameters."""
         for part in self.parts:
             part.step()
+
+
+Shape = Callable[[int], float]
+"""The factor of the base rate, as a function of the number of previous updates."""
+ScheduleFunction = Callable[..., float]
+"""A script's own: ``f(step)`` or ``f(step, total_steps)``."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A base rate times a factor: a linear warm-up, followed by a shape.
+
+    During the first `warmup_steps` the factor increases linearly, from 1 / warmup_steps in the first step to
+    1 in the last one.
+    """
+
+    base: float
+    shape: Shape
+    warmup_steps: int = 0
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the base rates after `step` updates."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.shape(step)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate after `step` updates."""
+        return self.base * self.factor(step)
+
+
+def constant(step: int) -> float:
+    """Keep the base rate."""
+    return 1.0
+
+
+def steps_down(boundaries: tuple[int, ...], decay_factor: float) -> Shape:
+    """Multiply the base rate by `decay_factor` at each boundary."""
+    return lambda step: decay_factor ** sum(step >= boundary for boundary in boundaries)
+
+
+def polynomial(first: int, last: int, power: float = 1.0, end: float = 0.0) -> Shape:
+    """Decay from base to base * end as (1 - t)^power, where t goes from 0 at `first` to 1 at `last`.
+
+    From `last` on the rate is constant.
+    """
+    return lambda step: end + (1 - end) * (1 - _share(step, first, last)) ** power
+
+
+def cosine(first: int, last: int, end: float = 0.0, cycles: int = 1) -> Shape:
+    """Decay from base to base * end as half a cosine (Loshchilov and Hutter 2017), `cycles` times.
+
+    The cycles have equal length; each starts at base (warm restarts). From `last` on the rate is constant.
+    """
+
+    def shape(step: int) -> float:
+        share = _share(step, first, last)
+        in_cycle = 1.0 if share == 1 else share * cycles % 1
+        return end + (1 - end) * (1 + math.cos(math.pi * in_cycle)) / 2
+
+    return shape
+
+
+def exponential(first: int, last: int, end: float) -> Shape:
+    """Decay from base to base * end by a constant factor per step; from `last` on the rate is constant."""
+    return lambda step: end ** _share(step, first, last)
+
+
+def custom(function: Callable[[int], float], name: str) -> Shape:
+    """Multiply the base rate by the result of a user's function, which must depend only on the step.
+
+    Raises OptionError, at that step, if the function raises or does not return a finite number >= 0.
+    """
+    expected = "expected a function of the number of updates and, if it has that parameter, total_steps"
+
+    def shape(step: int) -> float:
+        with refusing(f"the schedule {name} failed for step {step}", expected):
+            factor = float(function(step))
+        if not 0 <= factor < math.inf:
+            raise OptionError(
+                f"the schedule {name} returned {factor} for step {step}; expected a factor of the learning "
+                "rate, a finite number of 0 or more"
+            )
+        return factor
+
+    return shape
+
+
+def _share(step: int, first: int, last: int) -> float:
+    return min(1.0, max(0, step - first) / max(1, last - first))

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.config.runtime import HIGHEST_SCALE
-from plsc.optim.loss_scaling import MOST_SKIPS, LossScaler, scale_gradient, unscale
+from plsc.models.precision import HIGHEST_SCALE, MOST_SKIPS, LossScaler, scale_gradient, unscale
 
 SMALL = {"incr_every": 3, "decr_every": 2}
 
