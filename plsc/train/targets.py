@@ -120,7 +120,8 @@ def load_targets(
             )
         if target.name == NAME and data.val_dir is not None:
             raise OptionError(
-                f"data.val_targets has {NAME!r}, the name of the results on data.val_dir; rename it"
+                f"there is a pair file named {NAME!r}, which is the name of the results on data.val_dir; "
+                "rename the file"
             )
     batch = options.train.test_batch_size * ranks / 2  # pairs
     return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -258,7 +259,8 @@ def test_a_run_does_not_write_through_a_link_in_its_folder(name, work):
     options = in_save_dir(work)
     (work / "run" / name).symlink_to(work / "faces" / "label.txt")
     before = content(work / "faces")
-    run("train", *options)
+    with contextlib.suppress(OSError):  # metrics.jsonl is continued; the others are replaced
+        run("train", *options)
     assert content(work / "faces") == before
 
 
