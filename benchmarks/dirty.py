@@ -38,7 +38,7 @@ import numpy as np
 from plsc import Entry, open_embeddings
 from plsc.checkpoint import load_weights
 from plsc.clean import faults
-from plsc.clean.duplicates import find_duplicates, planted_copies
+from plsc.clean.faults import find_duplicates, planted_copies
 from plsc.clean.faults import (
     compare_labels,
     mixed_classes,

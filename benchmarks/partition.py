@@ -56,10 +56,8 @@ BASELINES = (
 )
 WAYS = (
     *BASELINES,
-    ours("plsc, within memory", "--memory 8G"),
-    ours("plsc, within memory, left in the cache", "--memory 8G --no_sync"),
-    ours("plsc, bound of 256 MB, left in the cache", "--memory 256M --no_sync"),
-    ours("plsc, within memory, 1 worker", "--memory 8G --workers 1"),
+    ours("plsc, bound of 8 GB", "--memory 8G"),
+    ours("plsc, bound of 8 GB, 1 worker", "--memory 8G --workers 1"),
     ours("plsc, bound of 256 MB", "--memory 256M"),
     ours("plsc, bound of 64 MB", "--memory 64M"),
     Way("cat in* | shuf | split -n r/8", f"cat {{files}} | shuf | split -n r/{PARTS} - {{out}}/part"),

@@ -6,7 +6,6 @@ The memory of a plan is proportional to the given list, not to the number of cla
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import operator
 import os
@@ -91,10 +90,7 @@ class Plan:
 
     @cached_property
     def _inverse(self) -> np.ndarray:
-        assert self.order is not None
-        inverse = np.empty_like(self.order)
-        inverse[self.order] = np.arange(len(inverse))
-        return inverse
+        return np.argsort(_none() if self.order is None else self.order)
 
     def joined_by(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the entries of (joined, members) whose new class is in start..stop - 1."""
@@ -114,20 +110,19 @@ class Plan:
 class ClassList:
     """Class numbers, int64 [n, columns], each in 0..classes - 1.
 
-    name: for messages. sha256: of the file, or of the lines that a file with these numbers would have.
+    name: for messages.
     """
 
     name: str
     numbers: np.ndarray
-    sha256: str
 
     def wrong(self, row: int, what: str) -> DataError:
         """Return an error about a row, which is line row + 1 of a file."""
         return DataError(f"{self.name}:{row + 1}: {what}")
 
 
-def make_plan(what: str, before: int, given: ClassNumbers | int) -> tuple[Plan, ClassList | None]:
-    """Return the plan for a change of `before` classes, and the list that it is made from.
+def make_plan(what: str, before: int, given: ClassNumbers | int) -> Plan:
+    """Return the plan for a change of `before` classes.
 
     what, given: an argument of `change_classes` and its value. Raises DataError.
     """
@@ -135,7 +130,7 @@ def make_plan(what: str, before: int, given: ClassNumbers | int) -> tuple[Plan, 
         count = operator.index(given)  # type: ignore[arg-type]
         if count < 1:
             raise DataError(f"grow is {count}; expected the number of new classes, 1 or more")
-        return Plan(what, before, before + count), None
+        return Plan(what, before, before + count)
     listed = read_class_list(given, what, 2 if what == "merge" else 1, before)  # type: ignore[arg-type]
     numbers = listed.numbers[:, 0]
     order = np.argsort(numbers, kind="stable")
@@ -152,10 +147,10 @@ def make_plan(what: str, before: int, given: ClassNumbers | int) -> tuple[Plan, 
             else f"{listed.name} leaves {left} of {before} classes; a classifier needs at least two"
         )
     if is_reorder:
-        return Plan(what, before, before, order=numbers), listed
+        return Plan(what, before, before, order=numbers)
     removed = numbers[order]
     if what == "drop":
-        return Plan(what, before, left, removed), listed
+        return Plan(what, before, left, removed)
     targets = listed.numbers[:, 1]
     place = np.minimum(np.searchsorted(removed, targets), len(removed) - 1)
     wrong = np.flatnonzero(removed[place] == targets)
@@ -168,7 +163,7 @@ def make_plan(what: str, before: int, given: ClassNumbers | int) -> tuple[Plan, 
     joins = targets[order]
     new = joins - np.searchsorted(removed, joins)
     by_target = np.argsort(new, kind="stable")
-    return Plan(what, before, left, removed, joins, new[by_target], removed[by_target]), listed
+    return Plan(what, before, left, removed, joins, new[by_target], removed[by_target])
 
 
 def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) -> ClassList:
@@ -186,11 +181,10 @@ def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) 
         rows: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
         lines = (" ".join(map(str, row if isinstance(row, Iterable) else [row])) for row in rows)
         name, file = what, io.BytesIO("".join(f"{line}\n" for line in lines).encode())
-    flat, digest = array("q"), hashlib.sha256()
+    flat = array("q")
     blank = 0  # the first blank line
     with file:
         for line_number, line in enumerate(file, start=1):
-            digest.update(line)
             words = (without_mark(line, name) if line_number == 1 else line).split()
             if not words:
                 blank = blank or line_number
@@ -200,11 +194,10 @@ def read_class_list(given: ClassNumbers, what: str, columns: int, classes: int) 
                 or not all(word.isdigit() and len(word) <= _MAX_DIGITS for word in words)
             ):
                 expected = "a class number" if columns == 1 else "two class numbers, 'from to'"
-                got = "a blank line" if blank else ascii(line.decode("utf-8", "replace").rstrip("\r\n")[:60])
-                raise DataError(f"{name}:{blank or line_number}: expected {expected}, got {got}")
+                raise DataError(f"{name}:{blank or line_number}: expected {expected}, got {line[:60]!r}")
             else:
                 flat.extend(map(int, words))
-    class_list = ClassList(name, np.asarray(flat).reshape(-1, columns), digest.hexdigest())
+    class_list = ClassList(name, np.asarray(flat).reshape(-1, columns))
     outside = np.argwhere(class_list.numbers >= classes)
     if not flat:
         raise DataError(f"{name} is empty; expected one class per line")
@@ -282,10 +275,8 @@ def set_directions(weight: StoredTensor, plan: Plan, directions: Directions) -> 
         norm = wanted.norm(dim=1, keepdim=True)
         wrong = (~(norm.isfinite() & (norm > 0)))[:, 0].nonzero()
         if len(wrong):
-            raise DataError(
-                f"the direction of new class {low + int(wrong[0])} has the norm "
-                f"{float(norm[wrong[0, 0]])}; expected a finite vector that is not zero"
-            )
+            number, value = low + int(wrong[0]), float(norm[wrong[0, 0]])
+            raise DataError(f"the direction of new class {number} has the norm {value}; expected more than 0")
         values = _rows_as_bytes(_stored(weight, wanted / norm * length))
         rows[low - first :, : values.shape[1]] = values  # sets the first sub-centre
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from plsc.checkpoint.class_plan import (
     Change,
-    ClassList,
     ClassNumbers,
     Directions,
     Plan,
@@ -109,14 +108,14 @@ def change_classes(
     manifest = opened.manifest
     classes = manifest.head.class_num
     moved = _with_class_rows(old, manifest)
-    plan, class_list = make_plan(given[0], classes, wanted[given[0]])
+    plan = make_plan(given[0], classes, wanted[given[0]])
     changes = _changes(opened, plan, rows, directions)
     check_checksums(old, manifest, sorted(manifest.files))
     named = _new_names(old, manifest, plan, names)
     tensors = _new_tensors(manifest, plan, moved)
     tensors |= {role.key: info_of(role, tensor) for role, tensor in named.items()}
     replaced = {role.key: tensor for role, tensor in named.items()}
-    entry = _lineage(old, plan, class_list, rows, directions is not None)
+    entry = _lineage(old, plan, rows, directions is not None)
     with publishing_folder(new) as temporary:
         shards = _entries(opened, tensors, plan, moved, changes, replaced)
         files = write_shards(temporary, shards)
@@ -143,8 +142,7 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
     odd = [key for key in keys if manifest.tensors[key].shape[:1] != (manifest.class_num,)]
     if weight is None or len(weight.shape) not in (2, 3) or odd:
         raise CheckpointError(
-            f"{folder} has no class weights ({_WEIGHT}), or {odd[:3]} do not have a row for each of the "
-            f"{manifest.class_num} classes; choose another checkpoint"
+            f"{folder} has no class weights ({_WEIGHT}), or {odd[:3]} do not have {manifest.class_num} rows"
         )
     return keys
 
@@ -235,9 +233,7 @@ def _entries(
     return list(files.values())
 
 
-def _lineage(
-    source: Path, plan: Plan, class_list: ClassList | None, rows: str, by_directions: bool
-) -> dict[str, Any]:
+def _lineage(source: Path, plan: Plan, rows: str, by_directions: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "what": plan.what,
         "source": source.resolve().name,
@@ -249,8 +245,6 @@ def _lineage(
         entry["rows"] = "directions" if by_directions else "initial"
     if plan.what == "merge":
         entry["rows"] = rows
-    if class_list is not None:
-        entry["list"] = {"lines": len(class_list.numbers), "sha256": class_list.sha256}
     return entry
 
 

@@ -112,8 +112,7 @@ def read_insightface(path: Path) -> Source:
     backbones = [(not m[1], int(m[1] or 0), m[0]) for m in map(_BACKBONE.fullmatch, names_in(path)) if m]
     if not files or not (states or backbones):
         raise CheckpointError(
-            f"{path} has neither checkpoint_gpu_<rank>.pt nor rank_<rank>_softmax_weight.pt with "
-            "backbone.pth; give a folder with the files of all ranks, or the file of a backbone"
+            f"{path} has neither checkpoint_gpu_<rank>.pt nor rank_<rank>_softmax_weight.pt with backbone.pth"
         )
     weights: list[Tensor] = []
     for file in files.values():
@@ -131,10 +130,8 @@ def read_insightface(path: Path) -> Source:
     rows = join_rows(weights, f"the class weights of {path}")
     share, left = divmod(rows.shape[0], len(weights))
     if [len(weight) for weight in weights] != [share + (rank < left) for rank in range(len(weights))]:
-        raise CheckpointError(
-            f"{path}: the shapes {[list(weight.shape) for weight in weights]!s:.200} do not fit the class "
-            f"weights of {len(weights)} ranks; files are missing or from different runs"
-        )
+        shapes = [list(weight.shape) for weight in weights]
+        raise CheckpointError(f"{path}: the shapes {shapes!s:.200} are not those of {len(weights)} ranks")
     source.rows[WEIGHT] = rows
     return source
 
@@ -150,8 +147,8 @@ def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
     named = {"conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"}
     if not named <= set(state) or depth is None or weight is None or len(weight.shape) != 2:
         raise CheckpointError(
-            f"{where} is not an iresnet of insightface; name its network with --model, such as "
-            "torchvision/resnet18, --emb_size and --image_shape, and pass --layout state_dict"
+            f"{where} is not an iresnet of insightface; pass --layout state_dict, --model, --emb_size and "
+            "--image_shape"
         )
     emb_size, inputs = weight.shape
     side = _square_side(inputs // WIDTHS[-1], DOWNSAMPLING) if inputs % WIDTHS[-1] == 0 else None
@@ -190,8 +187,7 @@ def _loss_type(path: Path) -> tuple[str, str]:
     kinds = sorted({match[1] for match in matches})
     if len(kinds) != 1:
         raise CheckpointError(
-            f"{path}: expected files dist@<loss>@rank@<rank>.w_0 of one loss, not those of {kinds!s:.80}; "
-            "files of paddle.save (.pdparams) are pickles and are not supported"
+            f"{path}: expected files dist@<loss>@rank@<rank>.w_0 of one loss, not those of {kinds!s:.80}"
         )
     return ("dist_softmax" if kinds[0] == "softmax" else "dist_arcface"), kinds[0]
 
@@ -204,10 +200,7 @@ def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
     meta = read_record(dict[str, Any], file, file, most=_LONGEST_META)
     found = {"num_classes": class_num, "emb_dim": emb_size, "pretrain_nranks": ranks}
     if wrong := [name for name in found if meta.get(name) != found[name]]:
-        raise CheckpointError(
-            f"{file} says {wrong[0]} {str(meta.get(wrong[0]))[:40]}, the files have {found[wrong[0]]}; are "
-            "files missing?"
-        )
+        raise CheckpointError(f"{file}: {wrong[0]} is {meta.get(wrong[0])!r:.40}, not {found[wrong[0]]}")
 
 
 def _read_backbone(path: Path, given: Network, emb_size: int) -> tuple[Network, dict[str, Tensor]]:
@@ -244,10 +237,7 @@ def _recognise_resnet(path: Path, names: set[str], convolutions: int, emb_size: 
 def _variables(network: Network) -> list[tuple[str, str, bool]]:
     """Return per variable our name, Paddle's name, and whether Paddle stores it transposed."""
     if network.name is None or network.emb_size is None or network.image_shape is None:
-        raise CheckpointError(
-            "the backbone is not a PLSC ResNet for square images; name the network with --model and "
-            "--image_shape"
-        )
+        raise CheckpointError("the backbone is not a ResNet of PLSC; name it with --model and --image_shape")
     with torch.device("meta"):
         model = build_model(network.name, network.emb_size, network.image_shape)
     counts: dict[str, int] = {}

@@ -132,10 +132,8 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{file} is not a complete safetensors file: {' '.join(str(error).split())[:200]}; "
-            "download it again"
-        ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{file} is not a complete safetensors file: {reason}") from error
 
 
 def _read_torch_file(file: Path) -> Any:
@@ -219,10 +217,7 @@ def _check_tensors(value: Any, file: Path) -> None:
             value.requires_grad_(False)  # set for parameters
             there = min(value.untyped_storage().nbytes(), file.stat().st_size)
             if value.nbytes > there:
-                raise CheckpointError(
-                    f"{file}: a tensor of shape {str(list(value.shape))[:80]} needs more than its {there} "
-                    "bytes in the file; download it again"
-                )
+                raise CheckpointError(f"{file}: a tensor {list(value.shape)!s:.80} has only {there} bytes")
         elif isinstance(value, (dict, list, tuple)):
             left += value.values() if isinstance(value, dict) else value
 
@@ -303,10 +298,8 @@ def join_rows(parts: Sequence[Tensor], what: str) -> RowParts:
     for part in parts:
         fits = len(part.shape) >= 1 and part.shape[1:] == first.shape[1:] and part.dtype.is_floating_point
         if not fits:
-            raise CheckpointError(
-                f"{what} is {part.dtype} of shape {str(list(part.shape))[:80]} in one file, but "
-                f"{first.dtype} {str(list(first.shape))[:80]} in the first; expected floats of one row shape"
-            )
+            kinds = [f"{one.dtype} {list(one.shape)!s:.80}" for one in (first, part)]
+            raise CheckpointError(f"{what} is {kinds}; expected floats of one row shape in all files")
     return RowParts(tuple(parts))
 
 

@@ -163,7 +163,8 @@ class WeightsFile:
                     self._create()
                 else:
                     self._open_pages(mark)
-                    self._roll_back(mark)
+                    for newer in self._undo(mark, self._write_back):  # a kill meanwhile does no harm
+                        self._journal.delete(newer)
                 self._write_header(_boot_id())
                 self._journal.begin(mark or START, self._checksums)
         finally:
@@ -240,14 +241,8 @@ class WeightsFile:
         self._checksums = checksums[-1]
         return marks[:-1]
 
-    def _roll_back(self, mark: str) -> None:
-        """Undo the changes after a checkpoint. A kill meanwhile does no harm."""
-
-        def undo(numbers: np.ndarray, data: np.ndarray) -> None:
-            self._transfer(True, _Pages(torch.from_numpy(numbers), torch.from_numpy(data)))
-
-        for newer in self._undo(mark, undo):
-            self._journal.delete(newer)
+    def _write_back(self, numbers: np.ndarray, data: np.ndarray) -> None:
+        self._transfer(True, _Pages(torch.from_numpy(numbers), torch.from_numpy(data)))
 
     # A step.
 
@@ -432,10 +427,7 @@ class WeightsFile:
                 )
             self._journal.key = str(header.get("id"))
         if reason:
-            raise CheckpointError(
-                f"{self.folder} {reason}; or resume a copy from `plsc checkpoint copy`, with the weights in "
-                "an empty folder"
-            )
+            raise CheckpointError(f"{self.folder} {reason}; or resume a copy from `plsc checkpoint copy`")
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -444,8 +436,7 @@ class WeightsFile:
         except OSError as error:
             raise TrainingError(
                 f"cannot read or write {error.filename or self.folder}: {error.strerror}; head.weights_file "
-                "must be a folder on a local disk with enough space that this user can write to. The last "
-                "checkpoint can be resumed"
+                "must be a folder on a local disk with space. The last checkpoint can be resumed"
             ) from error
 
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from plsc.data.files import name_key
 from plsc.data.lists import Listing, check_listable, read_listing, write_list, write_origin, write_rows
-from plsc.data.sources.base import printable
-from plsc.errors import DataError, check_name
+from plsc.errors import DataError, check_name, printable
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_regular, without_mark
 
@@ -168,10 +167,7 @@ def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict
 def _check(change: Change, owners: Mapping[str, str], classes: Container[str]) -> None:
     """Raise DataError if a change is impossible by itself. owners: class by path."""
     if (change.change, bool(change.image), bool(change.to)) not in _SHAPES:
-        raise DataError(
-            f"'{change.change}' with these columns is no move of an image, remove of an image or class, or "
-            "merge of two classes"
-        )
+        raise DataError(f"'{change.change}' with these columns is no move, remove or merge")
     for name in (change.of, change.to if change.change == "merge" else change.of):
         if name not in classes:
             raise DataError(f"the dataset has no class '{name}'")

@@ -12,8 +12,7 @@ from plsc.errors import OptionError
 def run_list(folder: str) -> None:
     """Print one line per checkpoint, oldest first."""
     from plsc.checkpoint.manifest import checkpoints_in
-    from plsc.data.sources.base import printable
-    from plsc.errors import CheckpointError
+    from plsc.errors import CheckpointError, printable
     from plsc.storage.store import Store, format_bytes
     from plsc.storage.urls import shown
 
@@ -70,7 +69,7 @@ def run_verify(checkpoint: str) -> None:
 def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> None:
     """Delete old checkpoints."""
     from plsc.checkpoint.save import Retention, prune_all
-    from plsc.data.sources.base import printable
+    from plsc.errors import printable
 
     deleted = prune_all(folder, Retention(keep_last, save_top_k, monitor))
     print(f"deleted {len(deleted)} checkpoint(s){': ' * bool(deleted)}{printable(', '.join(deleted))}")
@@ -79,7 +78,7 @@ def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> Non
 def run_push(source: str, url: str) -> None:
     """Upload checkpoints to a store."""
     from plsc.checkpoint.remote import push
-    from plsc.data.sources.base import printable
+    from plsc.errors import printable
 
     sent = push(source, url)
     print(f"uploaded {len(sent)} checkpoint(s){': ' * bool(sent)}{printable(', '.join(sent))}")

@@ -8,45 +8,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
+from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
+from plsc.config.data import FormatArguments
 from plsc.config.option import Size
 from plsc.errors import OptionError
 from plsc.version import install
 
 
-def run_partition(**given: Any) -> None:
-    """Partition the data, verify a partition, or only count (dry run); print the result."""
-    from plsc.data.partition import PartitionOptions, partition, verify
+def run_partition(verify: bool, allowed: str | None, **given: Any) -> None:
+    """Partition the data, or verify a partition; print the result."""
+    from plsc.data import partition
     from plsc.storage.urls import shown
 
-    options = PartitionOptions(**{**given, "allowed": given["allowed"] or ()})
-    manifest = verify(options) if options.verify else partition(options)
-    counts = (
-        f"{manifest['lines']} lines, {manifest['nranks']} parts of {manifest['lines_per_rank']} lines, "
+    options = partition.PartitionOptions(**given, allowed=allowed or ())
+    manifest = partition.verify(options) if verify else partition.partition(options)
+    output = shown(options.output)
+    print(
+        f"{f'{output} is intact' if verify else f'wrote {output}'}: {manifest['lines']} lines, "
+        f"{manifest['nranks']} parts of {manifest['lines_per_rank']} lines, "
         f"{manifest['padding_lines']} of them padding"
     )
-    output = shown(options.output)
-    if options.verify:
-        print(f"{output} is intact: {counts}")
-    elif options.dry_run:
-        skipped = f"{manifest['blank_lines']} blank and {manifest['skipped_lines']} bad lines skipped"
-        print(f"would write {output}: {counts}; {skipped}; {manifest['content_bytes']} bytes")
-    else:
-        print(f"wrote {output}: {counts}")
 
 
 ALLOWED = Argument("allowed", str, None, "prefixes of URLs that lists may name: s3://bucket/,https://host/")
 _LOCATION = word("location", "the dataset: a file, a folder, or an fsspec URL (docs/formats.md)")
-_READING = (
-    Argument("image_column", str, None, "column or suffix of the images; by default common names are tried"),
-    Argument("label_column", str, None, "column or suffix of the labels; by default common names are tried"),
-    Argument(
-        "label_map", str, None, "file of class names and ids; by default ids are the order of sorted names"
-    ),
-    Argument("class_depth", int, None, "depth of the class folders, if they are nested"),
-    Argument("image_folder", str, None, "folder of the paths in a CSV or JSON lines file; default: its own"),
-    ALLOWED,
-)
+_READING = tuple(arguments_of(FormatArguments))
 
 
 def run_convert(location: str, destination: str, **options: Any) -> None:
@@ -56,32 +42,14 @@ def run_convert(location: str, destination: str, **options: Any) -> None:
     print(describe(convert(location, destination, **options), destination))
 
 
-def run_inspect(
-    location: str, check: int, sheet: str | None, sheet_images: int, seed: int, **reading: Any
-) -> None:
-    """Print an overview of a dataset, and write a sheet of its pictures."""
-    from plsc.data.overview import inspect_dataset, write_contact_sheet
+def run_inspect(location: str, check: int, seed: int, **reading: Any) -> None:
+    """Print an overview of a dataset."""
+    from plsc.data.overview import inspect_dataset
     from plsc.data.sources import open_source
 
     if check < 0:
         raise OptionError(f"--check is {check}; expected a number of samples, or 0 for all")
-    if sheet is not None:  # fail before data is read
-        _check_sheet(sheet, sheet_images)
-    source = open_source(location, **reading)
-    print(inspect_dataset(source, checked=check, seed=seed).render())
-    if sheet is not None:
-        count = write_contact_sheet(source, sheet, images=sheet_images, seed=seed)
-        print(f"wrote {count} pictures to {sheet}")
-
-
-def _check_sheet(sheet: str, sheet_images: int) -> None:
-    if sheet_images < 1:
-        raise OptionError(f"--sheet_images is {sheet_images}; expected at least 1")
-    if not sheet.lower().endswith(".png"):
-        raise OptionError(f"--sheet is {sheet!r}; expected a file name that ends in .png")
-    folder = Path(sheet).absolute().parent
-    if not folder.is_dir():
-        raise OptionError(f"--sheet is {sheet!r}, but the folder {folder} does not exist; create it first")
+    print(inspect_dataset(open_source(location, **reading), checked=check, seed=seed).render())
 
 
 def run_split(location: str, out: str, **options: Any) -> None:
@@ -115,7 +83,7 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     from plsc.storage.urls import is_url, shown
 
     network = reading.pop("model.name")
-    reading = {name: value for name, value in reading.items() if value is not None}
+    reading = {name: value for name, value in reading.items() if value not in (None, ())}
     folder = Path(out)
     if is_url(out) or (folder.exists() and not folder.is_dir()):
         raise OptionError(f"out is {shown(out)}; expected a new local folder")
@@ -206,63 +174,17 @@ GROUP = Group(
             (
                 Argument("data_dir", str, REQUIRED, "folder or fsspec URL of the data files"),
                 Argument("nranks", int, REQUIRED, "number of parts, one per rank"),
-                Argument(
-                    "file_list", str, "file_list.txt", "list of the data files: a name in data_dir, or a path"
-                ),
-                Argument(
-                    "output_dir",
-                    str,
-                    None,
-                    "output folder or fsspec URL; default: <data_dir>/partition_<nranks>",
-                ),
-                Argument(
-                    "output_name",
-                    str,
-                    None,
-                    "start of the names of the parts, before the rank: base64_rank_ gives the names of PLSC; "
-                    "default: part_0.txt, part_1.txt, ...",
-                ),
+                Argument("file_list", str, "file_list.txt", "list of the files: name in data_dir, or path"),
+                Argument("output_dir", str, None, "output folder or URL; default: data_dir/partition_nranks"),
+                Argument("output_name", str, None, "start of the names of the parts; PLSC had base64_rank_"),
                 Argument("seed", int, 0, "seed of the shuffle"),
-                Argument(
-                    "memory",
-                    Size,
-                    512 * 2**20,
-                    "memory limit, not counting the interpreter and the page cache",
-                ),
+                Argument("memory", Size, 512 * 2**20, "memory limit, without interpreter and page cache"),
                 Argument("workers", int, None, "number of threads; default: one per core, at most 8"),
-                Argument(
-                    "tmp_dir",
-                    str,
-                    None,
-                    "folder for temporary files; default: next to the output (for a URL, the system's)",
-                ),
-                Argument(
-                    "engine",
-                    str,
-                    "local",
-                    f"local, or spark for datasets too large for one machine ({install('spark')})",
-                ),
-                Argument(
-                    "master",
-                    str,
-                    None,
-                    "with engine spark: URL of the cluster, such as local[2]; default: Spark's configuration",
-                ),
+                Argument("tmp_dir", str, None, "folder for temporary files; default: next to the output"),
+                Argument("engine", str, "local", f"local, or spark ({install('spark')})"),
+                Argument("master", str, None, "URL of the Spark cluster; default: Spark's configuration"),
                 Argument("bad_lines", str, "stop", "what to do with an invalid line: stop or skip"),
-                Argument(
-                    "no_sync",
-                    bool,
-                    False,
-                    "do not wait until the parts are flushed to the disk; after a power loss they may be "
-                    "damaged, which --verify detects",
-                ),
-                Argument("delete_inputs", bool, False, "delete the data files after the output is published"),
-                Argument(
-                    "dry_run", bool, False, "read and check the inputs and report the counts; write nothing"
-                ),
-                Argument(
-                    "verify", bool, False, "check an existing output folder against its inputs; write nothing"
-                ),
+                Argument("verify", bool, False, "check an existing output against its inputs; write nothing"),
                 ALLOWED,
             ),
         ),
@@ -282,15 +204,13 @@ GROUP = Group(
             ),
         ),
         "inspect": Command(
-            "count samples and classes, find damaged images, draw samples",
+            "count samples and classes, find damaged images",
             run_inspect,
             (
                 _LOCATION,
                 *_READING,
-                Argument("landmarks", str, None, "file of landmarks, as data.landmarks: show aligned faces"),
+                Argument("landmarks", str, None, "file of landmarks, as data.landmarks: check aligned faces"),
                 Argument("check", int, 10_000, "number of random samples to decode; 0: all"),
-                Argument("sheet", str, None, "PNG file to write, with pictures of samples and their labels"),
-                Argument("sheet_images", int, 64, "number of pictures on that sheet"),
                 Argument("seed", int, 0, "seed of the random samples"),
             ),
         ),

@@ -88,9 +88,7 @@ def align(pixels: np.ndarray, landmarks: np.ndarray, height: int, width: int) ->
     x, y = landmarks.mean(axis=0)
     if not (0 <= x < pixels.shape[1] and 0 <= y < pixels.shape[0]):
         raise DataError(
-            f"the landmarks are around x={x:.0f}, y={y:.0f}, outside of the image of "
-            f"{pixels.shape[1]}x{pixels.shape[0]}; detect them again in this image",
-            kind="landmarks",
+            f"the landmarks are around x={x:.0f}, y={y:.0f}, outside of the image", kind="landmarks"
         )
     # From here on pixel centres have coordinates of n + 0.5, as in Pillow.
     matrix = similarity(landmarks + 0.5, scaled_template(height, width) + 0.5)
@@ -169,22 +167,20 @@ def _parse_file(file: BinaryIO, name: str) -> tuple[np.ndarray, np.ndarray, np.n
     keys, numbers, points = bytearray(), array("q"), array("f")
     for number, _, line in text_lines(file, name, _MAX_LINE_BYTES):
         line = line.strip()
-        if not line or (number <= _MOST_HEADERS and not keys and _is_header(line)):
+        is_header = (line.isdigit() or not any(map(_is_number, line.split()))) and not keys
+        if not line or (number <= _MOST_HEADERS and is_header):
             continue
-        try:
-            path, values = _parse(line)
-        except ValueError as problem:
-            raise DataError(f"{name}:{number}: {_EXPECTED}; {problem}") from None
+        fields = line.rsplit(None, 11)  # the path may contain blanks
+        if len(fields) < 12 or not _is_number(fields[1]):  # without a score
+            fields = line.rsplit(None, 10)
+        path, words = fields[0], fields[1:11]
+        if len(words) < 10 or not all(_is_number(word) and abs(float(word)) <= _MOST for word in words):
+            raise DataError(f"{name}:{number}: {_EXPECTED}, finite, in pixels")
         keys += _key(path)
         numbers.append(number)
-        points.extend(values)
+        points.extend(map(float, words))
     found = np.frombuffer(points, np.float32).reshape(-1, 5, 2)
     return np.frombuffer(keys, np.int64), np.frombuffer(numbers, np.int64), found
-
-
-def _is_header(line: bytes) -> bool:
-    words = line.split()
-    return (len(words) == 1 and words[0].isdigit()) or not any(map(_is_number, words))
 
 
 def _is_number(word: bytes) -> bool:
@@ -195,17 +191,6 @@ def _is_number(word: bytes) -> bool:
     return True
 
 
-def _parse(line: bytes) -> tuple[bytes, list[float]]:
-    """Return the path, which may contain blanks, and ten numbers. Raises ValueError for a wrong line."""
-    fields = line.rsplit(None, 11)
-    if len(fields) < 12 or not _is_number(fields[1]):  # without a score
-        fields = line.rsplit(None, 10)
-    values = [float(word) for word in fields[1:11]]
-    if len(values) < 10 or not all(abs(value) <= _MOST for value in values):  # also NaN
-        raise ValueError("a coordinate is missing, not finite, or over a million pixels")
-    return fields[0], values
-
-
 def _check_fit(points: np.ndarray, name: str) -> None:
     """Raise DataError if most lines do not look like faces, as in another order, or there are none."""
     z, w = ((one - one.mean(axis=-2, keepdims=True)) @ [1, 1j] for one in (points, TEMPLATE))
@@ -214,6 +199,6 @@ def _check_fit(points: np.ndarray, name: str) -> None:
     fit = np.abs((z.conj() * w).sum(axis=1)) / np.maximum(size, 1e-9)
     if not len(fit) or np.median(fit) < _WORST_FIT:
         raise DataError(
-            f"the landmarks in {name} are none, or do not look like faces; expected x1 y1 to x5 y5 of left "
-            "eye, right eye, nose, left and right corner of the mouth, as seen in the image"
+            f"the landmarks in {name} are none, or do not look like faces; expected left eye, right eye, "
+            "nose, left and right corner of the mouth, as seen in the image"
         )

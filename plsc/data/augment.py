@@ -156,7 +156,10 @@ def _change_picture(pixels: np.ndarray, augmentation: Augmentation, draws: Draws
     is_gray = pixels.shape[2] == 1
     picture = PillowImage.fromarray(pixels[:, :, 0] if is_gray else pixels)
     if is_lowered:
-        picture = _lower_resolution(picture, draws.uniform(Operation.LOW_RESOLUTION, 0))
+        share = _LOWEST_RESOLUTION + (1 - _LOWEST_RESOLUTION) * draws.uniform(Operation.LOW_RESOLUTION, 0)
+        size = max(1, round(picture.width * share)), max(1, round(picture.height * share))
+        bilinear = PillowImage.Resampling.BILINEAR
+        picture = picture.resize(size, bilinear).resize(picture.size, bilinear)
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
     for number, (enhancer, strength) in enumerate(zip(enhancers, augmentation.colour_jitter, strict=True)):
         if strength:
@@ -164,13 +167,6 @@ def _change_picture(pixels: np.ndarray, augmentation: Augmentation, draws: Draws
             picture = enhancer(picture).enhance(max(0.0, factor))
     changed = np.asarray(picture)
     np.copyto(pixels, changed[:, :, None] if is_gray else changed)
-
-
-def _lower_resolution(picture: PillowImage.Image, draw: float) -> PillowImage.Image:
-    share = _LOWEST_RESOLUTION + (1 - _LOWEST_RESOLUTION) * draw
-    size = max(1, round(picture.width * share)), max(1, round(picture.height * share))
-    bilinear = PillowImage.Resampling.BILINEAR
-    return picture.resize(size, bilinear).resize(picture.size, bilinear)
 
 
 Transform = Callable[..., Any]
@@ -232,10 +228,8 @@ def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:
         result.dtype == torch.uint8 or result.is_floating_point()
     )
     if not is_tensor or found[0] != shape:
-        raise DataError(
-            f"the transform must return a tensor {shape} of uint8 or floats, not {type(result).__name__} "
-            f"{found}"
-        )
+        kind = type(result).__name__
+        raise DataError(f"the transform must return a tensor {shape} of uint8 or floats, not {kind} {found}")
     result = result.as_subclass(torch.Tensor)  # torchvision returns a subclass
     if result.dtype == torch.uint8:
         return result

@@ -171,7 +171,6 @@ class BufferRing:
         self._shape = (batch, height, width, channels)
         self._pin = pin
         self._free: deque[np.ndarray] = deque(maxlen=_KEPT)
-        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def take(self, count: int) -> tuple[np.ndarray, torch.Tensor]:
         """Return writable pixels for ``count`` images, [n, H, W, C], and the same memory as [n, C, H, W].
@@ -187,17 +186,8 @@ class BufferRing:
             buffer = np.empty(self._shape, dtype=np.uint8)
         # The tensor's storage refers to this view, so the view lives as long as any tensor on it.
         pixels = buffer[:count]
-        self._lend(buffer, pixels)
+        weakref.finalize(pixels, self._free.append, buffer).atexit = False
         return pixels, torch.from_numpy(pixels).permute(0, 3, 1, 2)
-
-    def _lend(self, buffer: np.ndarray, pixels: np.ndarray) -> None:
-        key, lent, free = id(buffer), self._lent, self._free
-
-        def take_back(_: weakref.ref[np.ndarray]) -> None:
-            lent.pop(key, None)
-            free.append(buffer)
-
-        lent[key] = weakref.ref(pixels, take_back)
 
 
 def copied_in_side_stream(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from plsc.data.files import name_key
-from plsc.data.sources.base import Source, printable
-
-_STEP = 2**16  # names processed at a time
+from plsc.errors import printable
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,10 @@ class ClassNames:
 
     def take(self, numbers: np.ndarray) -> ClassNames:
         """Return the names of the classes `numbers`, int64 [n], in this order; -1 gives an empty name."""
-        ends = np.where(numbers >= 0, self.ends[numbers], 0)
-        lengths = np.where(numbers >= 0, self.lengths()[numbers], 0)
-        text = [np.empty(0, np.uint8)]
-        for low in range(0, len(numbers), _STEP):
-            some = lengths[low : low + _STEP]
-            moved = np.repeat(ends[low : low + _STEP] - np.cumsum(some), some)
-            text.append(self.text[moved + np.arange(len(moved))])
-        return ClassNames(np.concatenate(text), np.cumsum(lengths))
+        taken = self._array().take(pa.array(numbers, mask=numbers < 0)).fill_null(b"")
+        _, offsets, text = taken.buffers()
+        ends = np.frombuffer(offsets, np.int64)[1 : len(numbers) + 1].copy()
+        return ClassNames(np.frombuffer(text or b"", np.uint8)[: ends.max(initial=0)].copy(), ends)
 
     def resized(self, classes: int) -> ClassNames:
         """Return the names for `classes` classes: cut, or extended by empty names."""
@@ -70,20 +66,8 @@ class ClassNames:
         """Return the class number of each of `names`, int64 [n], by `name_key`; -1 if no class has it."""
         if np.array_equal(self.ends, names.ends) and np.array_equal(self.text, names.text):
             return np.arange(len(names))
-        own, other = self._keys(), names._keys()
-        mine, theirs = own._hashes(), other._hashes()
-        order = np.argsort(mine, kind="stable")
-        mine, found, left = mine[order], np.full(len(theirs), -1), np.arange(len(theirs))
-        place = np.searchsorted(mine, theirs)
-        while len(left):  # once, and again for different names of equal hashes
-            left = left[place[left] < len(mine)]
-            left = left[mine[place[left]] == theirs[left]]
-            candidates = order[place[left]]
-            same = own._equal(candidates, other, left)
-            found[left[same]] = candidates[same]
-            left = left[~same]
-            place[left] += 1
-        return found
+        found = pc.index_in(names._keys(), value_set=self._keys())
+        return found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
     def numbered(self, names: ClassNames) -> np.ndarray:
         """Return a distinct class number for each of `names`, int64 [n]: the existing one if there is one.
@@ -105,43 +89,12 @@ class ClassNames:
         source[numbers] = np.arange(len(self), len(both))
         return both.take(source)
 
-    def _keys(self) -> ClassNames:
+    def _array(self) -> pa.LargeBinaryArray:
+        buffers = [None, pa.py_buffer(np.append(0, self.ends)), pa.py_buffer(self.text)]
+        return pa.Array.from_buffers(pa.large_binary(), len(self), buffers)
+
+    def _keys(self) -> pa.LargeBinaryArray:
         if self.text.max(initial=0) < 128:
-            return self
-        return ClassNames.of([name_key(name.decode("utf-8", "surrogateescape")) for name in self._each()])
-
-    def _equal(self, numbers: np.ndarray, others: ClassNames, rows: np.ndarray) -> np.ndarray:
-        """Return whether the name of class numbers[i] is that of class rows[i] of `others`, bool [n]."""
-        same = self.lengths()[numbers] == others.lengths()[rows]
-        one, other = self.take(numbers[same]), others.take(rows[same])
-        differing = np.searchsorted(one.ends, np.flatnonzero(one.text != other.text), side="right")
-        same[np.flatnonzero(same)[differing]] = False
-        return same
-
-    def _hashes(self) -> np.ndarray:
-        return np.fromiter(map(hash, self._each()), np.int64, len(self))
-
-    def _each(self) -> Iterator[bytes]:
-        start = 0
-        for low in range(0, len(self), _STEP):
-            ends = self.ends[low : low + _STEP].tolist()
-            text, begin = self.text[start : ends[-1]].tobytes(), start
-            for end in ends:
-                yield text[start - begin : end - begin]
-                start = end
-
-
-def class_names_of(source: Source) -> ClassNames | None:
-    """Return the class names of a source whose labels are names; None if labels are numbers."""
-    names = getattr(source, "class_names", None)
-    return None if names is None else ClassNames.of(names)
-
-
-def first_and_last_class(source: Source, names: ClassNames) -> str:
-    """Return number and name of the first and last class with samples, each with the location of a sample."""
-    labels = source.labels()
-    shown = (
-        f"{labels[index]} is '{names[labels.item(index)]}' ({source.name(index)})"
-        for index in (int(labels.argmin()), int(labels.argmax()))
-    )
-    return ", ".join(shown)
+            return self._array()
+        names = (name.decode("utf-8", "surrogateescape") for name in self._array().to_pylist())
+        return ClassNames.of([*map(name_key, names)])._array()

@@ -137,13 +137,14 @@ def _decode(data: Image, channels: int) -> torch.Tensor:
             if isinstance(data, PillowImage.Image):
                 image = _decode_pillow(data, channels)
             else:
-                image = _decode_bytes(bytes(data), channels)
+                _check_file(data := bytes(data))
+                is_jpeg = data.startswith(b"\xff\xd8")
+                image = _decode_jpeg(data, channels) if is_jpeg else _decode_pillow(_open(data), channels)
     else:
         image = _from_pixels(data)
     if image.shape[0] != channels:
         raise DataError(
-            f"the image has {image.shape[0]} channels (shape {tuple(image.shape)}); expected {channels}; "
-            "convert it or change model.image_shape"
+            f"the image has {image.shape[0]} channels (shape {tuple(image.shape)}); expected {channels}"
         )
     check_normalised(image)
     return image
@@ -157,8 +158,8 @@ def check_normalised(image: torch.Tensor) -> None:
         raise DataError("the image contains nan or inf; fix it", kind="not finite")
     if image.min() >= 0 and image.max() > _MOST_NORMALISED:
         raise DataError(
-            f"the image has float values up to {float(image.max()):g}, but floats must be normalised; add "
-            "'image = (image - 127.5) / 128', or return uint8"
+            f"the image has float values up to {float(image.max()):g}, but floats must be normalised, as by "
+            "(image - 127.5) / 128"
         )
 
 
@@ -179,10 +180,7 @@ def count_pixels(data: bytes, most: int, allows_slow: bool = True) -> int:
     scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 1
     is_slow = decoders & PillowImage.DECODERS.keys() or scans * width * height > _USUAL_SCANS * most
     if width * height > most or (is_slow and not allows_slow):
-        raise DataError(
-            f"the image has {width}x{height} pixels, over the limit of {most}, or takes long to decode, as a "
-            f"{picture.format} of many scans or of an old kind; shrink it or save it again"
-        )
+        raise DataError(f"the image has {width}x{height} pixels, over {most}, or takes long to decode")
     return width * height
 
 
@@ -215,13 +213,6 @@ def _open(data: bytes) -> PillowImage.Image:
         if count > _MOST_SEGMENTS:
             raise DataError(f"the image is a PNG of over {_MOST_SEGMENTS} chunks; save it again")
     return PillowImage.open(io.BytesIO(plain), formats=PILLOW_FORMATS)
-
-
-def _decode_bytes(data: bytes, channels: int) -> torch.Tensor:
-    _check_file(data)
-    if data.startswith(b"\xff\xd8"):
-        return _decode_jpeg(data, channels)
-    return _decode_pillow(_open(data), channels)
 
 
 def check_image_bytes(length: int) -> None:
@@ -282,7 +273,13 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
         try:
             pixels = _decode_strictly(plain, channels)
         except ValueError as error:
-            if not _is_harmless(str(error), plain):
+            warning = str(error)
+            surplus = _SURPLUS.search(warning)
+            count = int(surplus[1]) if surplus else 0
+            is_few = surplus and (
+                count <= _MOST_SURPLUS or bytes(count) + bytes.fromhex(f"ff{surplus[2]}") in plain
+            )
+            if not is_few and not any(text in warning for text in _FOR_PILLOW):
                 raise
             # Pillow ignores warnings, but not a file that ends too early.
             pixels = _pixels_of(_open(plain), channels)
@@ -298,13 +295,6 @@ def _decode_strictly(data: bytes, channels: int) -> np.ndarray:
     if decode_jpeg(data, _colour_space(channels), buffer=pixels).shape != pixels.shape:
         raise ValueError("it has two frame headers")
     return pixels
-
-
-def _is_harmless(warning: str, data: bytes) -> bool:
-    if surplus := _SURPLUS.search(warning):
-        count = int(surplus[1])
-        return count <= _MOST_SURPLUS or bytes(count) + bytes.fromhex(f"ff{surplus[2]}") in data
-    return any(text in warning for text in _FOR_PILLOW)
 
 
 def _without_metadata(data: bytes) -> bytes:
@@ -339,24 +329,10 @@ def _is_upright(data: bytes, frame: int) -> bool:
 
 
 def _orientation_of(data: bytes) -> int:
-    """Return the EXIF orientation of a JPEG, 1 to 8.
-
-    Runs for each image with EXIF data, so it has a loop of its own: `_segments` takes twice the time.
-    """
-    at = 2
-    try:
-        for _ in range(_MOST_SEGMENTS):
-            marker, length = _unpack_segment(data, at)
-            if marker == 0xFFE1 and data.startswith(_EXIF, at + 4):
-                return _orientation(data[at + 4 : at + 2 + length])
-            if marker in _WITH_CONTENT:
-                at += length + 2
-            elif marker == _SCAN:
-                break
-            else:
-                at = data.find(b"\xff", at + 1)
-    except struct.error:  # the end
-        pass
+    """Return the EXIF orientation of a JPEG, 1 to 8."""
+    for marker, at, end in _segments(data):
+        if marker == 0xFFE1 and data.startswith(_EXIF, at + 4):
+            return _orientation(data[at + 4 : end])
     return 1
 
 
@@ -423,9 +399,8 @@ def _from_pixels(data: Any) -> torch.Tensor:
     is_known = isinstance(data, (np.ndarray, torch.Tensor)) and (dtype == "uint8" or "float" in dtype)
     if not is_known or len(shape) not in (2, 3):
         raise DataError(
-            "expected encoded bytes, a Pillow image, an array of uint8 [H, W, C] or [H, W] or of floats "
-            "[C, H, W], or a tensor of uint8 or floats [C, H, W] or [H, W]; got "
-            f"{type(data).__name__} {dtype} {shape}{NO_IMAGE}"
+            "expected encoded bytes, a Pillow image, an array of uint8 [H, W, C] or floats [C, H, W], or a "
+            f"tensor [C, H, W]; got {type(data).__name__} {dtype} {shape}{NO_IMAGE}"
         )
     if isinstance(data, np.ndarray) and dtype == "uint8":
         _check_size(shape[1], shape[0])

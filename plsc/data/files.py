@@ -85,7 +85,9 @@ def shard_files(location: str | Path, suffix: str) -> list[str]:
     location = str(location)
     fixed = -1  # number of folders that the user wrote, which may be hidden; -1: all
     if found := _RANGE.search(location):
-        files = _numbered(location, found)
+        first, last = int(found[1]), min(int(found[2]), int(found[1]) + _MAX_SHARDS)
+        before, after, width = location[: found.start()], location[found.end() :], len(found[1])
+        files = [f"{before}{number:0{width}d}{after}" for number in range(first, last + 1)]
     elif any(sign in base_name(location) for sign in "*?["):
         files = _matching(location)
         fixed = re.split(r"[*?[]", location)[0].count("/")
@@ -98,14 +100,6 @@ def shard_files(location: str | Path, suffix: str) -> list[str]:
     if not files:
         raise DataError(f"{shown(location)}: no file ends in {suffix}, or a range is not ascending")
     return files
-
-
-def _numbered(location: str, found: re.Match[str]) -> list[str]:
-    first, last = int(found[1]), int(found[2])
-    last = min(last, first + _MAX_SHARDS)
-    width = len(found[1])
-    before, after = location[: found.start()], location[found.end() :]
-    return [f"{before}{number:0{width}d}{after}" for number in range(first, last + 1)]
 
 
 def _matching(pattern: str) -> list[str]:
@@ -149,10 +143,7 @@ def read_file_list(
     folder = None if "/" in file_list else data_dir
     if not is_url(file_list) and not is_url(listing) and not os.path.exists(listing):  # noqa: PTH110
         if not os.path.exists(file_list):  # noqa: PTH110 - False for a name that is too long
-            raise DataError(
-                f"{listing} does not exist; create it, with the name of one data file per line, or convert "
-                "the dataset with plsc data convert"
-            )
+            raise DataError(f"{listing} does not exist; create it, with the name of one data file per line")
         listing, folder = file_list, None
     paths: dict[str, None] = {}
     with streamed(listing, folder) as file:
@@ -329,8 +320,7 @@ def load_or_build(
     there = [Path(file).stat() for file in files if not is_url(file)]
     owners = {0, os.geteuid(), *(status.st_uid for status in there[:1])}
     for place in places:
-        found = _load(place, identity, owners)
-        if found is not None:
+        if (found := _load(place, identity, owners)) is not None:
             return found
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
     if [fingerprint_of(file) for file in files] != fingerprints:
@@ -339,9 +329,10 @@ def load_or_build(
     for place in places:
         with contextlib.suppress(DataError, OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            _save(place, identity, arrays, mode)
-            found = _load(place, identity, owners)
-            if found is not None:
+            with replacing(place) as temporary:
+                temporary.touch(mode | 0o200)
+                temporary.write_bytes(save(arrays, {**identity, "crc32": _crc(arrays)}))
+            if (found := _load(place, identity, owners)) is not None:
                 return found
     return arrays
 
@@ -372,12 +363,6 @@ def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
 
 def _digest(names: Iterable[str], length: int) -> str:
     return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:length]
-
-
-def _save(path: Path, identity: dict[str, str], arrays: Arrays, mode: int) -> None:
-    with replacing(path) as temporary:
-        temporary.touch(mode | 0o200)
-        temporary.write_bytes(save(dict(arrays), {**identity, "crc32": _crc(arrays)}))
 
 
 def _load(path: Path, identity: dict[str, str], owners: Container[int]) -> dict[str, np.ndarray] | None:

@@ -322,8 +322,7 @@ class LineReader:
                 length += stop
             if self._buffers.longest < length <= MAX_LINE_BYTES:
                 raise DataError(
-                    f"{self._name}:{number}: the line is longer than {self._buffers.longest} bytes, half of "
-                    "--memory; if it is base64 of an image, raise --memory"
+                    f"{self._name}:{number}: the line is longer than {self._buffers.longest} bytes"
                 )
             if len(found) or len(piece) < len(fresh) or (is_too_long and not self._skip_bad):
                 self._behind = piece[stop:].copy()

@@ -63,18 +63,12 @@ def read_listing(location: str | Path, **reading: Any) -> tuple[Source, Listing]
     """
     source = open_source(location, **reading)
     if not isinstance(source, FileSource | RowSource) or getattr(source, "is_base64", False):
-        raise DataError(
-            f"the images of {shown(str(location))} are inside its files; a list needs image files: write "
-            "them to class folders, or to a folder with label.txt"
-        )
+        raise DataError(f"the images of {shown(str(location))} are inside its files; expected image files")
     paths = source.paths()
     first: dict[str, int] = {}
     for number, path in enumerate(paths):
         if first.setdefault(path, number) != number:
-            raise DataError(
-                f"{source.name(number)} is the same image as {source.name(first[path])}: "
-                f"'{printable(path)}'; remove one of the two"
-            )
+            raise DataError(f"{source.name(number)} is the same image as {source.name(first[path])}")
     numbers, labels = np.unique(source.labels(), return_inverse=True)
     names = source.class_names
     found = [str(number) if names is None else names[number] for number in numbers.tolist()]
@@ -90,8 +84,7 @@ def check_listable(texts: Iterable[str]) -> None:
     for text in texts:
         if _UNLISTABLE.search(text):
             raise DataError(
-                f"'{printable(text)}' cannot be in a list, because it has a tab, a line break or a blank at "
-                "an end, or is not UTF-8; rename it"
+                f"'{printable(text)}' cannot be in a list: not UTF-8, or a tab, line end or outer blank"
             )
 
 
@@ -117,7 +110,7 @@ def write_origin(
 ) -> dict[str, Any]:
     """Write ``origin.json`` in the folder of a command: where its lists come from; return the content."""
     data, images = absolute(str(location)), absolute(listing.folder)
-    how = {name: value for name, value in reading.items() if value is not None}
+    how = {name: value for name, value in reading.items() if value not in (None, ())}
     origin = {"plsc": __version__, "data": data, "images": images, "reading": without_secrets(how), **about}
     text = json.dumps(origin, indent=1, ensure_ascii=False, default=str)
     (folder / "origin.json").write_text(f"{text}\n", encoding="utf-8")
@@ -237,10 +230,7 @@ def held_out_of(listing: Listing, share: float, by: str, seed: int) -> np.ndarra
         wanted = np.minimum(held, np.bincount(listing.labels) - 1)
         found = place_in_class(listing.labels, _hashes(listing.paths, seed)) < wanted[listing.labels]
     if not found.any():
-        raise DataError(
-            f"a share of {share:g} by {by} is none: one class, and one image of each class, must be left; "
-            "choose a larger share, or the other --by"
-        )
+        raise DataError(f"a share of {share:g} by {by} is none: a class, and an image of each, must be left")
     return found
 
 

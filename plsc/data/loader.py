@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,9 +78,16 @@ class SourceLoader:
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch from step ``start_step``. Iterate over one epoch at a time."""
-        requests = _requests(self.plan, self.rank, epoch, start_step)
+        # Drawn in this process, so that the order of possibly millions of samples is stored only once.
+        requests = (
+            (self.plan.draw_epoch(epoch, step), self.plan.indices(epoch, step, self.rank))
+            for step in range(start_step, self.plan.steps_per_epoch)
+        )
         if self._processes is None:
-            return in_order(self._read, requests, self.num_workers)
+            read = self._reader.read
+            return in_order(
+                lambda request, stopped: read(request, self._ring, stopped), requests, self.num_workers
+            )
         return self._named(self._processes.in_order(requests))
 
     def describe(self) -> str:
@@ -89,20 +96,11 @@ class SourceLoader:
             return "data: images are read between the training steps (num_workers 0)"
         return f"data: {self.num_workers} {self.kind} per rank load images in the background, {self.reason}"
 
-    def _read(self, request: Request, stopped: Callable[[], bool]) -> Batch:
-        return self._reader.read(request, self._ring, stopped)
-
     def _named(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
         for batch in batches:
             if isinstance(batch.names, SampleNames):
                 batch.names.source = self.source
             yield batch
-
-
-def _requests(plan: BatchPlan, rank: int, epoch: int, start_step: int) -> Iterator[Request]:
-    # Runs in the consumer's process, so that the order of possibly millions of samples is stored only once.
-    for step in range(start_step, plan.steps_per_epoch):
-        yield plan.draw_epoch(epoch, step), plan.indices(epoch, step, rank)
 
 
 class _InProcess:

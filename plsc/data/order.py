@@ -49,13 +49,11 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if self.order == "block" and not 1 <= self.block_samples <= self.pool_samples:
             raise OptionError(
-                f"block_samples is {self.block_samples} and pool_samples {self.pool_samples}; expected "
-                "blocks of at least 1 sample, and a pool of at least one block (better tens of blocks)"
+                f"block_samples is {self.block_samples}; expected 1 to pool_samples, {self.pool_samples}"
             )
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"the dataset has no samples, or last_batch 'drop' leaves no step: {self.num_samples} samples"
-                f" for a global batch of {self.global_batch}; use a smaller batch, 'pad' or 'keep'"
+                f"{self.num_samples} samples give no step with a global batch of {self.global_batch}"
             )
 
     @property
@@ -317,15 +315,11 @@ class ClassesPlan(_PlanByClass):
         super().__post_init__()
         batch, size, class_num = self.global_batch, self.images_per_class, len(self._counts)
         if batch % size:
-            raise OptionError(
-                f"the global batch size {batch} is not a multiple of images_per_class, {size}, as "
-                "data.order 'classes' needs; change one of them"
-            )
+            raise OptionError(f"the global batch size {batch} is not a multiple of images_per_class, {size}")
         if self._per_batch > class_num:
             raise DataError(
                 f"data.order 'classes' needs {self._per_batch} classes with images for a global batch of "
-                f"{batch} with {size} images per class, but there are {class_num}; use a smaller batch, or "
-                "increase images_per_class"
+                f"{batch}, but there are {class_num}"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Describe a dataset: samples, classes, sizes and broken samples; and draw a contact sheet."""
+"""Describe a dataset: samples, classes, sizes and broken samples; small pictures of samples."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from PIL import Image as PillowImage
-from PIL import ImageDraw
 
-from plsc.data.class_names import class_names_of, first_and_last_class
 from plsc.data.decode import decode_whole
 from plsc.data.sources import Source
-from plsc.errors import DataError, in_terminal
+from plsc.data.sources.base import class_names_of, first_and_last_class
+from plsc.errors import DataError, in_terminal, naming
 from plsc.seeds import hash_key
-from plsc.storage.publish import replacing
 
 _T = TypeVar("_T")
 _MOST_TOLD = 20
-_COLUMNS, _PIXELS, _CAPTION, _GAP = 8, 112, 14, 4
-_PAPER, _INK, _FAULT = (255, 255, 255), (60, 60, 60), (200, 40, 40)
 
 
 @dataclass
@@ -86,6 +81,7 @@ def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> 
     """
     labels = source.labels()
     ids, counts = np.unique(labels, return_counts=True)
+    powers = np.floor(np.log2(counts)).astype(int)
     found = Overview(
         samples=len(labels),
         classes=len(ids),
@@ -94,7 +90,10 @@ def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> 
         fewest=int(counts.min()),
         median=float(np.median(counts)),
         most=int(counts.max()),
-        images_per_class=_histogram(counts),
+        images_per_class=[
+            (2**power, 2 ** (power + 1) - 1, int((powers == power).sum()))
+            for power in np.unique(powers).tolist()
+        ],
     )
     names = class_names_of(source)
     if names is not None:
@@ -111,18 +110,20 @@ def draw_indices(total: int, wanted: int, seed: int) -> np.ndarray:
     return np.sort(numbers.choice(total, wanted, replace=False))
 
 
-def _histogram(counts: np.ndarray) -> list[tuple[int, int, int]]:
-    powers = np.floor(np.log2(counts)).astype(int)
-    return [
-        (2**power, 2 ** (power + 1) - 1, int((powers == power).sum()))
-        for power in sorted(set(powers.tolist()))
-    ]
-
-
 def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
     sizes: list[int] = []
     pixels: Counter[str] = Counter()
-    for result in in_threads(lambda index: _check(source, index), indices.tolist()):
+
+    def check(index: int) -> tuple[int, str] | DataError:
+        try:
+            data, _ = source[index]  # an error names the sample
+            with naming(source.name, index):
+                height, width = decode_whole(data).shape[1:]
+        except DataError as error:
+            return error
+        return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
+
+    for result in in_threads(check, indices.tolist()):
         if isinstance(result, DataError):
             found.broken += 1
             if len(found.faults) < _MOST_TOLD:
@@ -141,49 +142,6 @@ def in_threads(function: Callable[[int], _T], numbers: Sequence[int]) -> Iterato
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         for start in range(0, len(numbers), 1000):  # bounds the number of waiting results
             yield from threads.map(function, numbers[start : start + 1000])
-
-
-def _check(source: Source, index: int) -> tuple[int, str] | DataError:
-    try:
-        data, _ = source[index]
-    except DataError as error:  # its message names the sample
-        return error
-    try:
-        height, width = decode_whole(data).shape[1:]
-    except DataError as error:
-        return DataError(f"{source.name(index)}: {error}")
-    return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
-
-
-def write_contact_sheet(source: Source, path: str | Path, *, images: int = 64, seed: int = 0) -> int:
-    """Write a PNG of `images` random samples, sorted by label; return their number.
-
-    Each is resized to fit a square of 112 pixels, with its label below. A red cross marks a broken sample.
-    Raises DataError if the file cannot be written.
-    """
-    labels = source.labels()
-    chosen = draw_indices(len(labels), min(images, len(labels)), seed)
-    chosen = chosen[np.argsort(labels[chosen], kind="stable")]
-    columns = min(_COLUMNS, len(chosen))
-    rows = -(-len(chosen) // columns)
-    width, height = _PIXELS + _GAP, _PIXELS + _CAPTION + _GAP
-    sheet = PillowImage.new("RGB", (columns * width + _GAP, rows * height + _GAP), _PAPER)
-    draw = ImageDraw.Draw(sheet)
-    for number, index in enumerate(chosen.tolist()):
-        row, column = divmod(number, columns)
-        left, top = column * width + _GAP, row * height + _GAP
-        picture = thumbnail(source, index, _PIXELS)
-        if picture is None:
-            corner = left + _PIXELS, top + _PIXELS
-            draw.line((left, top, *corner), _FAULT, 3)
-            draw.line((left, corner[1], corner[0], top), _FAULT, 3)
-        else:
-            inset = (_PIXELS - picture.width) // 2, (_PIXELS - picture.height) // 2
-            sheet.paste(picture, (left + inset[0], top + inset[1]))
-        draw.text((left, top + _PIXELS + 1), str(labels[index]), _INK)
-    with replacing(path) as temporary:
-        sheet.save(temporary, "PNG")
-    return len(chosen)
 
 
 def thumbnail(source: Source, index: int, side: int) -> PillowImage.Image | None:

@@ -3,7 +3,6 @@
 The archive is a pax tar in a zstd stream, which `tar --zstd -xf` also reads. Its last member,
 ``.plsc-sha256sums``, has a line ``<SHA-256>  <name>`` per file, in order, in the format of `sha256sum -c`.
 Its comment has its own SHA-256: one flipped bit in the stream can change a name there and in its own header.
-A comment before the first member has the bytes of all files, which `unpack` of earlier versions reads.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from plsc.storage.regular import open_regular
 from plsc.storage.urls import local_folder, shown
 
 SUMS = ".plsc-sha256sums"
-_COMMENT = "plsc: {} bytes"
 _CHUNK = 2**20
 _MOST_RATIO = 100  # bytes of the content per byte of the archive
 _IN_MEMORY = 16 * 2**20  # bytes of checksums; more are kept in a temporary file
@@ -51,16 +49,12 @@ def pack(folder: str | Path, destination: str) -> Packed:
     """
     root = local_folder(folder, "the folder to pack")
     _check_suffix(destination)
-    done = Packed(0, 0)
-    total = sum(path.stat().st_size for path in _files_below(root) if path.is_file())
-    header, whole = {"comment": _COMMENT.format(total)}, hashlib.sha256()
+    done, whole = Packed(0, 0), hashlib.sha256()
     with (
         publishing(destination) as file,
         pa.CompressedOutputStream(pa.PythonFile(file, mode="w"), "zstd") as stream,
         tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
-        tarfile.open(
-            fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK, pax_headers=header
-        ) as archive,
+        tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
     ):
         for path in _files_below(root):
             name = path.relative_to(root).as_posix()
@@ -74,8 +68,6 @@ def pack(folder: str | Path, destination: str) -> Packed:
             sums.write(line := _line_of(digest, name))
             whole.update(line)
             done = Packed(done.files + 1, done.content_bytes + size)
-        if done.content_bytes != total:
-            raise DataError(f"{root} changed while being packed; start again")
         entry = tarfile.TarInfo(SUMS)
         entry.size, entry.pax_headers = sums.tell(), {"comment": whole.hexdigest()}
         sums.seek(0)
@@ -119,8 +111,13 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
             else:
                 if done.content_bytes + member.size > most:
                     raise DataError(f"{title} has over {most} bytes; if you trust it, pass --max_bytes")
-                digest = _extract(content, target / member.name)
-                sums.write(line := _line_of(digest, member.name))
+                path, sha = target / member.name, hashlib.sha256()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("xb") as extracted:
+                    for data in content:
+                        sha.update(data)
+                        extracted.write(data)
+                sums.write(line := _line_of(sha.hexdigest(), member.name))
                 whole.update(line)
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
@@ -141,8 +138,7 @@ def _files_below(folder: Path, levels: int = DEEPEST) -> Iterator[Path]:
         path = Path(entry.path)
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()) or not levels:
             raise DataError(
-                f"{printable(entry.path)} is a link, a pipe or a device, or in over {DEEPEST} nested "
-                "folders; replace it by a plain file"
+                f"{printable(entry.path)} is a link, a pipe or a device, or in over {DEEPEST} nested folders"
             )
         yield path
         if entry.is_dir():
@@ -212,10 +208,7 @@ class _ForwardReader:
             raise DataError(f"{self._title} cannot be read, or is damaged ({reason})") from error
         self._position += len(data)
         if self._position > self._most:
-            raise DataError(
-                f"{self._title} has over {_MOST_RATIO} times its size in headers; if you trust it, as one of "
-                "many equal files, allow more by --max_bytes"
-            )
+            raise DataError(f"{self._title} has over {self._most} bytes; if you trust it, pass --max_bytes")
         return data
 
 
@@ -227,16 +220,6 @@ def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[by
             raise DataError(f"{title} is truncated in '{printable(member.name)}'; download it again")
         left -= len(data)
         yield data
-
-
-def _extract(content: Iterator[bytes], path: Path) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sha = hashlib.sha256()
-    with path.open("xb") as file:
-        for data in content:
-            sha.update(data)
-            file.write(data)
-    return sha.hexdigest()
 
 
 def _are_equal(content: Iterator[bytes], sums: IO[bytes]) -> bool:

@@ -69,10 +69,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairSet:
             file.seek(0)
             value = _PairUnpickler(bounded, size).load()
     except OSError as error:
-        raise DataError(
-            f"cannot read pair file {path}: {error.strerror or error}; data.val_targets expects names of "
-            "pair files in the dataset folder, without .bin, or of text lists, such as pairs.txt"
-        ) from error
+        raise DataError(f"cannot read pair file {path}: {error.strerror or error}") from error
     except (pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = printable(str(error)[:200]) or type(error).__name__
         raise DataError(f"{path} is not a pair file, or damaged: {reason}") from error
@@ -219,10 +216,7 @@ def _checked(bins: Any, flags: Any, name: str) -> PairSet:
         flags = np.frombuffer(flags.data, flags.dtype).tolist()
     is_list = isinstance(bins, (list, tuple)) and isinstance(flags, (list, tuple))
     if not is_list or not bins or len(bins) != 2 * len(flags):
-        raise DataError(
-            f"{name}: expected two lists, of encoded images and of flags, one flag for two images; "
-            f"got {_kind(bins)} and {_kind(flags)}"
-        )
+        raise DataError(f"{name}: {_kind(bins)} and {_kind(flags)}; expected two images for each flag")
     copies: dict[int, bytes] = {}  # a bytearray that is repeated is copied once
     images = []
     for index, image in enumerate(bins):

@@ -31,17 +31,13 @@ def declares_shards(reader: Any) -> bool:
 
 
 def open_reader(
-    reader: Callable[..., Any], title: str, example: Input | None = None, **arguments: int
-) -> Iterator[Any]:
-    """Return the samples of ``reader(*arguments)``, which may yield batches.
-
-    example: of samples that are not images.
-    """
-    samples = reader(*arguments.values())
-    return _unbatched(iter(samples), 4 if example is None else first_tensor(example).ndim)
+    reader: Callable[..., Any], example: Input | None, *arguments: int
+) -> Generator[Any, None, None]:
+    """Yield the samples of ``reader(*arguments)``, which may yield batches; example: of other input."""
+    return _unbatched(iter(reader(*arguments)), 4 if example is None else first_tensor(example).ndim)
 
 
-def _unbatched(items: Iterator[Any], dimensions: int) -> Iterator[Any]:
+def _unbatched(items: Iterator[Any], dimensions: int) -> Generator[Any, None, None]:
     """Yield single samples; an item may be a list of samples, or (input, labels [B]).
 
     dimensions: of a batch of input.
@@ -111,8 +107,7 @@ class ReaderLoader:
         self.shards_itself = shards_itself or declares_shards(reader)
         if self.shards_itself and global_batch < ranks:
             raise OptionError(
-                f"a reader that shards itself needs at least one sample per rank and step, but the global "
-                f"batch is {global_batch} on {ranks} ranks"
+                f"the global batch is {global_batch} for {ranks} ranks of a reader that shards itself"
             )
         self.reader = reader
         self.rank = rank
@@ -132,8 +127,8 @@ class ReaderLoader:
             self._steps = limit
         elif limit < 1:
             raise OptionError(
-                f"train.limit_train_batches is {limit}, but the length of a generator reader is unknown; set "
-                "a number of batches, or set data.train_image_num"
+                f"train.limit_train_batches is {limit}, but the length of a generator reader is unknown; "
+                "set a number of batches, or data.train_image_num"
             )
         self._limit = self._steps if is_limited(limit) else None
 
@@ -168,14 +163,13 @@ class ReaderLoader:
 
     def _run(self, epoch: int, start_step: int) -> Iterator[Batch]:
         randomness = IsolatedRandom(hash_key(self.seed, epoch))
-        arguments = {"rank": self.rank, "ranks": self.ranks} if self.shards_itself else {}
+        arguments = (self.rank, self.ranks) if self.shards_itself else ()
         with randomness.active():
-            samples = open_reader(self.reader, self.title, self.example, **arguments)
+            samples = open_reader(self.reader, self.example, *arguments)
         try:
             yield from self._batches(samples, randomness, epoch, start_step)
         finally:
-            if hasattr(samples, "close"):
-                samples.close()
+            samples.close()
 
     def _batches(
         self, samples: Iterator[Any], randomness: IsolatedRandom, epoch: int, start_step: int
@@ -207,18 +201,11 @@ class ReaderLoader:
                 samples_here = [kept[slot] for slot in slots if slot in kept]
                 yield self._collate(samples_here, epoch, step)
             step += 1
-        self._finish(epoch, step, start_step)
-
-    def _finish(self, epoch: int, steps: int, start_step: int) -> None:
-        if steps == 0:
+        if step == 0:
+            raise DataError(f"epoch {epoch} of the {self.title} has no step; is the generator new?")
+        if step < start_step and step != self._limit:
             raise DataError(
-                f"epoch {epoch} of the {self.title} has no step: expected a new generator on each call, and "
-                f"at least {self.global_batch} samples if last_batch is 'drop'"
-            )
-        if steps < start_step and steps != self._limit:
-            raise DataError(
-                f"epoch {epoch} of the {self.title} ended after {steps} steps, before step {start_step} "
-                "where the run resumes; the reader must yield the same samples as before"
+                f"epoch {epoch} of the {self.title} ended after {step} steps, before step {start_step}"
             )
 
     @property
@@ -243,30 +230,22 @@ class ReaderLoader:
         name = f"sample {ordinal} of epoch {epoch} of the {self.title}"
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(f"{name}: expected (image, label), got {type(item).__name__}")
-        return self._input(item[0], name), self._label(item[1], name), name
-
-    def _input(self, data: Any, name: str) -> Any:
-        if self.example is None:
-            return self._image(data, name)
-        with naming(str, name):
-            return as_input(data, self.example)
-
-    def _image(self, image: Any, name: str) -> torch.Tensor:
-        shape = tuple(getattr(image, "shape", ()))
-        if shape != self.image_shape:
-            what = f"{type(image).__name__} {shape}"
-            raise DataError(f"{name}: expected an array [C, H, W] {self.image_shape}, got {what}{NO_IMAGE}")
-        with naming(str, name):  # a copy, because readers reuse their buffers
-            return decode_image(torch.as_tensor(np.require(image, requirements="W")), self.image_shape)
-
-    def _label(self, label: Any, name: str) -> int:
-        number = whole_number(label, name)
+        data, number = item[0], whole_number(item[1], name)
         if number < 0 or (self.class_num is not None and number >= self.class_num):
             upper = "" if self.class_num is None else self.class_num - 1
             raise DataError(
                 f"{name}: label {number} is outside 0..{upper}; fix it or set head.class_num", kind="label"
             )
-        return number
+        shape = tuple(getattr(data, "shape", ()))
+        if self.example is None and shape != self.image_shape:
+            what = f"{type(data).__name__} {shape}"
+            raise DataError(f"{name}: expected an array [C, H, W] {self.image_shape}, got {what}{NO_IMAGE}")
+        with naming(str, name):
+            if self.example is not None:
+                return as_input(data, self.example), number, name
+            # A copy, because readers reuse their buffers.
+            pixels = torch.as_tensor(np.require(data, requirements="W"))
+            return decode_image(pixels, self.image_shape), number, name
 
     def _collate(self, samples: list[Sample], epoch: int, step: int) -> Batch:
         labels = torch.tensor([label for _, label, _ in samples], dtype=torch.int64)
@@ -278,9 +257,6 @@ class ReaderLoader:
             empty = torch.empty((0, *self.image_shape), dtype=torch.float32)
             return Batch(empty, labels, names)
         if len({image.dtype for image, _, _ in samples}) > 1:
-            raise DataError(
-                f"step {step} of epoch {epoch} of the {self.title} mixes uint8 and float images; yield only "
-                "one of them"
-            )
+            raise DataError(f"step {step} of epoch {epoch} of the {self.title} mixes uint8 and float images")
         images = torch.stack([image for image, _, _ in samples])
         return Batch(images, labels, names)

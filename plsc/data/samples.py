@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -89,7 +90,11 @@ class BatchReader:
         labels: list[int] = []
         used: list[int] = []
         floats: list[Any] = []  # float images, or samples that are not images
-        for index, sample in zip(indices.tolist(), self._read_many(indices, epoch), strict=False):
+        samples: Iterator[Sample | DataError] = (self._read_one(index, epoch) for index in indices.tolist())
+        read_many = getattr(self.source, "read_many", None)
+        if read_many is not None and not self.recipe.seed_reading:
+            samples = read_many(indices)
+        for index, sample in zip(indices.tolist(), samples, strict=False):
             if stopped():
                 raise Stopped
             filled = len(used)
@@ -103,36 +108,20 @@ class BatchReader:
             if image is not None:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
-                raise DataError(
-                    f"{self.source.name(chosen)}: it and other images of the batch are uint8 and float32; "
-                    "convert them to one type"
-                )
+                raise DataError(f"{self.source.name(chosen)}: the batch has uint8 and float32 images")
             used.append(chosen)
             labels.append(label)
         if example is not None:
             batch.images = stack_inputs(floats, example)
         else:
             batch.images = torch.stack(floats) if floats else images[: len(used)]
-            batch.mirrored = self._mirrors(used, epoch)
+            if self.recipe.augmentation.flip:
+                keys = np.array(used, np.int64) + self.recipe.first_sample
+                mirrored = are_mirrored(self.recipe.seed, epoch, keys)
+                batch.mirrored = torch.from_numpy(mirrored) if mirrored.any() else None
         batch.labels = torch.tensor(labels, dtype=torch.int64)
         batch.names = SampleNames(used, self.source)
         return batch
-
-    def _read_many(self, indices: np.ndarray, epoch: int) -> Iterator[Sample | DataError]:
-        read_many = getattr(self.source, "read_many", None)
-        if read_many is None or self.recipe.seed_reading:
-            return (self._read_one(index, epoch) for index in indices.tolist())
-        samples: Iterator[Sample | DataError] = read_many(indices)
-        return samples
-
-    def _mirrors(self, samples: list[int], epoch: int) -> torch.Tensor | None:
-        """Return which images `to_input` mirrors, bool [b]; None if none."""
-        recipe = self.recipe
-        if not recipe.augmentation.flip:
-            return None
-        keys = np.array(samples, np.int64) + recipe.first_sample
-        mirrored = are_mirrored(recipe.seed, epoch, keys)
-        return torch.from_numpy(mirrored) if mirrored.any() else None
 
     def _first_good(
         self, index: int, sample: Sample | DataError, epoch: int, out: np.ndarray, batch: Batch
@@ -144,7 +133,12 @@ class BatchReader:
                 if isinstance(sample, DataError):
                     raise sample
                 data, label = sample
-                return chosen, label, self._decoded(chosen, data, label, out)
+                with naming(self.source.name, chosen):
+                    if recipe.class_num is not None and not 0 <= label < recipe.class_num:
+                        raise DataError(f"label {label} is outside 0..{recipe.class_num - 1}", kind="label")
+                    if recipe.example is None:
+                        return chosen, label, decode_into(data, out)
+                    return chosen, label, as_input(data, recipe.example)
             except DataError as error:
                 if recipe.bad_images == "stop":
                     raise
@@ -156,19 +150,9 @@ class BatchReader:
             chosen = replacement(recipe.seed, epoch, key, attempt, len(self.source))
             sample = self._read_one(chosen, epoch)
         raise DataError(
-            f"{self.source.name(index)} is bad, and so are its {MAX_REPLACEMENTS} replacements, the last "
-            f"one: {batch.problems[-1].text}; check the dataset"
+            f"{self.source.name(index)} is bad, and so are its {MAX_REPLACEMENTS} replacements: "
+            f"{batch.problems[-1].text}"
         )
-
-    def _decoded(self, index: int, data: Image, label: int, out: np.ndarray) -> Any:
-        class_num = self.recipe.class_num
-        if class_num is not None and not 0 <= label < class_num:
-            raise DataError(
-                f"{self.source.name(index)}: label {label} is outside 0..{class_num - 1}", kind="label"
-            )
-        example = self.recipe.example
-        with naming(self.source.name, index):
-            return decode_into(data, out) if example is None else as_input(data, example)
 
     def _augmented(
         self, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
@@ -217,9 +201,11 @@ class BadSampleList:
         self.path = folder / name
         self.counts: Counter[str] = Counter()
         self._seen: set[int] = set()
-        for line in self._lines_before():
-            self._seen.add(hash(line))
-            self.counts[printable(line.split("\t", 1)[0])[:40]] += 1
+        with contextlib.suppress(OSError):
+            before = read_regular(self.path, _UNREADABLE_LIST, self.path.parent)
+            for line in before.decode(errors="replace").splitlines():
+                self._seen.add(hash(line))
+                self.counts[printable(line.split("\t", 1)[0])[:40]] += 1
 
     def add(self, problems: list[BadSample]) -> None:
         """Append new entries."""
@@ -240,10 +226,3 @@ class BadSampleList:
     def summary(self) -> str:
         """Return a summary such as ``3 undecodable, 1 missing``; empty if there are none."""
         return ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
-
-    def _lines_before(self) -> list[str]:
-        try:
-            data = read_regular(self.path, _UNREADABLE_LIST, self.path.parent)
-            return data.decode(errors="replace").splitlines()
-        except OSError:
-            return []

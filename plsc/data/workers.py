@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import faulthandler
 import gc
 import logging
 import multiprocessing
@@ -19,7 +18,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +25,6 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from plsc.errors import DataError, OptionError, refusing
-from plsc.inputs import map_tensors
 
 logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
@@ -141,14 +138,10 @@ class _Results(Queue):
         if isinstance(result, ExceptionWrapper):  # of a type that cannot be pickled
             result.exc_type, failure = RuntimeError, result
         if os.strerror(errno.ENOSPC) in str(error):
-            sizes: list[int] = []
-            images: Any = getattr(result, "images", result)
-            map_tensors(lambda one: sizes.append(getattr(one, "nbytes", 0)), images)
-            disk = shutil.disk_usage(_SHARED_MEMORY)
+            free = shutil.disk_usage(_SHARED_MEMORY).free
             failure = DataError(
-                f"{_SHARED_MEMORY} is full: a batch has {sum(sizes) / 1e6:,.1f} MB, and "
-                f"{disk.free / 1e6:,.1f} of {disk.total / 1e6:,.1f} MB are free; enlarge it, as by docker "
-                "run --shm-size=8g, or use fewer workers, or none (data.num_workers 0)"
+                f"{_SHARED_MEMORY} has only {free / 1e6:,.1f} MB free, less than a batch; enlarge it, as by "
+                "docker run --shm-size=8g, or lower data.num_workers"
             )
         self.put((number, failure))
 
@@ -207,10 +200,11 @@ def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
     except Exception as error:
         _end_workers(loader)
         if str(error).endswith("daemonic processes are not allowed to have children\n"):
-            raise OptionError(
-                "a data worker process cannot start others; set data.num_workers to 0"
-            ) from error
-        if not _is_death_of_worker(error, loader.num_workers):
+            raise OptionError("a data worker process cannot start others; set data.num_workers 0") from error
+        # A broken connection; messages of exceptions in the dataset begin with "Caught".
+        is_broken = isinstance(error, EOFError | OSError) and not str(error).startswith("Caught ")
+        is_dead = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+        if not is_dead and not (is_broken and loader.num_workers):
             raise
         reason = str(error).split("\n", 1)[0] or "it closed its connection"
         remedy, method = "if memory ran out, lower num_workers", multiprocessing.get_start_method()
@@ -229,26 +223,11 @@ def _next_of(results: Any) -> Any:
             if not str(error).startswith("DataLoader timed out"):
                 raise
         silent += _SECONDS_TO_POLL
-        if silent % SECONDS_TO_WARNING == 0:
-            logger.warning(f"no data for {silent} s from {_dump_workers(results)}")
+        message = f"no data for {silent} s from the data worker processes {[w.pid for w in results._workers]}"
         if silent >= SECONDS_TO_ERROR:
-            raise DataError(
-                f"no data for {silent} s from {_dump_workers(results)}; if reading a batch takes that long, "
-                "use smaller batches, or no worker (data.num_workers 0)"
-            )
-
-
-def _dump_workers(results: Any) -> str:
-    """Let the workers write their Python stacks to standard error (on Linux); return their process states."""
-    states = []
-    for worker in results._workers:
-        status = Path(f"/proc/{worker.pid}/status")  # not on macOS
-        lines = status.read_text().splitlines() if status.exists() else []
-        found = dict(line.split(":\t", 1) for line in lines)
-        states.append(f"data worker process {worker.pid}, state {found.get('State', 'running')}")
-        if int(found.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:  # else it is starting: it would die
-            os.kill(worker.pid, signal.SIGUSR2)
-    return "; ".join(states) + " (stacks: see standard error)"
+            raise DataError(f"{message}; use smaller batches, or no worker (data.num_workers 0)")
+        if silent % SECONDS_TO_WARNING == 0:
+            logger.warning(message)
 
 
 def _end_workers(loader: DataLoader[Any]) -> None:
@@ -262,14 +241,6 @@ def _end_workers(loader: DataLoader[Any]) -> None:
         iterator._shutdown_workers()
 
 
-def _is_death_of_worker(error: Exception, num_workers: int) -> bool:
-    if isinstance(error, RuntimeError):
-        return str(error).startswith("DataLoader worker")
-    # A broken connection; messages of exceptions in the dataset begin with "Caught".
-    is_broken = isinstance(error, (EOFError, OSError))
-    return is_broken and num_workers > 0 and not str(error).startswith("Caught ")
-
-
 def _as_it_is(result: Any) -> Any:
     return result
 
@@ -279,7 +250,6 @@ def _start_worker(worker: int) -> None:
     # worker ends when the main process requests it, or by torch's watchdog when the main process is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR2, file=2)  # for `_dump_workers`
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_main_process_asks, daemon=True).start()

@@ -179,10 +179,8 @@ def writer_of(location: str) -> Write:
     name = base_name(location).lower()
     suffix = name[name.rindex(".") :] if "." in name.lstrip(".") else ""
     if suffix not in WRITERS:
-        raise DataError(
-            f"{base_name(location)!r}: unknown suffix {suffix!r}; expected "
-            f"{', '.join(filter(None, WRITERS))}, or no suffix for a folder of base64 lines"
-        )
+        known = ", ".join(filter(None, WRITERS))
+        raise DataError(f"{base_name(location)!r}: unknown suffix {suffix!r}; expected {known}, or none")
     return WRITERS[suffix]
 
 

@@ -15,8 +15,8 @@ import torch
 from plsc.checkpoint import Manifest, read_manifest, save_checkpoint
 from plsc.checkpoint.classes import change_classes
 from plsc.config import Options, find_option
-from plsc.data.class_names import class_names_of
 from plsc.data.sources import Source, open_source
+from plsc.data.sources.base import class_names_of
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import ImagesOf
 from plsc.heads import ShardedHead

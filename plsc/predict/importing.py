@@ -148,8 +148,7 @@ def _recognise(path: Path) -> str:
     recognised = [name for name, of in patterns.items() if any(map(of.fullmatch, names))]
     if len(recognised) != 1 or (path / MANIFEST_NAME).exists():
         raise CheckpointError(
-            f"{path} is a checkpoint already, or has no known layout, or several; name one with --layout "
-            f"({', '.join(LAYOUTS[1:])}), or give a single file"
+            f"{path} is a checkpoint already, or has no known layout, or several; pass --layout: {LAYOUTS}"
         )
     return recognised[0]
 
@@ -201,10 +200,7 @@ def _network_of(weights: Source, source: str) -> tuple[dict[str, Tensor], Option
     refuse_no_match(match, source, "choose the network with --model, --emb_size and --image_shape")
     lost = [name for name in match.missing if not name.endswith("num_batches_tracked")]
     if weights.is_whole and (lost or match.shapes):
-        raise CheckpointError(
-            f"{source} is not a complete {model.name} for images {list(model.image_shape)}: "
-            f"{'; '.join(match.lines()[1:])}; download it again, or name its network with --model"
-        )
+        raise CheckpointError(f"{source} is not a complete {model.name}: {'; '.join(match.lines()[1:])}")
     return state, options, match
 
 

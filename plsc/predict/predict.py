@@ -27,9 +27,15 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Options
 from plsc.data.batch import SampleNames
-from plsc.data.class_names import class_names_of
 from plsc.data.reader import declares_shards, open_reader
-from plsc.data.sources.base import FileSource, IndexedSource, Source, TorchDatasetSource, whole_number
+from plsc.data.sources.base import (
+    FileSource,
+    IndexedSource,
+    Source,
+    TorchDatasetSource,
+    class_names_of,
+    whole_number,
+)
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError, OptionError, shown, suggest
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
@@ -377,8 +383,8 @@ class StreamedSamples:
     name, count, threads = "the predict reader", None, 0
 
     def __init__(self, reader: Any, example: Input | None) -> None:
-        arguments = {"rank": 0, "ranks": 1} if declares_shards(reader) else {}
-        self._samples = _images_and_labels(open_reader(reader, "predict reader", example, **arguments))
+        arguments = (0, 1) if declares_shards(reader) else ()
+        self._samples = _images_and_labels(open_reader(reader, example, *arguments))
         self._position = 0
         self._next = next(self._samples, None)
         if self._next is None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Options
-from plsc.data.class_names import ClassNames, class_names_of
+from plsc.data.class_names import ClassNames
+from plsc.data.sources.base import class_names_of
 from plsc.errors import DataError, OptionError, suggest
 from plsc.evaluate.all_pairs import all_pair_rates, all_pairs
 from plsc.evaluate.capacity import CapacityResult, evaluate_capacity

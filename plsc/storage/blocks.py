@@ -173,21 +173,17 @@ class RemoteBytes:
         while length > 0:
             block, start = divmod(offset, BLOCK_BYTES)
             wanted = min(length, BLOCK_BYTES - start)
-            parts.append(self._read_in_block(block, start, wanted))
+            found = self._cache.read(block, start, wanted)
+            if found is None:
+                with self._locks[block % _LOCKS]:
+                    found = self._cache.read(block, start, wanted)  # another thread may have fetched it
+                    if found is None:
+                        data = self._fetch(block)
+                        self._cache.write(block, data)
+                        found = data[start : start + wanted]
+            parts.append(found)
             offset, length = offset + wanted, length - wanted
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _read_in_block(self, block: int, start: int, length: int) -> bytes:
-        found = self._cache.read(block, start, length)
-        if found is not None:
-            return found
-        with self._locks[block % _LOCKS]:
-            found = self._cache.read(block, start, length)  # another thread may have fetched it
-            if found is not None:
-                return found
-            data = self._fetch(block)
-            self._cache.write(block, data)
-        return data[start : start + length]
 
     def _fetch(self, block: int) -> bytes:
         start = block * BLOCK_BYTES

@@ -223,22 +223,17 @@ class Workspace:
                 shutil.rmtree(self.path)
         os.close(self._lock)
 
-    def publish(self, target: Path, inner: str = "", *, is_synced: bool = True) -> None:
-        """Rename the folder, or the file `inner` in it, to `target`. Raises DataError if `target` exists.
-
-        is_synced: flush to the disk first. Without it, a power loss may leave incomplete data at `target`.
-        """
+    def publish(self, target: Path, inner: str = "") -> None:
+        """Rename the folder, or the file `inner` in it, to `target`. Raises DataError if `target` exists."""
         with _as_data_error(target):
-            if is_synced:
-                for inside, _, files in os.walk(self.path):
-                    for name in (*files, "."):
-                        sync(Path(inside, name))
+            for inside, _, files in os.walk(self.path):
+                for name in (*files, "."):
+                    sync(Path(inside, name))
             if os.path.lexists(target):
                 raise DataError(f"{target} was created by another process in the meantime; it is unchanged")
             (self.path / inner).rename(target)
             self._is_published = not inner
-            if is_synced:
-                sync(target.parent)
+            sync(target.parent)
 
     def _claim(self, mode: int) -> int:
         while True:

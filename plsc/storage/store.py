@@ -85,9 +85,7 @@ class Store:
             except (FileNotFoundError, NotADirectoryError):
                 return []
             if only_folders:  # includes links, which may lead to folders
-                found = [
-                    one["name"] for one in found if one["type"] == "directory" or one.get("islink", False)
-                ]
+                found = [one["name"] for one in found if one["type"] == "directory" or one.get("islink")]
             own = self._at(folder).strip("/")
             paths = {str(one).rstrip("/") for one in found}
             return sorted(one.rsplit("/", 1)[-1] for one in paths if one.strip("/") != own)
@@ -181,8 +179,16 @@ class Store:
 
         A missing bucket is not created: it is likely a typo. Raises DataError.
         """
+        bucket = self._path.strip("/").split("/", 1)[0]
+
+        def is_there() -> bool:
+            with contextlib.suppress(PermissionError):  # a bucket may be writable but not listable
+                return bool(self._filesystem.exists(bucket))
+            return True
+
         if not self.can_rename:
-            self._check_bucket()
+            if not self.url.startswith("memory://") and not self._call(is_there, "cannot be looked up"):
+                raise DataError(f"{self.shown}: bucket {bucket!r} does not exist; create it first")
             return
         self._call(
             lambda: self._filesystem.makedirs(self._at(name), exist_ok=True),
@@ -221,18 +227,6 @@ class Store:
                     raise DataError(f"{self.shown}: {name} is a folder whose name is a pattern; delete it")
 
         self._call(call, f"{name} cannot be deleted")
-
-    def _check_bucket(self) -> None:
-        bucket = self._path.strip("/").split("/", 1)[0]
-
-        def call() -> bool:
-            with contextlib.suppress(PermissionError):  # a bucket may be writable but not listable
-                return bool(self._filesystem.exists(bucket))
-            return True
-
-        is_there = self.url.startswith("memory://") or self._call(call, "cannot be looked up")
-        if not is_there:
-            raise DataError(f"{self.shown}: bucket {bucket!r} does not exist; create it first")
 
     def _sync(self, name: str) -> None:
         """Flush a file or a folder's entries to the disk; nothing for a remote store."""

@@ -139,10 +139,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise DataError(f"{shown(url)} needs a client that is not installed; run {command}") from error
     except ValueError:
         near = did_you_mean(protocol, fsspec.available_protocols())
-        raise DataError(
-            f"{shown(url)}: unknown protocol {protocol!r}; expected a local path, or a protocol of fsspec, "
-            f"such as s3 or hdfs{near}"
-        ) from None
+        raise DataError(f"{shown(url)}: unknown protocol {protocol!r}{near}") from None
     except Exception as error:  # each client has its own exceptions
         raise DataError(
             f"{shown(url)} cannot be opened ({type(error).__name__}); check the server, port and user"
@@ -221,9 +218,8 @@ def located(name: str, folder: str, allowed: Sequence[str] = (), listing: str = 
         is_inside = is_inside and "::" not in name and ".." not in parts and name.isprintable()
     if not name or "\0" in name or not is_inside:
         raise DataError(
-            f"the location {name[:200]!r} {'has a null byte' if chr(0) in name else f'is outside {folder}'}; "
-            f"expected a relative path inside it, or one that starts with {own}/ or with a prefix in the "
-            "argument `allowed`"
+            f"the location {name[:200]!r} is outside {folder} and {own}/, or has a null byte; "
+            "name its prefix in the argument `allowed`"
         )
     return place
 

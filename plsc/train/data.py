@@ -21,14 +21,21 @@ from plsc.config import Config
 from plsc.config.data import AugmentationArguments, cache_place
 from plsc.config.option import name_and_arguments, read_arguments, shown_value
 from plsc.data.augment import Augmentation, Transform
-from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
+from plsc.data.class_names import ClassNames
 from plsc.data.files import read_file_list
 from plsc.data.loader import CachedSource, DiskCache, MemoryCache, SourceLoader, choose_kind
 from plsc.data.order import BalancedPlan, BatchPlan, ClassesPlan
 from plsc.data.reader import ReaderLoader
 from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, check_labels, open_source
-from plsc.data.sources.base import FileSource, IndexedSource, Source, TorchDatasetSource
+from plsc.data.sources.base import (
+    FileSource,
+    IndexedSource,
+    Source,
+    TorchDatasetSource,
+    class_names_of,
+    first_and_last_class,
+)
 from plsc.data.sources.rows import Base64Source
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.inputs import Input

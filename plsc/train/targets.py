@@ -12,10 +12,11 @@ import numpy as np
 from plsc.config import Config
 from plsc.config.option import shown_value
 from plsc.data.alignment import Face
-from plsc.data.class_names import ClassNames, class_names_of, first_and_last_class
+from plsc.data.class_names import ClassNames
 from plsc.data.decode import ImageShape
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
+from plsc.data.sources.base import class_names_of, first_and_last_class
 from plsc.errors import DataError, OptionError, refusing
 from plsc.evaluate.embed import ClassificationResult, ImagesOf, classify, embed_images
 from plsc.evaluate.verification import VerificationResult, read_pair_list, verify

@@ -13,7 +13,7 @@ from plsc.data.batch import to_input
 from plsc.data.decode import Image, ImageShape, decode_image
 from plsc.data.pairs import read_pairs
 from plsc.data.sources import LabelFileSource, check_labels
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, naming
 
 Reader = Callable[..., Iterator[tuple[np.ndarray, int]]]
 LoadedPairs = tuple[list[np.ndarray], list[bool]]
@@ -38,9 +38,7 @@ def arc_train(
     ``random``. Raises DataError for a label outside 0..class_dim - 1, if class_dim is set.
     """
     if data_format != "NCHW":
-        raise OptionError(
-            f"data_format is {data_format!r}; expected 'NCHW', as networks get [C, H, W] images"
-        )
+        raise OptionError(f"data_format is {data_format!r}; expected 'NCHW'")
     source = LabelFileSource(data_dir)
     if class_dim is not None:
         check_labels(source, class_dim)
@@ -92,7 +90,5 @@ def test(
 
 
 def _normalised(data: Image, image_shape: ImageShape, name: str) -> torch.Tensor:
-    try:
+    with naming(str, name):
         return to_input(decode_image(data, image_shape), "cpu")
-    except DataError as error:
-        raise error.at(name) from error

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plsc.clean.page import Part, Row, write_page
+from plsc.clean.review import Part, Row, write_page
 from plsc.data.sources import open_source
 from tests import browser
 from tests.images import write_dataset

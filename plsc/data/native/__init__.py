@@ -156,17 +156,13 @@ def _read(call: Any, table: tuple[Any, ...], wanted: tuple[np.ndarray, ...]) -> 
         room = (buffer.ctypes.data, len(buffer), sizes.ctypes.data)
         more = call(*table, *places, count - done, *room)
         # Copy all of it now: before the next value is requested, the buffer may be reused.
-        yield from _cut(buffer, sizes[:more].tolist())
+        found: list[bytes | None] = []
+        position = 0
+        for size in sizes[:more].tolist():
+            found.append(bytes(buffer.data[position : position + size]) if size >= 0 else None)
+            position += max(size, 0)
+        yield from found
         done += more
-
-
-def _cut(buffer: np.ndarray, sizes: list[int]) -> list[bytes | None]:
-    view, position = buffer.data, 0
-    found: list[bytes | None] = []
-    for size in sizes:
-        found.append(bytes(view[position : position + size]) if size >= 0 else None)
-        position += max(size, 0)
-    return found
 
 
 _SMALLEST_CRC = 4096  # bytes; below, zlib is faster

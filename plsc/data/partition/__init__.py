@@ -6,7 +6,6 @@ lines in the order of parts.py, and the folder is published. `verify` checks an 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -43,7 +42,7 @@ from plsc.storage.blocks import streamed
 from plsc.storage.publish import SAVING, Workspace, refuse_existing
 from plsc.storage.records import FileName, Text, read_record
 from plsc.storage.store import Store, staged
-from plsc.storage.urls import base_name, is_url, join, local_path, parent_of, shown
+from plsc.storage.urls import is_url, join, shown
 
 logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -76,10 +75,6 @@ class PartitionOptions:
     engine: str = "local"
     master: str | None = None
     bad_lines: str = "stop"
-    no_sync: bool = False
-    delete_inputs: bool = False
-    dry_run: bool = False
-    verify: bool = False
     allowed: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -92,12 +87,6 @@ class PartitionOptions:
             ("engine", is_spark or self.engine == "local", "local or spark"),
             ("master", is_spark or not self.master, "none without engine spark"),
             ("bad_lines", self.bad_lines in ("stop", "skip"), "stop or skip"),
-            (
-                "verify",
-                self.verify + self.dry_run + self.delete_inputs < 2,
-                "one of it, dry_run, delete_inputs",
-            ),
-            ("no_sync", not (self.no_sync and (self.delete_inputs or is_spark)), "no delete_inputs or spark"),
         ):
             if not is_valid:
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected {expected}")
@@ -123,16 +112,13 @@ class PartitionOptions:
 def partition(options: PartitionOptions) -> dict[str, Any]:
     """Shuffle the lines of the inputs and write them to nranks files with equal numbers of lines.
 
-    Returns the manifest, which is also in the output folder. The folder is published atomically. Inputs are
-    only deleted with ``delete_inputs``. Raises DataError (bad line, missing file, existing output, full disk)
-    and OptionError.
+    Returns the manifest, which is also in the output folder. The folder is published atomically. Raises
+    DataError (bad line, missing file, existing output, full disk) and OptionError.
     """
     inputs, output = list_inputs(options.data_dir, options.file_list, options.allowed), options.output
     if is_url(output) and not (store := _open_store(output)).can_rename:
         store.make_folder()  # fails early if the bucket does not exist
     refuse_existing(output)
-    if options.dry_run:
-        return _dry_run(options, inputs)
     with _output_named(output), ExitStack() as stack:
         workspace, temporary = _claim(output, options.tmp_dir, stack)
         if workspace.cleaned:
@@ -141,61 +127,32 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
             manifest = _run_on_spark(options, inputs, workspace)
         else:
             manifest = _write(options, inputs, workspace.path, temporary)
-            _check_unchanged(inputs)
+            for one in inputs:
+                one.check_unchanged()
             if is_url(output):
                 names = [*(part["name"] for part in manifest["parts"]), FILE_LIST, MANIFEST]
                 with staged(output, _open_store, names) as target:
                     _upload(workspace.path, target, names)
             else:
-                workspace.publish(Path(output), is_synced=not options.no_sync)
-    if options.delete_inputs and manifest["skipped_lines"]:
-        logger.warning("the inputs are not deleted: lines of them were skipped, and are in no output")
-    elif options.delete_inputs:
-        _delete(inputs, options.data_dir)
+                workspace.publish(Path(output))
     return manifest
-
-
-def _dry_run(options: PartitionOptions, inputs: list[Input]) -> dict[str, Any]:
-    """Read and check all lines without writing; return the counts of a manifest."""
-    buffers, counts = options.budget.buffers(1), []
-    with progress_bar("reading", None) as progress:
-        for one in inputs:
-            counts.append(InputCount())
-            with one.open() as stream:
-                for lines in read_counted(
-                    stream, one.name, counts[-1], buffers, options.skip_bad, progress.update
-                ):
-                    buffers.give_back(lines.data)
-    total = _report(counts, options.nranks)
-    return _counts_of(total, options.seed, options.nranks) | {"content_bytes": total.content_bytes}
 
 
 def _write(options: PartitionOptions, inputs: list[Input], folder: Path, temporary: Path) -> dict[str, Any]:
     """Write the parts, their list and the manifest to `folder`, which is not published yet."""
     budget, seed, nranks, skip_bad = options.budget, options.seed, options.nranks, options.skip_bad
     expected = sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
-    with pool_of(budget.workers) as pool:
-        loaded: local.Loaded | None = None
-        buckets: list[local.Bucket] = []
-        with progress_bar("reading", expected) as progress:
-            if local.fits(inputs, budget):
-                with contextlib.suppress(local.TooManyLines):
-                    loaded, counts = local.map_inputs(inputs, budget, skip_bad, progress.update, pool)
-            if loaded is None:
-                with local.BucketWriter(temporary, seed, local.bits_for(expected, budget)) as spread:
-                    counts = local.distribute(inputs, spread, budget, skip_bad, progress.update)
-                buckets = spread.buckets
-        lines = _report(counts, nranks).lines
-        names = part_names(nranks, options.output_name)
-        with progress_bar("writing", sum(one.content_bytes for one in counts)) as progress:
-            paths = [folder / name for name in names]
-            parts = Parts(paths, lines_per_rank(lines, nranks), progress.update)
-            writer = local.Writer(seed, parts, padding_lines(seed, lines, nranks))
-            if loaded is not None:
-                writer.write([loaded], pool)
-            else:
-                local.write_buckets(buckets, writer, seed, budget, pool)
-            writer.pad()
+    spread = local.BucketWriter(temporary, seed, local.bits_for(expected, budget))
+    with progress_bar("reading", expected) as progress, spread:
+        counts = local.distribute(inputs, spread, budget, skip_bad, progress.update)
+    lines = _report(counts, nranks).lines
+    names = part_names(nranks, options.output_name)
+    size = sum(one.content_bytes for one in counts)
+    with progress_bar("writing", size) as progress, pool_of(budget.workers) as pool:
+        parts = Parts([folder / name for name in names], lines_per_rank(lines, nranks), progress.update)
+        writer = local.Writer(seed, parts, padding_lines(seed, lines, nranks))
+        local.write_buckets(spread.buckets, writer, seed, budget, pool)
+        writer.pad()
     return _write_manifest(folder, seed, inputs, counts, names, parts.sizes, parts.checksums)
 
 
@@ -210,7 +167,8 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
             counts, sizes, checksums = spark.write(
                 context, inputs, target, names, options.seed, options.skip_bad
             )
-        _check_unchanged(inputs)
+        for one in inputs:
+            one.check_unchanged()
         _report(counts, options.nranks)
         for stray in folder.glob(f"{SAVING}{options.output_name or 'part_'}*"):
             stray.unlink()  # left by a killed task that was repeated elsewhere
@@ -226,19 +184,6 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
     return manifest
 
 
-def _counts_of(total: InputCount, seed: int, nranks: int) -> dict[str, int]:
-    each = lines_per_rank(total.lines, nranks)
-    return {
-        "seed": seed,
-        "nranks": nranks,
-        "lines": total.lines,
-        "lines_per_rank": each,
-        "padding_lines": each * nranks - total.lines,
-        "blank_lines": total.blanks,
-        "skipped_lines": total.skipped,
-    }
-
-
 def _write_manifest(
     folder: Path,
     seed: int,
@@ -252,10 +197,18 @@ def _write_manifest(
 
     counts: of the inputs; names, sizes, checksums: of the parts (see parts.checksum).
     """
+    total, nranks = total_of(counts), len(names)
+    each = lines_per_rank(total.lines, nranks)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "algorithm": ALGORITHM,
-        **_counts_of(total_of(counts), seed, len(names)),
+        "seed": seed,
+        "nranks": nranks,
+        "lines": total.lines,
+        "lines_per_rank": each,
+        "padding_lines": each * nranks - total.lines,
+        "blank_lines": total.blanks,
+        "skipped_lines": total.skipped,
         "inputs": [
             {
                 "name": one.name,
@@ -274,23 +227,6 @@ def _write_manifest(
     (folder / FILE_LIST).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
-
-
-def _check_unchanged(inputs: list[Input]) -> None:
-    for one in inputs:
-        one.check_unchanged()
-
-
-def _delete(inputs: list[Input], data_dir: str) -> None:
-    """Delete the inputs that are in the data folder and have not changed."""
-    root = data_dir if is_url(data_dir) else str(Path(local_path(data_dir)).resolve())
-    for one in inputs:
-        place = one.location if is_url(one.location) else str(Path(one.location).resolve())
-        if place.startswith(f"{root.rstrip('/')}/"):
-            one.check_unchanged()
-            _open_store(parent_of(one.location)).delete(base_name(one.location))
-        else:
-            logger.warning(f"{one.name} is not deleted: it is outside {shown(data_dir)}")
 
 
 def _report(counts: list[InputCount], nranks: int) -> InputCount:
@@ -332,8 +268,12 @@ def _claim(output: str, tmp_dir: str | None, stack: ExitStack) -> tuple[Workspac
 def _upload(folder: Path, target: str, names: list[str]) -> None:
     store = _open_store(target)
     with progress_bar("uploading", sum((folder / one).stat().st_size for one in names)) as progress:
+
+        def on_bytes(count: int) -> None:
+            progress.update(count)
+
         for one in names:
-            store.put(folder / one, one, progress.update)
+            store.put(folder / one, one, on_bytes)
 
 
 @contextmanager

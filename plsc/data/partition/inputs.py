@@ -83,11 +83,6 @@ class Input:
         """'gzip', 'zstd' or None, from the file's suffix."""
         return _COMPRESSED.get(posixpath.splitext(self.location)[1].lower())
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a local file without compression."""
-        return self.compression is None and not is_url(self.location)
-
     @contextmanager
     def open(self) -> Iterator[_NamedStream]:
         """Open the file for reading, decompressed. Errors, here or later, are DataError with its name."""

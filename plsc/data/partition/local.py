@@ -1,8 +1,7 @@
-"""Shuffle on one machine: in memory, or with bucket files if the data do not fit.
+"""Shuffle on one machine, with bucket files.
 
-In memory, the input files are mapped. Otherwise their lines are distributed to bucket files by the first bits
-of their keys, and the buckets are processed one after another. In both cases the lines in memory are sorted
-by their keys and copied to the parts.
+Lines are distributed to bucket files by the first bits of their keys. The buckets are processed one after
+another: their lines are sorted in memory by their keys and copied to the parts.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.lines import Lines, find_newlines, read_lines
+from plsc.data.lines import Lines
 from plsc.data.partition.inputs import (
     BYTES_PER_LINE,
-    MOST_MESSAGES,
     Budget,
     Input,
     InputCount,
@@ -28,15 +26,10 @@ from plsc.data.partition.inputs import (
     read_counted,
 )
 from plsc.data.partition.parts import LinePlaces, Parts, Run, line_keys, map_file, read_exactly, spread_lines
-from plsc.storage.regular import without_mark
 
 OnBytes = Callable[[int], object]
 
-_SPARE = 10 * 2**20
-_MOST_FILES = 512  # mapped at a time; each keeps a file open
-_PIECE_BYTES = 2**22  # part of a file that one thread searches
-_BLOCK_BYTES = 2**19  # checksum, then search this much while it is in the cache
-_MOST_BUCKETS = 256
+_LEAST_BITS, _MOST_BITS = 4, 8  # of the buckets: few files, of which each is removed before the next is read
 _RECORD = np.dtype([("number", "<u8"), ("size", "<u4")])  # per line in a bucket; size with newline
 
 
@@ -62,7 +55,8 @@ class Writer:
     def write(self, batch: list[Loaded], pool: Executor) -> None:
         """Write lines whose keys follow those of the previous batch; threads of the pool sort and copy."""
         tasks = []
-        for loaded, order in zip(batch, pool.map(self._sort, batch), strict=True):
+        orders = pool.map(lambda one: np.argsort(line_keys(self._seed, one.numbers)), batch)
+        for loaded, order in zip(batch, orders, strict=True):
             runs = self._claim(loaded.numbers[order], loaded.lines.lengths[order] + 1)
             tasks += [(run, loaded.lines, order) for run in runs]
         for _ in pool.map(lambda task: self._parts.write(*task), tasks):
@@ -76,9 +70,6 @@ class Writer:
             self._position += 1
             self._parts.copy(run, rank, offset, size)
 
-    def _sort(self, loaded: Loaded) -> np.ndarray:
-        return np.argsort(line_keys(self._seed, loaded.numbers))
-
     def _claim(self, numbers: np.ndarray, sizes: np.ndarray) -> list[Run]:
         """Return the runs of the next lines, and remember where lines needed for padding are written."""
         runs = self._parts.claim(self._position, sizes)
@@ -91,76 +82,6 @@ class Writer:
                 number = int(numbers[run.begin + hit])
                 self._places[number] = run.rank, int(ends[hit]) - size, size
         return runs
-
-
-# In memory.
-
-
-class TooManyLines(Exception):
-    """The memory cannot hold the positions of all lines."""
-
-
-def fits(inputs: list[Input], budget: Budget) -> bool:
-    """Return whether the memory can hold the inputs; map_inputs may still raise TooManyLines."""
-    is_mappable = len(inputs) <= _MOST_FILES and all(one.is_plain for one in inputs)
-    return is_mappable and sum(one.size for one in inputs) <= budget.total - _SPARE
-
-
-def map_inputs(
-    inputs: list[Input], budget: Budget, skip_bad: bool, on_bytes: OnBytes, pool: Executor
-) -> tuple[Loaded, list[InputCount]]:
-    """Map plain files and find their lines. Raises DataError for a bad line, and TooManyLines."""
-    files = []
-    for one in inputs:
-        with one.errors_named():
-            files.append(map_file(one.location, one.size))
-    room = (budget.total - _SPARE - sum(map(len, files))) // BYTES_PER_LINE
-    pieces = [
-        (index, begin) for index, file in enumerate(files) for begin in range(0, len(file), _PIECE_BYTES)
-    ]
-    counts = [InputCount() for _ in inputs]
-    newlines: list[list[np.ndarray]] = [[] for _ in inputs]
-    searched = pool.map(lambda piece: _search(files[piece[0]], piece[1], on_bytes), pieces)
-    for (index, _), (found, count) in zip(pieces, searched, strict=True):
-        counts[index].add(count)
-        newlines[index].append(found)
-        room -= len(found)
-        if room < 0:
-            raise TooManyLines
-    places = []
-    for one, file, count in zip(inputs, files, counts, strict=True):
-        places.append(_cut(file, newlines.pop(0), one.name, skip_bad, count))
-    addresses, lengths = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
-    return Loaded(LinePlaces(addresses, lengths, files), np.arange(len(lengths))), counts
-
-
-def _search(file: np.ndarray, first: int, on_bytes: OnBytes) -> tuple[np.ndarray, InputCount]:
-    """Return (newline positions, bytes and checksum) of the piece of a file that begins at `first`."""
-    piece, newlines, count = file[first : first + _PIECE_BYTES], [], InputCount()
-    for begin in range(0, len(piece), _BLOCK_BYTES):
-        block = piece[begin : begin + _BLOCK_BYTES]
-        count.see(block, first + begin)
-        newlines.append(find_newlines(block) + (first + begin))
-        on_bytes(len(block))
-    return np.concatenate(newlines), count
-
-
-def _cut(
-    data: np.ndarray, found: list[np.ndarray], name: str, skip_bad: bool, count: InputCount
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the addresses and lengths of the lines of a file, and count them. found: its newlines."""
-    newlines = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    head = data[:4].tobytes()
-    begin = len(head) - len(without_mark(head, name))
-    if len(data) > begin and data[-1] != ord("\n"):
-        newlines = np.append(newlines, len(data))  # the last newline is missing
-    lines = read_lines(data, begin, newlines, name, 1, skip_bad, count.others > 0)
-    count.lines, count.blanks, count.skipped = len(lines), lines.blanks, len(lines.skipped)
-    count.messages = lines.skipped[:MOST_MESSAGES]
-    return lines.starts + data.ctypes.data, lines.ends - lines.starts
-
-
-# With buckets.
 
 
 @dataclass
@@ -244,8 +165,6 @@ class BucketWriter:
         spread_lines(lines, order, records, counts, self._handles, offsets)
 
     def _which(self, numbers: np.ndarray) -> np.ndarray:
-        if self._bits == 0:  # one bucket; shifting by all 64 bits is undefined
-            return np.zeros(len(numbers), dtype=np.uint16)
         keys = line_keys(self._seed, numbers) >> np.uint64(64 - self._above - self._bits)
         return (keys & np.uint64(2**self._bits - 1)).astype(np.uint16)
 
@@ -261,7 +180,7 @@ class BucketWriter:
 def bits_for(size: int, budget: Budget) -> int:
     """Return b for 2**b buckets of `size` bytes in total, with some spare memory."""
     wanted = max(1, -(-size * 5 // (4 * budget.bucket)))
-    return min((wanted - 1).bit_length(), _MOST_BUCKETS.bit_length() - 1)
+    return min(max((wanted - 1).bit_length(), _LEAST_BITS), _MOST_BITS)
 
 
 def distribute(
@@ -314,7 +233,7 @@ def _fitting(buckets: list[Bucket], seed: int, budget: Budget) -> Iterator[Bucke
 
 def _split(bucket: Bucket, seed: int, budget: Budget) -> list[Bucket]:
     """Distribute a bucket over new ones, remove it, and return them in key order."""
-    spread = BucketWriter(bucket.folder, seed, max(1, bits_for(bucket.memory, budget)), bucket)
+    spread = BucketWriter(bucket.folder, seed, bits_for(bucket.memory, budget), bucket)
     at, some = 0, max(1, budget.block // 64)
     with bucket.path("records").open("rb") as file, bucket.path("lines").open("rb") as lines, spread:
         while len(records := np.fromfile(file, _RECORD, some)):

@@ -78,7 +78,8 @@ def open_source(
     if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not is_folder):
         return _make(FORMATS[suffix], str(location), options)
     if not is_url(location) and not is_folder:
-        raise DataError(f"the dataset {folder} {_describe_unknown(folder)}; {_LAYOUTS}")
+        state = "is of no known format" if os.path.exists(location) else "does not exist"  # noqa: PTH110
+        raise DataError(f"the dataset {folder} {state}; {_LAYOUTS}")
     names = {name: kind for name, kind in _names_in(str(location)).items() if not is_hidden(name)}
     if "label.txt" in names:
         return _make(LabelFileSource, location, options)
@@ -90,7 +91,10 @@ def open_source(
     is_of_folders = bool(folders) and not options.keys().isdisjoint(("class_depth", "landmarks"))
     found = None if is_of_folders else _only_dataset(str(location), names)
     if found is not None:
-        filled = 0 if is_url(location) or options.keys() - {"label_map"} else _count_filled(folder, folders)
+        filled = 0
+        if not is_url(location) and not options.keys() - {"label_map"}:
+            with suppress(DataError):  # such as for links: these are no class folders
+                filled = sum(holds_image(folder, name) for name in folders)
         if filled > 1:
             raise DataError(
                 f"{folder} has {filled} folders of images and {base_name(found)}; give the path of the file, "
@@ -106,22 +110,6 @@ def open_source(
         what = f"several datasets: {several}" if several else "no label.txt and no class folders"
         raise DataError(f"{shown(str(location))} has {what}; {_LAYOUTS}")
     return _make(ImageFolderSource, location, options)
-
-
-def _count_filled(folder: Path, names: list[str]) -> int:
-    """Return how many of the folders contain images; 0 if they cannot be class folders, as with links."""
-    with suppress(DataError):
-        return sum(holds_image(folder, name) for name in names)
-    return 0
-
-
-def _describe_unknown(path: Path) -> str:
-    if not os.path.exists(path):  # noqa: PTH110
-        return "does not exist"
-    if path.name in ("label.txt", "file_list.txt"):
-        return f"is a file list; give the folder that contains it, {path.parent}"
-    suffix = f" with the suffix {path.suffix}" if path.suffix else " without a suffix"
-    return f"cannot be opened: no format has files{suffix}"
 
 
 def _make(source: Callable[..., Source], location: str | Path, options: dict[str, Any]) -> Source:

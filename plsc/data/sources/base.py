@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from plsc.data.alignment import Landmarks
+from plsc.data.class_names import ClassNames
 from plsc.data.decode import IMAGE_SUFFIXES, MAX_FILE_BYTES, Image, check_image_bytes
 from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
@@ -164,7 +165,7 @@ class FileSource(IndexedSource):
         if missing:
             raise DataError(
                 f"{len(missing):,} of {len(self):,} images have no line in the landmarks file, such as "
-                f"{self.name(missing[0])}; add them, or train without these images: data.bad_images skip"
+                f"{self.name(missing[0])}"
             )
 
     def _image_at(self, index: int, stored: bytes | None) -> Image:
@@ -249,8 +250,24 @@ def check_labels(source: Source, class_num: int) -> None:
     first = int(bad[0])
     raise DataError(
         f"label {labels[first]} at {source.name(first)} is outside 0..{class_num - 1} ({len(bad)} of "
-        f"{len(labels)} samples are); fix it, or set head.class_num to {int(labels.max()) + 1}"
+        f"{len(labels)} samples are); fix it, or set head.class_num to {labels.max() + 1}"
     )
+
+
+def class_names_of(source: Source) -> ClassNames | None:
+    """Return the class names of a source whose labels are names; None if labels are numbers."""
+    names = getattr(source, "class_names", None)
+    return None if names is None else ClassNames.of(names)
+
+
+def first_and_last_class(source: Source, names: ClassNames) -> str:
+    """Return number and name of the first and last class with samples, each with the location of a sample."""
+    labels = source.labels()
+    shown = (
+        f"{labels[index]} is '{names[labels.item(index)]}' ({source.name(index)})"
+        for index in (int(labels.argmin()), int(labels.argmax()))
+    )
+    return ", ".join(shown)
 
 
 class Ignored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import abstractmethod
 from array import array
@@ -43,10 +44,7 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
     for name in known:
         if name in names:
             return names[name]
-    raise OptionError(
-        f"no {what} column {given!r}; the columns are: {shown}; "
-        f"name the right one with the format argument {what}_column"
-    )
+    raise OptionError(f"no {what} column {given!r}; the columns are: {shown}; set {what}_column")
 
 
 class LabelReader:
@@ -145,8 +143,7 @@ def with_label_map(labels: np.ndarray, names: list[str] | None, label_map: str |
     missing = [name for name in names or [] if name_key(name) not in ids]
     if missing:
         raise DataError(
-            f"{label_map} has no id for the class '{printable(missing[0])}' "
-            f"({len(missing)} of {len(names or [])} have none); add it"
+            f"{label_map} has no id for '{printable(missing[0])}' (and {len(missing) - 1} others)"
         )
     return np.array([ids[name_key(name)] for name in names or []], dtype=np.int64)[labels]
 
@@ -183,35 +180,15 @@ def _parse_lines(text: str) -> dict[str, int]:
 
 
 def packed_names(names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the class name of each label as the arrays ``names`` and ``name_ends``; see `names_in`."""
-    text, ends = pack_texts([name.encode("utf-8", "surrogatepass") for name in names])
-    return {"names": text, "name_ends": ends}
-
-
-def pack_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return byte strings as one array, uint8, and where each ends in it, int64 [N]."""
-    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-    return np.frombuffer(b"".join(texts), np.uint8), ends
-
-
-def text_at(text: np.ndarray, ends: np.ndarray, index: int) -> bytes:
-    """Return one of the strings packed by `pack_texts`."""
-    return text[ends.item(index - 1) if index else 0 : ends.item(index)].tobytes()
-
-
-def names_in(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
-    """Return the class names in arrays with those of `packed_names`; None if labels are numbers."""
-    if "names" not in arrays:
-        return None
-    text, ends = arrays["names"], arrays["name_ends"]
-    return [text_at(text, ends, i).decode("utf-8", "surrogatepass") for i in range(len(ends))]
+    """Return the class name of each label as the array ``names``, JSON; see `NamedLabelSource`."""
+    return {"names": np.frombuffer(json.dumps(names).encode(), np.uint8)}
 
 
 class NamedLabelSource(IndexedSource):
     """A source whose labels may be class names."""
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
-        names = names_in(found)
+        names = json.loads(found["names"].tobytes()) if "names" in found else None
         self.class_names = names if label_map is None else None
         self._labels = with_label_map(found["labels"], names, label_map)
 

@@ -77,19 +77,15 @@ class LabelFileSource(FileSource):
         paths, labels = PathTable(), array("q")
         for number, _, line in text_lines(file, "label.txt", _MAX_LINE_BYTES):
             if line := line.strip():
-                path, label = self._parse(line, number)
-                paths.append(path)
-                labels.append(label)
+                path, label = [*line.rsplit(None, 1), b""][:2]
+                with naming("label.txt:{}".format, number):
+                    paths.append(listed_path(path, *self._place))
+                    labels.append(parse_label(label))
             else:
                 self._blank_lines.append(len(paths))
         if len(paths) == 0:
             raise DataError("label.txt contains no samples; expected lines of '<path> <label>'")
         return paths, np.frombuffer(labels, dtype=np.int64)
-
-    def _parse(self, line: bytes, number: int) -> tuple[bytes, int]:
-        path, label = [*line.rsplit(None, 1), b""][:2]
-        with naming("label.txt:{}".format, number):
-            return listed_path(path, *self._place), parse_label(label)
 
 
 def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: str = "") -> bytes:
@@ -228,7 +224,7 @@ def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int
     if _depth(odd) < depth or (_depth(odd) > depth and not class_depth):
         raise DataError(
             f"{root}/{printable(odd)} contains images, at depth {_depth(odd)}; expected class folders at "
-            f"depth {depth} (class_depth); move the images, or choose the depth"
+            f"depth {depth} (class_depth)"
         )
     return depth
 
@@ -241,10 +237,26 @@ def _walk(root: Path, folder: str, ignored: Ignored) -> Iterator[tuple[str, list
     """Yield each folder's path below the root, and the names of its images, sorted; `folder` first."""
     left = [folder]
     while left:
-        folder = left.pop()
-        folders, images = _entries(root, folder, ignored)
-        yield folder, images
-        left += [f"{folder}/{name}" if folder else name for name in reversed(folders)]
+        below = left.pop()
+        folders, images, place = [], [], root / below
+        _check_link(root, place)
+        with os.scandir(place) as found:
+            for entry in sorted(found, key=lambda entry: entry.name):
+                path = posixpath.join(below, entry.name)
+                is_folder = entry.is_dir()
+                if is_hidden(entry.name):
+                    ignored.add(path, "hidden")
+                elif is_folder:
+                    folders.append(path)
+                else:
+                    if entry.is_symlink() and place != root:
+                        _check_link(root, Path(entry.path))
+                    if is_image(entry.name):
+                        images.append(entry.name)
+                    else:
+                        ignored.add(path)
+        yield below, images
+        left += reversed(folders)
 
 
 def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
@@ -273,26 +285,6 @@ def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
         else:
             ignored.add("/".join((*above, name)))
     yield from folders.items()
-
-
-def _entries(root: Path, below: str, ignored: Ignored) -> tuple[list[str], list[str]]:
-    folders: list[str] = []
-    images: list[str] = []
-    folder = root / below
-    _check_link(root, folder)
-    with os.scandir(folder) as found:
-        for entry in sorted(found, key=lambda entry: entry.name):
-            if is_hidden(entry.name):
-                ignored.add(posixpath.join(below, entry.name), "hidden")
-                continue
-            is_folder = entry.is_dir()
-            if entry.is_symlink() and not is_folder and folder != root:
-                _check_link(root, Path(entry.path))
-            if is_folder or is_image(entry.name):
-                (folders if is_folder else images).append(entry.name)
-            else:
-                ignored.add(posixpath.join(below, entry.name))
-    return folders, images
 
 
 def _check_link(root: Path, path: Path) -> None:

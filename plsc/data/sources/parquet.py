@@ -109,10 +109,7 @@ class ParquetSource(ColumnSource):
         column = self._groups.column(shard, self._label)
         names = _class_label_names(self._groups.schema(shard), self._label)
         if not (kinds.is_integer(column.type) or _is_text(column.type)) or names != self._names:
-            raise DataError(
-                f"{self._groups.title(shard)}: its labels are {column.type} with {len(names)} names, unlike "
-                "those of other files"
-            )
+            raise DataError(f"{self._groups.title(shard)}: its labels are unlike those of other files")
         mapped = dict(enumerate(names)) if labels.names_wanted else {}  # by a label map
         for chunk in column.chunks:
             values = ("" if label is None else mapped.get(label, label) for label in chunk.to_pylist())
@@ -193,8 +190,7 @@ class RowGroups:
         for number, (rows, size) in enumerate(found):
             if rows < 0 or not 0 <= size <= GROUP_BYTES:
                 raise DataError(
-                    f"{self.title(shard)}: row group {number} of {rows} rows takes {size} bytes; "
-                    f"expected at most {GROUP_BYTES}, as `plsc data convert` writes"
+                    f"{self.title(shard)}: row group {number} has {size} bytes, over {GROUP_BYTES}"
                 )
         return [rows for rows, _ in found]
 

@@ -88,10 +88,8 @@ class RecordIOSource(IndexedSource):
         labels = records.labels[rows]
         bad = np.flatnonzero(~((labels >= 0) & (labels == np.floor(labels)) & (labels < 2**62)))
         if len(bad):
-            raise DataError(
-                f"{shown(self.location)} record {keys[bad[0]]}: the label is {labels[bad[0]]:g} "
-                f"({len(bad)} such records); expected an integer of 0 or more"
-            )
+            name = f"{shown(self.location)} record {keys[bad[0]]}"
+            raise DataError(f"{name}: the label is {labels[bad[0]]:g}; expected an integer of 0 or more")
         return {
             "offsets": records.offsets[rows],
             "lengths": records.lengths[rows],
@@ -187,10 +185,7 @@ def read_idx(data: Bytes, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     _, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
     bad = np.flatnonzero(is_bad | (counts[place] > 1))
     if len(bad):
-        raise DataError(
-            f"{name}: key {keys[bad[0]]} at byte {starts[bad[0]]} is repeated, or no record begins there; "
-            "remove the .idx, which is optional"
-        )
+        raise DataError(f"{name}: key {keys[bad[0]]} is repeated, or no record begins at {starts[bad[0]]}")
     return keys, rows
 
 
@@ -215,10 +210,7 @@ def insightface_images(records: Records, keys: np.ndarray, rows: np.ndarray, nam
         with_image = np.flatnonzero(records.image_bytes[rows[chosen]] > 0)
         chosen = chosen[: with_image[-1] + 1 if len(with_image) else 0]
     elif not (end >= 1 and len(chosen) == end - 1):
-        raise DataError(
-            f"{name}: record 0 says that records 1 to {end - 1:g} are images, but there are {len(chosen)}; "
-            "download the file again"
-        )
+        raise DataError(f"{name}: record 0 announces {end - 1:g} images, but there are {len(chosen)}")
     return chosen
 
 
@@ -269,10 +261,7 @@ def pack_image(image: bytes, label: int, number: int) -> bytes:
     """
     header = HEADER.pack(0, label, number, 0) if 0 <= label < 2**62 else b""
     if not header or HEADER.unpack(header)[1] != label:
-        raise DataError(
-            f"label {label} cannot be written: .rec stores labels as 32-bit floats, exact up to "
-            f"{2**24}; write .parquet or .tar"
-        )
+        raise DataError(f"label {label} cannot be written: .rec stores labels as 32-bit floats")
     return header + image
 
 
@@ -293,10 +282,7 @@ class LmdbSource(NamedLabelSource):
             text = transaction.get(b"num-samples") or b""
             entries = transaction.stat()["entries"]
             if not text.isdigit() or len(text) > 18 or not 0 < int(text) <= entries:
-                raise DataError(
-                    f"{location}: 'num-samples' is {text[:40]!r}, but there are {entries} entries; expected "
-                    "the number of samples"
-                )
+                raise DataError(f"{location}: 'num-samples' is {text[:40]!r}, of {entries} entries")
             count = int(text)
             labels = LabelReader(names_wanted=label_map is not None)
             found = [transaction.get(b"label-%09d" % (i + 1)) or b"" for i in range(count)]

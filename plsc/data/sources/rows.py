@@ -42,7 +42,7 @@ class RowSource(ColumnSource):
 
     An image is a path (`located`), relative to `root`, or base64; the first row decides which (`is_base64`).
     Labels are integers, or class names, whose ids are their ranks in sorted order or come from `label_map`;
-    in a column ``class_name`` all are names. The file is read once; the index is stored (`index_store`).
+    in a column ``class_name`` all are names. The file is read once; the index is stored (`load_or_build`).
     `class_names` has the sorted names, or None.
 
     image_folder: folder or URL of the images; by default that of the file. allowed: as of `located`.
@@ -174,7 +174,7 @@ class CsvSource(RowSource):
     """
 
     _header_rows = 1
-    _kind = "csv-2"
+    _kind = "csv-3"
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
         return _whole_rows(self._files[0])
@@ -243,7 +243,7 @@ class JsonLinesSource(RowSource):
         DataError: names a line that is not an object, or lacks the label.
     """
 
-    _kind = "json-2"
+    _kind = "json-3"
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
         return (found for found in _lines(self._files[0]) if not found[2].isspace())
@@ -282,7 +282,7 @@ def _value(line: bytes, name: str, kinds: tuple[type, ...]) -> Any:
 class Base64Source(IndexedSource):
     """The samples of the files that ``file_list`` names, in its order, in a local folder or at an fsspec URL.
 
-    All files are read once, to index the lines and labels; the index is stored (`index_store`). Blank lines
+    All files are read once, to index the lines and labels; the index is stored (`load_or_build`). Blank lines
     are ignored. Compressed files have no random access; `plsc data partition` can read them.
 
     Args:
@@ -343,10 +343,7 @@ class Base64Source(IndexedSource):
                 firsts[-1] += len(lines)
                 buffers.give_back(lines.data)
         if not firsts[-1]:
-            raise DataError(
-                f"the files of {shown(self.locations[0])} and others contain no samples; expected lines of "
-                "'<base64>TAB<label>'"
-            )
+            raise DataError(f"{shown(self.locations[0])} contains no samples, '<base64>TAB<label>'")
         names = ("offsets", "lengths", "labels", "lines")
         columns = map(np.concatenate, zip(*found, strict=True))
         return {**dict(zip(names, columns, strict=True)), "firsts": np.array(firsts, np.int64)}

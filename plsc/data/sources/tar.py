@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from plsc.data.class_names import ClassNames
 from plsc.data.files import Shards, hidden_part, load_or_build, ranked, shard_files
 from plsc.data.sources.base import Ignored, is_image, printable
 from plsc.data.sources.columns import (
@@ -21,9 +22,7 @@ from plsc.data.sources.columns import (
     LabelReader,
     check_class_name,
     is_class_id,
-    pack_texts,
     packed_names,
-    text_at,
 )
 from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, buffered
@@ -63,23 +62,22 @@ class TarSource(ColumnSource):
         files = shard_files(location, ".tar")
         self._files = Shards(files)
         self._image, self._label = image, label
-        kind = f"tar-4 {json.dumps([image, label, labels.names_wanted])}"
+        kind = f"tar-5 {json.dumps([image, label, labels.names_wanted])}"
         index = load_or_build(files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
-        self._keys, self._key_ends = index["keys"], index["key_ends"]
+        self._keys = ClassNames(index["keys"], index["key_ends"])
         return index
 
     def name(self, index: int) -> str:
         """Return ``train-000.tar:a/17``: the shard and the sample's name in it."""
-        key = printable(text_at(self._keys, self._key_ends, index))
-        return f"{base_name(shown(self._files.locations[self._shard[index]]))}:{key}"
+        return f"{base_name(shown(self._files.locations[self._shard[index]]))}:{self._keys[index]}"
 
     def _file_numbers(self, indices: np.ndarray) -> np.ndarray:
         return self._shard[indices]
 
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
         places = array("q")  # shard, offset and length of each image
-        keys: list[bytes] = []
+        keys: list[str] = []
         names: dict[int, str] = {}  # by label
         are_named = True
         ignored = Ignored()
@@ -90,7 +88,7 @@ class TarSource(ColumnSource):
             for sample in read_samples(self._files[shard], title, wanted, ignored):
                 image = self._image_of(sample)
                 places.extend((shard, image.offset_data, image.size))
-                keys.append(sample.key.encode("utf-8", "surrogateescape"))
+                keys.append(sample.key)
                 label, name = self._label_of(sample)
                 are_named &= bool(name) and is_class_id(label) and not labels.names_wanted
                 are_named = are_named and names.setdefault(int(label), name) == name
@@ -103,13 +101,10 @@ class TarSource(ColumnSource):
             labels.extend(found(shard, shown(location)), place)
         ignored.report(self._files.locations[0])
         if not keys:
-            raise DataError(
-                f"{shown(self._files.locations[0])} contains no samples; expected members such as a/17.jpg "
-                "and a/17.cls"
-            )
+            raise DataError(f"{shown(self._files.locations[0])} contains no samples: a/17.jpg and a/17.cls")
         shards, offsets, lengths = np.array(places, np.int64).reshape(-1, 3).T
-        text, ends = pack_texts(keys)
-        arrays = {"keys": text, "key_ends": ends, **labels.arrays()}
+        packed = ClassNames.of(keys)
+        arrays = {"keys": packed.text, "key_ends": packed.ends, **labels.arrays()}
         if are_named and len(ranked(names.values())[0]) == len(names) and max(names) < _MOST_NAMES:
             arrays |= packed_names([names.get(number, "") for number in range(max(names) + 1)])
         return {"shards": shards, "offsets": offsets, "lengths": lengths, **arrays}
@@ -124,7 +119,7 @@ class TarSource(ColumnSource):
         there = ", ".join(f".{printable(suffix[:100])}" for suffix in sorted(sample.members)[:_MOST_LISTED])
         raise DataError(
             f"{sample.place} has {len(found)} images {self._image or 'of a known type'}, among {there}; "
-            f"expected one; image_column chooses it; {_ADJACENT}"
+            f"expected one (image_column); {_ADJACENT}"
         )
 
     def _label_of(self, sample: Sample) -> tuple[Label, str]:
@@ -216,19 +211,12 @@ def read_members(file: Any, title: str, *, has_end: bool = True) -> Iterator[Tar
                 yield _checked(member, title)
             if has_end:
                 file.seek(archive.offset)
-                _check_end(file)
+                rest = file.read(2**16)  # tarfile ends silently at an invalid header
+                if len(rest) < tarfile.BLOCKSIZE or rest.strip(b"\0"):
+                    raise tarfile.ReadError("its end mark is missing; give joined archives as shards")
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(
-            f"{title} is truncated, damaged, compressed or not a tar ({printable(str(error))[:100]}); "
-            "copy or write it again"
-        ) from error
-
-
-def _check_end(file: Any) -> None:
-    """Raise TarError unless only zeros follow: tarfile ends silently at an invalid header."""
-    found = file.read(2**16)
-    if len(found) < tarfile.BLOCKSIZE or found.strip(b"\0"):
-        raise tarfile.ReadError("its end mark is missing, or not its end; give joined archives as shards")
+        reason = printable(str(error))[:100]
+        raise DataError(f"{title} is truncated, damaged, compressed or not a tar ({reason})") from error
 
 
 class _Bounded:

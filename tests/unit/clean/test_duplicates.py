@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageDraw, ImageEnhance, ImageFilter
 
-from plsc.clean.duplicates import agreeing, find_duplicates, planted_copies, read_pixels
+from plsc.clean.faults import agreeing, find_duplicates, planted_copies, read_pixels
 from plsc.data.sources import open_source
 from plsc.errors import DataError
 

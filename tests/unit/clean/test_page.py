@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.clean.page import Part, Row, write_page
+from plsc.clean.review import Part, Row, write_page
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.clean.changes import read_changes, write_changes
-from plsc.clean.duplicates import Pixels
-from plsc.clean.faults import Found
+from plsc.clean.faults import Found, Pixels
 from plsc.clean.review import Proposals, _Images
 from plsc.data.lists import read_listing
 

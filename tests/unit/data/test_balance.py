@@ -167,9 +167,9 @@ def test_an_image_that_occurs_twice_in_an_epoch_is_augmented_anew():
 
 
 def test_batches_that_are_not_whole_classes_are_refused():
-    with pytest.raises(OptionError, match=r"size 10 is not a multiple of .*images_per_class, 4,"):
+    with pytest.raises(OptionError, match=r"size 10 is not a multiple of images_per_class, 4"):
         classes([9, 9, 9], 4, 10)
-    with pytest.raises(DataError, match=r"needs 4 classes with images .* of 8 with 2 .* there are 3; use a"):
+    with pytest.raises(DataError, match=r"needs 4 classes with images .* there are 3"):
         classes([9, 0, 9, 9], 2, 8)
 
 

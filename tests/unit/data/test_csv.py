@@ -84,7 +84,7 @@ def test_class_names_get_their_sorted_rank_or_the_id_of_a_label_map(tmp_path):
     assert CsvSource(numbers, label_map=tmp_path / "numbers.json").labels().tolist() == [0, 1]
     assert CsvSource(numbers).labels().tolist() == [10, 9]
     (tmp_path / "map.json").write_text('{"Ada": 70}')
-    with pytest.raises(DataError, match="no id for the class 'Zoë, the 2nd'"):
+    with pytest.raises(DataError, match="no id for 'Zoë, the 2nd'"):
         CsvSource(path, label_map=tmp_path / "map.json")
 
 

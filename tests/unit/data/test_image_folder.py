@@ -207,7 +207,7 @@ def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("map.json", '{"a": 1, "b": 2}', "no id for the class 'c'"),
+        ("map.json", '{"a": 1, "b": 2}', "no id for 'c'"),
         ("map.json", '{"a": -1}', "id -1"),
         ("map.json", '{"a": true}', "id True"),
         ("map.json", "[1]", "map.json"),

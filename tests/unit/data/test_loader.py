@@ -147,7 +147,7 @@ def test_float_images_of_a_dataset_stay_float_and_mixed_ones_are_refused():
     assert batch.images.dtype == torch.float32
     assert batch.images[:, 0, 0, 0].tolist() == batch.labels.tolist()
     items = [(torch.zeros(SHAPE), 0), (np.zeros((24, 20, 3), dtype=np.uint8), 1)]
-    with pytest.raises(DataError, match="convert them to one type"):
+    with pytest.raises(DataError, match="uint8 and float32"):
         list(loader(TorchDatasetSource(items)).epoch(0))
 
 

@@ -29,27 +29,21 @@ def tar(label: str = "cls") -> bytes:
 
 
 ROW = '{"image": "a.jpg", "label": 1}\n'
-WRITE = "copy or write it again"
 CASES = [
     # name, content, expected message: about the file, and what to do
-    ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", WRITE),
-    ("a.parquet", b"hello", " is damaged or not a Parquet file (", WRITE),
-    ("a.tar", tar()[:514], " is truncated in '1.jpg'", WRITE),
-    ("a.tar", tar()[:1500], " is truncated, damaged, compressed or not a tar (", WRITE),
-    ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or not a tar (", WRITE),
+    ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", ""),
+    ("a.parquet", b"hello", " is damaged or not a Parquet file (", ""),
+    ("a.tar", tar()[:514], " is truncated in '1.jpg'", ""),
+    ("a.tar", tar()[:1500], " is truncated, damaged, compressed or not a tar (", ""),
+    ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or not a tar (", ""),
     ("a.tar", tar("txt"), ":1 has no label", "label_column"),
     ("a.jsonl", ROW + '{"image": "a', ":2: ", "JSON"),
     ("a.jsonl", ROW + '{"image": "a"}', ":2: ", "'label'"),
     ("a.jsonl", '{"image":\n' + ROW, ": the first line: ", "JSON"),
     ("a.csv", b"\xff,label\n1,2\n", ": the first line: ", "UTF-8"),
-    (
-        "mk.py",
-        "print()\n",
-        " cannot be opened: no format has files with the suffix .py",
-        ".parquet",
-    ),
-    ("LICENSE", "text", " cannot be opened: no format has files without a suffix", "label.txt"),
-    ("label.txt", "a.jpg 1\n", " is a file list; give the folder that contains it", "label.txt"),
+    ("mk.py", "print()\n", " is of no known format", ".parquet"),
+    ("LICENSE", "text", " is of no known format", "label.txt"),
+    ("label.txt", "a.jpg 1\n", " is of no known format", "a folder with label.txt"),
     ("gone", None, " does not exist", "expected a folder with label.txt"),
 ]
 

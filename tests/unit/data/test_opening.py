@@ -131,7 +131,7 @@ def test_an_lmdb_folder_is_recognised_by_its_content(tmp_path):
     ("count", "changes", "message"),
     [
         (b"", {}, "'num-samples' is b''"),
-        (b"9", {}, "'num-samples' is b'9', but there are 5 entries"),
+        (b"9", {}, "'num-samples' is b'9', of 5 entries"),
         (b"-1", {}, "'num-samples' is b'-1'"),
         (b"2", {"label-000000002": b""}, "label-000000002: "),
         (b"2", {"label-000000002": b"-1"}, "label-000000002: "),

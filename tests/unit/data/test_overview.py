@@ -4,11 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from plsc.data.overview import draw_indices, inspect_dataset, write_contact_sheet
+from plsc.data.overview import draw_indices, inspect_dataset
 from plsc.data.sources import TorchDatasetSource, open_source
-from plsc.errors import DataError
 from tests.images import write_dataset
 
 
@@ -54,26 +52,3 @@ def test_decoded_images_are_checked_too():
     found = inspect_dataset(TorchDatasetSource(arrays))
     assert sorted(found.pixels) == [("5x8", 1), ("6x4", 1)]
     assert found.broken == 0
-
-
-def test_the_sheet_shows_each_image_in_the_order_of_labels(tmp_path):
-    colours = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]
-    (tmp_path / "set").mkdir()
-    lines = []
-    for label, colour in reversed(list(enumerate(colours))):
-        Image.new("RGB", (20 + label, 10), colour).save(tmp_path / f"set/{label}.png")
-        lines.append(f"{label}.png {label}\n")
-    (tmp_path / "set/broken.png").write_bytes(b"no image")
-    (tmp_path / "set/label.txt").write_text("".join([*lines, "broken.png 7\n"]))
-    assert write_contact_sheet(open_source(tmp_path / "set"), tmp_path / "sheet.png") == 4
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        centres = [sheet.getpixel((4 + 116 * i + 56, 4 + 56)) for i in range(4)]
-        corners = [sheet.getpixel((4 + 116 * i + 2, 4 + 2)) for i in range(4)]
-    assert centres[:3] == colours
-    assert corners[:3] == [(255, 255, 255)] * 3  # images keep their aspect ratio
-    assert centres[3] == corners[3] == (200, 40, 40)
-
-
-def test_a_contact_sheet_that_cannot_be_written_is_reported(folder, tmp_path):
-    with pytest.raises(DataError, match="cannot write"):
-        write_contact_sheet(open_source(folder), tmp_path / "gone/sheet.png")

@@ -36,10 +36,9 @@ def content(root: Path) -> dict[str, bytes | None]:
     }
 
 
-def write_archive(path: Path, members: list[tuple[tarfile.TarInfo, bytes]], states: object = None) -> Path:
+def write_archive(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
     buffer = io.BytesIO()
-    headers = None if states is None else {"comment": f"plsc: {states} bytes"}
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, pax_headers=headers) as archive:
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for entry, data in members:
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
@@ -177,7 +176,7 @@ def test_an_archive_of_over_100_times_its_size_needs_permission(tmp_path):
 def test_an_archive_is_bounded_in_bytes_and_headers(tmp_path):
     flood = [(member("x/" * (n % 9) + "x", tarfile.DIRTYPE), b"") for n in range(50_000)]
     bomb = [(member("file"), bytes(10**7))]
-    for members, message in ((flood, "over 100 times"), (bomb, "--max_bytes")):
+    for members, message in ((flood, "--max_bytes"), (bomb, "--max_bytes")):
         path = write_archive(tmp_path / "a.tar.zst", members)
         with pytest.raises(DataError, match=message):
             unpack(str(path), tmp_path / "back")

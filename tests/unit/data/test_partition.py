@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import plsc.data.partition as run
 from plsc.cli import data
 from plsc.cli.parser import CommandParser
-from plsc.data.partition import PartitionOptions, local, partition, parts, verify
+from plsc.data.partition import PartitionOptions, partition, parts, verify
 from plsc.data.partition.inputs import LEAST, Budget
 from plsc.data.partition.parts import (
     PADDING,
@@ -77,18 +77,13 @@ class TinyBudget(Budget):
     bucket = 700
 
 
-WAYS = ["within memory", "small pieces", "one bucket", "many buckets", "plain", "plain buckets"]
+WAYS = ["usual", "many buckets", "plain", "plain many buckets"]
 
 
 def choose(monkeypatch, way: str, workers: int = 2) -> None:
-    """In memory, in one piece or in several; through buckets; each with and without the C library."""
-    if "bucket" in way:
-        monkeypatch.setattr(local, "fits", lambda *_: False)
-    if way in ("many buckets", "plain buckets"):
+    """As usual, or with buckets that are split; each with and without the C library."""
+    if "many buckets" in way:
         monkeypatch.setattr(PartitionOptions, "budget", TinyBudget(LEAST, workers))
-    if way in ("small pieces", "plain"):
-        monkeypatch.setattr(local, "_PIECE_BYTES", 100)
-        monkeypatch.setattr(local, "_BLOCK_BYTES", 64)
     if "plain" in way:
         monkeypatch.setattr("plsc.data.native.function", lambda *_: None)
         monkeypatch.setattr(parts, "function", lambda *_: None)
@@ -113,7 +108,7 @@ def test_the_parts_equal_the_reference_implementation(tmp_path, way):
     assert verify(PartitionOptions(str(folder), 4)) == manifest
 
 
-@pytest.mark.parametrize("way", ["within memory", "many buckets"])
+@pytest.mark.parametrize("way", ["usual", "many buckets"])
 def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
     choose(monkeypatch, way)
     # Thousands of files need not be flushed to the disk.
@@ -139,7 +134,7 @@ blank = st.sampled_from([b"", b"", b" ", b"\t"])
     has_bom=st.booleans(),
     is_cut=st.booleans(),
     nranks=st.integers(1, 5),
-    way=st.sampled_from(["within memory", "small pieces", "many buckets", "plain", "plain buckets"]),
+    way=st.sampled_from(WAYS),
 )  # fmt: skip
 @settings(max_examples=150)
 def test_any_content_keeps_its_bytes(tmp_path_factory, files, ends, has_bom, is_cut, nranks, way):
@@ -242,15 +237,14 @@ def write_compressed_set(folder: Path, lines: list[bytes]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("no_sync", [False, True])
-def test_no_sync_skips_fsync_and_writes_the_same_parts(tmp_path, monkeypatch, no_sync):
+def test_the_parts_are_flushed_to_the_disk(tmp_path, monkeypatch):
     synced: list[str] = []
     monkeypatch.setattr("plsc.storage.publish.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))
-    partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out"), no_sync=no_sync))
+    partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out")))
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
     expected = {*parts.part_names(3), "file_list.txt", "manifest.json", ".out.plsc-partial", tmp_path.name}
-    assert set(synced) == (set() if no_sync else expected)
+    assert set(synced) == expected
 
 
 def test_compressed_inputs_give_the_same_parts(tmp_path):
@@ -307,11 +301,10 @@ def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messag
     assert verify(options) == manifest
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_a_warning_is_logged_if_there_are_more_repeats_than_lines(tmp_path, messages, dry_run):
+def test_a_warning_is_logged_if_there_are_more_repeats_than_lines(tmp_path, messages):
     folder = write_set(tmp_path, some_lines(12))
     for nranks, is_warned in ((24, False), (25, True)):
-        partition(PartitionOptions(str(folder), nranks, dry_run=dry_run))
+        partition(PartitionOptions(str(folder), nranks))
         message = "\n".join(messages)
         assert message.startswith("13 of the 25 lines of the parts are repeats") == is_warned
         assert len(message.splitlines()) == is_warned
@@ -336,56 +329,13 @@ def test_an_existing_output_is_refused(tmp_path):
         partition(PartitionOptions(str(folder), 2))
 
 
-def test_inputs_are_deleted_only_on_request_and_after_publishing(tmp_path):
-    folder = write_set(tmp_path, some_lines(5))
-    with pytest.raises(DataError):
-        partition(PartitionOptions(str(folder), 2, output_dir=str(folder), delete_inputs=True))
-    assert (folder / "data0.txt").exists()
-    partition(PartitionOptions(str(folder), 2, delete_inputs=True))
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == ["file_list.txt", "partition_2"]
-
-
-def test_a_line_that_is_appended_while_the_output_is_published_is_not_deleted(tmp_path, monkeypatch):
-    folder = write_set(tmp_path, some_lines(9))
-    publish = run.Workspace.publish
-
-    def publish_and_append(*arguments, **options):
-        publish(*arguments, **options)
-        with (folder / "data1.txt").open("ab") as file:
-            file.write(b"B\t1\n")
-
-    monkeypatch.setattr(run.Workspace, "publish", publish_and_append)
-    with pytest.raises(DataError, match=r"data1\.txt changed"):
-        partition(PartitionOptions(str(folder), 2, delete_inputs=True))
-    assert (folder / "partition_2").exists()
-    assert (folder / "data1.txt").read_bytes().endswith(b"B\t1\n")
-
-
-def test_only_inputs_in_the_data_folder_are_deleted(tmp_path, messages):
-    folder = write_set(tmp_path / "set", some_lines(9))
-    (folder / "data1.txt").rename(tmp_path / "outside.txt")
-    (folder / "file_list.txt").write_text(f"{folder}/data0.txt\n{folder}/../outside.txt\n")
-    partition(PartitionOptions(str(folder), 2, delete_inputs=True))
-    assert (tmp_path / "outside.txt").exists()
-    assert not (folder / "data0.txt").exists()
-    assert "outside.txt is not deleted" in messages[-1]
-
-
-def test_inputs_with_skipped_lines_are_not_deleted(tmp_path, messages):
-    folder = write_set(tmp_path, [*some_lines(9), b"QUJD 1"])
-    partition(PartitionOptions(str(folder), 2, bad_lines="skip", delete_inputs=True))
-    assert (folder / "data0.txt").exists()
-    assert "skipped" in messages[-1]
-
-
 @pytest.mark.parametrize("bad_lines", ["stop", "skip"])
 @pytest.mark.parametrize("content", [b"QUJD\t1\r" * 1000, b"1\tQUJD\n" * 1000, b"a/b.jpg\t1\n" * 20])
 def test_a_file_of_another_format_is_an_error_and_kept(tmp_path, way, content, bad_lines):
     folder = write_set(tmp_path, some_lines(9), files=2)
     (folder / "data1.txt").write_bytes(content)
     with pytest.raises(DataError, match=r"data1\.txt"):
-        partition(PartitionOptions(str(folder), 2, bad_lines=bad_lines, delete_inputs=True))
+        partition(PartitionOptions(str(folder), 2, bad_lines=bad_lines))
     assert (folder / "data0.txt").exists()
     assert (folder / "data1.txt").exists()
 
@@ -429,14 +379,6 @@ def test_temporary_files_are_in_private_folders(tmp_path, monkeypatch, output, i
         fsspec.filesystem("memory").rm("/private-out", recursive=True)
 
 
-def test_a_dry_run_counts_and_writes_nothing(tmp_path):
-    folder = write_set(tmp_path, [*some_lines(10), b""])
-    before = sorted(tmp_path.rglob("*"))
-    found = partition(PartitionOptions(str(folder), 4, dry_run=True))
-    assert (found["lines"], found["padding_lines"], found["blank_lines"]) == (10, 2, 1)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_a_line_of_the_file_list_is_one_name_with_its_spaces(tmp_path):
     folder = write_set(tmp_path, some_lines(4), files=1)
     listing = folder / "file_list.txt"
@@ -465,27 +407,11 @@ def test_an_input_that_changes_during_the_run_is_an_error(tmp_path, monkeypatch)
     assert not (folder / "partition_2").exists()
 
 
-def test_an_input_that_became_shorter_is_an_error(tmp_path, monkeypatch):
-    folder = write_set(tmp_path, some_lines(300))
-    monkeypatch.setattr(local, "fits", lambda *_: os.truncate(folder / "data1.txt", 50) or True)
-    with pytest.raises(DataError, match=r"data1\.txt"):
-        partition(PartitionOptions(str(folder), 2))
-    assert not (folder / "partition_2").exists()
-
-
 def test_a_byte_order_mark_is_left_out_only_at_the_start_of_a_file(tmp_path, way):
     lines = [b"\xef\xbb\xbf" + line for line in some_lines(60)]
     folder = write_set(tmp_path, lines, files=1)
     partition(PartitionOptions(str(folder), 2, bad_lines="skip"))
     assert read_parts(folder / "partition_2") == [[lines[0][3:]], [lines[0][3:]]]
-
-
-def test_too_many_lines_for_the_memory_go_through_buckets(tmp_path, monkeypatch):
-    folder = write_set(tmp_path, lines := some_lines(300, longest=2))
-    monkeypatch.setattr(local, "BYTES_PER_LINE", 10**7)
-    monkeypatch.setattr(local, "_cut", None)
-    partition(PartitionOptions(str(folder), 2))
-    assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
 
 
 class TestVerify:
@@ -555,8 +481,6 @@ def test_sizes_are_read(text, size):
     [
         {"engine": "ray"}, {"nranks": 10**6}, {"master": "local[2]"}, {"memory": 2**20}, {"nranks": 0},
         {"workers": 0}, {"bad_lines": "keep"}, {"output_name": "../x"},
-        {"verify": True, "delete_inputs": True},
-        {"no_sync": True, "delete_inputs": True}, {"no_sync": True, "engine": "spark"},
     ],
 )  # fmt: skip
 def test_invalid_options_are_refused(wrong):

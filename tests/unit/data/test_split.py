@@ -143,7 +143,7 @@ def test_what_cannot_be_split_is_refused_and_writes_nothing(faces, tmp_path):
     for arguments, error, message in (
         ({"by": "classes"}, OptionError, "by is 'classes'; "),
         ({"held_out": 1.0}, OptionError, "held_out is 1.0; expected a share above 0 and below 1"),
-        ({"by": "image", "held_out": 0.01}, DataError, "larger share"),
+        ({"by": "image", "held_out": 0.01}, DataError, "share of 0.01"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             split(faces, tmp_path / "out", **arguments)
