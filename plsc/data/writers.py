@@ -22,7 +22,7 @@ from tqdm import tqdm
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.columns import check_class_name
 from plsc.data.sources.parquet import class_label_metadata
-from plsc.data.sources.recordio_lmdb import frame, pack_image
+from plsc.data.sources.recordio import frame, pack_image
 from plsc.errors import DataError, OptionError, suggest
 from plsc.storage.publish import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown

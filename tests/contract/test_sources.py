@@ -153,19 +153,6 @@ def from_parquet_of_structs(folder: Path) -> Source:
     return open_source(folder / "train.parquet")
 
 
-def from_lmdb(folder: Path) -> Source:
-    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
-    with (
-        lmdb.open(str(folder / "train.lmdb"), map_size=2**24) as environment,
-        environment.begin(write=True) as transaction,
-    ):
-        transaction.put(b"num-samples", b"%d" % len(LABELS))
-        for number, (image, label) in enumerate(samples(folder), start=1):
-            transaction.put(b"image-%09d" % number, image)
-            transaction.put(b"label-%09d" % number, b"%d" % label)
-    return open_source(folder / "train.lmdb")
-
-
 SOURCES = [
     from_label_file,
     from_image_folder,
@@ -185,7 +172,6 @@ SOURCES = [
     written(".parquet"),
     from_parquet_of_structs,
     written(".tar"),
-    from_lmdb,
 ]
 
 

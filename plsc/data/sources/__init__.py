@@ -18,7 +18,7 @@ from plsc.data.sources.base import TorchDatasetSource as TorchDatasetSource
 from plsc.data.sources.base import check_labels as check_labels
 from plsc.data.sources.image_folders import ImageFolderSource, LabelFileSource, holds_image
 from plsc.data.sources.parquet import ParquetSource
-from plsc.data.sources.recordio_lmdb import LmdbSource, RecordIOSource
+from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import Base64Source, CsvSource, JsonLinesSource
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError
@@ -34,7 +34,6 @@ FORMATS: dict[str, Callable[..., Source]] = {
     ".ndjson": JsonLinesSource,
     ".parquet": ParquetSource,
     ".tar": TarSource,
-    ".lmdb": LmdbSource,
 }
 _SHARDED = (".parquet", ".tar")  # several files in a folder form one dataset
 _LAYOUTS = (
@@ -58,7 +57,7 @@ def open_source(
     """Return the source for a file, a pattern of shards, or a folder, local or remote.
 
     A file is recognised by its suffix. A folder is read, in this order, as: images with a label.txt; base64
-    lines with a file_list.txt; its Parquet, tar or LMDB files, or its only file of another format; otherwise
+    lines with a file_list.txt; its Parquet or tar files, or its only file of another format; otherwise
     one class per folder in it. If there are such a file and several folders of images, an option that only
     one of them accepts decides.
 
@@ -75,7 +74,7 @@ def open_source(
     suffix = _suffix(str(location))
     folder = Path(location)
     is_folder = os.path.isdir(location)  # noqa: PTH112 - no error for a name that is too long
-    if suffix in FORMATS and (is_url(location) or suffix == ".lmdb" or not is_folder):
+    if suffix in FORMATS and (is_url(location) or not is_folder):
         return _make(FORMATS[suffix], str(location), options)
     if not is_url(location) and not is_folder:
         state = "is of no known format" if os.path.exists(location) else "does not exist"  # noqa: PTH110
@@ -85,8 +84,6 @@ def open_source(
         return _make(LabelFileSource, location, options)
     if "file_list.txt" in names:
         return _make(Base64Source, str(location), options)
-    if "data.mdb" in names:
-        return _make(LmdbSource, str(location), options)
     folders = [name for name in names if names[name]]
     is_of_folders = bool(folders) and not options.keys().isdisjoint(("class_depth", "landmarks"))
     found = None if is_of_folders else _only_dataset(str(location), names)

@@ -6,7 +6,7 @@ import pytest
 
 from plsc.data.sources import Base64Source, ImageFolderSource, open_source
 from plsc.data.sources.parquet import ParquetSource
-from plsc.data.sources.recordio_lmdb import LmdbSource, RecordIOSource
+from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import CsvSource
 from plsc.data.sources.tar import TarSource
 from plsc.data.writers import writer_of
@@ -101,42 +101,3 @@ def test_a_url_shows_no_password():
     with pytest.raises(DataError) as caught:
         open_source("memory://user:secret@opening/gone.rec")
     assert "secret" not in str(caught.value)
-
-
-def make_lmdb(folder: Path, count: bytes = b"2", **changes: bytes) -> Path:
-    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
-    entries = {"num-samples": count, "image-000000001": b"first", "label-000000001": b"1"}
-    entries |= {"image-000000002": b"second", "label-000000002": b"0"} | changes
-    with (
-        lmdb.open(str(folder), map_size=2**20) as environment,
-        environment.begin(write=True) as transaction,
-    ):
-        for key, value in entries.items():
-            if value:
-                transaction.put(key.encode(), value)
-    return folder
-
-
-def test_an_lmdb_folder_is_recognised_by_its_content(tmp_path):
-    missing = open_source(make_lmdb(tmp_path / "a.lmdb", **{"image-000000002": b""}))
-    with pytest.raises(DataError, match=r"a\.lmdb:image-000000002: the image is empty"):
-        missing[1]
-    source = open_source(make_lmdb(tmp_path / "anything"))
-    assert type(source) is LmdbSource
-    assert [source[0], source[1]] == SAMPLES
-    assert source.name(1) == "anything:image-000000002"
-
-
-@pytest.mark.parametrize(
-    ("count", "changes", "message"),
-    [
-        (b"", {}, "'num-samples' is b''"),
-        (b"9", {}, "'num-samples' is b'9', of 5 entries"),
-        (b"-1", {}, "'num-samples' is b'-1'"),
-        (b"2", {"label-000000002": b""}, "label-000000002: "),
-        (b"2", {"label-000000002": b"-1"}, "label-000000002: "),
-    ],
-)
-def test_an_inconsistent_lmdb_file_is_refused(tmp_path, count, changes, message):
-    with pytest.raises(DataError, match=message):
-        open_source(make_lmdb(tmp_path / "a.lmdb", count, **changes))

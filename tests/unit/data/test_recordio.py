@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.sources.recordio_lmdb import (
+from plsc.data.sources.recordio import (
     HEADER,
     MAGIC_BYTES,
     PART,

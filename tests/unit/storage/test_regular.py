@@ -38,7 +38,6 @@ from plsc.predict.embeddings import FORMAT, VERSION, open_embeddings, write_inde
 from plsc.storage.regular import open_regular, read_regular
 from plsc.train.log import JsonLines
 from tests.roles import role_of_key
-from tests.unit.data.test_opening import make_lmdb
 from tests.unit.evaluate.test_templates import FILES
 
 pytestmark = pytest.mark.timeout(60)
@@ -157,11 +156,6 @@ def named(suffix: str) -> Callable[[Path], Case]:
     return make
 
 
-def lmdb(folder: Path) -> Case:
-    make_lmdb(folder / "train.lmdb")
-    return Case(folder / "train.lmdb/data.mdb", every_image(folder / "train.lmdb"))
-
-
 def pair_list(folder: Path) -> Case:
     images(folder)
     (folder / "pairs.txt").write_text("a.jpg b.jpg 0\n")
@@ -235,7 +229,7 @@ def embeddings(name: str) -> Callable[[Path], Case]:
 
 CASES = [
     *(label_list, listed_image, listed_folder, folder_of_images, aligned_image, landmarks, class_image),
-    *(label_map, csv_image, csv_file, file_list, listed_part, lmdb, pair_list, paired_image, pair_file),
+    *(label_map, csv_image, csv_file, file_list, listed_part, pair_list, paired_image, pair_file),
     *map(found, (".rec", ".parquet", ".tar")),
     *map(named, (".rec", ".parquet", ".tar")),
     *map(template, ("face_tid_mid", "pair_label", "gallery_G1", "probe_mixed")),

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from plsc.config import Options
 from plsc.data.reader import ReaderLoader
-from plsc.data.sources.recordio_lmdb import RecordIOSource
+from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.parallel.world import World

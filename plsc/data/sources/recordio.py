@@ -1,36 +1,30 @@
-"""Read stores of numbered records: RecordIO files, also in insightface's layout, and LMDB environments.
+"""Read RecordIO files of images: ``.rec`` with or without its ``.idx``, also in insightface's layout.
 
-The format of RecordIO, ``.rec`` with or without its ``.idx``, is that of dmlc-core (``recordio.h``). A record
+The format is that of dmlc-core (``recordio.h``). A record
 has one or more parts. A part: magic (u32), flag and length (u32; the flag in the upper 3 bits), the bytes,
 zeros up to a multiple of 4; all little-endian. Flag 0: a whole record; 1, 2, 3: its first part, a middle one,
 the last. A record is split where it contains the magic at a multiple of 4; the reader inserts it again.
 
 The header of an image record is ``IfQQ``: flag, label, two ids. With flag > 0, that many float32 labels
 follow and replace the one in the header. The rest is the encoded image.
-
-LMDB has the keys ``num-samples``, ``image-000000001``.. and ``label-000000001``..
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import struct
 from array import array
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES
 from plsc.data.files import Shards, load_or_build
 from plsc.data.sources.base import IndexedSource
-from plsc.data.sources.columns import LabelReader, NamedLabelSource
 from plsc.errors import DataError
-from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed
+from plsc.storage.blocks import Bytes, buffered, open_bytes
 from plsc.storage.urls import base_name, exists, parent_of, shown
-from plsc.version import install
 
 MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)
@@ -52,7 +46,7 @@ class RecordIOSource(IndexedSource):
     first one is its class. In insightface's layout, record 0 has no image but the number of the first record
     without one; the records from there, one per identity, are left out.
 
-    The file is read once, to index records and labels; the index is stored (`index_store`). Raises DataError
+    The file is read once; the index of records and labels is stored (`load_or_build`). Raises DataError
     that names the record if the file is damaged, truncated or not RecordIO, if the .idx does not match, and
     for a label that is not an integer of 0 or more.
     """
@@ -263,51 +257,3 @@ def pack_image(image: bytes, label: int, number: int) -> bytes:
     if not header or HEADER.unpack(header)[1] != label:
         raise DataError(f"label {label} cannot be written: .rec stores labels as 32-bit floats")
     return header + image
-
-
-class LmdbSource(NamedLabelSource):
-    """A local LMDB folder or file, in the layout common for text recognition datasets.
-
-    Keys count from 1, with 9 digits. Images are encoded. Labels are strings: integers, or class names as in
-    `RowSource`. The lmdb library maps the file and does not validate it: unlike with other formats, a
-    manipulated file can crash the process. Raises DataError for a missing entry, and if ``lmdb`` is not
-    installed.
-    """
-
-    def __init__(self, location: str | Path, *, label_map: str | Path | None = None) -> None:
-        self._path = Path(location)  # the library reads only local files
-        file, folder = (self._path / "data.mdb", self._path) if self._path.is_dir() else (self._path, None)
-        streamed(file, folder).close()  # LMDB would wait for a pipe, and follow links
-        with self._begin() as transaction:
-            text = transaction.get(b"num-samples") or b""
-            entries = transaction.stat()["entries"]
-            if not text.isdigit() or len(text) > 18 or not 0 < int(text) <= entries:
-                raise DataError(f"{location}: 'num-samples' is {text[:40]!r}, of {entries} entries")
-            count = int(text)
-            labels = LabelReader(names_wanted=label_map is not None)
-            found = [transaction.get(b"label-%09d" % (i + 1)) or b"" for i in range(count)]
-        labels.extend(found, lambda i: f"{location} label-{i + 1:09d}")
-        self._set_labels(labels.arrays(), label_map)
-
-    def name(self, index: int) -> str:
-        """Return ``train.lmdb:image-000000013``."""
-        return f"{base_name(str(self._path))}:image-{index + 1:09d}"
-
-    def _stored_at(self, index: int) -> bytes:
-        with self._begin() as transaction:
-            image: bytes | None = transaction.get(b"image-%09d" % (index + 1))
-        return image or b""
-
-    def _begin(self) -> Any:
-        return _environment(os.getpid(), str(self._path.absolute())).begin(buffers=False)
-
-
-@functools.lru_cache(maxsize=16)
-def _environment(process: int, path: str) -> Any:
-    """Open an environment: the library allows one per process, and none inherited by a fork."""
-    try:
-        import lmdb
-    except ImportError as error:
-        raise DataError(f"{path} needs the package lmdb; run {install('lmdb')}") from error
-    is_folder = Path(path).is_dir()
-    return lmdb.open(path, subdir=is_folder, readonly=True, lock=False, readahead=False, create=False)
