@@ -38,10 +38,11 @@ import numpy as np
 from plsc import Entry, open_embeddings
 from plsc.checkpoint import load_weights
 from plsc.clean import faults
-from plsc.clean.faults import find_duplicates, planted_copies
 from plsc.clean.faults import (
     compare_labels,
+    find_duplicates,
     mixed_classes,
+    planted_copies,
     same_classes,
     sure_of_class,
     wrong_labels,
