@@ -128,7 +128,7 @@ def train(options: argparse.Namespace, part: str) -> None:
     ins.set_model_save_dir(str(options.folder / part))
     pages = None
     if part == "memory":  # drawn as in a file
-        build_heads.Sampling = lambda *_, **__: Sampling(ratio, in_pages=True)
+        build_heads.Sampling = lambda *_, **__: Sampling(ratio, in_pages=True)  # type: ignore[misc, assignment]
     else:
         weights = options.folder / f"{'kill' if part == 'resume' else part}-weights"
         ins.set_weights_file(str(weights))

@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from plsc.gallery import open_gallery, write_gallery
-from plsc.gallery.upgrade import Run, fit_upgrade, upgrade_gallery
+from plsc.gallery.embedder import Embedder
+from plsc.gallery.upgrade import fit_upgrade, upgrade_gallery
 
 SIZE, CLASSES, PART, NOISE = 512, 100_000, 2**15, 0.5
 
@@ -42,10 +43,16 @@ def write_classes(folder: Path) -> None:
     np.save(folder / "new.npy", old @ turned + NOISE * vectors(CLASSES, 2))
 
 
-def runs(folder: Path) -> tuple[Run, Run]:
-    """Return an old and a new run."""
-    old, new = ((lambda name=name: (np.load(folder / f"{name}.npy"), None)) for name in ("old", "new"))
-    return Run("old", "a" * 64, old), Run("new", "b" * 64, new)
+def runs(folder: Path) -> tuple[Embedder, Embedder]:
+    """Return an old and a new run, which have class weights and no network."""
+
+    def run(name: str) -> Embedder:
+        def classes() -> tuple[np.ndarray, None]:
+            return np.load(folder / f"{name}.npy"), None
+
+        return Embedder(name, name[0] * 64, lambda: SIZE, lambda data: data, np.stack, classes)
+
+    return run("old"), run("new")
 
 
 def run_plsc(folder: Path) -> None:
