@@ -56,7 +56,7 @@ from plsc import Entry
 from plsc.gallery.embedder import open_embedder
 from plsc.gallery.upgrade import Pairs, fit_map
 from plsc.models.base_model import BaseModel
-from plsc.models.neck import EmbeddingNeck
+from plsc.models.layers import EmbeddingNeck
 
 CLASSES, ANCHORS, FAR = 4168, 1000, 1e-2
 CHANGES = {

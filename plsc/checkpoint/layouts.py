@@ -36,9 +36,8 @@ from plsc.checkpoint.tensor_files import (
 )
 from plsc.errors import CheckpointError
 from plsc.models import build_model
-from plsc.models.iresnet import BLOCKS, WIDTHS
-from plsc.models.neck import DOWNSAMPLING
-from plsc.models.resnet import DEPTHS
+from plsc.models.layers import DOWNSAMPLING
+from plsc.models.resnet import BASIC_WIDTHS, DEPTHS, IRESNET_BLOCKS
 from plsc.storage.records import read_record
 
 INSIGHTFACE, PLSC1 = "insightface", "plsc1"
@@ -142,7 +141,7 @@ def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
         len({name.split(".")[1] for name in state if name.startswith(f"layer{stage}.")})
         for stage in (1, 2, 3, 4)
     )
-    depth = next((depth for depth, have in BLOCKS.items() if have == blocks), None)
+    depth = next((depth for depth, have in IRESNET_BLOCKS.items() if have == blocks), None)
     weight = state.get("fc.weight")
     named = {"conv1.weight", "prelu.weight", "layer4.0.bn3.weight", "features.weight"}
     if not named <= set(state) or depth is None or weight is None or len(weight.shape) != 2:
@@ -151,7 +150,7 @@ def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
             "--image_shape"
         )
     emb_size, inputs = weight.shape
-    side = _square_side(inputs // WIDTHS[-1], DOWNSAMPLING) if inputs % WIDTHS[-1] == 0 else None
+    side = _square_side(inputs // BASIC_WIDTHS[-1], DOWNSAMPLING) if inputs % BASIC_WIDTHS[-1] == 0 else None
     channels = state["conv1.weight"].shape[1] if len(state["conv1.weight"].shape) == 4 else 3
     shape = (channels, side, side) if side else None
     # insightface has the option, but trains without it.

@@ -30,7 +30,7 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.shard_file import Entry, entry_of, rank_of_shard, shard_name, write_shard
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, OptionError, shown
-from plsc.heads.host_copies import host_copies
+from plsc.parallel.collectives import host_copies
 from plsc.parallel.failure import on_every_rank
 from plsc.parallel.world import World
 from plsc.storage.publish import MANIFEST_NAME, FolderLock, hidden_name

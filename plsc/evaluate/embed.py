@@ -18,9 +18,8 @@ from plsc.data.sources.base import Source
 from plsc.data.workers import in_order
 from plsc.errors import DataError, DistributedError
 from plsc.evaluate.identification import check_finite
-from plsc.heads.host_copies import Arriving
 from plsc.models.base_model import evaluating
-from plsc.parallel.collectives import class_range
+from plsc.parallel.collectives import Arriving, class_range
 
 if TYPE_CHECKING:
     from plsc.parallel.world import World
@@ -29,7 +28,7 @@ from typing import ClassVar
 
 from plsc.evaluate.report import Result
 from plsc.heads import Head
-from plsc.heads.topk import REPORTED, count_hits
+from plsc.heads.softmax import REPORTED, count_hits
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 

@@ -12,7 +12,16 @@ import torch
 from plsc.errors import OptionError, suggest
 from plsc.heads.base import DenseHead, Head, HeadOutput
 from plsc.heads.margins import MARGINS, Margin, build_margin, margins_of_counts
-from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
+from plsc.heads.optimizers import (
+    ROW_OPTIMIZERS,
+    RowAdagrad,
+    RowAdamW,
+    RowOptimizer,
+    RowSGD,
+    copy_dominant,
+    count_choices,
+    new_counts,
+)
 from plsc.heads.sampling import Sampling
 from plsc.heads.sharded import ShardedHead
 from plsc.heads.softmax import Execution
@@ -35,7 +44,10 @@ __all__ = [
     "ShardedHead",
     "build_head",
     "build_margin",
+    "copy_dominant",
+    "count_choices",
     "margins_of_counts",
+    "new_counts",
 ]
 
 LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + tuple(MARGINS)

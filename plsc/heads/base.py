@@ -15,13 +15,27 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.geometry import Normalise, normalised, norms
-from plsc.heads.host_copies import to_device
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
-from plsc.heads.softmax import Execution, Queries, TorchBackend
-from plsc.heads.topk import REPORTED, count_hits, top_of_logits, top_of_ranks, top_of_rows
+from plsc.heads.softmax import (
+    REPORTED,
+    Execution,
+    Queries,
+    TorchBackend,
+    count_hits,
+    top_of_logits,
+    top_of_ranks,
+    top_of_rows,
+)
 from plsc.heads.weights import ROW_DTYPES, RowFile, Rows, initial_rows, read_dtype, scale_bytes
-from plsc.parallel.collectives import class_range, gather_rows, gather_sizes, send_rows, sum_over_ranks
+from plsc.parallel.collectives import (
+    class_range,
+    gather_rows,
+    gather_sizes,
+    send_rows,
+    sum_over_ranks,
+    to_device,
+)
 
 _EQUAL = 1e-6  # unit vectors with less variance count as equal
 

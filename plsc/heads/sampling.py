@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.errors import OptionError
-from plsc.heads.host_copies import to_device
 from plsc.heads.weights import PAGE, Rows
-from plsc.parallel.collectives import sum_over_ranks
+from plsc.parallel.collectives import sum_over_ranks, to_device
 from plsc.seeds import hash_key
 
 

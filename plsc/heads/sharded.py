@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput
 from plsc.heads.geometry import normalised, norms
-from plsc.heads.host_copies import to_device
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import (
@@ -37,11 +36,21 @@ from plsc.heads.sampling import (
     merge,
     nearest,
 )
-from plsc.heads.softmax import Execution, ForwardContext, Queries, Sums, TorchBackend, tile_size
-from plsc.heads.topk import REPORTED, count_hits, top_of_ranks, top_of_rows
+from plsc.heads.softmax import (
+    REPORTED,
+    Execution,
+    ForwardContext,
+    Queries,
+    Sums,
+    TorchBackend,
+    count_hits,
+    tile_size,
+    top_of_ranks,
+    top_of_rows,
+)
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import RowFile, Rows, copy_to_device
-from plsc.parallel.collectives import ScatteredSum, gather_together, sum_over_ranks
+from plsc.parallel.collectives import ScatteredSum, gather_together, sum_over_ranks, to_device
 from plsc.seeds import hash_key
 from plsc.spans import span
 

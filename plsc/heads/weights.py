@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.host_copies import Arriving, to_device
+from plsc.parallel.collectives import Arriving, to_device
 from plsc.seeds import hash_key
 from plsc.spans import span
 

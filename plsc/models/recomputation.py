@@ -1,12 +1,14 @@
-"""Recomputation (activation checkpointing): recompute activations in the backward pass, do not keep them.
+"""Other ways to run a network in training: recompute activations in the backward pass, or torch.compile.
 
-Chen et al. 2016, "Training deep nets with sublinear memory cost". Recomputation gives the same bits: it uses
-the same random state, sample numbers, buffers and autocast state, and updates running statistics only once.
+Recomputation (activation checkpointing; Chen et al. 2016, "Training deep nets with sublinear memory cost")
+gives the same bits: it uses the same random state, sample numbers, buffers and autocast state, and updates
+running statistics only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plsc.errors import OptionError, did_you_mean
+from plsc.inputs import Input, first_tensor
 from plsc.models.base_model import ForwardWrapper
 from plsc.models.dropout import SampleDropout, SampleNumbers
+from plsc.storage.urls import cache_folder
 
 NONE, ALL = "none", "all"
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -155,3 +159,36 @@ def _restored(
             mine.update(current)
         for samples, given in current_numbers:
             samples.numbers = given
+
+
+class CompiledNetwork(nn.Module):
+    """A network that is compiled for training batches, and uncompiled for everything else.
+
+    Use `network` for evaluation and saving: it holds the parameters and buffers. Random numbers equal those
+    of the uncompiled network.
+
+    Args:
+        network: called as ``network(images, labels, is_train)``.
+        sizes: the batch sizes to compile for on this rank. Other sizes, such as a smaller last batch, use the
+            uncompiled network, because each size takes minutes to compile.
+        backend: of torch.compile.
+    """
+
+    def __init__(
+        self, network: nn.Module, sizes: Collection[int], backend: str | Callable[..., Any] = "inductor"
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._sizes = frozenset(sizes)
+        # By default inductor runs what it finds in a folder of /tmp that any user could have created.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
+        # Only inductor has its own random numbers.
+        options: Any = {"fallback_random": True} if backend == "inductor" else None
+        compiled = torch.compile(network, dynamic=False, backend=backend, options=options)
+        # A closure, because a submodule would register every parameter a second time.
+        self._compiled: Callable[..., Tensor] = lambda *inputs: compiled(*inputs)
+
+    def forward(self, input: Input, *others: Any) -> Tensor:
+        """Return the embeddings [b, D] of the images [b, C, H, W]."""
+        is_compiled = self.network.training and len(first_tensor(input)) in self._sizes
+        return (self._compiled if is_compiled else self.network)(input, *others)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, refusing, suggest
 from plsc.models.base_model import BaseModel, evaluating
-from plsc.models.neck import EmbeddingNeck
+from plsc.models.layers import EmbeddingNeck
 from plsc.names import DEFAULT_NECK, load_function, names_code
 from plsc.version import install
 
@@ -24,7 +24,7 @@ TORCHVISION, TIMM = "torchvision/", "timm/"
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"ResNet{depth}": ("plsc.models.resnet:ResNet", {"depth": depth}) for depth in (18, 34, 50, 101, 152)},
     **{
-        f"IResNet{depth}": ("plsc.models.iresnet:IResNet", {"depth": depth})
+        f"IResNet{depth}": ("plsc.models.resnet:IResNet", {"depth": depth})
         for depth in (18, 34, 50, 100, 200)
     },
     "SmallResNet": ("plsc.models.resnet:SmallResNet", {}),

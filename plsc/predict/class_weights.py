@@ -19,8 +19,7 @@ from plsc.data.sources import Source, open_source
 from plsc.data.sources.base import class_names_of
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import ImagesOf
-from plsc.heads import ShardedHead
-from plsc.heads.centers import copy_dominant, count_choices, new_counts
+from plsc.heads import ShardedHead, copy_dominant, count_choices, new_counts
 from plsc.heads.geometry import normalised
 from plsc.models import BaseModel
 from plsc.parallel.world import World

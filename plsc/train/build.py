@@ -51,7 +51,6 @@ from plsc.heads.margins import Margin, margin_arguments, margins_of_counts
 from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model, check_model
 from plsc.models.base_model import Custom, unwrap
-from plsc.models.compiled import CompiledNetwork
 from plsc.models.dropout import SampleNumbers, use_sample_dropout
 from plsc.models.dry_run import choose_memory_format, never_used
 from plsc.models.parameters import (
@@ -62,7 +61,7 @@ from plsc.models.parameters import (
     unfreeze,
 )
 from plsc.models.precision import LossScaler, PrecisionLists, apply_lists
-from plsc.models.recomputation import recompute_activations
+from plsc.models.recomputation import CompiledNetwork, recompute_activations
 from plsc.models.sync_batch_norm import synchronise_batch_norm
 from plsc.names import load_function, names_code
 from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, assign_parameters

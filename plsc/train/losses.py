@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from plsc.data.batch import Batch
 from plsc.errors import TrainingError
-from plsc.heads.host_copies import Arriving
 from plsc.inputs import Input
+from plsc.parallel.collectives import Arriving
 from plsc.parallel.world import World
 from plsc.storage.publish import replacing
 from plsc.train.callbacks import Position

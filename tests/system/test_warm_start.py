@@ -152,8 +152,8 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
 
 @pytest.fixture
 def narrow_iresnet(monkeypatch):
-    for module in ("plsc.models.iresnet", "plsc.checkpoint.layouts"):
-        monkeypatch.setattr(f"{module}.WIDTHS", (8, 16, 32, 64))
+    for module in ("plsc.models.resnet", "plsc.checkpoint.layouts"):
+        monkeypatch.setattr(f"{module}.BASIC_WIDTHS", (8, 16, 32, 64))
 
 
 @pytest.mark.usefixtures("narrow_iresnet")

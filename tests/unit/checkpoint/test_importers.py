@@ -33,9 +33,8 @@ ROWS = torch.randn(CLASSES, EMB, generator=GENERATOR)
 def narrow_networks():
     """Use the same layers, but an eighth as wide, so that 1/50 of the data is read and written."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("plsc.models.iresnet", "plsc.checkpoint.layouts"):
-            patch.setattr(f"{module}.WIDTHS", (8, 16, 32, 64))
-        patch.setattr("plsc.models.resnet.BASIC_WIDTHS", (8, 16, 32, 64))
+        for module in ("plsc.models.resnet", "plsc.checkpoint.layouts"):
+            patch.setattr(f"{module}.BASIC_WIDTHS", (8, 16, 32, 64))
         yield
 
 

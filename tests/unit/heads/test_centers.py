@@ -2,8 +2,15 @@
 
 import torch
 
-from plsc.heads import RowAdamW, RowSGD, ShardedHead, build_margin
-from plsc.heads.centers import copy_dominant, count_choices, new_counts
+from plsc.heads import (
+    RowAdamW,
+    RowSGD,
+    ShardedHead,
+    build_margin,
+    copy_dominant,
+    count_choices,
+    new_counts,
+)
 
 
 def head_of(centers, dtype=torch.float32):

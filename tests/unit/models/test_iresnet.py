@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from plsc.models import build_model
-from plsc.models.iresnet import BLOCKS, IResNet
+from plsc.models.resnet import IRESNET_BLOCKS, IResNet
 from tests.unit.checkpoint.external_files import random_network
 
 
@@ -42,7 +42,7 @@ def test_embeddings_equal_the_published_network(depth, side):
     model = random_network(f"IResNet{depth}", 32, (3, side, side)).eval()
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = published(model.state_dict(), images, BLOCKS[depth])
+        expected = published(model.state_dict(), images, IRESNET_BLOCKS[depth])
         torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
         assert float(expected.std()) > 1e-3
 

@@ -10,7 +10,7 @@ from torch import nn
 from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.models import build_model, check_model, load_custom
-from plsc.models.neck import initialise
+from plsc.models.layers import initialise
 from plsc.models.registry import NETWORKS
 from plsc.models.resnet import ResNet
 
