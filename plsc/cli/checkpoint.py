@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
+from plsc.config import all_options
 from plsc.errors import OptionError
 
 
@@ -110,6 +114,19 @@ def run_classes(source: str, destination: str, images: str | None, model: str | 
     change = manifest.lineage[-1]
     where = f"; labels: {destination}/{MAP_NAME}" if "map" in change else ""
     print(f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}")
+    print(f"Next, with a schedule of its own:\n{_training_from(destination, manifest.options)}")
+
+
+def _training_from(checkpoint: str, saved: Mapping[str, Any]) -> str:
+    """Return the command that trains the network and head of a checkpoint from its weights on."""
+    words = ["plsc", "train", "--model.pretrained", checkpoint]
+    for spec in all_options():
+        value, default = saved.get(spec.group, {}).get(spec.name), spec.default
+        is_wanted = spec.decides == "model" or spec.group == "head" or spec.path == "data.dataset_dir"
+        is_default = value in (None, list(default) if isinstance(default, tuple) else default)
+        if is_wanted and not is_default and spec.path != "head.class_num":
+            words += [f"--{spec.path}", value if isinstance(value, str) else json.dumps(value)]
+    return shlex.join(words)
 
 
 def run_copy(source: str, destination: str, weights_file: str) -> None:

@@ -308,7 +308,15 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
         f"{run.mode}{kernels}"
     )
-    resumed = [f"resuming from {checkpoint[0]} at step {run.position.step}"] if checkpoint else []
+    resumed = []
+    if checkpoint is not None:
+        folder, manifest = checkpoint
+        resumed.append(f"resuming from {folder} at step {run.position.step}")
+        if manifest.lineage and not manifest.run_id and run.rate.factor(run.position.updates) < 0.01:
+            resumed.append(
+                "note: the classes were changed, and the rest of the schedule has less than a hundredth of "
+                f"its learning rate; --model.pretrained {folder} begins a new one from these weights"
+            )
     return [text, *resumed, _rates(run), *run.notes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -149,6 +150,22 @@ def test_new_classes_are_trained_and_recognised_if_initialised_from_images(train
     from_zero = relabelled(new_only, tmp_path / "zero", np.arange(8) - 6)
     change(checkpoint, tmp_path / "begun-zero", "--grow", 2, "--images", from_zero, *network)
     assert read_manifest(tmp_path / "begun-zero").files == read_manifest(tmp_path / "begun").files
+
+
+def test_grown_classes_are_trained_by_a_schedule_of_their_own(trained, tmp_path, capsys):
+    every, _, checkpoint = trained
+    change(checkpoint, tmp_path / "grown", "--grow", 2)
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[:4] == ["plsc", "train", "--model.pretrained", str(tmp_path / "grown")]
+    words = ["--train.epochs=1", f"--checkpoint.save_dir={tmp_path / 'new'}", f"--data.dataset_dir={every}"]
+    assert main([*command[1:], f"--model.name={__name__}:Plain", *words]) == 0
+    assert read_manifest(tmp_path / "new" / "0").class_num == 8
+    ins = entry(every, tmp_path / "old", set_train_batch_size=64, set_train_epochs=EPOCHS + 1)
+    ins.set_model(Plain())
+    ins.set_lr_schedule("polynomial", power=5)
+    ins.set_checkpoint_dir(tmp_path / "grown")
+    ins.train()
+    assert "note: the classes were changed" in capsys.readouterr().out
 
 
 def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):
