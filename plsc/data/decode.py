@@ -179,8 +179,10 @@ def count_pixels(data: bytes, most: int, allows_slow: bool = True) -> int:
         (width, height), decoders = picture.size, {tile[0] for tile in picture.tile}
     scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 1
     is_slow = decoders & PillowImage.DECODERS.keys() or scans * width * height > _USUAL_SCANS * most
-    if width * height > most or (is_slow and not allows_slow):
-        raise DataError(f"the image has {width}x{height} pixels, over {most}, or takes long to decode")
+    if width * height > most:
+        raise DataError(f"the image has {width}x{height} pixels, over the limit of {most}")
+    if is_slow and not allows_slow:
+        raise DataError("the image takes long to decode, like a PPM of maximum 254 or a JPEG of many scans")
     return width * height
 
 

@@ -105,7 +105,7 @@ CASES = {
         "predict", {"model": {"emb_size": 10**9}, "emb_size": 10**9}, "but its class weights"
     ),
     "images are larger than numbers": (
-        "predict", {"model": {"image_shape": [3, 2**62, 2**62]}}, "images of [3, 4611686018427387904"
+        "predict", {"model": {"image_shape": [3, 2**62, 2**62]}}, "do not fit SmallResNet"
     ),
     "classes are more than memory": ("train", {"head": {"class_num": 10**12}}, "but its class weights"),
     "sub-centres are more than memory": ("train", {"head": {"sub_centers": 64}}, "but its class weights"),
@@ -172,8 +172,8 @@ def without(folder, parts):
 
 
 ABSENT = {
-    "a huge embedding": ("predict", {"model": {"emb_size": 10**9}}, "with embedding size 1000000000"),
-    "huge images": ("predict", {"model": {"image_shape": [3, 9008, 9008]}}, "of [3, 9008, 9008]: neck.fc"),
+    "a huge embedding": ("predict", {"model": {"emb_size": 10**9}}, "do not fit"),
+    "huge images": ("predict", {"model": {"image_shape": [3, 9008, 9008]}}, "do not fit"),
     "many classes": ("train", {"head": {"class_num": 10**11}}, "has no class weights"),
 }  # fmt: skip
 
@@ -326,7 +326,7 @@ def test_a_checkpoint_sets_only_numbers_and_known_names(spec):
         is_decided = not is_never and (use == "run" or spec.path in MODEL)
         value = spec.checked(hostile(spec)) if is_decided else spec.default
         if is_decided and isinstance(value, str) and ":" in value:
-            with pytest.raises(CheckpointError, match="no other strings"):
+            with pytest.raises(CheckpointError, match="numbers and known names"):
                 Options().resolve(saved, use)
         else:
             config = Options().resolve(saved, use)
@@ -363,7 +363,7 @@ def test_a_network_class_named_on_the_command_line_is_built_as_saved(work, capsy
     used = Entry()
     used.set_checkpoint_dir(checkpoint)
     used.set_dataset_dir("faces")
-    with pytest.raises(CheckpointError, match=rf"model\.name here, to '{CODE}:Net', or call set_model"):
+    with pytest.raises(CheckpointError, match=rf"model\.name here, to '{CODE}:Net'"):
         used.predict()
     used.set_model_name(f"{CODE}:Net")
     network_given = []
