@@ -112,7 +112,7 @@ def train(job: Facts) -> None:
     watch(plsc.train.saving, "upload", "upload", lambda *args: args[2].step)
     watch(plsc.checkpoint.save, "withdraw", "retention", lambda *_: 0)
     watch(WeightsFile, "_transfer", "pages", lambda *_: 0)
-    watch(WeightsFile, "_roll_back", "undo", lambda *_: 0)
+    watch(WeightsFile, "_undo", "undo", lambda *_: 0)
     watch(Journal, "append", "journal", lambda *_: 0)
     begin("start")
     ins = small_entry(job["dataset"], job["local"])
