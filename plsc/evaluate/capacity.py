@@ -415,6 +415,11 @@ class CapacityResult(Result):
         if self.holding is None:
             return f"these data cannot say how many identities a gallery holds ({known})"
         identities, fpir, threshold = self.holding
+        if identities == 0:
+            return (
+                f"too many strangers reach the threshold {threshold:.4f}, which accepts 90 % of the pairs of "
+                f"a class, for any gallery at FPIR {fpir:g} ({known})"
+            )
         return (
             f"holds at least {identities:,} identities at FPIR {fpir:g}, threshold {threshold:.4f} ({known})"
         )
