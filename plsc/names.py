@@ -49,7 +49,7 @@ LOGGERS = ("jsonl", "tensorboard", "mlflow", "wandb")
 """Of plsc/train/log.py."""
 
 CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile")
-"""Of plsc/train/train.py."""
+"""Of plsc/train/run.py."""
 
 PROTOCOLS = {
     "pairs": ("images", "pairs", "groups"),
