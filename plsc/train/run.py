@@ -324,10 +324,13 @@ def _likely_mistakes(run: Run) -> list[str]:
     """Return a line per option that is unlikely to be meant so; empty strings for the others."""
     options, network = run.options, run.network
     arguments = constructor_arguments(network) if run.is_custom else None
+    mode, other = options.precision.mode, ""
+    if run.mode != mode:
+        other = (
+            f"note: precision.mode {mode} is only for GPUs: this CPU uses {run.mode}, without loss scaling"
+        )
     return [
-        ""
-        if run.mode == (mode := options.precision.mode)
-        else f"note: precision.mode {mode} is only for GPUs: this CPU uses {run.mode}, without loss scaling",
+        other,
         frozen_note(network),
         warmup_note(run.rate.warmup_steps, run.total_steps),
         threads_note(options.runtime.cpu_threads),

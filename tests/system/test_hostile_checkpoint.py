@@ -172,8 +172,8 @@ def without(folder, parts):
 
 
 ABSENT = {
-    "a huge embedding": ("predict", {"model": {"emb_size": 10**9}}, "do not fit"),
-    "huge images": ("predict", {"model": {"image_shape": [3, 9008, 9008]}}, "do not fit"),
+    "a huge embedding": ("predict", {"model": {"emb_size": 10**9}}, "do not fit SmallResNet"),
+    "huge images": ("predict", {"model": {"image_shape": [3, 9008, 9008]}}, "do not fit SmallResNet"),
     "many classes": ("train", {"head": {"class_num": 10**11}}, "has no class weights"),
 }  # fmt: skip
 

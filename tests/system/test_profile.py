@@ -102,7 +102,7 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_try(tmp_path, capsys
     ins.train()
     said = [line for line in capsys.readouterr().out.splitlines() if ") for its batch, with " in line]
     assert len(said) == 1
-    assert "0 worker" in said[0]
+    assert "0 worker(s) and " in said[0]
     assert "try data.num_workers " in said[0]
 
 
