@@ -74,7 +74,7 @@ def open_pairs(
     landmarks: str | None = None,
     is_strict: bool = True,
 ) -> Target:
-    """Return the pairs of a .bin file, or of a text list, whose images are below `folder`.
+    """Return the pairs of a .bin file, or of a list of pairs, whose images are below `folder`.
 
     allowed: other folders where the images may be. landmarks, is_strict: see `align_source`.
     """
