@@ -17,7 +17,7 @@ from plsc.config.optim import ParameterGroup
 from plsc.config.runtime import AutoMixedPrecisionLists, RuntimeOptions, ScalingArguments
 from plsc.config.train import listed_names
 from plsc.data.augment import Transform
-from plsc.errors import OptionError, record_failure
+from plsc.errors import OptionError, PlscError, record_failure, without_our_frames
 from plsc.models import BaseModel
 from plsc.models.parameters import Initialization
 from plsc.names import name_of
@@ -444,6 +444,8 @@ class Entry(OriginalSetters):
             # Other ranks may wait in a collective: they notice the failure when the connections close.
             atexit.unregister(world.close)
             atexit.register(world.close, wait=False)
+            if isinstance(error, PlscError):
+                raise without_our_frames(error)  # noqa: B904 - its own causes stay
             raise
 
 

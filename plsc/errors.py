@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import time
@@ -15,6 +16,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class PlscError(Exception):
@@ -145,6 +148,22 @@ def add_note(error: BaseException, note: str) -> None:
     elif note not in str(error):  # Python 3.10
         text, *others = error.args or ("",)
         error.args = (f"{text}; {note}", *others)
+
+
+def without_our_frames(error: PlscError) -> PlscError:
+    """Return the error for a script that called plsc: its line and the message; the whole is logged as DEBUG.
+
+    Of the tracebacks of the error and its causes, the frames go that are above the first one outside plsc.
+    """
+    logging.getLogger("plsc").debug(in_terminal("".join(traceback.format_exception(error))))
+    part: BaseException | None = error
+    while part is not None:
+        trace = part.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            trace = trace.tb_next
+        part.__traceback__ = trace
+        part = part.__cause__
+    return error
 
 
 def kind_and_line(error: BaseException) -> str:

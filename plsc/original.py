@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import getpass
 import os
 import posixpath
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plsc.config.option import name_and_arguments, shown_value
-from plsc.config.options import all_options
+from plsc.config.options import SYNONYMS, all_options, find_option
 from plsc.config.setters import Setters
 from plsc.errors import OptionError
 from plsc.heads.margins import MARGINS, build_margin
@@ -37,7 +38,12 @@ class OriginalSetters(Setters):
         for spec in all_options() if not name.startswith("_") else ():
             if spec.setter == setter:
                 return self.options.get(spec.path)
-        raise AttributeError(f"Entry has no attribute {name!r}", name=name, obj=self)
+        setters = {spec.setter: spec.setter for spec in all_options() if spec.setter}
+        setters |= {f"set_{word}": find_option(path).setter for word, path in SYNONYMS.items()}
+        near = difflib.get_close_matches(name, setters, 1, cutoff=0.8)
+        ending = f"; did you mean {setters[near[0]]!r}?" if near else ""
+        # Python's own suggestion would follow if obj were this object.
+        raise AttributeError(f"Entry has no attribute {name!r}{ending}", name=name, obj=None)
 
     def set_loss_type(
         self,

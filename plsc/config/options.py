@@ -177,8 +177,8 @@ def nearest_option(path: str) -> str:
     """Return ``; did you mean 'train.batch_size'?`` for a misspelt path or one without its group."""
     name = path.rpartition(".")[2].removeprefix("set_")
     names = {spec.name for spec in _TABLE.values()}
-    if name in _SYNONYMS:
-        near = [_SYNONYMS[name]]
+    if name in SYNONYMS:
+        near = [SYNONYMS[name]]
     elif name in names:
         near = [known for known, spec in _TABLE.items() if spec.name == name]
     else:
@@ -186,7 +186,7 @@ def nearest_option(path: str) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-_SYNONYMS = {
+SYNONYMS = {
     "batch_size": "train.batch_size",
     "learning_rate": "optim.lr",
     "epochs": "train.epochs",

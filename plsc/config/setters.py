@@ -8,6 +8,7 @@ from typing import Any
 
 from plsc.config.option import OptionSpec
 from plsc.config.options import Options, all_options
+from plsc.errors import OptionError, without_our_frames
 
 
 class Setters:
@@ -36,7 +37,10 @@ def _setter(spec: OptionSpec) -> Callable[..., None]:
             values = {spec.path: {"name": given[value], **rest}}
         elif value and mapping not in ("", "arguments"):
             values[f"{spec.group}.{mapping}"] = rest
-        given["self"].options.set_together(values)
+        try:
+            given["self"].options.set_together(values)
+        except OptionError as error:
+            raise without_our_frames(error)  # noqa: B904 - its own causes stay
 
     set_option.__name__ = spec.setter
     set_option.__qualname__ = f"Setters.{spec.setter}"

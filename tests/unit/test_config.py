@@ -16,7 +16,7 @@ from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.config.text import render_options
 from plsc.entry import Entry
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError, OptionError, PlscError
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from plsc.train.run import build_run
@@ -208,12 +208,24 @@ def test_an_unknown_option_gets_a_near_spelling_or_a_synonym_and_nothing_else(wr
     assert str(caught.value).partition("; ")[2] == (f"did you mean '{near}'?" if near else "")
 
 
+def test_an_error_of_a_verb_keeps_its_type_and_shows_no_frame_inside_plsc(tmp_path, caplog):
+    caplog.set_level("DEBUG", "plsc")
+    ins = Entry()
+    ins.set_dataset_dir(str(tmp_path / "nothing"))
+    ins.set_model_save_dir(str(tmp_path / "run"))
+    for call in (ins.train, lambda: ins.set_train_batch_size("x")):
+        with pytest.raises(PlscError) as caught:
+            call()
+        assert {frame.path.name for frame in caught.traceback} <= {"test_config.py", "entry.py", "setters.py"}
+    assert "open_source" in caplog.text
+
+
 def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
     hook, environment = sys.excepthook, dict(os.environ)
     ins = Entry()
     assert (sys.excepthook, dict(os.environ)) == (hook, environment)
-    with pytest.raises(AttributeError, match="no attribute 'set_emb_sise'"):
-        ins.set_emb_sise(3)
+    with pytest.raises(AttributeError, match="'set_bach_size'.*'set_train_batch_size'"):
+        ins.set_bach_size(3)
     ins.note = "a script's own"
     assert not hasattr(ins, "set_nothing")
 
