@@ -78,7 +78,11 @@ def make(folder: Path, faces: list[Face], options: argparse.Namespace) -> None:
         ]
         counts = [options.images_per_class] * len(jobs)
         seeds = [options.seed] * len(jobs)
-        lines = [line for part in pool.map(write_class, jobs, counts, seeds, chunksize=32) for line in part]
+        lines: list[str] = []
+        for label, part in enumerate(pool.map(write_class, jobs, counts, seeds, chunksize=32), 1):
+            lines += part
+            if label % 1000 == 0:
+                print(f"glyphs: drawn {label:,} of {len(jobs):,} training classes", flush=True)
     (folder / "label.txt").write_text("".join(lines))
     images = draw_images(unseen, faces, options.seed)
     pairs = choose_pairs(images, options.pairs, options.seed)

@@ -6,11 +6,13 @@ import contextlib
 import logging
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 from plsc.errors import in_terminal
 
 logger = logging.getLogger("plsc")
+_SECONDS_BETWEEN = 5.0  # lines of a Counter
 
 
 def stop_signals(*more: signal.Signals) -> list[signal.Signals]:
@@ -35,6 +37,27 @@ class Terminal(logging.Handler):
                 tqdm.write(text, stream)
             else:
                 print(text, file=stream, flush=True)
+
+
+class Counter:
+    """Logs every five seconds how much of a long task is done: ``embedded 1,234 of 5,000 images, 410/s``.
+
+    done: such as ``embedded``. unit: what is counted; counts of ``MB`` are in bytes. total: None if unknown.
+    """
+
+    def __init__(self, done: str, total: int | None, unit: str = "images") -> None:
+        self._done, self._unit, self._scale = done, unit, 10**6 if unit == "MB" else 1
+        self._of = "" if total is None else f" of {total / self._scale:,.0f}"
+        self._count, self._began = 0, time.monotonic()
+        self._logged = self._began
+
+    def add(self, count: int = 1) -> None:
+        """Count more; may be called by several threads, which may cost an estimate of the rate."""
+        self._count += count
+        if (now := time.monotonic()) - self._logged >= _SECONDS_BETWEEN:
+            self._logged = now
+            done, rate = self._count / self._scale, self._count / self._scale / (now - self._began)
+            logger.info(f"{self._done} {done:,.0f}{self._of} {self._unit}, {rate:,.0f}/s")
 
 
 @contextlib.contextmanager

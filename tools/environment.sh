@@ -26,8 +26,14 @@ ensure_environment() {
         "$python" -m pip install --quiet --user virtualenv && "$python" -m virtualenv --quiet "$root/.venv"
       } || return 1
     fi
-    "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-      --editable "$root${extra:+[$extra]}" || return 1
+    # Of pip's lines, those on downloads of megabytes show that it works.
+    (
+      set -o pipefail
+      PYTHONUNBUFFERED=1 "$root/.venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+        --editable "$root${extra:+[$extra]}" | sed -un \
+        -e 's/^ *Downloading \(.*\/\)*\([^ /-]*\)[^ /]* (\([0-9.]* [MG]B\)).*/  downloading \2, \3/p' \
+        -e 's/^Installing collected packages.*/  installing/p'
+    ) || return 1
     rm -f "$root"/.venv/plsc-*
     touch "$root/.venv/plsc-$extra-$stamp"
   fi

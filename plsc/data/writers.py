@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pybase64
-from tqdm import tqdm
 
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.columns import check_class_name
@@ -26,6 +24,7 @@ from plsc.data.sources.recordio import frame, pack_image
 from plsc.errors import DataError, OptionError, suggest
 from plsc.storage.publish import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown
+from plsc.terminal import Counter
 
 Samples = Iterable[tuple[bytes, int]]
 Write = Callable[..., int]
@@ -194,9 +193,7 @@ class Conversion:
     lost_names: int = 0
 
 
-def convert(
-    location: str, destination: str, *, broken: str = "stop", progress: bool = True, **reading: Any
-) -> Conversion:
+def convert(location: str, destination: str, *, broken: str = "stop", **reading: Any) -> Conversion:
     """Convert the dataset at `location` to `destination`, in the format given by its suffix (`WRITERS`).
 
     Class names are kept in .parquet and .tar; other formats have no room for them. Both locations may be
@@ -221,7 +218,7 @@ def convert(
     names = [name or f"(class {number})" for number, name in enumerate(names)]  # one without images
     has_room = write in (write_parquet, write_tar)
     done.lost_names = 0 if has_room else len(names)
-    samples = _samples(source, broken, done, progress)
+    samples = _samples(source, broken, done)
     done.written = write(
         destination.rstrip("/"), samples, **({"names": [*map(check_class_name, names)]} if has_room else {})
     )
@@ -244,9 +241,10 @@ def describe(done: Conversion, destination: str) -> str:
     return "\n".join(lines)
 
 
-def _samples(source: Source, broken: str, done: Conversion, progress: bool) -> Iterator[tuple[Any, int]]:
-    numbers: Any = range(len(source))
-    for index in tqdm(numbers, unit=" samples", disable=not progress or not sys.stderr.isatty()):
+def _samples(source: Source, broken: str, done: Conversion) -> Iterator[tuple[Any, int]]:
+    counter = Counter("read", len(source), "samples")
+    for index in range(len(source)):
+        counter.add()
         try:
             image, label = source[index]
         except DataError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,19 +19,13 @@ from plsc.data.sources.base import Source
 from plsc.data.workers import in_order
 from plsc.errors import DataError, DistributedError
 from plsc.evaluate.identification import check_finite
-from plsc.models.base_model import evaluating
-from plsc.parallel.collectives import Arriving, class_range
-
-if TYPE_CHECKING:
-    from plsc.parallel.world import World
-from dataclasses import dataclass
-from typing import ClassVar
-
 from plsc.evaluate.report import Result
 from plsc.heads import Head
 from plsc.heads.softmax import REPORTED, count_hits
-from plsc.parallel.collectives import sum_over_ranks
+from plsc.models.base_model import evaluating
+from plsc.parallel.collectives import Arriving, class_range, sum_over_ranks
 from plsc.parallel.world import World
+from plsc.terminal import Counter
 
 
 def embed_images(
@@ -79,6 +74,8 @@ def embed_images(
     lazy = images if isinstance(images, ImagesOf) else ImagesOf(Listed(images, name), range(len(images)))
     parts = (lazy[first : min(first + batch_size, stop)] for first in firsts)
 
+    progress = Counter(f"{name}: embedded about", len(images))
+
     def embed_range() -> np.ndarray:
         embedded = embed_batches(
             model,
@@ -91,7 +88,11 @@ def embed_images(
             num_threads=num_threads,
         )
         with closing(embedded):
-            found = [embedding for _, embedding in embedded]
+            found = []
+            for _, embedding in embedded:
+                found.append(embedding)
+                if rank == 0:  # it stands for all ranks
+                    progress.add(len(embedding) * ranks)
         return np.concatenate(found) if found else np.empty((0, 0), np.float32)
 
     with evaluating(model), torch.inference_mode():

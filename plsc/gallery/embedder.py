@@ -27,6 +27,7 @@ from plsc.gallery.store import Found, New
 from plsc.parallel.world import World
 from plsc.predict.embeddings import EMBEDDINGS, NAMES, open_embeddings
 from plsc.predict.network import find_model, load_trained
+from plsc.terminal import Counter
 
 _BATCH = 64  # images
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -58,6 +59,7 @@ class Embedder:
 
     def embed_source(self, source: Source) -> Iterator[tuple[range, np.ndarray]]:
         """Yield numbers of images, and their embeddings, float32 [n, D]; an error names the image."""
+        progress = Counter("embedded", len(source))
         for first in range(0, len(source), _BATCH):
             numbers, images = range(first, min(first + _BATCH, len(source))), []
             for number in numbers:
@@ -67,6 +69,7 @@ class Embedder:
                 except DataError as error:
                     raise error.at(source.name(number)) from error
             yield numbers, self.embed(images)
+            progress.add(len(numbers))
 
 
 def open_embedder(model: StrPath, network: str | None = None) -> Embedder:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -62,6 +61,7 @@ from plsc.predict.embeddings import (
 )
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.publish import HIDDEN
+from plsc.terminal import Counter
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
@@ -75,7 +75,6 @@ LABELS, IDS, PROBS, JOINED = "labels", "ids", "probs", "layers"
 NUMBERS = "numbers"  # of the images, while shards are computed
 _BAD_NAME = "_bad_samples.txt"  # readers of Parquet folders skip names with an underscore
 MOST_ROWS, MOST_BYTES = 8192, 64 * 2**20  # of a shard
-_SECONDS_BETWEEN = 10.0  # log lines
 
 
 @dataclass
@@ -133,10 +132,6 @@ def run_prediction(
     return predictor.in_memory() if output is None else predictor.to_folder(output)
 
 
-def _ignore(images: int) -> None:
-    """Log no progress."""
-
-
 @dataclass(frozen=True)
 class Predictor:
     """Compute the outputs of a network for samples, shard by shard, on all ranks."""
@@ -181,9 +176,7 @@ class Predictor:
             world.log(f"{folder}: {len(kept):,} shards are complete; predicting the others")
         written = dict(kept)
         left = None if samples.count is None else samples.count - sum(one["rows"] for one in kept.values())
-        progress = _Progress(left, world.size)
-        advance = progress.add if world.is_main else _ignore
-        for number, columns in self._shards(rows, frozenset(kept), advance):
+        for number, columns in self._shards(rows, frozenset(kept), Counter("predicted about", left)):
             if number in kept:  # computed because another rank needed this one's class weights
                 continue
             names = samples.names(columns.pop(NUMBERS).tolist())
@@ -255,7 +248,7 @@ class Predictor:
         return {**about, NAMES: {"dtype": "object", "shape": []}}
 
     def _shards(
-        self, rows: int, kept: frozenset[int], advance: Callable[[int], None] = _ignore
+        self, rows: int, kept: frozenset[int], progress: Counter | None = None
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield number and columns of each shard of this rank that is not in `kept`.
 
@@ -269,11 +262,11 @@ class Predictor:
             needed = range(first, first + ranks) if self.head is not None else (shard,)
             if all(number in kept or (total is not None and number * rows >= total) for number in needed):
                 continue
-            columns = self._compute(shard * rows, rows, advance)
+            columns = self._compute(shard * rows, rows, progress)
             if columns:
                 yield shard, columns
 
-    def _compute(self, start: int, rows: int, advance: Callable[[int], None]) -> dict[str, np.ndarray]:
+    def _compute(self, start: int, rows: int, progress: Counter | None) -> dict[str, np.ndarray]:
         """Return the columns of the rows from `start`, empty if there are none."""
         parts: list[dict[str, np.ndarray]] = []
         embedded = embed_batches(
@@ -300,7 +293,8 @@ class Predictor:
                     values, numbers = self._values(embedding, kept), np.array(batch.names.samples)
                     columns = {**values, LABELS: batch.labels.numpy(), NUMBERS: numbers}
                     parts.append(columns | self._classes(embedding))
-                    advance(len(embedding))
+                    if progress is not None and self.trained.world.is_main:  # it stands for all ranks
+                        progress.add(len(embedding) * self.trained.world.size)
             if self.head is not None:  # take part in the searches of the other ranks
                 for _ in range(len(parts), -(-rows // self.batch)):
                     self._classes(np.empty((0, self.head.emb_size), np.float32))
@@ -487,18 +481,3 @@ def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
         if ours != theirs:
             raise DataError(f"{folder} is of a prediction with different {name}: {theirs}, not {ours}")
     return find_shards(folder), index["rows_per_shard"]
-
-
-class _Progress:
-    """Log the progress of rank 0, which stands for that of all ranks."""
-
-    def __init__(self, total: int | None, ranks: int) -> None:
-        self._ranks, self._done, self._began = ranks, 0, time.monotonic()
-        self._logged, self._of = self._began, "" if total is None else f" of {total:,}"
-
-    def add(self, images: int) -> None:
-        self._done += images * self._ranks
-        if (now := time.monotonic()) - self._logged >= _SECONDS_BETWEEN:
-            self._logged = now
-            rate = self._done / (now - self._began)
-            logger.info(f"predicted about {self._done:,}{self._of} images, {rate:,.0f} images/s")

@@ -224,7 +224,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
     hook, environment = sys.excepthook, dict(os.environ)
     ins = Entry()
     assert (sys.excepthook, dict(os.environ)) == (hook, environment)
-    with pytest.raises(AttributeError, match="'set_bach_size'.*'set_train_batch_size'"):
+    with pytest.raises(AttributeError, match=r"'set_bach_size'.*'set_train_batch_size'"):
         ins.set_bach_size(3)
     ins.note = "a script's own"
     assert not hasattr(ins, "set_nothing")

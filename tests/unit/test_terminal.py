@@ -8,8 +8,9 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 
-from plsc.terminal import on_terminal
+from plsc.terminal import Counter, on_terminal
 from tests.images import write_dataset
 
 LOGGER = logging.getLogger("plsc.some.module")
@@ -53,6 +54,15 @@ def test_the_level_of_the_logger_leaves_warnings(capsys):
             LOGGER.warning("the loss increases")
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "plsc: warning: the loss increases\n")
+
+
+def test_a_long_task_logs_how_far_it_is_every_five_seconds(monkeypatch, messages):
+    ticks = iter([0, 2, 5, 7, 12])
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
+    counter = Counter("read", 50_000_000, "MB")
+    for _ in range(4):
+        counter.add(10_000_000)
+    assert messages == ["read 20 of 50 MB, 4/s", "read 40 of 50 MB, 3/s"]
 
 
 def test_a_terminal_shows_a_progress_bar(tmp_path):

@@ -32,7 +32,6 @@ from plsc.data.partition.inputs import (
     list_inputs,
     map_lines,
     pool_of,
-    progress_bar,
     read_counted,
     total_of,
 )
@@ -43,6 +42,7 @@ from plsc.storage.publish import SAVING, Workspace, refuse_existing
 from plsc.storage.records import FileName, Text, read_record
 from plsc.storage.store import Store, staged
 from plsc.storage.urls import is_url, join, shown
+from plsc.terminal import Counter
 
 logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -143,13 +143,14 @@ def _write(options: PartitionOptions, inputs: list[Input], folder: Path, tempora
     budget, seed, nranks, skip_bad = options.budget, options.seed, options.nranks, options.skip_bad
     expected = sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
     spread = local.BucketWriter(temporary, seed, local.bits_for(expected, budget))
-    with progress_bar("reading", expected) as progress, spread:
-        counts = local.distribute(inputs, spread, budget, skip_bad, progress.update)
+    with spread:
+        counts = local.distribute(inputs, spread, budget, skip_bad, Counter("read", expected, "MB").add)
     lines = _report(counts, nranks).lines
     names = part_names(nranks, options.output_name)
     size = sum(one.content_bytes for one in counts)
-    with progress_bar("writing", size) as progress, pool_of(budget.workers) as pool:
-        parts = Parts([folder / name for name in names], lines_per_rank(lines, nranks), progress.update)
+    progress = Counter("written", size, "MB")
+    with pool_of(budget.workers) as pool:
+        parts = Parts([folder / name for name in names], lines_per_rank(lines, nranks), progress.add)
         writer = local.Writer(seed, parts, padding_lines(seed, lines, nranks))
         local.write_buckets(spread.buckets, writer, seed, budget, pool)
         writer.pad()
@@ -267,13 +268,9 @@ def _claim(output: str, tmp_dir: str | None, stack: ExitStack) -> tuple[Workspac
 
 def _upload(folder: Path, target: str, names: list[str]) -> None:
     store = _open_store(target)
-    with progress_bar("uploading", sum((folder / one).stat().st_size for one in names)) as progress:
-
-        def on_bytes(count: int) -> None:
-            progress.update(count)
-
-        for one in names:
-            store.put(folder / one, one, on_bytes)
+    progress = Counter("uploaded", sum((folder / name).stat().st_size for name in names), "MB")
+    for name in names:
+        store.put(folder / name, name, progress.add)
 
 
 @contextmanager
@@ -334,14 +331,14 @@ def verify(options: PartitionOptions) -> dict[str, Any]:
         (f"{shown(output)}/{name}", partial(streamed, join(output, name), output)) for name in names
     ]
     parts = [(each, part["size"], part["checksum"]) for part in manifest["parts"]]
-    written = _digest(options.budget, "reading parts", files, parts, {}, False)
+    written = _digest(options.budget, "read of the parts", files, parts, {}, False)
     inputs = list_inputs(options.data_dir, options.file_list, options.allowed)
     numbers, times = np.unique(padding_lines(seed, lines, nranks), return_counts=True)
     extra = dict(zip(numbers.tolist(), times.tolist(), strict=True))
     files = [(one.name, one.open) for one in inputs]
     known = [(one["lines"], one["content_bytes"], one["checksum"]) for one in manifest["inputs"]]
     skip_bad = bool(manifest["skipped_lines"])
-    if written != _digest(options.budget, "reading inputs", files, known, extra, skip_bad):
+    if written != _digest(options.budget, "read of the inputs", files, known, extra, skip_bad):
         raise DataError(
             f"the lines of {shown(output)} differ from its inputs and padding; run the partition again"
         )
@@ -379,11 +376,12 @@ def _digest(
             hashes += extra[number] * _hash_line(view[start:end])
         return hashes
 
-    with progress_bar(what, sum(size for _, size, _ in known)) as progress, pool_of(budget.workers) as pool:
+    progress = Counter(what, sum(size for _, size, _ in known), "MB")
+    with pool_of(budget.workers) as pool:
         for number, (name, open_file) in enumerate(files):
             count = InputCount()
             with open_file() as stream:
-                samples = read_counted(stream, name, count, buffers, skip_bad, progress.update)
+                samples = read_counted(stream, name, count, buffers, skip_bad, progress.add)
                 total += sum(map_lines(samples, first, pool, buffers, hash_lines))
             first += count.lines
             found = count.lines, count.content_bytes, f"{count.checksum:016x}"

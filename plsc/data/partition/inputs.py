@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from plsc.data.files import folder_of, read_file_list
 from plsc.data.lines import Buffers, LineReader, Lines, Stream, is_base64
@@ -258,11 +257,3 @@ def pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def progress_bar(what: str, total: int | None) -> tqdm:
-    """Return a progress bar in bytes; it shows nothing if the output is not a terminal."""
-    return tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024,
-        dynamic_ncols=True, disable=None,
-    )  # fmt: skip

@@ -129,7 +129,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 for name in sys.argv[2:]:
     try:
-        convert(sys.argv[1], name, progress=False)
+        convert(sys.argv[1], name)
     except DataError as error:
         print(error)
 """
