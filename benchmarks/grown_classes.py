@@ -6,8 +6,8 @@ Data: the 156 handwritten characters of omniglot_small2.zip, in random order (se
 ones. 15 images of each are trained, 5 are classified by the nearest class weights. A SmallResNet learns the
 old ones in 20 epochs; `plsc checkpoint classes --grow 31` adds the others; then 2 epochs on all images:
 
-- resumed: the checkpoint is resumed (``checkpoint.load_dir``) with ``train.epochs`` 22, at the end of its cosine,
-  where the rate is 0.02 times the base and less;
+- resumed: the checkpoint is resumed (``checkpoint.load_dir``) with ``train.epochs`` 22, at the end of its
+  cosine, where the rate is 0.02 times the base and less;
 - new schedule: the command that ``plsc checkpoint classes`` prints, with ``train.epochs`` 2;
 - new schedule, weights from images: the same with ``--images``, the training images of the new ones.
 

@@ -72,7 +72,8 @@ class Prediction(NamedTuple):
             share = f"at most {_one_in(self.high)}"
         else:  # a small lower limit would read as a small share
             share = f"at least {_one_in(self.low)}" if self.low >= MOST_CLAIMED else "an unknown share of"
-        return f"{share} strangers would {reached} among the {identities:,} enrolled"
+        enrolled = f"among the {identities:,} enrolled" if identities > 1 else "with the one enrolled"
+        return f"{share} strangers would {reached} {enrolled}"
 
 
 class Holding(NamedTuple):
