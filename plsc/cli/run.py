@@ -45,11 +45,8 @@ def _train(entry: Entry) -> None:
 
 def _predict(entry: Entry, output: str, images: str | None, layers: str, field: str, **given: Any) -> None:
     path = local_folder(output, "--output")
-    if path.suffix not in (".npz", ".parquet", ""):
-        raise OptionError(
-            f"--output is {output}; expected the name of an .npz file, a folder, or a folder whose name ends "
-            "in .parquet"
-        )
+    if path.suffix not in (".npz", ""):
+        raise OptionError(f"--output is {output}; expected the name of an .npz file, or a folder (no suffix)")
     if not path.absolute().parent.is_dir():
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"

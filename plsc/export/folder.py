@@ -138,11 +138,6 @@ def describe_input(network: BaseModel, image_shape: Sequence[int], is_aligned: b
     return about
 
 
-def schema_metadata(fingerprint: str, about: Any, normalised: str) -> dict[str, str]:
-    """Return the metadata of an Arrow or Parquet schema of embeddings; about: by `describe_input`."""
-    return {"plsc.fingerprint": fingerprint, "plsc.input": json.dumps(about), "plsc.normalised": normalised}
-
-
 def _describe_tensor(example: Tensor) -> dict[str, Any]:
     return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
 

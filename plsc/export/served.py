@@ -7,19 +7,24 @@ the graph runs. Only ONNX is served, because loading a torch.export program can 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
-from plsc.data.decode import ImageShape, count_pixels, decode_image
+from plsc.data.decode import MAX_FILE_BYTES, MAX_PIXELS, ImageShape, count_pixels, decode_image
+from plsc.data.sources.base import read_image
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.evaluate.capacity import Capacity
 from plsc.export.folder import (
@@ -38,19 +43,10 @@ from plsc.export.folder import (
 )
 from plsc.export.graph import INPUT, OUTPUT, missing_package
 from plsc.storage.records import read_record
+from plsc.storage.urls import is_url, located
 
 if TYPE_CHECKING:
     import onnx
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import pyarrow as pa
-
-from plsc.data.decode import MAX_FILE_BYTES, MAX_PIXELS
-from plsc.data.sources.base import read_image
-from plsc.export.folder import schema_metadata
-from plsc.storage.urls import is_url, located
 
 MOST_IMAGE_BYTES = 16 * 2**20
 MOST_PIXELS = 32 * 10**6
@@ -379,7 +375,8 @@ def batch_embedder(
     ``s3://bucket/``. Raises, as does the callable, the errors of `open_model`.
     """
     model = open_model(folder)
-    metadata = schema_metadata(model.fingerprint, model.about["input"], "true")
+    about = json.dumps(model.about["input"])
+    metadata = {"plsc.fingerprint": model.fingerprint, "plsc.input": about, "plsc.normalised": "true"}
     return BatchEmbedder(model.folder.resolve(), column, metadata, allowed)
 
 
