@@ -373,7 +373,6 @@ class Entry(OriginalSetters):
         thumbnails: bool = False,
         unseen: str | None = None,
         layout: str = "plain",
-        reports: Sequence[str] = (),
     ) -> Path:
         """Write the network of the checkpoint to a new folder, and return the folder.
 
@@ -394,9 +393,8 @@ class Entry(OriginalSetters):
                 gets the FPIR of galleries of any size, for ``plsc serve --fpir``.
             layout: ``plain``; ``triton``: the folder is a model of a Triton model repository;
                 ``insightface``: model.onnx takes images as insightface scales them.
-            reports: folders of ``test(protocol, output=...)`` with this checkpoint, which README.md shows.
         """
-        conversion = Conversion(graph, precision, flip, classes, thumbnails, unseen, layout, reports)
+        conversion = Conversion(graph, precision, flip, classes, thumbnails, unseen, layout)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
 

@@ -80,10 +80,6 @@ def _write_prediction(path: Path, prediction: Any) -> None:
     print(f"wrote the predictions of {len(prediction.labels)} images to {path}")
 
 
-def _export(entry: Entry, model: str, reports: str, **given: Any) -> None:
-    entry.convert_for_prediction(model, reports=_listed(reports), **given)
-
-
 def _options(wanted: str) -> None:
     print(describe_options(wanted))
 
@@ -167,7 +163,7 @@ COMMANDS = {
     ),
     "export": Command(
         "write the network of a checkpoint as a folder for serving: weights, graph and description",
-        _with_entry(_export),
+        _with_entry(lambda entry, model, **given: entry.convert_for_prediction(model, **given)),
         [
             dataclasses.replace(_CHECKPOINT, default=REQUIRED),
             word("model", "the folder to write; it must not exist"),
@@ -178,7 +174,6 @@ COMMANDS = {
             Argument("thumbnails", bool, False, "also write one image per class"),
             Argument("unseen", str, None, "dataset of classes that were not trained, for plsc serve --fpir"),
             Argument("layout", str, "plain", "plain, triton (a model of a model repository) or insightface"),
-            Argument("reports", str, "", "folders of plsc test --protocol, which README.md shows; by commas"),
         ],
         options=("data.dataset_dir", "data.val_targets", "data.val_dir", "model.name"),
         example="saved_model/best model --classes --unseen others",

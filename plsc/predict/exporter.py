@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,6 @@ class Conversion:
         unseen: path or URL of a labelled dataset of classes that were not trained; also write how many
             strangers a gallery accepts.
         layout: ``plain``, ``triton`` or ``insightface``; the others only for ONNX.
-        reports: folders of ``plsc test`` with the same weights, which README.md shows.
     """
 
     graph: str | None = None
@@ -156,7 +155,6 @@ class Conversion:
     thumbnails: bool = False
     unseen: str | None = None
     layout: str = "plain"
-    reports: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.layout not in DIVISORS:
@@ -262,7 +260,7 @@ class Exporter:
                     logger.info(capacity.summary())
             add_metadata(temporary, about)
             write_about(temporary, about)
-            write_card(temporary, about, self.trained.manifest, measured, self.conversion.reports)
+            write_card(temporary, about, self.trained.manifest, measured)
             if self.conversion.layout == "triton":
                 write_triton_config(temporary, about, max(BATCHES))
 
