@@ -385,7 +385,7 @@ class Entry(OriginalSetters):
             output: the folder; by default ``<save_dir>/model``.
             graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights. By default ``onnx``, if
                 the extra `export` is installed.
-            precision: ``float32``, ``float16``, ``int8`` (ONNX only) or ``bfloat16`` (torch only).
+            precision: ``float32``, ``float16`` or ``bfloat16`` (torch only).
             flip: add the embedding of the mirrored image, inside the graph.
             classes: also write the class weights.
             thumbnails: also write one image per class.

@@ -266,7 +266,7 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     if any(one.data_type == onnx.TensorProto.FLOAT16 for one in model.graph.initializer):
         # With all optimisations, onnxruntime 1.32 crashes on transformers in float16 on a CPU.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    # Without VNNI, products of uint8 and int8 would saturate.
+    # Without VNNI, products of uint8 and int8 would saturate, of graphs that others have quantised.
     options.add_session_config_entry("session.x64quantprecision", "1")
     with _blaming(path, "onnxruntime cannot load it"):
         return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
