@@ -54,10 +54,15 @@ class Counter:
     def add(self, count: int = 1) -> None:
         """Count more; may be called by several threads, which may cost an estimate of the rate."""
         self._count += count
-        if (now := time.monotonic()) - self._logged >= _SECONDS_BETWEEN:
-            self._logged = now
-            done, rate = self._count / self._scale, self._count / self._scale / (now - self._began)
-            logger.info(f"{self._done} {done:,.0f}{self._of} {self._unit}, {rate:,.0f}/s")
+        if time.monotonic() - self._logged >= _SECONDS_BETWEEN:
+            self.log()
+
+    def log(self) -> None:
+        """Log now, as at the end of a task that is worth a line."""
+        self._logged = time.monotonic()
+        done = self._count / self._scale
+        rate = done / max(1e-3, self._logged - self._began)
+        logger.info(f"{self._done} {done:,.0f}{self._of} {self._unit}, {rate:,.0f}/s")
 
 
 @contextlib.contextmanager
