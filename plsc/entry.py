@@ -19,7 +19,7 @@ from plsc.config.train import listed_names
 from plsc.data.augment import Transform
 from plsc.errors import OptionError, PlscError, record_failure, without_our_frames
 from plsc.models import BaseModel
-from plsc.models.parameters import Initialization
+from plsc.models.base_model import Initialization
 from plsc.names import name_of
 from plsc.optim import Factory, ScheduleFunction
 from plsc.original import OriginalSetters

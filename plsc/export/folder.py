@@ -30,8 +30,7 @@ from plsc.evaluate.report import Section, lines_of
 from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
-from plsc.storage.records import read_record
-from plsc.storage.regular import open_regular
+from plsc.storage.regular import open_regular, read_record
 from plsc.storage.urls import base_name, shown
 from plsc.version import __version__
 

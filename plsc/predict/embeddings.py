@@ -27,7 +27,7 @@ from plsc.errors import CheckpointError, DataError, kind_and_line
 from plsc.export.folder import WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.predict.network import find_model
 from plsc.storage.publish import HIDDEN, replacing
-from plsc.storage.records import Size, Text, read_record
+from plsc.storage.regular import Size, Text, read_record
 
 INDEX_NAME = "_index.json"
 FORMAT, VERSION = "plsc-embeddings", 1

@@ -255,7 +255,8 @@ class Uploader:
             total = sum(manifest.files[name].bytes for name in mine)
             of = f" (rank 0 of {world.size})" if world.size > 1 else ""
             progress = Counter(f"uploaded {path} to {store.shown}{of}:", total, "MB")
-            upload(path, store, manifest, mine, world, progress.add if world.is_main else None, self._folder.token)
+            on_bytes = progress.add if world.is_main else None
+            upload(path, store, manifest, mine, world, on_bytes, self._folder.token)
             if world.is_main:
                 progress.log()
             # Only now is the new checkpoint complete in the store, so older ones may go.

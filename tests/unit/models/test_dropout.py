@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plsc.models.dropout import SampleDropout, SampleNumbers, keep_mask, use_sample_dropout
+from plsc.models.sync_batch_norm import SampleDropout, SampleNumbers, keep_mask, use_sample_dropout
 
 
 def reference_mask(numbers, count, p, key):

@@ -118,6 +118,7 @@ OF_A_SHARD = {
     "a missing column": {"embeddings": None},
 }
 
+
 @pytest.mark.parametrize("what", OF_A_SHARD)
 def test_a_shard_that_differs_from_the_index_is_an_error_when_it_is_read(folder, what):
     fields = {name: one for name, one in {**FIELDS, **OF_A_SHARD[what]}.items() if one is not None}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import pytest
 
 from plsc.errors import CheckpointError, DataError
-from plsc.storage.records import FileName, Size, Text, read_record
+from plsc.storage.regular import FileName, Size, Text, read_record
 
 
 class Row(NamedTuple):

@@ -12,7 +12,7 @@ from plsc.checkpoint.manifest import LossScale
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.models.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
-from plsc.storage.records import read_record
+from plsc.storage.regular import read_record
 from plsc.train import build as network
 from plsc.train import run as build
 from plsc.train import step as step_module
