@@ -51,7 +51,7 @@ from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.train.callbacks import UserParts
 from plsc.train.data import check_unseen
-from plsc.train.targets import Target, load_targets
+from plsc.train.targets import Target, evaluate_targets, load_targets
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Exporter:
     def evaluate(self, trained: Trained) -> Results:
         """Return the results of the network on the first pair file, if there is one; a collective."""
         targets = load_targets(trained.config, self.user.test_reader, ranks=trained.world.size)[:1]
-        results = trained.evaluate(targets)
+        results = evaluate_targets(trained.evaluated, targets)
         return [(target, results[target.name]) for target in targets]
 
     def capacity(self, trained: Trained) -> CapacityResult | None:
