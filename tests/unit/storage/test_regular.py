@@ -217,7 +217,7 @@ def gallery(name: str) -> Callable[[Path], Case]:
 
 def embeddings(name: str) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
-        shard = write_shard(folder, 0, ["a", "b"], {"labels": np.arange(2)}, "npy")
+        shard = write_shard(folder, 0, ["a", "b"], {"labels": np.arange(2)})
         columns = {"labels": {"dtype": "int64", "shape": []}, "names": {"dtype": "object", "shape": []}}
         about = {"format": FORMAT, "version": VERSION, "columns": columns, "count": 2, "complete": True}
         model = dict.fromkeys(("name", "checkpoint", "step", "weights"), "")
