@@ -54,12 +54,12 @@ class Counter:
     def add(self, count: int = 1) -> None:
         """Count more; may be called by several threads, which may cost an estimate of the rate."""
         self._count += count
-        if time.monotonic() - self._logged >= _SECONDS_BETWEEN:
-            self.log()
+        if (now := time.monotonic()) - self._logged >= _SECONDS_BETWEEN:
+            self.log(now)
 
-    def log(self) -> None:
+    def log(self, now: float | None = None) -> None:
         """Log now, as at the end of a task that is worth a line."""
-        self._logged = time.monotonic()
+        self._logged = time.monotonic() if now is None else now
         done = self._count / self._scale
         rate = done / max(1e-3, self._logged - self._began)
         logger.info(f"{self._done} {done:,.0f}{self._of} {self._unit}, {rate:,.0f}/s")

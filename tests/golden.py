@@ -184,9 +184,10 @@ def results_of_protocols() -> Iterator[tuple[str, Any]]:
     """Yield the result of every protocol for the same embeddings."""
     from plsc.evaluate.all_pairs import all_pairs
     from plsc.evaluate.capacity import measure_capacity
+    from plsc.evaluate.curves import area_under_roc, roc_curve, tar_at_far
     from plsc.evaluate.identification import identify, split_gallery
     from plsc.evaluate.templates import pool_templates
-    from plsc.evaluate.verification import area_under_roc, roc_curve, scores, tar_at_far, verify
+    from plsc.evaluate.verification import scores, verify
 
     try:
         from plsc.evaluate.identification import retrieval

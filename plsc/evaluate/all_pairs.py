@@ -22,10 +22,11 @@ from torch import Tensor
 
 from plsc.data.native import function
 from plsc.errors import DataError
+from plsc.evaluate.curves import area_under, equal_error_rate
 from plsc.evaluate.groups import GroupRates, Groups, count, rates_at
 from plsc.evaluate.identification import norms_of
 from plsc.evaluate.report import Table
-from plsc.evaluate.verification import FARS, GRID, PairRates, area_under, equal_error_rate
+from plsc.evaluate.verification import FARS, GRID, PairRates
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 from plsc.terminal import Counter

@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter
 from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
 from plsc.errors import DataError, naming
-from plsc.evaluate.verification import area_under_roc, roc_curve
+from plsc.evaluate.curves import area_under_roc, roc_curve
 from plsc.storage.publish import replacing
 
 # The palette of Okabe and Ito, suitable for colour-blind readers.
