@@ -18,6 +18,7 @@ from plsc.config.runtime import AutoMixedPrecisionLists, RuntimeOptions, Scaling
 from plsc.config.train import listed_names
 from plsc.data.augment import Transform
 from plsc.errors import OptionError, PlscError, record_failure, without_our_frames
+from plsc.machine import on_terminal
 from plsc.models import BaseModel
 from plsc.models.base_model import Initialization
 from plsc.names import name_of
@@ -31,7 +32,6 @@ from plsc.predict.exporter import Conversion, run_conversion
 from plsc.predict.predict import Images, Prediction, Request, run_prediction
 from plsc.predict.protocols import ProtocolData, run_protocol, run_test
 from plsc.storage.urls import local_folder, set_hdfs_user
-from plsc.terminal import on_terminal
 from plsc.train.callbacks import Callback, Context, FunctionCallback, Logger, UserParts
 from plsc.train.data import as_reader
 from plsc.train.loop import TrainResult

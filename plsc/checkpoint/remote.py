@@ -24,13 +24,13 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.save import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
+from plsc.machine import Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
 from plsc.storage.publish import MANIFEST_NAME, SAVING, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
-from plsc.terminal import Counter
 
 _NO_RUN = "(none)"  # no id is this: a checkpoint of no run, which a command has written, replaces none
 _OWNER_NAME = ".owner"  # in a store: the token of the run that saves there

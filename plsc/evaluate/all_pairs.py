@@ -27,9 +27,9 @@ from plsc.evaluate.groups import GroupRates, Groups, count, rates_at
 from plsc.evaluate.identification import norms_of
 from plsc.evaluate.report import Table
 from plsc.evaluate.verification import FARS, GRID, PairRates
+from plsc.machine import Counter
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
-from plsc.terminal import Counter
 
 BINS = 2 * GRID + 1  # scores -1, -1 + 1 / GRID, ..., 1
 TILE = 4096  # embeddings per side of a tile of scores

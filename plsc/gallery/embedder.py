@@ -24,10 +24,10 @@ from plsc.export import open_model
 from plsc.export.folder import checksum_of
 from plsc.gallery.gallery import AnyStore, Gallery, normalised, open_store, write_gallery
 from plsc.gallery.store import Found, New
+from plsc.machine import Counter
 from plsc.parallel.world import World
 from plsc.predict.embeddings import EMBEDDINGS, NAMES, open_embeddings
 from plsc.predict.network import find_model, load_trained
-from plsc.terminal import Counter
 
 _BATCH = 64  # images
 StrPath: TypeAlias = str | os.PathLike[str]

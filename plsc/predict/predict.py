@@ -41,6 +41,7 @@ from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
 from plsc.inputs import Input
+from plsc.machine import Counter
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
@@ -61,7 +62,6 @@ from plsc.predict.embeddings import (
 )
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.publish import HIDDEN
-from plsc.terminal import Counter
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled

@@ -24,12 +24,11 @@ from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
+from plsc.machine import BackgroundThread, Counter, available_memory
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result
-from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.parallel.world import World
 from plsc.storage.regular import read_regular
 from plsc.storage.store import Store, format_bytes
-from plsc.terminal import Counter
 from plsc.train.callbacks import Run
 from plsc.train.folder import RunFolder
 from plsc.train.log import METRICS_NAME, PLOT_NAME

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"seeds", "spans", "version"},
     {"errors"},
-    {"names", "inputs", "terminal", "values"},
+    {"machine", "names", "inputs", "values"},
     {"config", "parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},
