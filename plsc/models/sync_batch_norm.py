@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from plsc.parallel.collectives import all_gather
-from plsc.spans import span
+from plsc.parallel.collectives import all_gather, span
 
 
 def synchronise_batch_norm(

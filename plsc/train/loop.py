@@ -17,10 +17,9 @@ from plsc.errors import DataError, NotSavedError
 from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.names import names_code
-from plsc.parallel.collectives import gather_rows
+from plsc.parallel.collectives import gather_rows, span
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
-from plsc.spans import span
 from plsc.train.average import WeightAverage
 from plsc.train.callbacks import CurrentStep, Run
 from plsc.train.losses import stop_at_bad_weights
