@@ -34,10 +34,10 @@ from plsc.checkpoint.manifest import (
     HeadInfo,
     Role,
     TensorInfo,
+    bytes_of,
     parse_manifest,
 )
 from plsc.checkpoint.save import Tensors, class_name_tensors, info_of, local_of
-from plsc.checkpoint.shard_file import bytes_of
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from plsc.checkpoint.shard_file import (
+from plsc.checkpoint.manifest import (
     DTYPES,
     entry_of,
     rank_of_shard,
