@@ -22,11 +22,10 @@ from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
 from plsc.train.average import WeightAverage
 from plsc.train.callbacks import CurrentStep, Run
-from plsc.train.losses import stop_at_bad_weights
 from plsc.train.restore import WarmStart
 from plsc.train.saving import Saver
 from plsc.train.settle import epoch_warning, interrupted, nothing_left, zero_rate
-from plsc.train.step import Step, StepResult
+from plsc.train.step import Step, StepResult, stop_at_bad_weights
 from plsc.train.targets import evaluate_targets
 from plsc.train.watch import BadSampleReport, Meter
 

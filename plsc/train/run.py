@@ -48,11 +48,11 @@ from plsc.train.folder import RunFolder
 from plsc.train.layers import LayerTable, Profile
 from plsc.train.log import GradientNorm, Logging, Pictures, check_packages
 from plsc.train.loop import Trainer, TrainResult
-from plsc.train.losses import BAD_BATCH_NAME
 from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
 from plsc.train.settle import frozen_note, settle, threads_note, warmup_note
 from plsc.train.snapshot import seed_generators
+from plsc.train.step import BAD_BATCH_NAME
 from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
 from plsc.train.watch import DataWait, LearningCheck, Progress
 
