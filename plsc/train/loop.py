@@ -20,14 +20,13 @@ from plsc.names import names_code
 from plsc.parallel.collectives import gather_rows, span
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
-from plsc.train.average import WeightAverage
 from plsc.train.callbacks import CurrentStep, Run
 from plsc.train.restore import WarmStart
 from plsc.train.saving import Saver
 from plsc.train.settle import epoch_warning, interrupted, nothing_left, zero_rate
 from plsc.train.step import Step, StepResult, stop_at_bad_weights
 from plsc.train.targets import evaluate_targets
-from plsc.train.watch import BadSampleReport, Meter
+from plsc.train.watch import BadSampleReport, Meter, WeightAverage
 
 # Metrics that only logged steps compute.
 STOP_SECONDS = 60.0

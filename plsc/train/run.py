@@ -30,7 +30,6 @@ from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.names import load_function, names_code
 from plsc.parallel.world import World
-from plsc.train.average import WeightAverage
 from plsc.train.build import (
     build_scaler,
     build_schedule,
@@ -54,7 +53,7 @@ from plsc.train.settle import frozen_note, settle, threads_note, warmup_note
 from plsc.train.snapshot import seed_generators
 from plsc.train.step import BAD_BATCH_NAME
 from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
-from plsc.train.watch import DataWait, LearningCheck, Progress
+from plsc.train.watch import DataWait, LearningCheck, Progress, WeightAverage
 
 MOST_ROWS = 12  # of the table of layers
 
