@@ -17,9 +17,8 @@ from plsc.checkpoint.complete import opened_at
 from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config import Config, Options, find_option
-from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.config.option import name_and_arguments
-from plsc.config.train import listed_names
+from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
 from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError, refusing, suggest
 from plsc.heads import ShardedHead

@@ -1,4 +1,4 @@
-"""Callbacks that watch a run: log lines, speed, limits, advice for one that does not learn; average of weights."""
+"""Callbacks that watch a run: log lines, speed, limits, advice; and the average of its weights."""
 
 from __future__ import annotations
 
