@@ -183,7 +183,7 @@ class HeadOptions:
         "set_loss_type(**loss_arguments)",
         _loss_arguments,
     )
-    # None: `settle` in plsc/train/settle.py decides.
+    # None: `settle` in plsc/train/run.py decides.
     margin: float | None = of_run(
         None,
         "margin: an angle in radians; cosface: a cosine; sphereface: a factor of the angle; None: the "

@@ -1,4 +1,4 @@
-"""One step of training: forward, head, backward, clipping, update; its loss, which stops the run if it is not finite."""
+"""One step of training: forward, head, backward, clipping, update; and its loss, which may stop the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from plsc.storage.publish import replacing
 from plsc.train.build import distribute_backbone
 from plsc.train.callbacks import Position, Run
 from plsc.train.layers import tensors_of
-from plsc.train.settle import idle_parameters
 
 
 @dataclass
@@ -554,4 +553,16 @@ def stop_at_bad_weights(world: World, position: Position, network: nn.Module) ->
         f"{names[0]}{more} of the network have a nan or inf after step {position.step}, although the loss "
         "was finite: a gradient overflowed, and this state is not saved. Lower the learning rate, use a "
         "longer warm-up or check the network's backward pass, and resume from the last checkpoint"
+    )
+
+
+def idle_parameters(network: nn.Module) -> str:
+    """Return a warning if trainable parameters have no gradient, else an empty string."""
+    trained = [(name, p.grad is None) for name, p in network.named_parameters() if p.requires_grad]
+    idle = [name for name, is_idle in trained if is_idle]
+    if not idle:
+        return ""
+    return (
+        f"{len(idle)} of {len(trained)} trainable parameters have no gradient and are not trained, such as "
+        f"{idle[0]}: the output of the network is detached, or does not use them"
     )

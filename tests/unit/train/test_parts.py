@@ -16,9 +16,8 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.callbacks import Context, Position, UserParts
 from plsc.train.log import JsonLines
-from plsc.train.loop import exchange_status
-from plsc.train.run import build_run, check_combinations, idle_note, run_training
-from plsc.train.settle import interrupted, threads_note
+from plsc.train.loop import exchange_status, interrupted
+from plsc.train.run import build_run, check_combinations, idle_note, run_training, threads_note
 from plsc.train.step import Step
 from plsc.train.watch import LearningCheck, Progress, slow_start
 from tests.images import write_dataset

@@ -18,7 +18,7 @@ from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
 from plsc.parallel.world import World
 from plsc.train.callbacks import FunctionCallback, UserParts
 from plsc.train.folder import RunFolder
-from plsc.train.settle import settle
+from plsc.train.run import settle
 from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
