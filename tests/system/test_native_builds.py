@@ -130,7 +130,6 @@ def test_the_doctor_names_the_kernels_and_what_the_processor_lacks(installed: Pa
     ("flag", "left_out", "why"),
     [
         ("-mavx512bf16", 2, "native-avx512 (the compiler lacked AVX512-BF16"),
-        ("-mavx512f", 3, "native-avx2 (the compiler lacked AVX-512"),
         ("-mavx2", 4, "plain PyTorch"),
     ],
 )
