@@ -1,4 +1,4 @@
-"""One suite for every store that checkpoints go to: local, memory, a real S3 server, a real HDFS."""
+"""One suite for every store that checkpoints go to: local, a real S3 server, a real HDFS."""
 
 from __future__ import annotations
 
