@@ -307,6 +307,7 @@ def build_run(
     )
     mode = training_mode(options.precision.mode, world.device)
     evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
+    saved = options.checkpoint
     run = Run(
         options=options,
         world=world,
@@ -331,7 +332,7 @@ def build_run(
         is_custom=user.model is not None or names_code(options.model.name),
         length=length,
         global_batch=global_batch,
-        retention=_retention(options, evaluated),
+        retention=_retention(saved.keep_last, saved.save_top_k, saved.monitor, evaluated),
         callbacks=Callbacks(user.callbacks, network),
     )
     run.notes += filter(None, _likely_mistakes(run))
@@ -346,18 +347,18 @@ def _use_deterministic_algorithms(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _retention(options: Config, evaluated: Sequence[str]) -> Retention:
+def _retention(keep_last: int, top_k: int, monitor: str | None, evaluated: Sequence[str]) -> Retention:
     """Return which checkpoints to keep. Raises OptionError for a metric that the run does not measure.
 
-    evaluated: the metrics of its evaluations.
+    monitor: None for the first of `evaluated`, the metrics of the run's evaluations; without any, the loss.
     """
-    saved, known = options.checkpoint, [*evaluated, "loss"]
-    metric = known[0] if saved.monitor is None else saved.monitor
+    known = [*evaluated, "loss"]
+    metric = known[0] if monitor is None else monitor
     if metric not in known:
         raise OptionError(
             f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
         )
-    return Retention(saved.keep_last, saved.save_top_k, metric)
+    return Retention(keep_last, top_k, metric)
 
 
 def check_combinations(options: Config, ranks: int) -> None:
