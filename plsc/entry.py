@@ -203,7 +203,7 @@ class Entry(OriginalSetters):
                 (plsc.AutoMixedPrecisionLists).
 
         A step with a nan or inf is always skipped. Raises OptionError for an invalid value, and changes
-        nothing then. See docs/precision.md.
+        nothing then. See docs/performance.md.
         """
         amp_lists = amp_lists or AutoMixedPrecisionLists()
         lists = {name: sorted(set(names)) for name, names in vars(amp_lists).items() if names}
