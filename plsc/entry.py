@@ -252,7 +252,7 @@ class Entry(OriginalSetters):
 
         Args:
             *loggers: names of ``train.loggers``, and objects with the methods ``write(entry)`` and
-                ``close()``, which are called on rank 0. See docs/logging.md.
+                ``close()``, which are called on rank 0. See docs/callbacks.md.
         """
         names: list[str] = []
         custom: list[Logger] = []
