@@ -131,7 +131,7 @@ class Setters:
         """
 
     def set_dataset_dir(self, directory: str, **arguments: Any) -> None:
-        """Set ``data.dataset_dir``: training data: a path or fsspec URL (formats: docs/formats.md).
+        """Set ``data.dataset_dir``: training data: a path or fsspec URL (formats: docs/data.md).
         Default: './train_data'.
         """
 
