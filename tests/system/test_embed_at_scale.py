@@ -1,4 +1,4 @@
-"""The code of docs/embed_at_scale.md, in the programs that it names, gives the embeddings of open_model."""
+"""The code of docs/gallery.md, in the programs that it names, gives the embeddings of open_model."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.serving import ROOT, export_model
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
-PAGE = (ROOT / "docs/embed_at_scale.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/gallery.md").read_text(encoding="utf-8")
 NEEDS = {"Spark": "pyspark", "Ray": "ray", "Hugging Face datasets": "datasets", "A loop": "pyarrow"}
 TWO_WORKERS = """
 import os, sys
