@@ -82,7 +82,7 @@ def test_the_python_blocks_run(page, surroundings, tmp_path, monkeypatch):
 def test_the_flags_of_commands_exist(page, monkeypatch):
     monkeypatch.setattr("plsc.cli.parser.set_from_file", lambda options, file: None)
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    if page.stem == "from_plsc":
+    if page.stem == "migrate":
         lines += re.findall(r"`(plsc (?:launch|data) [^`]+)`", page.read_text(encoding="utf-8"))
     for line in lines:
         command = re.split(r"\s(?:[|>&;#]|2>)", line.replace("-m plsc.cli", "&& plsc").split("&& ")[-1])[0]
