@@ -319,8 +319,8 @@ def _plan_backbone(options: Mapping[str, Any], ranks: int) -> PartPlan:
         network = _build_fake(make, fake)
         recompute_activations(network, config.memory.recompute)
         batch = -(-images // parts)
-        step = {"activations": _measure_activations(network, model.image_shape, mode, fake, batch)}
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        step = {"activations": _measure_activations(network, model.image_shape, mode, fake, batch)}
         optimizer = build_optimizer(
             optim.optimizer,
             [{"params": trained}],
@@ -366,7 +366,8 @@ def _measure_activations(
     """Return the peak memory of forward and backward pass, without parameters, gradients and buffers."""
     with fake, torch.random.fork_rng(devices=[]):
         for parameter in network.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            parameter.requires_grad_(True)  # MemTracker fails on a frozen one, as in IResNet
+            parameter.grad = torch.zeros_like(parameter)
         tracker = MemTracker()
         tracker.track_external(network)
         with tracker:

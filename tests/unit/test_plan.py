@@ -224,6 +224,10 @@ def test_activations_are_within_15_percent_of_what_a_real_step_allocates(recompu
     assert plan({**SMALL, **options}).backbone.step["activations"] == pytest.approx(peak, rel=0.15)
 
 
+def test_a_network_with_a_frozen_parameter_is_planned():
+    assert plan({**SMALL, "model.name": "IResNet18", "model.image_shape": (3, 32, 32)}).backbone.step
+
+
 def test_micro_batches_save_activations():
     whole, parts = (plan({**SMALL, "train.micro_batches": parts}).backbone.step for parts in (1, 4))
     assert parts["activations"] < 0.5 * whole["activations"]
