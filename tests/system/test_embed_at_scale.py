@@ -98,7 +98,7 @@ needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="there is n
 )
 def test_the_code_of_the_page_writes_the_embeddings_and_the_reason_for_a_damaged_image(place, program):
     pytest.importorskip(NEEDS[program], reason=f"{NEEDS[program]} is not installed")
-    code = re.search(rf"^## {program}$.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)[1]
+    code = re.search(rf"^### {program}$.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)[1]
     done = run(code, place)
     assert done.returncode == 0, done.stderr
     table = pa.dataset.dataset(place / "embeddings.parquet", exclude_invalid_files=True).to_table()
