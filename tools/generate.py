@@ -84,6 +84,9 @@ def setters() -> str:
     return SETTERS_HEAD + "".join(setter(spec) for spec in reversed(by_name.values()))
 
 
+SHARDED = "class weights are sharded (a loss dist_...)"
+
+
 def page() -> str:
     """Return docs/options.md."""
     lines, group = [PAGE_HEAD], ""
@@ -91,7 +94,8 @@ def page() -> str:
         if spec.group != group:
             group = spec.group
             lines.append(f"\n## {group}\n")
-        meaning = spec.meaning.replace("*", r"\*")
+        meaning = spec.meaning.replace("*", r"\*").replace(f"; only if {SHARDED}", "³; only if", 1)
+        meaning = meaning.replace("³; only if and ", "³; only if ").removesuffix("; only if")
         call = f" `{spec.setter}({spec.argument})`" if spec.setter else ""
         lines.append(f"- `{spec.path}={spec.default}`{MARKS[spec.decides]}{call}<br>{meaning}")
     return "\n".join(lines) + "\n" + losses()
