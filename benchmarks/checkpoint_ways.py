@@ -26,8 +26,8 @@ from plsc.checkpoint import (
     save_checkpoint,
 )
 from plsc.checkpoint.manifest import BACKBONE, CLASS_OPTIMIZER, CLASS_WEIGHTS, HeadInfo, Role
+from plsc.machine import BackgroundThread
 from plsc.parallel.collectives import class_range, class_ranges
-from plsc.parallel.machine import BackgroundThread
 from plsc.parallel.world import World
 
 Action = Callable[[Snapshot, Path, World], float]  # returns the seconds that training was blocked

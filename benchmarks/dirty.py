@@ -48,7 +48,7 @@ from plsc.clean.faults import (
     wrong_labels,
 )
 from plsc.clean.review import Proposals, open_images
-from plsc.gallery.vectors import nearest
+from plsc.gallery.gallery import nearest
 
 
 def train(data: Path, images: Path | None, run: Path, seed: int, epochs: int = 4) -> Path:

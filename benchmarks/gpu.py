@@ -397,7 +397,7 @@ def measure_loader(here: Slice) -> list[str]:
     from train_ways import Case, build, ways
 
     from plsc.data.sources import open_source
-    from plsc.parallel.machine import usable_cores
+    from plsc.machine import usable_cores
     from plsc.parallel.world import World
 
     network, batches = "ResNet50", [128, 512]

@@ -24,7 +24,7 @@ from search import BATCHES, WAYS, K, Search, around, read_centres, speed, write_
 from plsc.gallery.postgres import PostgresStore
 from plsc.gallery.store import New
 
-EXACT = ("torch, float32 products", "gallery, float32", "gallery, int8")
+EXACT = ("torch, float32 products", "gallery")
 
 
 def main() -> None:

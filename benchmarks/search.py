@@ -123,23 +123,19 @@ def exact(folder: Path, vectors: np.ndarray) -> tuple[Search, dict[str, Any]]:
     return search, {"bytes per vector": 4 * vectors.shape[1], "in memory": 4 * vectors.shape[1]}
 
 
-def gallery(kind: str) -> Callable[[Path, np.ndarray], tuple[Search, dict[str, Any]]]:
-    """Return a function that writes and opens a gallery."""
-
-    def make(folder: Path, vectors: np.ndarray) -> tuple[Search, dict[str, Any]]:
-        place = folder / f"gallery-{kind}"
-        if not place.exists():
-            write_gallery(place, vectors, model="", kind=kind)
-        began = time.perf_counter()
-        opened = open_gallery(place)
-        sizes = {
-            "bytes per vector": round(opened.about["file"]["bytes"] / len(opened)),
-            "in memory": vectors.shape[1] * (1 if kind == "int8" else 4),
-            "open s": time.perf_counter() - began,
-        }
-        return lambda queries: opened.search(queries, K)[1], sizes
-
-    return make
+def gallery(folder: Path, vectors: np.ndarray) -> tuple[Search, dict[str, Any]]:
+    """Write and open a gallery."""
+    place = folder / "gallery"
+    if not place.exists():
+        write_gallery(place, vectors, model="")
+    began = time.perf_counter()
+    opened = open_gallery(place)
+    sizes = {
+        "bytes per vector": round(opened.about["file"]["bytes"] / len(opened)),
+        "in memory": 4 * vectors.shape[1],
+        "open s": time.perf_counter() - began,
+    }
+    return lambda queries: opened.search(queries, K)[1], sizes
 
 
 def faiss_8_bits(folder: Path, vectors: np.ndarray) -> tuple[Search, dict[str, Any]]:
@@ -158,8 +154,7 @@ def faiss_8_bits(folder: Path, vectors: np.ndarray) -> tuple[Search, dict[str, A
 
 WAYS = {
     "torch, float32 products": exact,
-    "gallery, float32": gallery("float32"),
-    "gallery, int8": gallery("int8"),
+    "gallery": gallery,
     "faiss QT_8bit alone": faiss_8_bits,
 }
 

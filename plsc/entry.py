@@ -18,8 +18,9 @@ from plsc.config.runtime import AutoMixedPrecisionLists, RuntimeOptions, Scaling
 from plsc.config.train import listed_names
 from plsc.data.augment import Transform
 from plsc.errors import OptionError, PlscError, record_failure, without_our_frames
+from plsc.machine import on_terminal
 from plsc.models import BaseModel
-from plsc.models.parameters import Initialization
+from plsc.models.base_model import Initialization
 from plsc.names import name_of
 from plsc.optim import Factory, ScheduleFunction
 from plsc.original import OriginalSetters
@@ -31,7 +32,6 @@ from plsc.predict.exporter import Conversion, run_conversion
 from plsc.predict.predict import Images, Prediction, Request, run_prediction
 from plsc.predict.protocols import ProtocolData, run_protocol, run_test
 from plsc.storage.urls import local_folder, set_hdfs_user
-from plsc.terminal import on_terminal
 from plsc.train.callbacks import Callback, Context, FunctionCallback, Logger, UserParts
 from plsc.train.data import as_reader
 from plsc.train.loop import TrainResult
@@ -352,9 +352,9 @@ class Entry(OriginalSetters):
             field: one or several of ``value``: embeddings and outputs of layers; ``id``: the trained class
                 with the highest logit; ``prob``: its softmax probability.
             flatten_result: join the outputs of the layers side by side, as one array [N, ...].
-            output: a folder. All ranks write shards of rows to it, as .npy, or as Parquet if its name ends in
-                .parquet; nothing is gathered. The same call resumes an interrupted prediction. Returns the
-                opened folder, like `plsc.open_embeddings`.
+            output: a folder. All ranks write shards of rows to it, as .npy; nothing is gathered. The same
+                call resumes an interrupted prediction. Returns the opened folder, like
+                `plsc.open_embeddings`.
         """
         fields = (field,) if isinstance(field, str) else tuple(field)
         names = (layers,) if isinstance(layers, str) else tuple(layers)
@@ -373,7 +373,6 @@ class Entry(OriginalSetters):
         thumbnails: bool = False,
         unseen: str | None = None,
         layout: str = "plain",
-        reports: Sequence[str] = (),
     ) -> Path:
         """Write the network of the checkpoint to a new folder, and return the folder.
 
@@ -386,7 +385,7 @@ class Entry(OriginalSetters):
             output: the folder; by default ``<save_dir>/model``.
             graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights. By default ``onnx``, if
                 the extra `export` is installed.
-            precision: ``float32``, ``float16``, ``int8`` (ONNX only) or ``bfloat16`` (torch only).
+            precision: ``float32``, ``float16`` or ``bfloat16`` (torch only).
             flip: add the embedding of the mirrored image, inside the graph.
             classes: also write the class weights.
             thumbnails: also write one image per class.
@@ -394,9 +393,8 @@ class Entry(OriginalSetters):
                 gets the FPIR of galleries of any size, for ``plsc serve --fpir``.
             layout: ``plain``; ``triton``: the folder is a model of a Triton model repository;
                 ``insightface``: model.onnx takes images as insightface scales them.
-            reports: folders of ``test(protocol, output=...)`` with this checkpoint, which README.md shows.
         """
-        conversion = Conversion(graph, precision, flip, classes, thumbnails, unseen, layout, reports)
+        conversion = Conversion(graph, precision, flip, classes, thumbnails, unseen, layout)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from plsc.checkpoint import list_checkpoints
 from plsc.config import Options
+from plsc.machine import on_terminal
 from plsc.models import BaseModel
 from plsc.parallel.world import World
-from plsc.terminal import on_terminal
 from plsc.train.callbacks import UserParts
 from plsc.train.run import run_training
 

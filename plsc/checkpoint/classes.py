@@ -50,7 +50,7 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.collectives import class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
-from plsc.storage.records import read_record
+from plsc.storage.regular import read_record
 from plsc.version import __version__
 
 MAP_NAME = "classes.tsv"  # a line old<TAB>new per remaining class, as the format argument label_map reads

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from plsc.errors import CheckpointError, DataError
 from plsc.storage import publish
-from plsc.storage.records import FileName, read_record
+from plsc.storage.regular import FileName, read_record
 from plsc.storage.store import Store
 from plsc.storage.urls import shown
 

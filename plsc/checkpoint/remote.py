@@ -24,10 +24,11 @@ from plsc.checkpoint.manifest import (
 from plsc.checkpoint.save import check_replaceable, finish_folder
 from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
+from plsc.machine import Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
 from plsc.storage.publish import MANIFEST_NAME, SAVING, hidden_name, replacing
-from plsc.storage.store import OnBytes, Store, Transfer
+from plsc.storage.store import OnBytes, Store
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
 
@@ -182,10 +183,11 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     def fetch_share() -> None:
         files = {name: manifest.files[name] for name in sorted(manifest.files)[index::count]}
         total = sum(info.bytes for info in files.values())
-        transfer = Transfer(f"fetching {store.shown}", total, world.is_main)
+        progress = Counter(f"fetched from {store.shown}:", total, "MB")
         for name, info in files.items():
-            _fetch_file(store, name, info, work, transfer)
-        transfer.end()
+            _fetch_file(store, name, info, work, progress.add if world.is_main else lambda count: None)
+        if world.is_main:
+            progress.log()
 
     on_every_rank(world, doing, fetch_share)
 
@@ -217,13 +219,13 @@ def _is_fetched(target: Path, manifest: Manifest, run_id: str | None) -> bool:
     return False
 
 
-def _fetch_file(store: Store, name: str, info: FileInfo, work: Path, transfer: Transfer) -> None:
+def _fetch_file(store: Store, name: str, info: FileInfo, work: Path, on_bytes: OnBytes) -> None:
     local = work / name
     if local.is_file() and local.stat().st_size == info.bytes and checksum(local) == info:
-        transfer.add(info.bytes)
+        on_bytes(info.bytes)
         return
     with replacing(local) as part:
-        store.get(name, part, transfer.add)
+        store.get(name, part, on_bytes)
         if checksum(part) != info:
             where = shown(store.child(name))
             raise CheckpointError(f"{where} is damaged: its checksum differs from the saved one")
@@ -267,7 +269,7 @@ def push(source: str, url: str) -> list[str]:
     for path in chosen:
         manifest = verify(path)
         total = sum(file.bytes for file in manifest.files.values())
-        transfer = Transfer(f"uploading {path} to {store.shown}", total)
-        upload(path, store, manifest, sorted(manifest.files), World.single(), transfer.add)
-        transfer.end()
+        progress = Counter(f"uploaded {path} to {store.shown}:", total, "MB")
+        upload(path, store, manifest, sorted(manifest.files), World.single(), progress.add)
+        progress.log()
     return [path.name for path in chosen]

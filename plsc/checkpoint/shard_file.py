@@ -23,8 +23,7 @@ from torch import Tensor
 from plsc.checkpoint.manifest import SUFFIX, FileInfo
 from plsc.data.native import crc32
 from plsc.errors import CheckpointError
-from plsc.storage.records import read_record
-from plsc.storage.regular import open_regular
+from plsc.storage.regular import open_regular, read_record
 
 PIECE_BYTES = 4 << 20
 _CHECKSUM_BYTES = 1 << 20  # read at once for a checksum; fits the processor's cache

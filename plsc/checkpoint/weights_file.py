@@ -38,8 +38,7 @@ from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
 from plsc.storage.publish import FolderLock, sync
-from plsc.storage.records import read_record
-from plsc.storage.regular import check_inside, open_regular
+from plsc.storage.regular import check_inside, open_regular, read_record
 
 _FORMAT = 2  # the only one that is read: nothing was released before it
 _LARGEST_HEADER = 2**20  # bytes

@@ -29,7 +29,7 @@ from plsc.data.lists import place_in_class
 from plsc.data.overview import in_threads
 from plsc.data.sources import Source
 from plsc.errors import naming
-from plsc.gallery.vectors import RECALL, SAMPLE, import_faiss, nearest, recall_of
+from plsc.gallery.gallery import RECALL, SAMPLE, import_faiss, nearest, recall_of
 
 _CLASSES = 10  # neighbours of a class that may be the same
 _MEMBERS = 256  # images of a class that are compared with each other

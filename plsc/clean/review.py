@@ -35,7 +35,7 @@ from plsc.data.sources import Source
 from plsc.data.sources.base import class_names_of
 from plsc.errors import CheckpointError, DataError, printable
 from plsc.evaluate.identification import check_finite
-from plsc.gallery.vectors import nearest
+from plsc.gallery.gallery import nearest
 from plsc.predict.embeddings import EMBEDDINGS, NAMES, Embeddings
 from plsc.predict.predict import Samples
 from plsc.storage.publish import replacing

@@ -16,7 +16,7 @@ from typing import NoReturn
 from plsc.cli import checkpoint, data, doctor, gallery, launch, run
 from plsc.cli.parser import CommandParser, Group, find_command
 from plsc.errors import PlscError, record_failure
-from plsc.terminal import on_terminal, stop_signals
+from plsc.machine import on_terminal, stop_signals
 
 COMMANDS = Group(
     "train classifiers over very many classes",

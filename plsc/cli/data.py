@@ -78,7 +78,7 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     """Embed datasets, write the proposed changes, and print the summary. used: model and dataset of each."""
     from plsc.clean.review import refuse_finished
     from plsc.data.lists import read_listing
-    from plsc.gallery.vectors import import_faiss
+    from plsc.gallery.gallery import import_faiss
     from plsc.storage.regular import check_inside
     from plsc.storage.urls import is_url, shown
 

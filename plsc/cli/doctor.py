@@ -91,7 +91,7 @@ def _versions() -> Finding:
 def _devices() -> Finding:
     import torch
 
-    from plsc.parallel.machine import usable_cores
+    from plsc.machine import usable_cores
     from plsc.storage.store import format_bytes
 
     texts = []

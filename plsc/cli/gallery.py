@@ -11,9 +11,7 @@ from plsc.errors import DataError, OptionError, in_terminal, shown
 from plsc.serve import ServeOptions
 
 
-def run_index(
-    model: str, gallery: str, images: str | None, embeddings: str | None, kind: str, **options: Any
-) -> None:
+def run_index(model: str, gallery: str, images: str | None, embeddings: str | None, **options: Any) -> None:
     """Write a gallery of images, embeddings or classes."""
     from plsc.gallery.embedder import enrol, index_classes, index_embeddings, index_images, open_embedder
     from plsc.gallery.gallery import is_postgres
@@ -22,18 +20,18 @@ def run_index(
         raise OptionError("--images and --embeddings are both given; remove one of them")
     allowed = options["allowed"] or ()
     if is_postgres(gallery):
-        if images is None or kind != "float32":
-            raise OptionError("a database takes only --images, in float32; remove the other options")
+        if images is None:
+            raise OptionError("a database takes only --images; remove the other options")
         count, recall = enrol(open_embedder(model, options["model.name"]), gallery, images, allowed)
         print(f"wrote {shown(gallery)}: {count:,} images; {recall:.2%} of the 10 nearest entries are found")
         return
     if embeddings is not None:
-        made = index_embeddings(model, gallery, embeddings, kind)
+        made = index_embeddings(model, gallery, embeddings)
     elif images is not None:
-        made = index_images(open_embedder(model, options["model.name"]), gallery, images, kind, allowed)
+        made = index_images(open_embedder(model, options["model.name"]), gallery, images, allowed)
     else:
-        made = index_classes(open_embedder(model, options["model.name"]), gallery, kind)
-    print(f"wrote {gallery}: {len(made):,} {'images' if images or embeddings else 'classes'}, {kind}")
+        made = index_classes(open_embedder(model, options["model.name"]), gallery)
+    print(f"wrote {gallery}: {len(made):,} {'images' if images or embeddings else 'classes'}")
 
 
 def run_search(
@@ -128,9 +126,6 @@ COMMANDS: dict[str, Command | Group] = {
             word("gallery", "the folder to write, which must not exist; or a postgresql:// URL"),
             Argument("images", str, None, "folder, list file or image; default: the classes of the model"),
             Argument("embeddings", str, None, "folder of plsc predict with this model"),
-            Argument(
-                "kind", str, "float32", "float32, or int8: half the disk space, a quarter of the memory"
-            ),
             _NETWORK,
             ALLOWED,
         ),

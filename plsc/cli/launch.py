@@ -27,8 +27,8 @@ from plsc.errors import (
     OptionError,
     kind_and_line,
 )
+from plsc.machine import stop_signals
 from plsc.storage.urls import local_folder
-from plsc.terminal import stop_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -202,7 +202,7 @@ def _bounded(call: Callable[[], int]) -> Callable[[], int]:
     """Return a function that calls in a thread; it returns 0 while the call hangs and when it fails."""
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from plsc.parallel.machine import BackgroundThread
+    from plsc.machine import BackgroundThread
 
     thread = BackgroundThread("plsc-rendezvous")
     pending: concurrent.futures.Future[int] | None = None
@@ -284,7 +284,7 @@ def _choose_devices(devices: str | None, nproc: int | None) -> int:
 
 def _set_threads(cpu_threads: int | None, ranks: int) -> None:
     """Set OMP_NUM_THREADS: the argument, else the value in the environment, else cores / ranks."""
-    from plsc.parallel.machine import usable_cores
+    from plsc.machine import usable_cores
 
     if cpu_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads)

@@ -45,11 +45,8 @@ def _train(entry: Entry) -> None:
 
 def _predict(entry: Entry, output: str, images: str | None, layers: str, field: str, **given: Any) -> None:
     path = local_folder(output, "--output")
-    if path.suffix not in (".npz", ".parquet", ""):
-        raise OptionError(
-            f"--output is {output}; expected the name of an .npz file, a folder, or a folder whose name ends "
-            "in .parquet"
-        )
+    if path.suffix not in (".npz", ""):
+        raise OptionError(f"--output is {output}; expected the name of an .npz file, or a folder (no suffix)")
     if not path.absolute().parent.is_dir():
         raise OptionError(
             f"--output is {output}, but the folder {path.parent} does not exist; create it first"
@@ -81,10 +78,6 @@ def _write_prediction(path: Path, prediction: Any) -> None:
             **{name: values for name, values in optional.items() if values is not None},
         )
     print(f"wrote the predictions of {len(prediction.labels)} images to {path}")
-
-
-def _export(entry: Entry, model: str, reports: str, **given: Any) -> None:
-    entry.convert_for_prediction(model, reports=_listed(reports), **given)
 
 
 def _options(wanted: str) -> None:
@@ -170,18 +163,17 @@ COMMANDS = {
     ),
     "export": Command(
         "write the network of a checkpoint as a folder for serving: weights, graph and description",
-        _with_entry(_export),
+        _with_entry(lambda entry, model, **given: entry.convert_for_prediction(model, **given)),
         [
             dataclasses.replace(_CHECKPOINT, default=REQUIRED),
             word("model", "the folder to write; it must not exist"),
             Argument("graph", str, "onnx", "onnx, torch (torch.export), or none"),
-            Argument("precision", str, "float32", "float32, float16, int8 (onnx) or bfloat16 (torch)"),
+            Argument("precision", str, "float32", "float32, float16 or bfloat16 (torch)"),
             Argument("flip", bool, False, "add the embedding of the mirrored image, inside the graph"),
             Argument("classes", bool, False, "also write the class weights and names"),
             Argument("thumbnails", bool, False, "also write one image per class"),
             Argument("unseen", str, None, "dataset of classes that were not trained, for plsc serve --fpir"),
             Argument("layout", str, "plain", "plain, triton (a model of a model repository) or insightface"),
-            Argument("reports", str, "", "folders of plsc test --protocol, which README.md shows; by commas"),
         ],
         options=("data.dataset_dir", "data.val_targets", "data.val_dir", "model.name"),
         example="saved_model/best model --classes --unseen others",

@@ -22,9 +22,9 @@ from plsc.data.sources.columns import check_class_name
 from plsc.data.sources.parquet import class_label_metadata
 from plsc.data.sources.recordio import frame, pack_image
 from plsc.errors import DataError, OptionError, suggest
+from plsc.machine import Counter
 from plsc.storage.publish import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown
-from plsc.terminal import Counter
 
 Samples = Iterable[tuple[bytes, int]]
 Write = Callable[..., int]

@@ -7,7 +7,6 @@ exact on this grid, and the memory does not depend on the number of pairs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,13 +27,13 @@ from plsc.evaluate.groups import GroupRates, Groups, count, rates_at
 from plsc.evaluate.identification import norms_of
 from plsc.evaluate.report import Table
 from plsc.evaluate.verification import FARS, GRID, PairRates
+from plsc.machine import Counter
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
 
 BINS = 2 * GRID + 1  # scores -1, -1 + 1 / GRID, ..., 1
 TILE = 4096  # embeddings per side of a tile of scores
 SMALLER_FARS = (1e-7, 1e-8, 1e-9)  # reported, besides FARS, if there are enough different pairs
-_LOG_SECONDS = 10.0
 _MOST = 2**32 - 1  # scores that 32-bit counts can hold
 
 
@@ -127,13 +126,11 @@ def all_pairs(
         raise DataError("verification needs same and different pairs; there are none of a kind")
     tiles = _Tiles(embeddings, labels, norms, world.device)
     with _exact_products(), _counter(world.device) as counter:
-        said = time.monotonic()
-        for index, (scores, first, split, *_) in enumerate(tiles.scores(world.rank, world.size)):
+        progress = Counter("all pairs: multiplied", len(tiles), "tiles")
+        for scores, first, split, *_ in tiles.scores(world.rank, world.size):
             counter.add(scores, first, split)
-            if time.monotonic() - said >= _LOG_SECONDS:
-                said = time.monotonic()
-                done = (index * world.size + world.rank + 1) / len(tiles)
-                world.log(f"all pairs: {100 * done:.0f} % of the products")
+            if world.is_main:  # it stands for all ranks
+                progress.add(world.size)
         counts = torch.stack(counter.counts())
     same, different = sum_over_ranks(counts.to(world.device), world.head_group).cpu().numpy()
     return result_of(same, different, len(labels), len(np.unique(labels)))

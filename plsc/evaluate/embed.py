@@ -22,10 +22,38 @@ from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result
 from plsc.heads import Head
 from plsc.heads.softmax import REPORTED, count_hits
+from plsc.machine import Counter
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import Arriving, class_range, sum_over_ranks
 from plsc.parallel.world import World
-from plsc.terminal import Counter
+
+
+@dataclass(frozen=True)
+class EvaluatedNetwork:
+    """A network with all that its evaluation needs: how images are embedded, on the ranks of `world`."""
+
+    network: nn.Module
+    world: World
+    image_shape: tuple[int, int, int]
+    batch_size: int  # per rank
+    num_threads: int  # that read and decode
+    flip: bool  # of images: add the embedding of the mirror image
+
+    def embed(self, images: Any, name: str, flip: bool | None = None, gather: bool = True) -> np.ndarray:
+        """Return the embeddings of images; see `embed_images`. flip: None: as the network is evaluated."""
+        takes_images = getattr(self.network, "example_input", None) is None
+        return embed_images(
+            self.network,
+            images,
+            self.image_shape,
+            batch_size=self.batch_size,
+            device=self.world.device,
+            flip=(self.flip and takes_images) if flip is None else flip,
+            world=self.world,
+            name=name,
+            num_threads=self.num_threads,
+            gather=gather,
+        )
 
 
 def embed_images(

@@ -19,7 +19,6 @@ chunks, the number of ranks or the device, and equal embeddings have equal score
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from plsc.errors import DataError
 from plsc.evaluate.report import Result, Table
+from plsc.machine import Counter
 from plsc.parallel.collectives import class_ranges, gather_rows
 from plsc.parallel.world import World
 
@@ -43,7 +43,6 @@ _GRID = 2.0**26
 RATES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "precision_at_1": "precision at 1"}
 _COUNTS = ("images", "classes", "queries", "single_images")
 _CELLS = 2**24  # highest scores of some queries, in memory at a time; more for a larger class
-_LOG_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -284,12 +283,11 @@ def share(
     ranks = class_ranges(stop - start, world.size)
     first, last = (start + bound for bound in ranks[world.rank])
     found = [torch.empty((0, width), dtype=torch.float64)]
-    said = time.monotonic()
+    progress = Counter("searched for about", stop - start, "embeddings")
     for chunk in chunks(first, last):
         found.append(search(*chunk).cpu())
-        if time.monotonic() - said >= _LOG_SECONDS:
-            said = time.monotonic()
-            world.log(f"searches: {chunk[1] - first:,} of {last - first:,}")
+        if world.is_main:  # it stands for all ranks
+            progress.add((chunk[1] - chunk[0]) * world.size)
     sizes = [last - first for first, last in ranks]
     return gather_rows(torch.cat(found).to(world.device), sizes, world.head_group).cpu().numpy()
 

@@ -23,7 +23,6 @@ from matplotlib.ticker import EngFormatter
 from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
 from plsc.errors import DataError, naming
-from plsc.evaluate import take_tensors
 from plsc.evaluate.curves import area_under_roc, roc_curve
 from plsc.storage.publish import replacing
 
@@ -389,6 +388,3 @@ def save_png(figure: Figure, path: str | os.PathLike[str], dpi: int = 160) -> No
     """Write ``figure`` as PNG, atomically."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=dpi)
-
-
-take_tensors(__name__)

@@ -1,8 +1,7 @@
 """The folder of an exported model: model.json, which describes it, and the files that it names.
 
-README.md is a model card with the header of the Hugging Face Hub. It shows what the checkpoint, the export
-and reports of ``plsc test`` recorded. config.json, and metadata in the ONNX and safetensors files, have the
-same facts.
+README.md is a model card with the header of the Hugging Face Hub. It shows what the checkpoint and the export
+recorded. config.json, and metadata in the ONNX and safetensors files, have the same facts.
 
 The folder contains no code, and nothing of it is executed when it is loaded. Only a torch.export program
 (model.pt2) could run code; `plsc.export.open_model` refuses it.
@@ -26,13 +25,12 @@ from plsc.checkpoint import Manifest
 from plsc.checkpoint.manifest import METRICS_KEY
 from plsc.checkpoint.shard_file import bytes_of, checksum
 from plsc.data.alignment import scaled_template
-from plsc.errors import CheckpointError, DataError, printable, without_secrets
+from plsc.errors import CheckpointError, printable, without_secrets
 from plsc.evaluate.report import Section, lines_of
 from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
-from plsc.storage.records import read_record
-from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.regular import open_regular, read_record
 from plsc.storage.urls import base_name, shown
 from plsc.version import __version__
 
@@ -49,9 +47,7 @@ ROC_NAME = "roc.png"
 DIVISORS = {"plain": 128, "triton": 128, "insightface": 127.5}
 _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time
-_LARGEST_TEXT = 2**24  # bytes of a report
 _TASK = "image-feature-extraction"  # of the Hub
-_FOLDERS = re.compile(r"(\w+:/)?/\S*/(?=\S)")  # of absolute paths and URLs
 _MARKS = re.compile(r"[\\|<\[`]")  # of Markdown
 _LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
 
@@ -138,11 +134,6 @@ def describe_input(network: BaseModel, image_shape: Sequence[int], is_aligned: b
     return about
 
 
-def schema_metadata(fingerprint: str, about: Any, normalised: str) -> dict[str, str]:
-    """Return the metadata of an Arrow or Parquet schema of embeddings; about: by `describe_input`."""
-    return {"plsc.fingerprint": fingerprint, "plsc.input": json.dumps(about), "plsc.normalised": normalised}
-
-
 def _describe_tensor(example: Tensor) -> dict[str, Any]:
     return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
 
@@ -224,13 +215,10 @@ def _as_text(values: dict[str, Any]) -> dict[str, str]:
     return {name: one if isinstance(one, str) else json.dumps(one) for name, one in values.items()}
 
 
-def write_card(
-    folder: Path, about: dict[str, Any], manifest: Manifest, measured: list[Section], reports: Sequence[str]
-) -> None:
+def write_card(folder: Path, about: dict[str, Any], manifest: Manifest, measured: list[Section]) -> None:
     """Write README.md and config.json of an export.
 
     about: the contents of model.json. manifest: of the checkpoint. measured: the results of the export.
-    reports: folders of ``plsc test``. Raises DataError if a folder has no report, or that of other weights.
     """
     measured = [replace(one, title=base_name(shown(one.title))) for one in measured]  # without folders
     network, known = about["options"]["model"]["name"], facts(about, of_graph="graph" in about)
@@ -245,36 +233,19 @@ def write_card(
     header |= {"pipeline_tag": _TASK} if "image_shape" in known else {}
     if indexed := [_indexed(one) for one in measured if "tar_intervals" in one.values]:
         header["model-index"] = [{"name": network, "results": indexed}]
-    results = _results(measured, reports, about["fingerprint"]) or "Nothing was measured."
+    shown_lines = (line for section in measured for line in lines_of(section))
+    # One level lower, and without the pictures and files of a report.
+    results = [re.sub("^## ", "### ", line) for line in shown_lines if not line.startswith(("![", "["))]
     lines = [
         *("---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", ""),
         *(f"# {network}: embeddings of {known['embedding_size']} values", ""),
         *(f"Written by plsc {about['plsc']} from step {about['step']:,} of a run. Input and output:", ""),
         *("| | |", "|---|---|", *(f"| {name} | {one} |" for name, one in _as_text(known).items()), ""),
         *("## Training data", "", *_training_data(manifest), ""),
-        *("## Results", "", results, ""),
+        *("## Results", "", *(results or ["Nothing was measured.", ""])),
         *("## Limits", "", *limits, ""),
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-def _results(measured: Sequence[Section], reports: Sequence[str], fingerprint: str) -> str:
-    """Return all results one level lower, without pictures, files and the folders of paths."""
-    lines = ["Of this export:", ""] if measured else []
-    lines += [line for section in measured for line in lines_of(section)]
-    for folder in reports:
-        try:
-            text = read_regular(Path(folder) / "report.md", _LARGEST_TEXT).decode()
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder}: {error}; expected a folder that plsc test --protocol wrote"
-            ) from error
-        if fingerprint not in text:
-            raise DataError(f"the report {folder} is not of the exported weights; test their checkpoint")
-        lines += ["", "Of `plsc test`, whose embedding (see below), and so thresholds, may be others:", ""]
-        lines += text.splitlines()[2:]  # without its title
-    text = "\n".join(line for line in lines if not line.startswith(("![", "[")))
-    return _FOLDERS.sub("", re.sub("^## ", "### ", text, flags=re.MULTILINE)).strip()
 
 
 def _indexed(section: Section) -> dict[str, Any]:

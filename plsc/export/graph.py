@@ -1,17 +1,16 @@
-"""Write a network as a graph: ONNX in float32, float16 or int8; torch.export also in bfloat16."""
+"""Write a network as a graph: ONNX in float32 or float16; torch.export also in bfloat16."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,13 +22,11 @@ from plsc.version import install
 
 INPUT, OUTPUT = "images", "embeddings"
 PRECISIONS = {
-    "onnx": ("float32", "float16", "int8"),
+    "onnx": ("float32", "float16"),
     "torch": ("float32", "float16", "bfloat16"),
     "none": ("float32",),
 }
 """The graphs, and the precisions of each."""
-
-_CALIBRATION_BATCH = 16
 
 
 class Served(nn.Module):
@@ -81,7 +78,7 @@ def as_served(network: BaseModel, flip: bool) -> Served:
 
 
 def write_graph(
-    folder: Path, served: Served, kind: str, precision: str, images: np.ndarray, layout: str = "plain"
+    folder: Path, served: Served, kind: str, precision: str, image_shape: Sequence[int], layout: str = "plain"
 ) -> dict[str, Any]:
     """Write the graph of a network to a folder, and return its description for model.json.
 
@@ -90,13 +87,13 @@ def write_graph(
         served: the network.
         kind: ``onnx`` or ``torch``.
         precision: one of PRECISIONS[kind]. The input and output are always float32.
-        images: float32 [N, C, H, W], to calibrate int8.
+        image_shape: (C, H, W).
         layout: one of DIVISORS; for ``torch``, only ``plain``.
 
     Raises OptionError for a network that cannot be exported.
     """
     half = precision in ("float16", "bfloat16")
-    scale, image_shape = DIVISORS[layout] / 128, images.shape[1:]
+    scale = DIVISORS[layout] / 128
     dtype = getattr(torch, precision) if half else torch.float32
     graph = Served(copy.deepcopy(served.network).to(dtype), served.flip, scale).eval()
     if kind == "onnx":
@@ -116,8 +113,6 @@ def write_graph(
             torch.export.save(program, path)
         else:
             about["opset"] = _write_onnx(path, program)
-            if precision == "int8":
-                _quantise(path, images / np.float32(scale))
     return {
         **describe_file(folder, name),
         "layout": layout,
@@ -158,30 +153,6 @@ def _write_onnx(path: Path, program: torch.export.ExportedProgram) -> int:
         node.doc_string = ""
     onnx.save(model, path)
     return next(int(one.version) for one in model.opset_import if not one.domain)
-
-
-def _quantise(path: Path, images: np.ndarray) -> None:
-    """Replace a float32 ONNX file by its static int8 quantisation (QDQ), calibrated on the images."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-
-    class Images(CalibrationDataReader):
-        def __init__(self) -> None:
-            starts = range(0, len(images), _CALIBRATION_BATCH)
-            self._batches = iter([{INPUT: images[start : start + _CALIBRATION_BATCH]} for start in starts])
-
-        def get_next(self) -> Any:
-            return next(self._batches, None)
-
-    quantize_static(
-        path,
-        path,
-        Images(),
-        quant_format=QuantFormat.QDQ,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        per_channel=True,
-        op_types_to_quantize=["Conv", "Gemm", "MatMul"],
-    )
 
 
 @contextmanager

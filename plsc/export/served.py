@@ -7,19 +7,24 @@ the graph runs. Only ONNX is served, because loading a torch.export program can 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.data.batch import to_input
 from plsc.data.class_names import ClassNames
-from plsc.data.decode import ImageShape, count_pixels, decode_image
+from plsc.data.decode import MAX_FILE_BYTES, MAX_PIXELS, ImageShape, count_pixels, decode_image
+from plsc.data.sources.base import read_image
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.evaluate.capacity import Capacity
 from plsc.export.folder import (
@@ -37,20 +42,11 @@ from plsc.export.folder import (
     read_about,
 )
 from plsc.export.graph import INPUT, OUTPUT, missing_package
-from plsc.storage.records import read_record
+from plsc.storage.regular import read_record
+from plsc.storage.urls import is_url, located
 
 if TYPE_CHECKING:
     import onnx
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import pyarrow as pa
-
-from plsc.data.decode import MAX_FILE_BYTES, MAX_PIXELS
-from plsc.data.sources.base import read_image
-from plsc.export.folder import schema_metadata
-from plsc.storage.urls import is_url, located
 
 MOST_IMAGE_BYTES = 16 * 2**20
 MOST_PIXELS = 32 * 10**6
@@ -270,7 +266,7 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     if any(one.data_type == onnx.TensorProto.FLOAT16 for one in model.graph.initializer):
         # With all optimisations, onnxruntime 1.32 crashes on transformers in float16 on a CPU.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    # Without VNNI, products of uint8 and int8 would saturate.
+    # Without VNNI, products of uint8 and int8 would saturate, of graphs that others have quantised.
     options.add_session_config_entry("session.x64quantprecision", "1")
     with _blaming(path, "onnxruntime cannot load it"):
         return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
@@ -379,7 +375,8 @@ def batch_embedder(
     ``s3://bucket/``. Raises, as does the callable, the errors of `open_model`.
     """
     model = open_model(folder)
-    metadata = schema_metadata(model.fingerprint, model.about["input"], "true")
+    about = json.dumps(model.about["input"])
+    metadata = {"plsc.fingerprint": model.fingerprint, "plsc.input": about, "plsc.normalised": "true"}
     return BatchEmbedder(model.folder.resolve(), column, metadata, allowed)
 
 

@@ -24,10 +24,10 @@ from plsc.export import open_model
 from plsc.export.folder import checksum_of
 from plsc.gallery.gallery import AnyStore, Gallery, normalised, open_store, write_gallery
 from plsc.gallery.store import Found, New
+from plsc.machine import Counter
 from plsc.parallel.world import World
 from plsc.predict.embeddings import EMBEDDINGS, NAMES, open_embeddings
 from plsc.predict.network import find_model, load_trained
-from plsc.terminal import Counter
 
 _BATCH = 64  # images
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -111,23 +111,21 @@ def open_embedder(model: StrPath, network: str | None = None) -> Embedder:
     )
 
 
-def index_classes(embedder: Embedder, gallery: StrPath, kind: str = "float32") -> Gallery:
+def index_classes(embedder: Embedder, gallery: StrPath) -> Gallery:
     """Write the class weights of a model as a gallery, whose entries are the classes.
 
     Args:
         embedder: of a checkpoint, or a folder of ``plsc export --classes``.
         gallery: the folder to write.
-        kind: ``float32`` or ``int8``, see `plsc.gallery.write_gallery`.
     """
     weight, names = embedder.classes()
     centers = weight.shape[1] if weight.ndim == 3 else 1
     rows = weight.reshape(-1, weight.shape[-1])
-    about: dict[str, Any] = {"model": embedder.fingerprint, "kind": kind, "centers": centers, "of": "classes"}
-    return write_gallery(gallery, rows, names, **about)
+    return write_gallery(gallery, rows, names, model=embedder.fingerprint, centers=centers, of="classes")
 
 
 def index_images(
-    embedder: Embedder, gallery: StrPath, images: StrPath, kind: str = "float32", allowed: Sequence[str] = ()
+    embedder: Embedder, gallery: StrPath, images: StrPath, allowed: Sequence[str] = ()
 ) -> Gallery:
     """Write the embeddings of images as a gallery, whose entries are the images.
 
@@ -136,7 +134,7 @@ def index_images(
     source = open_images(images, allowed)
     names = [source.name(number) for number in range(len(source))]
     embeddings = np.concatenate([found for _, found in embedder.embed_source(source)])
-    return write_gallery(gallery, embeddings, names, model=embedder.fingerprint, kind=kind)
+    return write_gallery(gallery, embeddings, names, model=embedder.fingerprint)
 
 
 def enrol(embedder: Embedder, url: str, images: StrPath, allowed: Sequence[str] = ()) -> tuple[int, float]:
@@ -154,7 +152,7 @@ def enrol(embedder: Embedder, url: str, images: StrPath, allowed: Sequence[str] 
         return len(rows), store.measure_recall()
 
 
-def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind: str = "float32") -> Gallery:
+def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath) -> Gallery:
     """Write the output folder of `Entry.predict` with the same model as a gallery of its images.
 
     Raises CheckpointError if the embeddings are of another network. Arguments as in `index_classes`.
@@ -162,7 +160,7 @@ def index_embeddings(model: StrPath, gallery: StrPath, embeddings: StrPath, kind
     opened = open_embeddings(embeddings, model)
     names = opened[NAMES][:].tolist()
     fingerprint = opened.index["model"]["weights"]
-    return write_gallery(gallery, opened[EMBEDDINGS].shards, names, model=fingerprint, kind=kind)
+    return write_gallery(gallery, opened[EMBEDDINGS].shards, names, model=fingerprint)
 
 
 def search_images(

@@ -9,10 +9,10 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -20,19 +20,22 @@ import torch
 from plsc.checkpoint.manifest import FileInfo
 from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write_shard
 from plsc.data.class_names import ClassNames
-from plsc.errors import CheckpointError, DataError, OptionError, check_name, suggest
+from plsc.errors import CheckpointError, DataError, OptionError, check_name
 from plsc.export.served import are_normalised
 from plsc.gallery.store import MOST_ENTRIES, Found, New, Store
-from plsc.gallery.vectors import KINDS, Chunks, Float32, Int8
 from plsc.storage.publish import publishing_folder
-from plsc.storage.records import Size, Text, read_record
+from plsc.storage.regular import Size, Text, read_record
 from plsc.storage.urls import is_url
+from plsc.version import install
 
 if TYPE_CHECKING:
     from plsc.gallery.postgres import PostgresStore
 
 
 AnyStore: TypeAlias = "Store | PostgresStore"
+Chunks: TypeAlias = Callable[[], Iterator[np.ndarray]]
+"""Returns the vectors, float32 [n, D] at a time; called several times."""
+
 ABOUT_NAME, VECTORS_NAME = "gallery.json", "gallery.safetensors"
 _NAMES = {"names": "uint8", "name_ends": "int64"}
 _MOST_BYTES = 2**20  # of gallery.json
@@ -40,13 +43,16 @@ _ROWS = 8192  # vectors processed at a time
 _CHECKED = 256  # vectors whose norms are checked at a time: few fit the cache of a core
 _QUERIES = 256  # queries searched at a time
 _BATCH = 4096  # entries copied per transaction
+_EXACT = 20_000  # rows that `nearest` searches without inverted lists
+RECALL, SAMPLE = 0.98, 1000  # of an approximate search, measured on a sample
+_MULTIPLIED = 1536  # values of the queries from which faiss multiplies matrices; its default is 128,000
 
 
 class _About(TypedDict):
     format: Literal["plsc-gallery"]
     version: Literal[1]
     model: Text
-    kind: Annotated[str, "|".join(KINDS)]
+    kind: Literal["float32"]
     count: Size
     size: Size
     centers: Size
@@ -65,7 +71,7 @@ class Gallery:
         about: the contents of gallery.json; empty if the gallery is only in memory.
     """
 
-    def __init__(self, vectors: Float32 | Int8, names: ClassNames | None, about: Mapping[str, Any]) -> None:
+    def __init__(self, vectors: np.ndarray, names: ClassNames | None, about: Mapping[str, Any]) -> None:
         self._vectors = vectors
         self.names = names
         self.about = about
@@ -122,20 +128,22 @@ class Gallery:
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id, their number plus 1, is larger than `after`."""
         last = min(after + count, len(self))
-        vectors = self._vectors.decode(slice(after, last), np.float32)
+        vectors = self._vectors[after:last]
         rows = range(after, last)
         return [New(self.name(i), vectors[i - after], b"", i + 1, None, self.mapped) for i in rows]
 
     def parts(self) -> Iterator[np.ndarray]:
         """Yield all vectors in order, float32 [n, D] at a time."""
-        lows = range(0, self._vectors.shape[0], _ROWS)
-        return (self._vectors.decode(slice(low, low + _ROWS), np.float32) for low in lows)
+        return (self._vectors[low : low + _ROWS] for low in range(0, len(self._vectors), _ROWS))
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = self._vectors.candidates(queries, k * self._centers)
+        faiss, vectors = import_faiss(), self._vectors
+        # A few more than wanted: the products of equal vectors differ by rounding errors.
+        count = min(k * self._centers + 16, len(vectors))
+        rows = faiss.knn(queries, vectors, count, faiss.METRIC_INNER_PRODUCT)[1]
+        # A sum per row in float64: it does not depend on the position of the row, unlike a product.
         pairs = zip(rows, queries, strict=True)
-        # A sum per row: the result for a row does not depend on its position, unlike that of a product.
-        scores = np.stack([(self._vectors.decode(row) * query).sum(axis=1) for row, query in pairs])
+        scores = np.stack([(vectors[row].astype(np.float64) * query).sum(axis=1) for row, query in pairs])
         scores = scores.astype(np.float32)
         order = np.lexsort((rows, -scores))
         scores, entries = (np.take_along_axis(one, order, 1) for one in (scores, rows // self._centers))
@@ -151,7 +159,7 @@ def build_gallery(vectors: np.ndarray, names: Sequence[str] | ClassNames | None 
     Raises DataError if there are no vectors, or one is not finite.
     """
     unit = np.concatenate(list(_chunks(np.asarray(vectors))()))
-    return Gallery(Float32({"vectors": unit}), _packed(names, len(unit)), {})
+    return Gallery(unit, _packed(names, len(unit)), {})
 
 
 def write_gallery(
@@ -160,7 +168,6 @@ def write_gallery(
     names: Sequence[str] | ClassNames | None = None,
     *,
     model: str,
-    kind: str = "float32",
     centers: int = 1,
     of: str = "images",
     mapped: str = "",
@@ -174,7 +181,6 @@ def write_gallery(
             times.
         names: a name per entry.
         model: fingerprint of the network that computed the vectors: the SHA-256 of its weights.
-        kind: ``float32``, or ``int8``, which uses half the disk space and a quarter of the memory.
         centers: consecutive vectors per entry, such as sub-centres of a class.
         of: ``images``, or ``classes``: class weights.
         mapped: as `New.mapped`.
@@ -183,32 +189,28 @@ def write_gallery(
     Raises:
         DataError: there are no vectors, one is not finite, or the folder cannot be written.
     """
-    if kind not in KINDS:
-        raise OptionError(f"kind is {kind!r}; {suggest(kind, KINDS)}")
     chunks = _chunks(vectors)
-    count, largest = _measured(chunks)
+    sizes = [part.shape for part in chunks()]
+    count, size = sum(rows for rows, _ in sizes), sizes[0][1]
     if type(centers) is not int or centers < 1 or count % centers:
         raise OptionError(f"centers is {centers!r} for {count} vectors; expected a divisor of their number")
     packed = _packed(names, count // centers)
-    tensors = KINDS[kind].encode(chunks, largest)
-    shapes = KINDS[kind].shapes(count, len(largest))
+    entries = [Entry("vectors", torch.float32, (count, size), 0, _as_bytes(chunks))]
     if packed is not None:
-        for name, array in zip(_NAMES, (packed.text, packed.ends), strict=True):
-            tensors[name] = functools.partial(iter, [array])
-            shapes[name] = array.shape
-    dtypes = {name: getattr(torch, one) for name, one in {**KINDS[kind].DTYPES, **_NAMES}.items()}
+        for (name, dtype), array in zip(_NAMES.items(), (packed.text, packed.ends), strict=True):
+            one_part = functools.partial(iter, [array])
+            entries.append(Entry(name, getattr(torch, dtype), array.shape, 0, _as_bytes(one_part)))
     mode = mode or (0o600 if packed is not None else 0)
     with publishing_folder(Path(folder)) as temporary:
         if mode:  # before a file is written
             temporary.chmod(0o300 | mode | (mode & 0o444) >> 2)
-        entries = [Entry(name, dtypes[name], shapes[name], 0, _as_bytes(tensors[name])) for name in tensors]
         about = {
             "format": "plsc-gallery",
             "version": 1,
             "model": model,
-            "kind": kind,
+            "kind": "float32",
             "count": count,
-            "size": len(largest),
+            "size": size,
             "centers": centers,
             "of": of,
             **({"mapped": mapped} if mapped else {}),
@@ -241,14 +243,15 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
         both = f"weights {about['model']:.16}, not {model:.16}"
         raise CheckpointError(f"{path} was made with another network ({both}); index the images again")
     file = path / VECTORS_NAME
-    kind, count, size = KINDS[about["kind"]], about["count"], about["size"]
     try:
         parts = {part.key: part for part in read_header(file)}
-        dtypes = {**kind.DTYPES, **(_NAMES if "names" in parts else {})}
-        shapes = kind.shapes(count, size) | {"name_ends": (count // about["centers"],)}
+        dtypes = {"vectors": "float32", **(_NAMES if "names" in parts else {})}
+        shapes = {
+            "vectors": (about["count"], about["size"]), "name_ends": (about["count"] // about["centers"],)
+        }  # fmt: skip
         opened = {name: _mapped(file, parts.get(name), dtypes[name], shapes.get(name)) for name in dtypes}
-        vectors = kind(opened)
-        _check_file(file, about["file"], vectors, parts[kind.LAST])
+        vectors = opened["vectors"]
+        _check_file(file, about["file"], vectors, parts["vectors"])
     except (OSError, ValueError, CheckpointError) as error:
         raise _wrong(file, getattr(error, "strerror", None) or str(error)) from error
     names = ClassNames(opened["names"], opened["name_ends"]) if "names" in opened else None
@@ -257,13 +260,12 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     return Gallery(vectors, names, about)
 
 
-def _check_file(file: Path, expected: FileInfo, vectors: Float32 | Int8, rows: Part) -> None:
+def _check_file(file: Path, expected: FileInfo, vectors: np.ndarray, rows: Part) -> None:
     """Raise ValueError unless the file has the checksum and all vectors norm 1, or 0; reads the file once.
 
-    rows: where the last values of each vector are.
+    rows: where the vectors are in the file.
     """
-    count, size = vectors.shape
-    row_bytes = size * np.dtype(rows.dtype).itemsize
+    count, row_bytes = len(vectors), vectors.itemsize * vectors.shape[1]
     checked, wrong = 0, None
 
     @np.errstate(invalid="ignore", over="ignore")
@@ -272,7 +274,7 @@ def _check_file(file: Path, expected: FileInfo, vectors: Float32 | Int8, rows: P
         complete = min((bytes_read - rows.begin) // row_bytes, count)
         while checked < complete and wrong is None:
             low, checked = checked, min(checked + _CHECKED, complete)
-            failed = ~are_normalised(vectors.decode(slice(low, checked), np.float32))
+            failed = ~are_normalised(vectors[low:checked])
             wrong = low + int(np.argmax(failed)) if failed.any() else None
 
     if checksum(file, expected.bytes, check_norms) != expected:
@@ -319,12 +321,6 @@ def normalised(rows: np.ndarray, first: int, what: str, size: int | None = None)
     if not np.isfinite(norms).all():
         raise DataError(f"{what} {first + int(np.argmin(np.isfinite(norms)))} is not finite; remove it")
     return (rows / np.where(norms, norms, 1)).astype(np.float32)
-
-
-def _measured(chunks: Chunks) -> tuple[int, np.ndarray]:
-    """Return the number of vectors, and the largest absolute value per dimension, float32 [D]."""
-    counts, largest = zip(*((len(part), np.abs(part).max(axis=0)) for part in chunks()), strict=True)
-    return sum(counts), np.max(largest, axis=0)
 
 
 def _packed(names: Sequence[str] | ClassNames | None, count: int) -> ClassNames | None:
@@ -442,3 +438,54 @@ def batches(origin: Any) -> Iterator[list[Any]]:
     while entries := origin.read(last, _BATCH):
         yield entries
         last = entries[-1].id
+
+
+def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """Return the numbers of the k nearest rows by cosine, int64 [n, k], and the measured recall.
+
+    From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
+    queries; if that is a quarter of them, exact search is faster. The nearest row stands for missing ones.
+    """
+    faiss = import_faiss()
+    from faiss.contrib.big_batch_search import big_batch_search
+
+    k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
+    if len(rows) <= _EXACT:
+        return faiss.knn(queries, rows, k, metric)[1], 1.0
+    rng = np.random.default_rng(0)
+    lists = int(2 * np.sqrt(len(rows)))
+    index = faiss.IndexIVFScalarQuantizer(
+        faiss.IndexFlatIP(rows.shape[1]), rows.shape[1], lists, faiss.ScalarQuantizer.QT_fp16, metric, False
+    )
+    index.cp.niter = 5
+    trained = rng.choice(len(rows), min(len(rows), 39 * lists), replace=False)
+    index.train(rows[trained])
+    index.add(rows)
+    some = queries[rng.choice(len(queries), min(SAMPLE, len(queries)), replace=False)]
+    exact = faiss.knn(some, rows, k, metric)[1]
+    recall, index.nprobe = 0.0, 2
+    while recall < RECALL:
+        index.nprobe *= 2
+        if index.nprobe >= lists // 4:
+            return faiss.knn(queries, rows, k, metric)[1], 1.0
+        recall = recall_of(exact, index.search(some, k)[1])
+    with redirect_stdout(None):  # it prints its progress
+        _, numbers = big_batch_search(index, queries, k)  # matrix products, list by list
+    return np.where(numbers < 0, numbers[:, :1], numbers), recall
+
+
+def recall_of(exact: np.ndarray, found: np.ndarray) -> float:
+    """Return the share of the neighbours in lists [n, k] that other lists have."""
+    return float(np.mean([np.isin(a, b).mean() for a, b in zip(exact, found, strict=True)]))
+
+
+def import_faiss() -> Any:
+    """Return the module faiss. Raises OptionError if it is not installed."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise OptionError(
+            f"the search needs the package faiss, which is not installed; run {install('search')}"
+        ) from error
+    faiss.cvar.distance_compute_blas_threshold = _MULTIPLIED
+    return faiss

@@ -221,7 +221,7 @@ class PostgresStore:
         """Find the table of a network; create it if `size` is given."""
         known = self._find_tables(connection, schemas)
         if size and model not in known:  # of two servers, one creates it; any role may hold the lock
-            connection.execute(f"SET LOCAL lock_timeout = '30s'; SELECT pg_advisory_xact_lock({_LOCK})")
+            connection.execute(f"SET LOCAL lock_timeout = '5s'; SELECT pg_advisory_xact_lock({_LOCK})")
             known = self._find_tables(connection, schemas)
         others = ", ".join(f"{one:.16}" for one in sorted(known)) or "none"
         if not size:

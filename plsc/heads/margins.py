@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ MANY_CLASSES = 10_000
 """From this number of classes on, the automatic scale is 64."""
 
 
-class Margin(nn.Module):
+class Margin(nn.Module, ABC):
     """Base class of the margins. Keep running statistics in buffers.
 
     The first line of a margin's docstring, up to its reference, is its formula in docs/options.md.
@@ -101,13 +102,13 @@ class Margin(nn.Module):
         most = "" if high == math.inf else f" and at most {high:g}"
         raise OptionError(f"{option} of {self.name} is {value:g}; expected a number, {least}{most}")
 
+    @abstractmethod
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi [T], differentiable; the logit of the label is scale * psi.
 
         cosine: [T], between the embeddings of any T samples and the weights of their class. norm: [T], of
         these embeddings.
         """
-        raise NotImplementedError
 
     def shared_target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return c + share * (psi - c) [T]; exactly psi if share is 1."""

@@ -50,9 +50,8 @@ from plsc.heads.softmax import (
 )
 from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import RowFile, Rows, copy_to_device
-from plsc.parallel.collectives import ScatteredSum, gather_together, sum_over_ranks, to_device
+from plsc.parallel.collectives import ScatteredSum, gather_together, span, sum_over_ranks, to_device
 from plsc.seeds import hash_key
-from plsc.spans import span
 
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the largest float32 and bfloat16
 _MEASURED = 128  # samples of `HeadOutput.left_out`

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.parallel.collectives import Arriving, to_device
+from plsc.parallel.collectives import Arriving, span, to_device
 from plsc.seeds import hash_key
-from plsc.spans import span
 
 States = dict[str, Tensor]
 """Optimizer states by name; the first dimension of each is that of the class weights."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from plsc.errors import OptionError, did_you_mean
 from plsc.inputs import Input, first_tensor
 from plsc.models.base_model import ForwardWrapper
-from plsc.models.dropout import SampleDropout, SampleNumbers
+from plsc.models.sync_batch_norm import SampleDropout, SampleNumbers
 from plsc.storage.urls import cache_folder
 
 NONE, ALL = "none", "all"

@@ -28,9 +28,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from plsc.errors import CheckpointError, DistributedError, PlscError, kind_and_line
-from plsc.parallel.machine import BackgroundThread
+from plsc.machine import BackgroundThread, stop_signals
 from plsc.parallel.world import World
-from plsc.terminal import stop_signals
 
 logger = logging.getLogger(__name__)
 _FAILURE = "failure"  # key of the message of the first rank that failed

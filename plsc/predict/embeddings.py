@@ -1,7 +1,7 @@
-"""The folder that `predict` writes: numbered shards of rows, as .npy or Parquet, and ``_index.json``.
+"""The folder that `predict` writes: numbered shards of rows, as .npy, and ``_index.json``.
 
-A shard is ``<number>-<crc32>.npy``, a structured array with one field per column, or the same with the suffix
-.parquet. It appears under its name when it is complete.
+A shard is ``<number>-<crc32>.npy``, a structured array with one field per column. It appears under its name
+when it is complete.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
 from plsc.checkpoint import load_weights, read_manifest
@@ -29,13 +27,13 @@ from plsc.errors import CheckpointError, DataError, kind_and_line
 from plsc.export.folder import WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.predict.network import find_model
 from plsc.storage.publish import HIDDEN, replacing
-from plsc.storage.records import Size, Text, read_record
+from plsc.storage.regular import Size, Text, read_record
 
-INDEX_NAME = "_index.json"  # readers of Parquet folders skip names with an underscore
+INDEX_NAME = "_index.json"
 FORMAT, VERSION = "plsc-embeddings", 1
 EMBEDDINGS, NAMES = "embeddings", "names"  # columns
 _MOST_INDEX, _MOST_FILE, _MOST_SHARD, _MOST_AXES = 2**28, 2**33, 2**31, 32  # bytes; axes of a column
-_SHARD = re.compile(r"(\d{5,})-([0-9a-f]{8})\.(npy|parquet)")
+_SHARD = re.compile(r"(\d{5,})-([0-9a-f]{8})\.npy")
 Columns = Mapping[str, np.ndarray]
 
 
@@ -184,7 +182,7 @@ class Column:
         return rows if numbers.ndim else rows[()]
 
     def shards(self) -> Iterator[np.ndarray]:
-        """Yield the column of each shard in order, memory-mapped if it is .npy."""
+        """Yield the column of each shard in order, memory-mapped."""
         return map(self._open, range(len(self._files)))
 
     def _open(self, shard: int) -> np.ndarray:
@@ -194,7 +192,6 @@ class Column:
                 raise ValueError("its name has another checksum")
             self._intact.add(file)
             column = read_column(file, self._name, shape[0])
-            column = column.reshape(shape) if file.suffix == ".parquet" else column
             if (column.dtype, column.shape) != (self.dtype, shape):
                 raise ValueError(f"{self._name} is {column.dtype} {column.shape}, not {self.dtype} {shape}")
         except Exception as error:  # a damaged file fails in many ways
@@ -230,12 +227,10 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
-def write_shard(
-    folder: Path, number: int, names: Sequence[str], columns: Columns, suffix: str, about: Any = None
-) -> str:
-    """Write the rows of a shard, and return the name of the file; about: metadata of a Parquet schema."""
-    content = _as_parquet(names, columns, about) if suffix == "parquet" else _as_npy(names, columns)
-    file = f"{number:05d}-{zlib.crc32(content):08x}.{suffix}"
+def write_shard(folder: Path, number: int, names: Sequence[str], columns: Columns) -> str:
+    """Write the rows of a shard, and return the name of the file."""
+    content = _as_npy(names, columns)
+    file = f"{number:05d}-{zlib.crc32(content):08x}.npy"
     with replacing(folder / file) as temporary:
         temporary.write_bytes(content)
     return file
@@ -261,24 +256,13 @@ def is_intact(path: Path) -> bool:
 
 
 def read_column(path: Path, name: str, rows: int | None = None) -> np.ndarray:
-    """Return a column of a shard, memory-mapped if it is .npy; ValueError if it has not `rows` rows."""
-    if path.suffix == ".parquet":
-        file = pq.ParquetFile(path, memory_map=True)
-        _check_rows(file.metadata.num_rows, rows)
-        column = file.read(columns=[name])[name].combine_chunks()
-        if name == NAMES and column.type == pa.string() and not column.null_count:
-            return np.array(column.to_pylist(), dtype=object)
-        return (column.flatten() if hasattr(column, "flatten") else column).to_numpy()
+    """Return a column of a shard, memory-mapped; ValueError if it has not `rows` rows."""
     table = np.lib.format.open_memmap(path, mode="r")  # np.load would also read other formats
-    _check_rows(len(table), rows)
+    if rows not in (None, len(table)):  # before a list of names fills the memory
+        raise ValueError(f"it has {len(table)} rows; expected {rows}")
     if name != NAMES:
         return table[name]
     return np.array([encoded.decode("utf-8", "surrogateescape") for encoded in table[name]], dtype=object)
-
-
-def _check_rows(count: int, rows: int | None) -> None:
-    if rows not in (None, count):  # before a list of them fills the memory
-        raise ValueError(f"it has {count} rows; expected {rows}")
 
 
 def _as_npy(names: Sequence[str], columns: Columns) -> bytes:
@@ -290,18 +274,4 @@ def _as_npy(names: Sequence[str], columns: Columns) -> bytes:
         rows[name] = column
     file = io.BytesIO()
     np.save(file, rows, allow_pickle=False)
-    return file.getvalue()
-
-
-def _as_parquet(names: Sequence[str], columns: Columns, about: Any) -> bytes:
-    arrays = {
-        name: pa.array(column)
-        if column.ndim == 1
-        else pa.FixedSizeListArray.from_arrays(pa.array(column.reshape(-1)), math.prod(column.shape[1:]))
-        for name, column in columns.items()
-    }
-    readable = [name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for name in names]
-    file = io.BytesIO()
-    table = pa.table({**arrays, NAMES: pa.array(readable, pa.string())}, metadata=about)
-    pq.write_table(table, file, compression="none")
     return file.getvalue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.evaluate.capacity import CapacityResult, evaluate_capacity
-from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.plots import plot_roc
 from plsc.evaluate.report import Section
 from plsc.evaluate.verification import VerificationResult
@@ -43,7 +42,6 @@ from plsc.export.folder import (
 from plsc.export.graph import PRECISIONS, Served, as_served, missing_package, write_graph
 from plsc.export.served import open_model
 from plsc.heads.geometry import normalised
-from plsc.models import BaseModel
 from plsc.parallel.failure import on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.network import Trained, open_trained
@@ -53,15 +51,13 @@ from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
 from plsc.train.callbacks import UserParts
 from plsc.train.data import check_unseen
-from plsc.train.targets import Target, load_targets
+from plsc.train.targets import Target, evaluate_targets, load_targets
 
 logger = logging.getLogger(__name__)
 
 
 BATCHES = (1, 3, 64)
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of a component of a unit vector
-LOWEST_COSINE = 0.99  # decides for int8; others have it if their differences are small
-MOST_ACCURACY_LOST = 0.003  # of int8
 
 Embed = Callable[[np.ndarray], np.ndarray]
 
@@ -97,39 +93,15 @@ def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) ->
         # nan compares as the largest difference
         largest = float(np.maximum(largest, np.abs(found - expected).max()))
         lowest = float(np.minimum(lowest, (found * expected).sum(axis=1).min()))
-    tolerance = TOLERANCES.get(precision, np.inf)
-    if not (largest <= tolerance and lowest >= LOWEST_COSINE):
-        limit = f"cosine {LOWEST_COSINE}" if largest <= tolerance else f"difference {tolerance:g}"
+    if not largest <= TOLERANCES[precision]:
         raise CheckpointError(
             f"the {precision} graph differs from the network: largest difference {largest:.1e}, lowest "
-            f"cosine {lowest:.6f}; the limit is {limit}. Choose another precision"
+            f"cosine {lowest:.6f}; the limit is {TOLERANCES[precision]:g}. Choose another precision"
         )
     return largest, lowest
 
 
-def check_accuracy(name: str, eager: np.ndarray, found: np.ndarray, is_same: np.ndarray) -> str:
-    """Return both accuracies on a pair file for the log, each at its best threshold.
-
-    The ten-fold accuracy would not do: its thresholds, chosen on a grid, differ after any small change.
-
-    eager, found: cosines of the pairs of the network and of the int8 graph. is_same: bool [P]. Raises
-    CheckpointError if the graph loses too much.
-    """
-    ours, theirs = best_accuracy(eager, is_same), best_accuracy(found, is_same)
-    text = f"accuracy at the best threshold: {theirs:.4f}, of the network {ours:.4f}"
-    if ours - theirs > MOST_ACCURACY_LOST:
-        raise CheckpointError(f"the int8 graph loses too much on {name}: {text}; choose another precision")
-    return f"{name}: {text}"
-
-
-def best_accuracy(cosines: np.ndarray, is_same: np.ndarray) -> float:
-    """Return the highest accuracy over all thresholds, 0..1."""
-    far, tar = roc_curve(cosines, is_same)
-    share = float(is_same.mean())
-    return float((tar * share + (1 - far) * (1 - share)).max())
-
-
-_CHECKED, _CALIBRATED = 64, 256  # images
+_CHECKED = 64  # images
 _THUMBNAIL_QUALITY = 85
 
 
@@ -139,14 +111,13 @@ class Conversion:
 
     Attributes:
         graph: ``onnx``, ``torch`` or ``none``; None: ``onnx`` if its packages are there, and for images.
-        precision: float32, float16, int8 (ONNX only) or bfloat16 (torch only).
+        precision: float32, float16 or bfloat16 (torch only).
         flip: add the embedding of the mirrored image, inside the graph.
         classes: also write the class weights.
         thumbnails: also write one image per class.
         unseen: path or URL of a labelled dataset of classes that were not trained; also write how many
             strangers a gallery accepts.
         layout: ``plain``, ``triton`` or ``insightface``; the others only for ONNX.
-        reports: folders of ``plsc test`` with the same weights, which README.md shows.
     """
 
     graph: str | None = None
@@ -156,7 +127,6 @@ class Conversion:
     thumbnails: bool = False
     unseen: str | None = None
     layout: str = "plain"
-    reports: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.layout not in DIVISORS:
@@ -223,7 +193,7 @@ class Exporter:
     def evaluate(self, trained: Trained) -> Results:
         """Return the results of the network on the first pair file, if there is one; a collective."""
         targets = load_targets(trained.config, self.user.test_reader, ranks=trained.world.size)[:1]
-        results = trained.evaluate(targets)
+        results = evaluate_targets(trained.evaluated, targets)
         return [(target, results[target.name]) for target in targets]
 
     def capacity(self, trained: Trained) -> CapacityResult | None:
@@ -233,11 +203,6 @@ class Exporter:
         unseen = open_dataset(trained, self.conversion.unseen)
         check_unseen(unseen.place, unseen.class_names, trained.checkpoint)
         return evaluate_capacity(trained.embed(unseen.images, unseen.place), unseen.labels)
-
-    def _of_graph(self, embed: Embed) -> Trained:
-        """Return the graph as the network, on this rank alone; it adds the mirrored image itself."""
-        config = self.trained.config.changed({"data.flip": False})
-        return replace(self.trained, network=_Graph(embed), config=config, world=World.single())
 
     def write(self, folder: Path, results: Results, capacity: CapacityResult | None = None) -> None:
         """Write the folder. Raises CheckpointError if the graph differs from the network; nothing is left."""
@@ -253,16 +218,14 @@ class Exporter:
                 about["thumbnails"] = self._write_thumbnails(temporary / THUMBNAILS_NAME, samples)
             measured: list[Section] = []
             if self.conversion.graph != "none":
-                embed, measured = self._write_graph(temporary, about, samples, results)
-                if self.conversion.precision == "int8":
-                    capacity = self.capacity(self._of_graph(embed))
+                measured = self._write_graph(temporary, about, samples, results)
                 if capacity is not None:
                     about["capacity"] = capacity.as_dict()
                     measured.append(capacity.section("Capacity"))
                     logger.info(capacity.summary())
             add_metadata(temporary, about)
             write_about(temporary, about)
-            write_card(temporary, about, self.trained.manifest, measured, self.conversion.reports)
+            write_card(temporary, about, self.trained.manifest, measured)
             if self.conversion.layout == "triton":
                 write_triton_config(temporary, about, max(BATCHES))
 
@@ -271,7 +234,7 @@ class Exporter:
         conversion, data = self.conversion, self.trained.config.data
         is_set = self.user.predict_reader is not None or "data.dataset_dir" in self.trained.config.explicit
         is_useful = conversion.graph != "none" and (is_set or Path(data.dataset_dir).exists())
-        if not (is_useful or conversion.thumbnails or conversion.precision == "int8"):
+        if not (is_useful or conversion.thumbnails):
             return None
         samples = open_samples(self.trained, None, self.user.predict_reader)
         if not isinstance(samples, Samples):
@@ -280,17 +243,18 @@ class Exporter:
 
     def _write_graph(
         self, folder: Path, about: dict[str, Any], samples: Samples | None, results: Results
-    ) -> tuple[Embed, list[Section]]:
-        """Write, check and return the graph, and its results; add description and thresholds to `about`."""
+    ) -> list[Section]:
+        """Write and check the graph, and return its results; add description and thresholds to `about`."""
         kind, precision = self.conversion.graph, self.conversion.precision
         assert kind is not None
         served = as_served(self.trained.network, self.conversion.flip)
-        images = self._images(samples, _CALIBRATED if precision == "int8" else _CHECKED)
+        images = self._images(samples)
         started = time.monotonic()
-        about["graph"] = write_graph(folder, served, kind, precision, images, self.conversion.layout)
+        about["graph"] = write_graph(
+            folder, served, kind, precision, images.shape[1:], self.conversion.layout
+        )
         write_about(folder, about)
-        embed = load_graph(folder, kind)
-        largest, cosine = compare(served, embed, images[:: len(images) // _CHECKED or 1], precision)
+        largest, cosine = compare(served, load_graph(folder, kind), images, precision)
         about["graph"]["difference"] = {"largest": largest, "cosine": cosine}
         logger.info(
             f"{kind} {precision}: largest difference {largest:.1e}, lowest cosine {cosine:.6f}, compared "
@@ -298,25 +262,21 @@ class Exporter:
         )
         measured = []
         for target, result in results:
-            if precision == "int8":
-                eager = result.cosines
-                result = self._of_graph(embed).evaluate([target])[target.name]
-                logger.info(check_accuracy(target.name, eager, result.cosines, target.is_same))
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)
             plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)
             measured.append(result.section(target.name))
-        return embed, measured
+        return measured
 
-    def _images(self, samples: Samples | None, count: int) -> np.ndarray:
+    def _images(self, samples: Samples | None) -> np.ndarray:
         """Return images, random ones or of many classes, pre-processed, float32 [n, C, H, W]."""
         if samples is None:
             logger.info("no dataset is set, so the graph is compared on random images")
-            shape = (count, *self.trained.config.model.image_shape)
+            shape = (_CHECKED, *self.trained.config.model.image_shape)
             pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
             return to_input(torch.from_numpy(pixels), "cpu").numpy()
         order = np.argsort(samples.source.labels(), kind="stable")
-        numbers = order[np.linspace(0, len(order) - 1, min(count, len(order))).astype(np.int64)]
+        numbers = order[np.linspace(0, len(order) - 1, min(_CHECKED, len(order))).astype(np.int64)]
         images = [to_input(image[None], "cpu").numpy() for image in self._decoded(samples, numbers)]
         return np.concatenate(images)
 
@@ -370,14 +330,3 @@ def thresholds_of(result: VerificationResult) -> dict[str, float]:
         for far, threshold in result.threshold_at_far.items()
         if threshold is not None and far not in result.unresolved_fars
     }
-
-
-class _Graph(BaseModel):
-    """A loaded graph, called like a network."""
-
-    def __init__(self, embed: Embed) -> None:
-        super().__init__()
-        self._embed = embed
-
-    def build_network(self, input: Tensor, label: Tensor | None, is_train: bool = True) -> Tensor:
-        return torch.from_numpy(self._embed(input.numpy()))

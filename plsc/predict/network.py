@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.config import Config, Options
 from plsc.errors import CheckpointError
-from plsc.evaluate.embed import embed_images
+from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
-from plsc.heads import Head
 from plsc.models import BaseModel
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.models.precision import apply_lists
@@ -31,7 +29,6 @@ from plsc.storage.urls import is_url
 from plsc.train.build import build_network, resolve_lists, training_mode
 from plsc.train.folder import RunFolder
 from plsc.train.settle import adopt
-from plsc.train.targets import HeldOutSet, Target, evaluate_targets
 
 logger = logging.getLogger(__name__)
 
@@ -51,32 +48,17 @@ class Trained:
         """The folder of the checkpoint, and its manifest."""
         return self.path, self.manifest
 
+    @property
+    def evaluated(self) -> EvaluatedNetwork:
+        """The network as the configuration has it evaluated."""
+        config = self.config
+        shape, batch_size = config.model.image_shape, config.train.test_batch_size
+        workers, flip = config.data.num_workers, config.data.flip
+        return EvaluatedNetwork(self.network, self.world, shape, batch_size, workers, flip)
+
     def embed(self, images: Any, name: str, flip: bool | None = None) -> np.ndarray:
         """Return the embeddings of images, float32 [N, D], on every rank; flip: by default `data.flip`."""
-        return embed_images(
-            self.network,
-            images,
-            self.config.model.image_shape,
-            batch_size=self.config.train.test_batch_size,
-            device=self.world.device,
-            flip=(self.config.data.flip and self.network.example_input is None) if flip is None else flip,
-            world=self.world,
-            name=name,
-            num_threads=self.config.data.num_workers,
-        )
-
-    def evaluate(self, targets: Sequence[Target | HeldOutSet], head: Head | None = None) -> dict[str, Any]:
-        """Return the result of each pair file and held-out set, by name; see `evaluate_targets`."""
-        return evaluate_targets(
-            self.network,
-            targets,
-            self.world,
-            head,
-            flip=self.config.data.flip,
-            image_shape=self.config.model.image_shape,
-            batch_size=self.config.train.test_batch_size,
-            num_threads=self.config.data.num_workers,
-        )
+        return self.evaluated.embed(images, name, flip)
 
 
 def find_model(place: str | os.PathLike[str], world: World | None = None) -> tuple[Path, bool]:

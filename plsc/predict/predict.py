@@ -38,9 +38,10 @@ from plsc.data.sources.base import (
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError, OptionError, shown, suggest
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
-from plsc.export.folder import checksum_of, describe_input, schema_metadata
+from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
 from plsc.inputs import Input
+from plsc.machine import Counter
 from plsc.models import BaseModel
 from plsc.models.base_model import evaluating
 from plsc.models.dry_run import dry_run
@@ -61,7 +62,6 @@ from plsc.predict.embeddings import (
 )
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.publish import HIDDEN
-from plsc.terminal import Counter
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
@@ -73,7 +73,7 @@ Images = str | os.PathLike[str] | Sequence[Any]
 FIELDS = ("value", "id", "prob")
 LABELS, IDS, PROBS, JOINED = "labels", "ids", "probs", "layers"
 NUMBERS = "numbers"  # of the images, while shards are computed
-_BAD_NAME = "_bad_samples.txt"  # readers of Parquet folders skip names with an underscore
+_BAD_NAME = "_bad_samples.txt"
 MOST_ROWS, MOST_BYTES = 8192, 64 * 2**20  # of a shard
 
 
@@ -167,8 +167,6 @@ class Predictor:
     def to_folder(self, folder: Path) -> Embeddings:
         """Write all outputs as shards, except those that are there already; a collective."""
         world, samples, about = self.trained.world, self.samples, self._describe()
-        suffix = "parquet" if folder.suffix == ".parquet" else "npy"
-        metadata = schema_metadata(about["model"]["weights"], about["input"], "false")
         doing = f"write {folder}"
         files, rows = on_main_rank(world, doing, lambda: _begin(folder, about))
         kept = self._check(folder, files, rows)
@@ -180,7 +178,7 @@ class Predictor:
             if number in kept:  # computed because another rank needed this one's class weights
                 continue
             names = samples.names(columns.pop(NUMBERS).tolist())
-            file = write_shard(folder, number, names, columns, suffix, metadata)
+            file = write_shard(folder, number, names, columns)
             written[number] = {"file": file, "rows": len(names)}
 
         self.bad.gather()

@@ -36,6 +36,7 @@ from plsc.train.targets import (
     HeldOutSet,
     Target,
     TestReader,
+    evaluate_targets,
     load_targets,
     open_held_out,
     open_pairs,
@@ -58,7 +59,7 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
         class_names = read_class_names(*checkpoint)
         targets.append(open_held_out(config, head.class_num, class_names, limit, world))
     check_any(targets, config.data.dataset_dir)
-    results = trained.evaluate(targets, head)
+    results = evaluate_targets(trained.evaluated, targets, head)
     log_results(world, results)
     return results
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import io
 import json
 import logging
 import math
@@ -35,15 +34,14 @@ from plsc.version import __version__
 logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
-NPY = "application/x-npy"
 HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
 HEADERS += [("Cross-Origin-Resource-Policy", "same-origin")]  # no web site shows thumbnails to its visitors
 """Headers of all responses."""
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Referrer-Policy": "no-referrer",
 }
@@ -51,7 +49,6 @@ _FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
 _PUBLIC = frozenset({*_FILES, "/health", "/openapi.json"})
 _LISTED = 1000  # entries per request
 _MOST_COMMAS = 1000  # in a JSON body: base64 has none
-_MOST_PARTS, _LONGEST_HEAD = 32, 2**12  # of a form
 _LARGEST_ID = 2**63 - 1
 
 STATUSES: dict[type[Exception], int] = {
@@ -244,18 +241,14 @@ def is_loopback(host: str) -> bool:
 
 
 async def _embed(service: Service, request: Request) -> Response:
-    """Return the embedding of an image as JSON, or as an .npy file if the client accepts only that."""
+    """Return the embedding of an image."""
     try:
         images, _ = await _read(request, 1)
         embedding = await service.embed(images[0])
     except tuple(STATUSES) as error:  # FastAPI may not be there to call `_answer`
         return await _answer(request, error)
-    if request.headers.get("accept") != NPY:
-        content = orjson.dumps({"embedding": embedding}, option=orjson.OPT_SERIALIZE_NUMPY)
-        return Response(content, media_type="application/json")
-    stream = io.BytesIO()
-    np.save(stream, embedding)
-    return Response(stream.getvalue(), media_type=NPY)
+    content = orjson.dumps({"embedding": embedding}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(content, media_type="application/json")
 
 
 def _add_images(app: FastAPI, service: Service) -> None:
@@ -396,13 +389,8 @@ def _threshold(service: Service, far: float | None, of_search: bool = False) -> 
 async def _read(request: Request, count: int) -> tuple[Sequence[bytes], str | None]:
     """Return the images of a request, and the name, if any. Raises DataError unless there are `count`."""
     declared, body = request.headers.get("content-type", ""), await request.body()
-    kind = declared.partition(";")[0].strip().lower()
-    if kind == "application/json":
-        images, name = _from_json(body, count)
-    elif kind == "multipart/form-data":
-        images, name = _from_form(body, declared)
-    else:
-        images, name = [body], None
+    is_json = declared.partition(";")[0].strip().lower() == "application/json"
+    images, name = _from_json(body, count) if is_json else ([body], None)
     if len(images) != count:
         raise DataError(f"the request has {len(images)} images; expected {count}")
     if not all(images):
@@ -425,26 +413,6 @@ def _from_json(body: bytes, count: int) -> tuple[list[bytes], str | None]:
         return images, name if name is None or isinstance(name, str) else ""
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"the JSON body is not {expected} ({kind_and_line(error):.200})") from error
-
-
-def _from_form(body: bytes, declared: str) -> tuple[list[bytes], str | None]:
-    """Return the files and the field ``name`` of multipart/form-data (RFC 7578)."""
-    boundary = re.search(r"""\bboundary=(?:"([^"]+)"|([^\s;"]+))""", declared)
-    if boundary is None:
-        raise DataError("the form has no boundary in its Content-Type")
-    # Between CRLF and another one, or hyphens at the end; other text that begins with it is content.
-    delimiter = rb"\r\n--" + re.escape(boundary[1] or boundary[2]).encode("latin-1") + rb"(?:[ \t]*\r\n|--)"
-    _, *parts = re.split(delimiter, b"\r\n" + body, maxsplit=_MOST_PARTS)
-    if not 1 < len(parts) < _MOST_PARTS:
-        raise DataError(f"the form has no end, or more than {_MOST_PARTS - 2} parts; send the image alone")
-    images, name = [], None
-    for part in parts[:-1]:
-        head, _, content = part.partition(b"\r\n\r\n")
-        if re.search(rb"filename\*?=", head[:_LONGEST_HEAD], re.IGNORECASE):
-            images.append(content)
-        elif re.search(rb"\bname=\"?name\b", head[:_LONGEST_HEAD], re.IGNORECASE):
-            name = content.decode("utf-8", "surrogateescape")  # refused later
-    return images, name
 
 
 async def _answer(request: Request, error: Exception) -> Response:

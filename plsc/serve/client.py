@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
 import os
 import re
 import threading
 import urllib.parse
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import pybase64
 
 from plsc.errors import DataError, OptionError
-from plsc.storage.records import read_record
+from plsc.storage.regular import read_record
 
 Image = str | os.PathLike[str] | bytes
+Answer = TypeVar("Answer")
 # Without user name and password, which would not be sent.
 _SERVER = re.compile(r"https?://(\[[\w:.]+\]|[^\s@:/?#\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
 
 
 class _Entry(TypedDict):
     id: int
+
+
+class _Embedding(TypedDict):
+    embedding: list[float]
 
 
 class Client:
@@ -55,9 +59,8 @@ class Client:
 
     def encode(self, image: Image) -> np.ndarray:
         """Return the L2-normalised embedding of an image, float32 [D]."""
-        body = self._request("POST", "/embed", _content(image), Accept="application/x-npy")
-        found: np.ndarray = np.load(io.BytesIO(body), allow_pickle=False)
-        return found
+        answer = self._typed(_Embedding, "POST", "/embed", _content(image))
+        return np.array(answer["embedding"], np.float32)
 
     def compare(self, first: Image, second: Image, far: float | None = None) -> dict[str, Any]:
         """Return the cosine ``similarity`` of two images, and whether they are the ``same`` at a FAR.
@@ -66,41 +69,40 @@ class Client:
         """
         images = [pybase64.b64encode(_content(one)).decode() for one in (first, second)]
         body = json.dumps({"images": images}).encode()
-        return self._json("POST", _query("/compare", far=far), body, **{"Content-Type": "application/json"})
+        of_json = {"Content-Type": "application/json"}
+        return self._typed(dict[str, Any], "POST", _query("/compare", far=far), body, **of_json)
 
     def search(self, image: Image, k: int = 5, far: float | None = None) -> dict[str, Any]:
         """Return the nearest entries, ``results``, and the ``name`` of the first; "unknown" below the FAR."""
-        return self._json("POST", _query("/search", k=k, far=far), _content(image))
+        return self._typed(dict[str, Any], "POST", _query("/search", k=k, far=far), _content(image))
 
     def enrol(self, name: str, image: Image) -> int:
         """Enrol an image under a name, and return the id of the entry; it is on disk then."""
-        return self._entry("POST", _query("/entries", name=name), _content(image))["id"]
+        return self._typed(_Entry, "POST", _query("/entries", name=name), _content(image))["id"]
 
     def replace(self, number: int, image: Image) -> None:
         """Replace the image of an enrolled entry: a mapped one becomes a real one."""
-        self._entry("POST", f"/entries/{int(number)}/image", _content(image))
+        self._typed(_Entry, "POST", f"/entries/{int(number)}/image", _content(image))
 
     def delete(self, number: int) -> None:
         """Delete an enrolled entry by its id."""
-        self._entry("DELETE", f"/entries/{int(number)}")
+        self._typed(_Entry, "DELETE", f"/entries/{int(number)}")
 
     def about(self) -> dict[str, Any]:
         """Return the description of the model and its thresholds."""
-        return self._json("GET", "/about")
+        return self._typed(dict[str, Any], "GET", "/about")
 
     def close(self) -> None:
         """Close the connection of this thread."""
         if (connection := getattr(self._local, "connection", None)) is not None:
             connection.close()
 
-    def _json(self, method: str, path: str, body: bytes | None = None, **headers: str) -> dict[str, Any]:
+    def _typed(
+        self, kind: type[Answer], method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> Answer:
+        """Return the answer of the server; a page of another server is not taken for one."""
         content = self._request(method, path, body, **headers)
-        return read_record(dict[str, Any], content, f"the answer of {self._url.geturl()}", DataError)
-
-    def _entry(self, method: str, path: str, body: bytes | None = None) -> _Entry:
-        """Return the entry that the server has changed; a page of another server is not taken for it."""
-        content = self._request(method, path, body)
-        return read_record(_Entry, content, f"the answer of {self._url.geturl()}", DataError)
+        return read_record(kind, content, f"the answer of {self._url.geturl()}", DataError)
 
     def _request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
         if body is not None:

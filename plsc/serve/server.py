@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from plsc.errors import OptionError
+from plsc.machine import stop_signals
 from plsc.serve import ServeOptions
 from plsc.serve.service import Service
-from plsc.terminal import stop_signals
 from plsc.version import install
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
 from plsc.gallery.gallery import open_store
 from plsc.gallery.store import Change, Found, New, Replacement, Store
-from plsc.parallel.machine import usable_cores
+from plsc.machine import usable_cores
 from plsc.serve import ServeOptions
 
 logger = logging.getLogger(__name__)

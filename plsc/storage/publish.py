@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
 from plsc.errors import DataError, PlscError
-from plsc.storage.records import Text, read_record
-from plsc.storage.regular import open_regular
+from plsc.storage.regular import Text, open_regular, read_record
 from plsc.storage.urls import (
     base_name,
     is_url,

@@ -10,11 +10,8 @@ as S3 cannot rename: there the manifest, which is written last, publishes the fo
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,8 +37,6 @@ from plsc.storage.urls import (
     with_retries,
     with_timeout,
 )
-
-logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 OnBytes = Callable[[int], object]
@@ -260,45 +255,6 @@ class Store:
             attempts=_BY_TIME,
             total_seconds=self._total_seconds,
         )
-
-
-_SECONDS_BETWEEN = 10.0
-
-
-class Transfer:
-    """Count the bytes of one rank's share of a transfer and log the progress.
-
-    what: start of each message. total: bytes of this share. is_logged: False disables the messages.
-    """
-
-    def __init__(self, what: str, total: int, is_logged: bool = True) -> None:
-        self._what = what
-        self._total = total
-        self._is_logged = is_logged
-        self._done = 0
-        self._began = self._last_logged = time.monotonic()
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        """Add `count` transferred bytes; safe from any thread."""
-        with self._lock:
-            self._done += count
-            now = time.monotonic()
-            is_due = now - self._last_logged >= _SECONDS_BETWEEN
-            if is_due:
-                self._last_logged = now
-        if is_due:
-            self._log(f"{min(1.0, self._done / max(1, self._total)):.0%} of {format_bytes(self._total)}")
-
-    def end(self) -> None:
-        """Log the total size, time and rate."""
-        self._log(format_bytes(self._total))
-
-    def _log(self, text: str) -> None:
-        if self._is_logged:
-            seconds = max(1e-3, time.monotonic() - self._began)
-            rate = format_bytes(self._done / seconds)
-            logger.info(f"{self._what}: {text} in {seconds:.1f} s, {rate}/s")
 
 
 def format_bytes(count: float) -> str:

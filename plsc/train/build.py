@@ -50,19 +50,19 @@ from plsc.heads import (
 from plsc.heads.margins import Margin, margin_arguments, margins_of_counts
 from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model, check_model
-from plsc.models.base_model import Custom, unwrap
-from plsc.models.dropout import SampleNumbers, use_sample_dropout
-from plsc.models.dry_run import choose_memory_format, never_used
-from plsc.models.parameters import (
+from plsc.models.base_model import (
+    Custom,
     Initialization,
     copy_expanded_buffers,
     freeze,
     initialise_by_rule,
     unfreeze,
+    unwrap,
 )
+from plsc.models.dry_run import choose_memory_format, never_used
 from plsc.models.precision import LossScaler, PrecisionLists, apply_lists
 from plsc.models.recomputation import CompiledNetwork, recompute_activations
-from plsc.models.sync_batch_norm import synchronise_batch_norm
+from plsc.models.sync_batch_norm import SampleNumbers, synchronise_batch_norm, use_sample_dropout
 from plsc.names import load_function, names_code
 from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, assign_parameters
 from plsc.parallel.backbone import sum_gradients

@@ -27,9 +27,9 @@ from plsc.errors import OptionError, suggest
 from plsc.heads import Head, HeadOutput, RowOptimizer
 from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
-from plsc.models.dropout import SampleNumbers
-from plsc.models.parameters import Initialization
+from plsc.models.base_model import Initialization
 from plsc.models.precision import LossScaler
+from plsc.models.sync_batch_norm import SampleNumbers
 from plsc.optim import Factory, Schedule, ScheduleFunction
 from plsc.parallel.world import World
 from plsc.train.build import Assign

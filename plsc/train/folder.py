@@ -41,7 +41,7 @@ from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
 from plsc.storage.publish import FolderLock, lock_note
-from plsc.storage.records import read_record
+from plsc.storage.regular import read_record
 from plsc.storage.store import Store, clean, hidden_versions
 from plsc.storage.urls import base_name, folder_for, is_url, join, parent_of, shown
 

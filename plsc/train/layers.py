@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from plsc.spans import PREFIX
+from plsc.parallel.collectives import PREFIX
 from plsc.storage.regular import check_inside
 from plsc.train.callbacks import Callback, Context
 

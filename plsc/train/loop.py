@@ -14,12 +14,12 @@ from torch import Tensor
 
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import DataError, NotSavedError
+from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.names import names_code
-from plsc.parallel.collectives import gather_rows
+from plsc.parallel.collectives import gather_rows, span
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
-from plsc.spans import span
 from plsc.train.average import WeightAverage
 from plsc.train.callbacks import CurrentStep, Run
 from plsc.train.losses import stop_at_bad_weights
@@ -286,16 +286,15 @@ class Trainer:
             self._run.call("evaluation_start")
             with equal_buffers(run.network, run.world.backbone_group):
                 options = run.options
-                results = evaluate_targets(
+                evaluated = EvaluatedNetwork(
                     run.network,
-                    run.targets,
                     run.world,
-                    run.head,
-                    flip=options.data.flip,
-                    image_shape=options.model.image_shape,
-                    batch_size=options.train.test_batch_size,
-                    num_threads=options.data.num_workers,
+                    options.model.image_shape,
+                    options.train.test_batch_size,
+                    options.data.num_workers,
+                    options.data.flip,
                 )
+                results = evaluate_targets(evaluated, run.targets, run.head)
         except Exception:
             for average in (one for one in run.callbacks.all if isinstance(one, WeightAverage)):
                 average.evaluated(run)  # the weights of the network again

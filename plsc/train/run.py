@@ -25,10 +25,10 @@ from plsc.errors import OptionError, refusing, suggest
 from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
 from plsc.inputs import split_sizes
+from plsc.machine import usable_cores
 from plsc.models import BaseModel, describe
 from plsc.models.base_model import constructor_arguments
 from plsc.names import load_function, names_code
-from plsc.parallel.machine import usable_cores
 from plsc.parallel.world import World
 from plsc.train.average import WeightAverage
 from plsc.train.build import (

@@ -24,11 +24,11 @@ from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
+from plsc.machine import BackgroundThread, Counter, available_memory
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result
-from plsc.parallel.machine import BackgroundThread, available_memory
 from plsc.parallel.world import World
 from plsc.storage.regular import read_regular
-from plsc.storage.store import Store, Transfer, format_bytes
+from plsc.storage.store import Store, format_bytes
 from plsc.train.callbacks import Run
 from plsc.train.folder import RunFolder
 from plsc.train.log import METRICS_NAME, PLOT_NAME
@@ -253,9 +253,11 @@ class Uploader:
             mine = [name for name in manifest.files if rank_of_shard(name) == world.rank]
             total = sum(manifest.files[name].bytes for name in mine)
             of = f" (rank 0 of {world.size})" if world.size > 1 else ""
-            transfer = Transfer(f"uploading {path} to {store.shown}{of}", total, world.is_main)
-            upload(path, store, manifest, mine, world, transfer.add, self._folder.token)
-            transfer.end()
+            progress = Counter(f"uploaded {path} to {store.shown}{of}:", total, "MB")
+            on_bytes = progress.add if world.is_main else None
+            upload(path, store, manifest, mine, world, on_bytes, self._folder.token)
+            if world.is_main:
+                progress.log()
             # Only now is the new checkpoint complete in the store, so older ones may go.
             if world.is_main:
                 self._update_store(path.name)

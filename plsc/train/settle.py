@@ -22,11 +22,11 @@ from plsc.config.options import CHECKPOINT
 from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
 from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
+from plsc.machine import usable_cores
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import names_code
 from plsc.optim import Schedule
-from plsc.parallel.machine import usable_cores
 from plsc.train.callbacks import Position
 
 ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars

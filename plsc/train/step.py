@@ -22,9 +22,8 @@ from plsc.inputs import Input, split_input, split_sizes
 from plsc.models.precision import MOST_SKIPS, LossScaler, autocast, scale_gradient, unscale
 from plsc.optim import finish_group, set_rates, sparse_parameters
 from plsc.parallel.backbone import check_never_used, gradient_values, no_gradient_sync
-from plsc.parallel.collectives import max_over_ranks
+from plsc.parallel.collectives import max_over_ranks, span
 from plsc.seeds import hash_key
-from plsc.spans import span
 from plsc.train.build import distribute_backbone
 from plsc.train.callbacks import Run
 from plsc.train.losses import LossReader, Pending, find_bad_layer, stop_at_bad_loss

@@ -13,15 +13,13 @@ from plsc.config import Config
 from plsc.config.option import shown_value
 from plsc.data.alignment import Face
 from plsc.data.class_names import ClassNames
-from plsc.data.decode import ImageShape
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
 from plsc.data.sources.base import class_names_of, first_and_last_class
 from plsc.errors import DataError, OptionError, refusing
-from plsc.evaluate.embed import ClassificationResult, ImagesOf, classify, embed_images
+from plsc.evaluate.embed import ClassificationResult, EvaluatedNetwork, ImagesOf, classify
 from plsc.evaluate.verification import VerificationResult, read_pair_list, verify
 from plsc.heads import Head
-from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.storage.regular import check_inside
 from plsc.train.data import align_source, open_labelled
@@ -218,43 +216,22 @@ def _check_numbers(labels: np.ndarray, class_names: ClassNames, place: str) -> N
 
 
 def evaluate_targets(
-    network: BaseModel,
-    targets: Sequence[Target | HeldOutSet],
-    world: World,
-    head: Head | None = None,
-    *,
-    flip: bool,
-    image_shape: ImageShape,
-    batch_size: int,
-    num_threads: int,
+    evaluated: EvaluatedNetwork, targets: Sequence[Target | HeldOutSet], head: Head | None = None
 ) -> dict[str, Any]:
     """Return a VerificationResult per pair file, a ClassificationResult for a held-out set; a collective.
 
-    Results are identical on all ranks. head: needed for a held-out set. flip: of pairs, add the embeddings
-    of the mirrored images. The others are arguments of `embed_images`.
+    Results are identical on all ranks. head: needed for a held-out set, whose images are not mirrored.
     """
     results: dict[str, Any] = {}
+    world, batch_size = evaluated.world, evaluated.batch_size
     for target in targets:
-        is_labelled = isinstance(target, HeldOutSet)
-        embeddings = embed_images(
-            network,
-            target.images,
-            image_shape,
-            batch_size=batch_size,
-            device=world.device,
-            flip=flip and not is_labelled and network.example_input is None,
-            world=world,
-            name=target.name,
-            num_threads=num_threads,
-            gather=not is_labelled,
-        )
         if isinstance(target, HeldOutSet):
             assert isinstance(head, Head)
-            results[target.name] = classify(
-                head, embeddings, target.labels, batch_size=batch_size, world=world
-            )
+            own = evaluated.embed(target.images, target.name, flip=False, gather=False)
+            result: Any = classify(head, own, target.labels, batch_size=batch_size, world=world)
         else:
-            results[target.name] = verify_target(embeddings, target, world)
+            result = verify_target(evaluated.embed(target.images, target.name), target, world)
+        results[target.name] = result
     return results
 
 

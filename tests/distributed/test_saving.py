@@ -55,7 +55,7 @@ def test_a_run_in_a_store_resumes_on_another_machine_with_the_same_bits(
         str(dataset), store_url, there, load, *keep, "set_train_epochs=4",
     )  # fmt: skip
     assert " MB/s)" in done.stdout
-    assert re.search(r"uploading .*to s3://\w+/run \(rank 0 of 2\): .*B/s", done.stdout)
+    assert re.search(r"uploaded .*to s3://\w+/run \(rank 0 of 2\): .*MB, .*/s", done.stdout)
     assert not local_run(tmp_path / "b").samefile(local_run(tmp_path / "a"))
     assert different(local_run(tmp_path / "b") / "3", whole / "3") == []
     store = Store(store_url)

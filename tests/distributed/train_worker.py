@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plsc.models import BaseModel
-from plsc.models.parameters import Initialization
+from plsc.models.base_model import Initialization
 from plsc.parallel import backbone
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts

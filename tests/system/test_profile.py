@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plsc.spans import PREFIX, span
+from plsc.parallel.collectives import PREFIX, span
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.resuming import Drawing

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import plsc
 from plsc.data.pairs import read_pairs
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import OptionError
 from plsc.evaluate.embed import embed_images
 from plsc.evaluate.verification import verify
 from plsc.export import open_model
@@ -45,21 +45,14 @@ def converted(trained, folder, **how):
 
 @pytest.fixture(scope="module")
 def explained(trained, tmp_path_factory):
-    """An export with everything that can be measured, and the results of the tests."""
-    dataset, folder = trained[0], tmp_path_factory.mktemp("explained")
+    """An export with everything that can be measured."""
+    folder = tmp_path_factory.mktemp("explained")
     unseen = write_dataset(folder / "unseen", classes=24, per_class=3, seed=9)
-    names = [f"images/{path.name}" for path in sorted((dataset / "images").iterdir())]
-    groups = folder / "groups.tsv"
-    groups.write_text("".join(f"{name}\t{'odd' if i % 2 else 'even'}\n" for i, name in enumerate(names)))
-    report, images = str(folder / "report"), str(dataset)
-    results = opened(trained).test("all_pairs", images=images, groups=str(groups), output=report)
-    how = {"flip": True, "classes": True, "unseen": str(unseen), "reports": [report]}
-    return converted(trained, folder / "model", **how), results
+    return converted(trained, folder / "model", flip=True, classes=True, unseen=str(unseen))
 
 
-def test_the_card_shows_data_results_capacity_and_groups_as_recorded(trained, explained):
-    folder, results = explained
-    model, text = open_model(folder), (folder / "README.md").read_text()
+def test_the_card_shows_data_results_and_capacity_as_recorded(trained, explained):
+    model, text = open_model(explained), (explained / "README.md").read_text()
     pairs = read_pairs(trained[0] / "lfw.bin")
     measured = verify(model.embed(np.stack([model.preprocess(one) for one in pairs.images])), pairs.is_same)
     accuracy, tar = hub.ModelCard(text).data.eval_results
@@ -70,9 +63,8 @@ def test_the_card_shows_data_results_capacity_and_groups_as_recorded(trained, ex
     assert "| faces | 24 | 3 |" in text
     assert f"| thresholds | {json.dumps(model.about['thresholds'])} |" in text
     assert f"{model.capacity.images:,} images of 24 classes, without distractors" in text
-    tar = results["all_pairs groups"].tables["FAR 0.1"]["even"]["TAR"]
-    assert f"| even | {tar['value']:.6f} ({tar['interval'][0]:.6f} to {tar['interval'][1]:.6f})" in text
     assert "Nothing was measured" not in text
+    assert "](" not in text  # neither pictures nor files of a report
     assert str(trained[0].parent) not in text
 
 
@@ -94,16 +86,8 @@ def test_the_card_says_that_nothing_was_measured(trained, tmp_path):
     assert hub.ModelCard(text).data.eval_results is None
 
 
-def test_a_report_of_other_weights_is_refused(trained, tmp_path):
-    (tmp_path / "report.md").write_text("# Evaluation\n\n- Checkpoint: 0, step 2; weights 00ff.\n")
-    for report, noun in ((tmp_path, "weights"), (tmp_path / "none", "plsc test")):
-        with pytest.raises(CheckpointError, match=noun):
-            converted(trained, tmp_path / "model", graph="none", reports=[str(report)])
-    assert not (tmp_path / "model").exists()
-
-
 def test_the_files_say_how_to_use_them(explained):
-    folder = explained[0]
+    folder = explained
     model, config = open_model(folder), json.loads((folder / "config.json").read_text())
     graph = onnx.load(folder / "model.onnx")
     expected = {

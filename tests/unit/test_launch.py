@@ -72,7 +72,7 @@ def test_without_gpus_the_ranks_are_on_the_cpu(monkeypatch):
 
 
 def test_the_cores_are_shared_unless_threads_are_set(monkeypatch):
-    monkeypatch.setattr("plsc.parallel.machine.usable_cores", lambda: 8)
+    monkeypatch.setattr("plsc.machine.usable_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     _set_threads(None, 2)
     assert os.environ["OMP_NUM_THREADS"] == "5"

@@ -37,12 +37,12 @@ from plsc.data.partition.inputs import (
 )
 from plsc.data.partition.parts import Parts, lines_per_rank, padding_lines, part_names
 from plsc.errors import DataError, OptionError
+from plsc.machine import Counter
 from plsc.storage.blocks import streamed
 from plsc.storage.publish import SAVING, Workspace, refuse_existing
-from plsc.storage.records import FileName, Text, read_record
+from plsc.storage.regular import FileName, Text, read_record
 from plsc.storage.store import Store, staged
 from plsc.storage.urls import is_url, join, shown
-from plsc.terminal import Counter
 
 logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"

@@ -102,6 +102,13 @@ function drawChosen() {
   byId("clear").hidden = !images.length;
 }
 
+const asDataUrl = (image) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(image);
+});
+
 async function answer() {
   const mine = ++turn;
   byId("answer").hidden = true;
@@ -112,9 +119,8 @@ async function answer() {
     const found = await (await request("POST", `search?k=10&${query}`, images[0], "application/octet-stream")).json();
     if (mine === turn) drawSearch(found);
   } else {
-    const form = new FormData();
-    images.forEach((image, index) => form.append(`image${index}`, image, "image"));
-    const found = await (await request("POST", `compare?${query}`, form)).json();
+    const body = JSON.stringify({ images: await Promise.all(images.map(asDataUrl)) });
+    const found = await (await request("POST", `compare?${query}`, body, "application/json")).json();
     if (mine === turn) drawComparison(found);
   }
 }

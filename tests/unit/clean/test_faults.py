@@ -17,8 +17,8 @@ from plsc.clean.faults import (
     sure_of_class,
     wrong_labels,
 )
-from plsc.gallery import vectors
-from plsc.gallery.vectors import nearest
+from plsc.gallery import gallery as vectors
+from plsc.gallery.gallery import nearest
 
 
 def embed(truth, noise=1.0, seed=0, size=32):

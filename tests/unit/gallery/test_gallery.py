@@ -28,82 +28,57 @@ def cosines(vectors, queries):
     return np.array([[np.dot(v, q) for v in unit(vectors)] for q in unit(queries)])
 
 
-def made(folder, kind, vectors, names=None, **how):
-    if kind == "memory":
-        return build_gallery(vectors, names)
-    return write_gallery(folder / "gallery", vectors, names, model="network", kind=kind, **how)
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "queries"),
-    [
-        ("memory", 3, 70),
-        ("memory", 50, 1),
-        ("float32", 32, 70),
-        ("int8", 3, 1),
-        ("int8", 32, 70),
-        ("int8", 50, 70),
-    ],
-)
+@pytest.mark.parametrize(("size", "queries", "is_written"), [(3, 70, False), (50, 1, False), (32, 70, True)])
 def test_search_finds_the_highest_cosines_and_of_equal_ones_the_lower_numbers_first(
-    tmp_path, kind, size, queries
+    tmp_path, size, queries, is_written
 ):
     different = RANDOM.standard_normal((90, size)) * RANDOM.lognormal(0, 4, (90, 1))
     vectors = different[RANDOM.integers(90, size=400)]  # about four of each are equal
     vectors[[5, 300]] = 0
     asked = np.concatenate([vectors[:4], np.zeros((1, size)), RANDOM.standard_normal((queries, size))])
     truth = cosines(vectors, asked)
-    tolerance = 3e-4 if kind == "int8" else 1e-6
-    gallery = made(tmp_path, kind, vectors)
+    gallery = write_gallery(tmp_path / "g", vectors, model="a") if is_written else build_gallery(vectors)
     for k in (1, 7, 400, 1000):
         scores, numbers = gallery.search(asked, k)
         assert scores.dtype == np.float32
         assert scores.shape == numbers.shape == (len(asked), min(k, 400))
         expected = -np.sort(-truth, axis=1)[:, :k]
-        np.testing.assert_allclose(scores, expected, atol=tolerance)
-        np.testing.assert_allclose(np.take_along_axis(truth, numbers, 1), scores, atol=tolerance)
+        np.testing.assert_allclose(scores, expected, atol=1e-6)
+        np.testing.assert_allclose(np.take_along_axis(truth, numbers, 1), scores, atol=1e-6)
         assert all(len(set(row)) == len(row) for row in numbers.tolist())
         is_equal = scores[:, 1:] == scores[:, :-1]
         assert (numbers[:, 1:] > numbers[:, :-1])[is_equal].all()
         assert k == 1 or is_equal.any()
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_entries_with_several_centres_are_found_once_by_their_nearest_centre(tmp_path, kind):
+def test_entries_with_several_centres_are_found_once_by_their_nearest_centre(tmp_path):
     centres = RANDOM.standard_normal((60, 3, 16))
     asked = RANDOM.standard_normal((20, 16))
     truth = cosines(centres.reshape(-1, 16), asked).reshape(20, 60, 3).max(axis=2)
-    gallery = made(tmp_path, kind, centres.reshape(-1, 16), [f"class {i}" for i in range(60)], centers=3)
+    names = [f"class {i}" for i in range(60)]
+    gallery = write_gallery(tmp_path / "g", centres.reshape(-1, 16), names, model="a", centers=3)
     assert len(gallery) == 60
     scores, numbers = gallery.search(asked, 10)
     assert np.array_equal(numbers, np.argsort(-truth, axis=1)[:, :10])
-    np.testing.assert_allclose(scores, -np.sort(-truth, axis=1)[:, :10], atol=3e-4)
+    np.testing.assert_allclose(scores, -np.sort(-truth, axis=1)[:, :10], atol=1e-6)
     assert gallery.name(59) == "class 59"
 
 
 def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_path):
     vectors = RANDOM.standard_normal((20_000, 16)).astype(np.float32)
     names = [f"images/é\u200c\u3000{i}.jpg" for i in range(20_000)]
-    for kind in ("float32", "int8"):
-        whole = write_gallery(tmp_path / kind, vectors, names, model="a", kind=kind)
-        parts = write_gallery(
-            tmp_path / f"{kind}-parts",
-            lambda: iter(np.split(vectors, [1, 9000])),
-            names,
-            model="a",
-            kind=kind,
-        )
-        assert parts.about == whole.about
-        opened = open_gallery(tmp_path / kind, model="a")
-        assert opened.search(vectors[[17, 19_999]], 1)[1].tolist() == [[17], [19_999]]
-        assert opened.name(17) == names[17]
-        nameless = write_gallery(tmp_path / f"{kind}-nameless", vectors[:2], ["", ""], model="a", kind=kind)
-        assert nameless.name(1) == "1"
-        with pytest.raises(DataError, match="exists"):
-            write_gallery(tmp_path / kind, vectors, model="a")
-        for name in UNSAFE_NAMES:
-            with pytest.raises(DataError, match="name"):
-                write_gallery(tmp_path / "unsafe", vectors[:1], [name], model="a", kind=kind)
+    whole = write_gallery(tmp_path / "whole", vectors, names, model="a")
+    parts = write_gallery(tmp_path / "b", lambda: iter(np.split(vectors, [1, 9000])), names, model="a")
+    assert parts.about == whole.about
+    opened = open_gallery(tmp_path / "whole", model="a")
+    assert opened.search(vectors[[17, 19_999]], 1)[1].tolist() == [[17], [19_999]]
+    assert opened.name(17) == names[17]
+    assert write_gallery(tmp_path / "nameless", vectors[:2], ["", ""], model="a").name(1) == "1"
+    with pytest.raises(DataError, match="exists"):
+        write_gallery(tmp_path / "whole", vectors, model="a")
+    for name in UNSAFE_NAMES:
+        with pytest.raises(DataError, match="name"):
+            write_gallery(tmp_path / "unsafe", vectors[:1], [name], model="a")
 
 
 def test_what_cannot_be_searched_is_refused_and_nothing_is_written(tmp_path):
@@ -116,8 +91,6 @@ def test_what_cannot_be_searched_is_refused_and_nothing_is_written(tmp_path):
             write_gallery(tmp_path / "gallery", vectors, model="a")
         with pytest.raises(DataError, match=message):
             build_gallery(vectors)
-    with pytest.raises(OptionError, match=r"int4.*known: float32, int8"):
-        write_gallery(tmp_path / "gallery", np.ones((2, 2)), model="a", kind="int4")
     for centers in (2, 0, -1, 10, 2.5, True):
         with pytest.raises(OptionError, match="centers"):
             write_gallery(tmp_path / "gallery", np.ones((5, 2)), model="a", centers=centers)
@@ -146,10 +119,9 @@ def describe(folder, **changes):
     (folder / "gallery.json").write_text(json.dumps(about))
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_every_truncation_and_flipped_byte_is_an_error_message(tmp_path, kind):
+def test_every_truncation_and_flipped_byte_is_an_error_message(tmp_path):
     folder = tmp_path / "gallery"
-    write_gallery(folder, RANDOM.standard_normal((9, 4)), ["a"] * 9, model="a", kind=kind)
+    write_gallery(folder, RANDOM.standard_normal((9, 4)), ["a"] * 9, model="a")
     for name in ("gallery.safetensors", "gallery.json"):
         content = (folder / name).read_bytes()
         for length in range(0, len(content) - 1, 7):  # the last byte of gallery.json is a line end
@@ -171,16 +143,15 @@ OF_THE_FILE = [
     {"name_ends": np.array([1, 2, 2**60], np.int64)},
     {"name_ends": np.array([1, 2], np.int64)},
     {"names": np.zeros(3, np.float32)},
-    {"scale": np.ones(3, np.float32)},
-    {"rest": np.ones((4, 3), np.int8)},
-    {"codes": np.ones(12, np.uint8)},
+    {"vectors": np.ones((4, 3), np.float32)},
+    {"vectors": np.eye(3, 4)},
 ]
 OF_THE_DESCRIPTION = [
     *({"count": count} for count in (10, 2**39)),
     {"size": 2},
     {"size": 12, "count": 1},
     {"centers": 2},
-    {"kind": "float32"},
+    {"kind": "int8"},
 ]
 
 
@@ -190,7 +161,7 @@ OF_THE_DESCRIPTION = [
 )
 def test_a_file_and_a_description_that_do_not_match_are_refused(tmp_path, tensors, changes):
     folder = tmp_path / "gallery"
-    write_gallery(folder, RANDOM.standard_normal((3, 4)), ["a", "b", "c"], model="a", kind="int8")
+    write_gallery(folder, RANDOM.standard_normal((3, 4)), ["a", "b", "c"], model="a")
     rewrite(folder, **tensors)
     describe(folder, **changes)
     with pytest.raises(DataError):
@@ -198,32 +169,14 @@ def test_a_file_and_a_description_that_do_not_match_are_refused(tmp_path, tensor
 
 
 @pytest.mark.parametrize("value", [np.nan, 3e38, 1.002, 0.998])
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_vectors_without_norm_1_are_refused_when_the_gallery_is_opened(tmp_path, kind, value):
+def test_vectors_without_norm_1_are_refused_when_the_gallery_is_opened(tmp_path, value):
     folder, vectors = tmp_path / "gallery", np.eye(32, dtype=np.float32)[np.arange(20_000) % 32]
     vectors[7] = 0
-    write_gallery(folder, vectors, model="a", kind=kind)  # zero is accepted
-    scale = load_file(folder / "gallery.safetensors").get("scale")
-    if kind == "float32":
-        vectors[19_999] *= np.float32(value)
-        rewrite(folder, vectors=vectors)
-    else:
-        scale[31] *= np.float32(value)
-        rewrite(folder, scale=scale)
-    # Of a scale that is not finite, 0 times it is not, either.
-    number = 19_999 if kind == "float32" else 31 if np.isfinite(value) else 0
-    with pytest.raises(DataError, match=rf"gallery\.safetensors: vector {number} does not have norm 1"):
+    write_gallery(folder, vectors, model="a")  # zero is accepted
+    vectors[19_999] *= np.float32(value)
+    rewrite(folder, vectors=vectors)
+    with pytest.raises(DataError, match="vector 19999"):
         open_gallery(folder)
-
-
-def test_bytes_before_the_codes_are_not_trusted(tmp_path):
-    folder = tmp_path / "gallery"
-    vectors = RANDOM.standard_normal((50, 32))
-    write_gallery(folder, vectors, model="a", kind="int8")
-    codes = load_file(folder / "gallery.safetensors")["codes"].copy()
-    codes[:128] = 255
-    rewrite(folder, codes=codes)
-    assert open_gallery(folder).search(vectors, 1)[1].ravel().tolist() == list(range(50))
 
 
 def test_a_file_without_offsets_and_a_file_that_is_no_safetensors_are_refused(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from plsc.models import BaseModel
-from plsc.models.dropout import use_sample_dropout
 from plsc.models.recomputation import CompiledNetwork
+from plsc.models.sync_batch_norm import use_sample_dropout
 from plsc.parallel.backbone import sum_gradients
 from plsc.parallel.world import World
 from tests.devices import group_of_one

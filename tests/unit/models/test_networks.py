@@ -1,18 +1,24 @@
+"""Networks by name: our own, those of torchvision, timm and users, and the published iresnet."""
+
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torchvision import models
 
 from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.models import build_model, check_model, load_custom
 from plsc.models.layers import initialise
 from plsc.models.registry import NETWORKS
-from plsc.models.resnet import ResNet
+from plsc.models.resnet import IRESNET_BLOCKS, IResNet, ResNet
+from tests.unit.checkpoint.external_files import random_network
 
 ONE_OF_EACH = list({made: name for name, (made, _) in reversed(NETWORKS.items())}.values())
 """One network per class: the first of NETWORKS."""
@@ -187,3 +193,175 @@ def test_a_custom_class_gets_the_options_that_its_constructor_has():
 def test_a_custom_class_that_cannot_be_created_raises(reference, noun):
     with pytest.raises(OptionError, match=noun):
         load_custom(reference, emb_size=7)
+
+
+def norm(state, name, x):
+    parts = (state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
+    return F.batch_norm(x, *parts, training=False, eps=1e-5)
+
+
+def published(state, x, blocks):
+    """Compute recognition/arcface_torch/backbones/iresnet.py in evaluation mode, from its state dict."""
+    x = F.conv2d(x, state["conv1.weight"], padding=1)
+    x = F.prelu(norm(state, "bn1", x), state["prelu.weight"])
+    for stage, count in enumerate(blocks, start=1):
+        for block in range(count):
+            at = f"layer{stage}.{block}"
+            stride = 2 if block == 0 else 1
+            y = F.conv2d(norm(state, f"{at}.bn1", x), state[f"{at}.conv1.weight"], padding=1)
+            y = F.prelu(norm(state, f"{at}.bn2", y), state[f"{at}.prelu.weight"])
+            y = F.conv2d(y, state[f"{at}.conv2.weight"], stride=stride, padding=1)
+            y = norm(state, f"{at}.bn3", y)
+            if block == 0:
+                x = F.conv2d(x, state[f"{at}.downsample.0.weight"], stride=2)
+                x = norm(state, f"{at}.downsample.1", x)
+            x = x + y
+    x = norm(state, "bn2", x).flatten(1)
+    x = F.linear(x, state["fc.weight"], state["fc.bias"])
+    return norm(state, "features", x)
+
+
+@pytest.mark.parametrize(("depth", "side"), [(18, 112), (50, 32)])
+def test_embeddings_equal_the_published_network(depth, side):
+    model = random_network(f"IResNet{depth}", 32, (3, side, side)).eval()
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = published(model.state_dict(), images, IRESNET_BLOCKS[depth])
+        torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
+        assert float(expected.std()) > 1e-3
+
+
+# For images of 112 x 112 and 512-d embeddings; published as 24.03, 34.14, 43.59 and 65.16 million.
+@pytest.mark.parametrize(
+    ("depth", "parameters"),
+    [(18, 24_025_600), (34, 34_139_328), (50, 43_590_848), (100, 65_156_160)],
+)
+def test_the_number_of_parameters_equals_the_published_one(depth, parameters):
+    with torch.device("meta"):
+        model = IResNet(depth)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_the_scale_of_the_embedding_is_fixed_to_one():
+    model = build_model("IResNet18", 8, (3, 16, 16), 0.0)
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["features.weight"]
+    assert model.features.weight.tolist() == [1.0] * 8
+
+
+def test_without_timm_the_error_has_the_install_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[timm\]'"):
+        build_model("timm/vit_tiny_patch16_224", 8, (3, 64, 64), 0.1)
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 48)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "resnet18.a1_in1k",
+        "mobilenetv3_small_100",  # has a layer of 1024 after its 576 features
+        "deit_tiny_distilled_patch16_224",  # has two classifiers
+        "convnext_atto",
+    ],
+)
+def test_timm_networks_return_embeddings_for_the_image_size(name, shape):
+    pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
+    check_model(build_model(f"timm/{name}", 24, shape, 0.4), shape, 24)
+
+
+def test_features_equal_timm_with_the_same_weights():
+    timm = pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
+    ours = build_model("timm/vit_tiny_patch16_224", 16, (3, 32, 32), 0.3, "dropout-linear").eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=16, img_size=32).eval()
+    theirs.load_state_dict(ours.network.state_dict(), strict=False)
+    theirs.head.load_state_dict(ours.neck.fc.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "noun"),
+    [
+        ("vit_tinny_patch16_224", "did you mean 'vit_tiny_patch16_224'"),
+        ("hf-hub:somebody/something", "has no network"),  # would be downloaded
+        ("swin_tiny_patch4_window7_224", "cannot create"),
+    ],
+)
+def test_networks_that_cannot_be_created_raise(name, noun):
+    pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
+    with pytest.raises(OptionError, match=noun):
+        build_model(f"timm/{name}", 8, (3, -1, 32), 0.4)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 32, 48)])
+def test_torchvision_networks_return_embeddings_of_colour_and_gray_images(shape):
+    check_model(build_model("torchvision/resnet18", 24, shape, 0.4), shape, 24)
+
+
+def test_features_equal_torchvision_with_the_same_weights():
+    ours = build_model("torchvision/resnet18", 16, (3, 32, 32), neck="dropout-linear").eval()
+    theirs = models.resnet18(num_classes=16).eval()
+    theirs.load_state_dict(ours.network.state_dict(), strict=False)
+    theirs.fc.load_state_dict(ours.neck.fc.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_dropout_is_applied_once_before_the_embedding(name):
+    model = build_model(f"torchvision/{name}", 16, (3, 32, 32), 0.9)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    images = torch.randn(2, 3, 32, 32)
+    model.eval()
+    assert torch.equal(model(images), model(images))
+    model.train()
+    for norm in norms:
+        norm.eval()
+    assert not torch.equal(model(images), model(images))
+    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    assert [p for p in dropouts if p] == [0.9]
+
+
+# googlenet and inception also have auxiliary classifiers; densenet uses functional pooling.
+@pytest.mark.parametrize(
+    ("name", "side", "features"),
+    [
+        ("mobilenet_v3_small", 32, 1024),
+        ("vit_b_16", 32, 768),
+        ("densenet121", 32, 1024),
+        ("googlenet", 32, 1024),
+        ("inception_v3", 96, 2048),
+        ("vgg11", 32, 4096),
+    ],
+)
+def test_the_neck_replaces_the_last_layer(name, side, features):
+    with torch.device("meta"):
+        model = build_model(f"torchvision/{name}", 16, (3, side, side))
+        embeddings = model(torch.randn(2, 3, side, side))
+    assert model.neck.fc.in_features == features
+    embeddings.sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_networks_that_depend_on_the_image_size_get_it():
+    with torch.device("meta"):
+        model = build_model("torchvision/vit_b_32", 16, (3, 64, 64), 0.0)
+    assert model.network.image_size == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "noun"),
+    [
+        ("resnet19", "did you mean 'resnet18'"),
+        ("fasterrcnn_resnet50_fpn", "has no network"),
+        ("squeezenet1_1", "linear layer"),
+        ("vit_b_32", "cannot create"),
+        ("inception_v3", "cannot create"),
+    ],
+)
+def test_unsupported_networks_raise(name, noun):
+    with pytest.raises(OptionError, match=noun):
+        build_model(f"torchvision/{name}", 8, (3, 33, 33), 0.4)

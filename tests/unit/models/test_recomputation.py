@@ -7,8 +7,8 @@ from torch import nn
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import unwrap
-from plsc.models.dropout import use_sample_dropout
 from plsc.models.recomputation import find_blocks, recompute_activations, select_modules
+from plsc.models.sync_batch_norm import use_sample_dropout
 from tests.saved_tensors import kept_bytes
 
 SHAPE = (3, 32, 32)

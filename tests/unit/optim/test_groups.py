@@ -9,7 +9,7 @@ from plsc.config.optim import read_parameter_groups
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.parameters import Initialization, freeze, initialise_by_rule
+from plsc.models.base_model import Initialization, freeze, initialise_by_rule
 from plsc.names import find_parameters
 from plsc.optim import assign_parameters
 

@@ -7,8 +7,6 @@ import pickle
 import zlib
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import plsc
@@ -25,14 +23,14 @@ COLUMNS = {
 MODEL = {"checkpoint": "run/3", "step": 3, "name": "ResNet18", "weights": "0" * 64, "files": "0"}
 
 
-@pytest.fixture(params=["npy", "parquet"])
-def folder(request, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
     shards = []
     for number, first in enumerate(range(0, COUNT, ROWS)):
         rows = slice(first, min(first + ROWS, COUNT))
         columns = {"embeddings": VALUES[rows], "labels": np.arange(COUNT)[rows]}
         names = [f"{index}.jpg" for index in range(COUNT)[rows]]
-        file = write_shard(tmp_path, number, names, columns, request.param)
+        file = write_shard(tmp_path, number, names, columns)
         shards.append({"file": file, "rows": len(names)})
     write_index(tmp_path, {
         "format": FORMAT, "version": VERSION, "model": MODEL, "input": {"shape": ["batch", 3, 16, 16]},
@@ -65,22 +63,10 @@ def replace(folder, content):
     change(folder, "shards", 0, "file", to=new.name)
 
 
-def saved(folder, fields, rows=ROWS):
+def saved(fields, rows=ROWS):
     """Return a shard with other fields: name -> (dtype, shape of a row)."""
-    if first_shard(folder).suffix == ".npy":
-        dtype = np.dtype([(name, kind, shape) for name, (kind, shape) in fields.items()])
-        file = io.BytesIO()
-        np.save(file, np.zeros(rows, dtype))
-        return file.getvalue()
-    arrays = {}
-    for name, (kind, shape) in fields.items():
-        if kind == "S5":
-            arrays[name] = pa.array(["a.jpg"] * rows)
-            continue
-        flat = pa.array(np.zeros(rows * int(np.prod(shape)), kind))
-        arrays[name] = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape))) if shape else flat
     file = io.BytesIO()
-    pq.write_table(pa.table(arrays), file, compression="none")
+    np.save(file, np.zeros(rows, np.dtype([(name, *field) for name, field in fields.items()])))
     return file.getvalue()
 
 
@@ -132,15 +118,11 @@ OF_A_SHARD = {
     "a missing column": {"embeddings": None},
 }
 
-SAME_IN_PARQUET = ("embeddings of another shape", "labels with an axis")
-
 
 @pytest.mark.parametrize("what", OF_A_SHARD)
 def test_a_shard_that_differs_from_the_index_is_an_error_when_it_is_read(folder, what):
-    if first_shard(folder).suffix == ".parquet" and what in SAME_IN_PARQUET:
-        pytest.skip("a row in Parquet has values without a shape")
     fields = {name: one for name, one in {**FIELDS, **OF_A_SHARD[what]}.items() if one is not None}
-    replace(folder, saved(folder, fields))
+    replace(folder, saved(fields))
     found = plsc.open_embeddings(folder)
     (name,) = OF_A_SHARD[what]
     for index in (0, slice(None), [6, 0]):
@@ -152,13 +134,13 @@ def test_a_shard_that_differs_from_the_index_is_an_error_when_it_is_read(folder,
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_shard_with_other_rows_than_the_index_is_an_error_when_it_is_read(folder, rows):
-    replace(folder, saved(folder, FIELDS, rows=rows))
+    replace(folder, saved(FIELDS, rows=rows))
     for name in COLUMNS:
         with pytest.raises(DataError, match="00000-"):
             plsc.open_embeddings(folder)[name][0]
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\x03\x04" + bytes(99), b"PAR1" * 9, b"{" * 99])
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\x03\x04" + bytes(99), b"{" * 99])
 def test_a_shard_that_is_no_table_is_an_error_when_it_is_read(folder, content):
     replace(folder, content)
     for name in COLUMNS:
@@ -189,14 +171,11 @@ def test_a_shard_in_the_other_format_of_numpy_is_not_unpacked(folder):
 
 
 def test_rows_are_counted_before_they_fill_the_memory(folder):
-    """A small file can state any number of rows: names of no bytes, and values that repeat."""
+    """A small file can state any number of rows: names of no bytes."""
     count, file = 3 * 10**7, io.BytesIO()
-    if first_shard(folder).suffix == ".npy":
-        header = {"descr": [("names", "|S0")], "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.write(b"x")
-    else:
-        pq.write_table(pa.table({"names": np.zeros(count, np.int8)}), file)
+    header = {"descr": [("names", "|S0")], "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, header)
+    file.write(b"x")
     replace(folder, file.getvalue())
     with pytest.raises(DataError, match=f"{count} rows"):
         plsc.open_embeddings(folder)["names"][0]

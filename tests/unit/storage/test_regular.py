@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import pickle
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import pytest
@@ -29,13 +31,13 @@ from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.columns import read_label_map
 from plsc.data.sources.image_folders import open_images
 from plsc.data.writers import writer_of
-from plsc.errors import DataError, PlscError
+from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.evaluate.templates import read_protocol
 from plsc.evaluate.verification import read_pair_list
 from plsc.gallery import open_gallery, write_gallery
 from plsc.parallel.world import World
 from plsc.predict.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
-from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.regular import FileName, Size, Text, open_regular, read_record, read_regular
 from plsc.train.log import JsonLines
 from tests.roles import role_of_key
 from tests.unit.evaluate.test_templates import FILES
@@ -215,7 +217,7 @@ def gallery(name: str) -> Callable[[Path], Case]:
 
 def embeddings(name: str) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
-        shard = write_shard(folder, 0, ["a", "b"], {"labels": np.arange(2)}, "npy")
+        shard = write_shard(folder, 0, ["a", "b"], {"labels": np.arange(2)})
         columns = {"labels": {"dtype": "int64", "shape": []}, "names": {"dtype": "object", "shape": []}}
         about = {"format": FORMAT, "version": VERSION, "columns": columns, "count": 2, "complete": True}
         model = dict.fromkeys(("name", "checkpoint", "step", "weights"), "")
@@ -440,3 +442,70 @@ def test_an_output_is_never_written_through_a_link_or_into_a_pipe(tmp_path, name
         assert not place.is_symlink()
     assert (tmp_path / "outside").read_text() == '{"step": 0}\n'
     assert not (tmp_path / "missing").exists()
+
+
+class Row(NamedTuple):
+    near: float
+    far: Annotated[float, (0, 1)] | None
+
+
+class Record(TypedDict, total=False):
+    kind: Literal["a", 1]
+    rows: list[Row]
+    sizes: dict[FileName, Size]
+    shape: tuple[Any, bool]
+    text: Text
+    word: str
+
+
+@dataclass
+class Exact:
+    count: int
+    model: Record
+
+
+GOOD = {
+    "kind": 1, "rows": [[1, None], [-2.5, 0.5]], "sizes": {"a b": 1}, "shape": [[3], True], "text": "\x1b",
+    "word": "x", "of a newer version": {"deep": [1]},
+}  # fmt: skip
+WRONG = [
+    {"kind": "b"}, {"kind": True}, {"kind": 1.0}, {"rows": {"0": 1}}, {"rows": [[1]]}, {"rows": [[1, 2]]},
+    {"rows": [[float("nan"), 0]]}, {"rows": [["1", 0]]}, {"sizes": {"../x": 1}}, {"sizes": {"a": 0}},
+    {"sizes": {"a": 2**41}}, {"sizes": []}, {"shape": [1]}, {"shape": [1, 1]}, {"text": 3}, {"word": None},
+    {"word": "\x1b"}, {"other": "\x07"},
+]  # fmt: skip
+
+
+def test_a_record_is_returned_with_its_kinds_and_unknown_names():
+    found = read_record(Record, json.dumps(GOOD).encode(), "x")
+    assert found == {**GOOD, "rows": [Row(1.0, None), Row(-2.5, 0.5)], "shape": ([3], True)}
+    assert read_record(Exact, {"count": 2, "model": {}}, "x") == Exact(2, {})
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_value_of_another_kind_or_out_of_range_is_refused(change):
+    with pytest.raises(DataError, match="x is damaged"):
+        read_record(Record, {**GOOD, **change}, "x", DataError)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"[" * 10**5, b"{", b"\xff", b'{"a": NaN}', b"[]", b"3", b'{"word": "%s"}' % (b"x" * 999)),
+        b'{"other": %s%s}' % (b"[" * 60, b"]" * 60),
+    ],
+)
+def test_a_text_that_is_no_record_deep_or_too_large_is_refused(text):
+    with pytest.raises(CheckpointError):
+        read_record(Record, text, "x", most=500)
+
+
+def test_a_dataclass_has_all_its_names_and_no_others(tmp_path):
+    for wrong in ({"count": 1}, {"count": 1, "model": {}, "more": 1}, {"count": -1, "model": {}}):
+        with pytest.raises(CheckpointError):
+            read_record(Exact, wrong, "x")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**40)
+    for name in ("large", "missing"):
+        with pytest.raises(CheckpointError, match=name):
+            read_record(Exact, tmp_path / name, tmp_path / name)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from plsc.parallel import machine
+from plsc import machine
 from plsc.train.watch import DataWait
 
 

@@ -10,9 +10,10 @@ from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
 from plsc.checkpoint.manifest import LossScale
 from plsc.errors import CheckpointError, OptionError, TrainingError
+from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.models.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
-from plsc.storage.records import read_record
+from plsc.storage.regular import read_record
 from plsc.train import build as network
 from plsc.train import run as build
 from plsc.train import step as step_module
@@ -189,15 +190,8 @@ def test_evaluation_is_in_float32(dataset, tmp_path):
     for name in ("float32", "bfloat16"):
         made = options(dataset, tmp_path / name, model__name="SmallResNet", precision__mode=name)
         run = build_run(made, WORLD, UserParts())
-        result = evaluate_targets(
-            run.network,
-            load_targets(made),
-            WORLD,
-            flip=True,
-            image_shape=(3, 16, 16),
-            batch_size=8,
-            num_threads=0,
-        )["lfw"]
+        evaluated = EvaluatedNetwork(run.network, WORLD, (3, 16, 16), 8, 0, True)
+        result = evaluate_targets(evaluated, load_targets(made))["lfw"]
         accuracies[name] = (result.threshold, result.accuracy)
     assert accuracies["float32"] == accuracies["bfloat16"]
 

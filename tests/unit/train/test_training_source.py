@@ -13,8 +13,8 @@ from plsc.data.reader import ReaderLoader
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
+from plsc.machine import on_terminal
 from plsc.parallel.world import World
-from plsc.terminal import on_terminal
 from plsc.train.callbacks import UserParts
 from plsc.train.data import open_labelled, open_training_data
 from plsc.train.run import run_training

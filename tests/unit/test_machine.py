@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 
-from plsc.terminal import Counter, on_terminal
+from plsc.machine import Counter, on_terminal
 from tests.images import write_dataset
 
 LOGGER = logging.getLogger("plsc.some.module")
