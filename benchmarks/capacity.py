@@ -37,7 +37,7 @@ Development used another network and other classes (--first 1500 of capacity_dat
 0 to 1,499, seeds [1, m, draw]), and synthetic embeddings.
 
 After the first measurement the estimator was changed, with the development files; hence --seed 2025, see
-docs/benchmarks/evaluation.md.
+docs/benchmarks/measured.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compute, without a GPU, what a step does on one: launches, waits and bytes, and the bound of its time.
 
-    python benchmarks/gpu_computed.py            # prints the tables of docs/benchmarks/gpu_computed.md
+    python benchmarks/gpu_computed.py            # prints the tables of docs/benchmarks/computed.md
     python benchmarks/gpu_computed.py --quick    # small sizes, to test the script
 
 Nothing here is measured. tests/pretend_gpu.py runs a step of each way on tensors without values, and counts.

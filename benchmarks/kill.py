@@ -256,7 +256,7 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
 
 
 def summarise(lines: list[Facts]) -> str:
-    """Return the numbers of docs/benchmarks/checkpoints.md."""
+    """Return the numbers of docs/benchmarks/measured.md."""
     kills, runs = [x for x in lines if "phase" in x], [x for x in lines if "same_bits" in x]
     named = sorted({phase for x in kills for phase in x["in_phases"]})
     within = {phase: sum(phase in x["in_phases"] for x in kills) for phase in named}

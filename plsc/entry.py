@@ -202,7 +202,7 @@ class Entry(OriginalSetters):
                 (plsc.AutoMixedPrecisionLists).
 
         A step with a nan or inf is always skipped. Raises OptionError for an invalid value, and changes
-        nothing then. See docs/precision.md.
+        nothing then. See docs/performance.md.
         """
         amp_lists = amp_lists or AutoMixedPrecisionLists()
         lists = {name: sorted(set(names)) for name, names in vars(amp_lists).items() if names}
@@ -251,7 +251,7 @@ class Entry(OriginalSetters):
 
         Args:
             *loggers: names of ``train.loggers``, and objects with the methods ``write(entry)`` and
-                ``close()``, which are called on rank 0. See docs/logging.md.
+                ``close()``, which are called on rank 0. See docs/callbacks.md.
         """
         names: list[str] = []
         custom: list[Logger] = []

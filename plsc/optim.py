@@ -254,7 +254,7 @@ def build_custom(
 
 def implementation_flags(kind: OptimizerKind, device: torch.device) -> dict[str, bool]:
     """Return torch's arguments that select the implementation of step(): foreach, and fused if supported."""
-    # Measured (docs/benchmarks/head.md): fused is the fastest. Without it, torch's own default: foreach
+    # Measured (docs/benchmarks/measured.md): fused is the fastest. Without it, torch's own default: foreach
     # saves launches on a GPU, for_loop saves temporaries on a CPU.
     unfused = "foreach" if device.type == "cuda" else "for_loop"
     wanted = "fused" if kind.has_fused and device.type in ("cpu", "cuda") else unfused

@@ -31,7 +31,7 @@ def run_partition(verify: bool, allowed: str | None, **given: Any) -> None:
 
 
 ALLOWED = Argument("allowed", str, None, "prefixes of URLs that lists may name: s3://bucket/,https://host/")
-_LOCATION = word("location", "the dataset: a file, a folder, or an fsspec URL (docs/formats.md)")
+_LOCATION = word("location", "the dataset: a file, a folder, or an fsspec URL (docs/data.md)")
 _READING = tuple(arguments_of(FormatArguments))
 
 

@@ -110,7 +110,7 @@ class DataOptions:
 
     dataset_dir: str = declare(
         "./train_data",
-        "training data: a path or fsspec URL (formats: docs/formats.md)",
+        "training data: a path or fsspec URL (formats: docs/data.md)",
         "set_dataset_dir(directory, **format_arguments)",
         not_empty,
     )

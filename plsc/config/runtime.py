@@ -90,7 +90,7 @@ class ScalingArguments:
 class AutoMixedPrecisionLists:
     """Operators and modules that always compute in 16 bits, and those that always compute in float32.
 
-    A name is an operator (see the table in docs/precision.md), or a pattern with ``*`` and ``?`` for module
+    A name is an operator (see the table in docs/performance.md), or a pattern with ``*`` and ``?`` for module
     names, such as ``neck.*``, or module classes, such as ``BatchNorm2d``. A name that matches nothing is an
     error when the network is built. Raises OptionError for anything but lists of names, and for a name in
     both lists.
@@ -128,7 +128,7 @@ class PrecisionOptions:
     )
     lists: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
-        f"operators and modules, see docs/precision.md: {described_fields(AutoMixedPrecisionLists)}",
+        f"operators and modules, see docs/performance.md: {described_fields(AutoMixedPrecisionLists)}",
         "set_precision_lists(**lists)",
         arguments_of(AutoMixedPrecisionLists, "precision.lists"),
         needs=need("precision.mode", "float16", "bfloat16"),

@@ -131,8 +131,8 @@ class Setters:
         """
 
     def set_dataset_dir(self, directory: str, **arguments: Any) -> None:
-        """Set ``data.dataset_dir``: training data: a path or fsspec URL (formats: docs/formats.md).
-        Default: './train_data'.
+        """Set ``data.dataset_dir``: training data: a path or fsspec URL (formats: docs/data.md). Default:
+        './train_data'.
         """
 
     def set_train_image_num(self, num: int | None) -> None:
@@ -279,8 +279,8 @@ class Setters:
         """
 
     def set_precision_lists(self, **arguments: Any) -> None:
-        """Set ``precision.lists``: operators and modules, see docs/precision.md: custom_white_list (those
-        in 16 bits); custom_black_list (those in float32); only if precision.mode is float16 or
+        """Set ``precision.lists``: operators and modules, see docs/performance.md: custom_white_list
+        (those in 16 bits); custom_black_list (those in float32); only if precision.mode is float16 or
         bfloat16. Default: None.
         """
 

@@ -51,7 +51,7 @@ def grow_from_images(
         source: the checkpoint, which is unchanged.
         destination: the checkpoint to write.
         count: number of new classes.
-        images: a dataset in any format (docs/formats.md) with at least one image per new class. Its labels
+        images: a dataset in any format (docs/data.md) with at least one image per new class. Its labels
             are the new class numbers, or count the new classes from 0. Class folders are as deep as before.
         model: the network or the name of its class, if it is a custom one.
 

@@ -287,12 +287,12 @@ COLLAPSED = 3.0
 """Effective rank of a batch's embeddings below which a network counts as collapsed.
 
 ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that separate unseen classes, 1.1 to 2.7 in runs
-that end near chance, while the loss falls in both (docs/not_learning.md).
+that end near chance, while the loss falls in both (docs/guide.md).
 """
 _MOST_PATIENCE = 2000
 """Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
 _SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
-_PAGE = "see docs/not_learning.md"
+_PAGE = "see docs/guide.md"
 
 
 class LearningCheck(Callback):

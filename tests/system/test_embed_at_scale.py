@@ -1,4 +1,4 @@
-"""The code of docs/embed_at_scale.md, in the programs that it names, gives the embeddings of open_model."""
+"""The code of docs/gallery.md, in the programs that it names, gives the embeddings of open_model."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.serving import ROOT, export_model
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
-PAGE = (ROOT / "docs/embed_at_scale.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/gallery.md").read_text(encoding="utf-8")
 NEEDS = {"Spark": "pyspark", "Ray": "ray", "Hugging Face datasets": "datasets", "A loop": "pyarrow"}
 MORE_OF_SPARK = """
 import pyarrow as pa, pyarrow.parquet as pq
@@ -89,7 +89,7 @@ needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="there is n
 )
 def test_the_code_of_the_page_writes_the_embeddings_and_the_reason_for_a_damaged_image(place, program):
     pytest.importorskip(NEEDS[program], reason=f"{NEEDS[program]} is not installed")
-    code = re.search(rf"^## {program}$.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)[1]
+    code = re.search(rf"^### {program}$.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)[1]
     done = run(code + MORE_OF_SPARK if program == "Spark" else code, place)
     assert done.returncode == 0, done.stderr
     table = pa.dataset.dataset(place / "embeddings.parquet", exclude_invalid_files=True).to_table()

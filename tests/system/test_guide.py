@@ -310,7 +310,7 @@ def test_train_steps_replace_the_epochs(folder):
     assert (result.steps, result.epochs) == (5, 2)
 
 
-PAGE = (ROOT / "docs/from_plsc.md").read_text().partition("### HDFS")[0]
+PAGE = (ROOT / "docs/migrate.md").read_text().partition("### HDFS")[0]
 SIGNATURES = re.findall(r"`(set_\w+)\(([^)`]*)\)`", PAGE)
 IMAGE = {"name": "image", "shape": [-1, 3, 32, 32], "dtype": "float32"}
 LABEL = {"name": "label", "shape": [-1], "dtype": "int64"}
@@ -342,7 +342,7 @@ def test_all_setters_of_plsc_are_listed():
     assert len({name for name, _ in SIGNATURES}) == 30
 
 
-OTHER_TABLES = (ROOT / "docs/from_plsc.md").read_text().partition("## From insightface")[2]
+OTHER_TABLES = (ROOT / "docs/migrate.md").read_text().partition("## From insightface")[2]
 CALLS = re.findall(r"`((?:set|add)_\w+\([^`]+\))`", OTHER_TABLES)
 ARGUMENTS = {
     "directory": "./folder", "size": 512, "ratio": 0.1, "batch_size": 8, "num": 2, "lr": 0.1, "seed": 1,

@@ -388,7 +388,7 @@ def test_large_bodies_and_headers_are_cut_off(server):
 def test_behind_the_proxy_of_the_docs_chunks_are_accepted_and_slow_clients_do_not_reach_the_server(
     server, images, tmp_path
 ):
-    text = (ROOT / "docs/serve.md").read_text().partition("```nginx\n")[2].partition("```")[0]
+    text = (ROOT / "docs/gallery.md").read_text().partition("```nginx\n")[2].partition("```")[0]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -27,7 +27,7 @@ SPECS = list(all_options())
 
 
 def test_the_lines_of_the_docs_restore_the_training_of_plsc_0_1(tmp_path):
-    page = (pathlib.Path(__file__).parents[2] / "docs/from_plsc.md").read_text(encoding="utf-8")
+    page = (pathlib.Path(__file__).parents[2] / "docs/migrate.md").read_text(encoding="utf-8")
     lines = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
     names = {}
     exec(lines.replace("set_lr(0.1 *", "set_lr(0.4 *"), names)  # another rate than the default

@@ -123,7 +123,7 @@ def test_the_walks_through_the_code_name_files_and_functions_that_exist():
 
 
 def test_the_life_of_a_checkpoint_names_what_is_in_its_files():
-    page = (ROOT / "docs/life_of_a_checkpoint.md").read_text()
+    page = (ROOT / "docs/checkpoints.md").read_text()
     found = re.findall(r"`(\w+)(?:\.(\w+))?`\s+\(`(plsc/\S+)`\)", page)
     assert len(found) > 10
     for name, method, path in found:
