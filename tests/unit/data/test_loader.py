@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.data.augment import Augmentation, are_mirrored
+from plsc.data.batch import Batch, to_input
 from plsc.data.decode import decode_image
-from plsc.data.loader import Batch, CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader, to_input
+from plsc.data.loader import CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader
 from plsc.data.order import BatchPlan
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError
