@@ -208,17 +208,12 @@ ROW = '{"image": "a.jpg", "label": 1}\n'
 CASES = [
     # name, content, expected message: about the file, and what to do
     ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", ""),
-    ("a.parquet", b"hello", " is damaged or not a Parquet file (", ""),
     ("a.tar", tar()[:514], " is truncated in '1.jpg'", ""),
-    ("a.tar", tar()[:1500], " is truncated, damaged, compressed or not a tar (", ""),
-    ("a.tar", b"\x1f\x8b" * 400, " is truncated, damaged, compressed or not a tar (", ""),
     ("a.tar", tar("txt"), ":1 has no label", "label_column"),
     ("a.jsonl", ROW + '{"image": "a', ":2: ", "JSON"),
-    ("a.jsonl", ROW + '{"image": "a"}', ":2: ", "'label'"),
     ("a.jsonl", '{"image":\n' + ROW, ": the first line: ", "JSON"),
     ("a.csv", b"\xff,label\n1,2\n", ": the first line: ", "UTF-8"),
     ("mk.py", "print()\n", " is of no known format", ".parquet"),
-    ("LICENSE", "text", " is of no known format", "label.txt"),
     ("label.txt", "a.jpg 1\n", " is of no known format", "a folder with label.txt"),
     ("gone", None, " does not exist", "expected a folder with label.txt"),
 ]
