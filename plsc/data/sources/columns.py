@@ -191,10 +191,10 @@ class NamedLabelSource(IndexedSource):
     """A source whose labels may have names: of ``numbers`` in its index, or of the labels from 0."""
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
-        names = json.loads(found["names"].tobytes()) if "names" in found else None
-        numbers = found["numbers"].tolist() if "numbers" in found else range(len(names or []))
-        is_named = names is not None and label_map is None
-        self.class_names = dict(zip(numbers, names, strict=True)) if is_named else None
+        names: list[str] | None = json.loads(found["names"].tobytes()) if "names" in found else None
+        if names is not None and label_map is None:
+            numbers = found["numbers"].tolist() if "numbers" in found else range(len(names))
+            self.class_names = dict(zip(numbers, names, strict=True))
         self._labels = with_label_map(found["labels"], names, label_map)
 
 
