@@ -163,7 +163,7 @@ def test_a_wrong_value_says_what_was_expected_and_what_came(setter, value, expec
 
 @pytest.mark.parametrize(
     "value",
-    [10**400, "a" * 10**5, ["a" * 10**5] * 10**3],
+    [10**400, "a" * 10**5, ["a" * 10**3] * 10**2],
     ids=["no float", "text", "list"],
 )
 def test_a_huge_value_is_refused_in_a_line_that_is_not(value):
