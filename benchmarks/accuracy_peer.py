@@ -46,7 +46,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from plsc.config import Options
-from plsc.config.optim import CLIP_NORM, CLIPPED_STEP
+from plsc.config.train import CLIP_NORM, CLIPPED_STEP
 from plsc.models import build_model
 from plsc.train.build import default_warmup, margin_of
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from plsc.config import Options
-from plsc.config.optim import ParameterGroup
 from plsc.config.runtime import AutoMixedPrecisionLists, RuntimeOptions, ScalingArguments
-from plsc.config.train import listed_names
+from plsc.config.train import ParameterGroup, listed_names
 from plsc.data.augment import Transform
 from plsc.errors import OptionError, PlscError, record_failure, without_our_frames
 from plsc.machine import on_terminal

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from plsc.config import Config, Options
-from plsc.config.head import sample_ratios
-from plsc.config.optim import DEFAULT_RATE
+from plsc.config.model import sample_ratios
+from plsc.config.train import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.heads import ROW_OPTIMIZERS, RowOptimizer, ShardedHead, build_margin
 from plsc.heads.sampling import KEPT_BYTES, LIST_BYTES

@@ -22,8 +22,8 @@ LONGEST = """
     unit/train/test_acceleration.py contract/test_stores.py system/test_benchmarks.py unit/test_export.py
     system/test_demo_data.py distributed/test_resume.py distributed/test_heads.py
     distributed/test_launch.py distributed/test_saving.py system/test_classes.py system/test_docs.py
-    distributed/test_option_pairs.py distributed/test_nano.py contract/test_runs.py
-    distributed/test_words.py distributed/test_precision.py system/test_guide.py
+    distributed/test_ranks.py distributed/test_nano.py contract/test_runs.py
+    distributed/test_words.py system/test_guide.py
 """.split()  # noqa: SIM905
 
 # Processes that tests start must not inherit what nohup or a shell in the background ignores.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plsc.checkpoint.load import StoredTensor
-from plsc.checkpoint.shard_file import Chunks, bytes_of
+from plsc.checkpoint.manifest import Chunks, bytes_of
 from plsc.errors import CheckpointError, DataError
 from plsc.heads.geometry import normalised
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, initial_rows

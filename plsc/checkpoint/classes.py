@@ -37,14 +37,16 @@ from plsc.checkpoint.manifest import (
     CLASS_WEIGHTS,
     MANIFEST_NAME,
     METRICS_KEY,
+    Entry,
     FileInfo,
     Manifest,
     Role,
     TensorInfo,
+    checksum,
     read_manifest,
+    tensor_chunks,
 )
 from plsc.checkpoint.save import check_destination, class_name_tensors, info_of, write_shards
-from plsc.checkpoint.shard_file import Entry, checksum, tensor_chunks
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.collectives import class_ranges

@@ -16,16 +16,19 @@ from plsc.checkpoint.manifest import (
     CLASS_OPTIMIZER,
     CLASS_WEIGHTS,
     MANIFEST_NAME,
+    Entry,
     FileInfo,
     Manifest,
     OpenedCheckpoint,
     Role,
     TensorInfo,
+    bytes_of,
     read_manifest,
+    shard_name,
+    write_shard,
 )
 from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import check_destination
-from plsc.checkpoint.shard_file import Entry, bytes_of, shard_name, write_shard
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.errors import CheckpointError
 from plsc.parallel.failure import on_every_rank

@@ -18,13 +18,17 @@ from plsc.checkpoint.manifest import (
     CLASS_WEIGHTS,
     EMA,
     MANIFEST_NAME,
+    PIECE_BYTES,
     Manifest,
+    Part,
     Role,
     TensorInfo,
+    bytes_of,
+    checksum,
+    read_header,
     read_manifest,
 )
 from plsc.checkpoint.save import ShardedTensor, Tensors, info_of, local_of, name_roles
-from plsc.checkpoint.shard_file import PIECE_BYTES, Part, bytes_of, checksum, read_header
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError
 from plsc.heads.weights import decode_rows

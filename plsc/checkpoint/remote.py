@@ -16,13 +16,14 @@ from plsc.checkpoint.manifest import (
     FileInfo,
     Manifest,
     checkpoints_in,
+    checksum,
     list_checkpoints,
     manifest_in,
     parse_manifest,
+    rank_of_shard,
     read_manifest,
 )
 from plsc.checkpoint.save import check_replaceable, finish_folder
-from plsc.checkpoint.shard_file import checksum, rank_of_shard
 from plsc.errors import CheckpointError, DataError
 from plsc.machine import Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk

@@ -20,14 +20,18 @@ from torch import Tensor
 
 from plsc.checkpoint.manifest import (
     CLASS_NAMES,
+    Entry,
     FileInfo,
     Manifest,
     Role,
     TensorInfo,
     checkpoints_in,
+    entry_of,
     manifest_in,
+    rank_of_shard,
+    shard_name,
+    write_shard,
 )
-from plsc.checkpoint.shard_file import Entry, entry_of, rank_of_shard, shard_name, write_shard
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, OptionError, shown
 from plsc.parallel.collectives import host_copies

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from plsc.config.data import DataOptions
-from plsc.config.head import HeadOptions
-from plsc.config.model import ModelOptions
-from plsc.config.optim import OptimOptions
+from plsc.config.model import HeadOptions, ModelOptions
 from plsc.config.option import Need, OptionSpec, shown_value, specs_of
 from plsc.config.runtime import MemoryOptions, PrecisionOptions, RuntimeOptions, SpeedOptions
-from plsc.config.train import CheckpointOptions, TrainOptions
+from plsc.config.train import CheckpointOptions, OptimOptions, TrainOptions
 from plsc.errors import CheckpointError, OptionError
 
 SCRIPT, CHECKPOINT = "set by the script", "from the checkpoint"

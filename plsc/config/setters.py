@@ -8,7 +8,7 @@ from typing import Any
 
 from plsc.config.option import OptionSpec
 from plsc.config.options import Options, all_options
-from plsc.errors import OptionError, without_our_frames
+from plsc.errors import OptionError, record_failure, without_our_frames
 
 
 class Setters:
@@ -40,6 +40,7 @@ def _setter(spec: OptionSpec) -> Callable[..., None]:
         try:
             given["self"].options.set_together(values)
         except OptionError as error:
+            record_failure(error)
             raise without_our_frames(error)  # noqa: B904 - its own causes stay
 
     set_option.__name__ = spec.setter

@@ -1,14 +1,31 @@
-"""Options of the training loop and of checkpoints."""
+"""Options of training: loop, checkpoints, optimizer, learning rate and parameter groups."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from plsc.config.option import at_least, between, declare, need, not_empty, of_run
-from plsc.errors import OptionError, did_you_mean
-from plsc.names import CALLBACKS, LOGGERS, names_code
+from plsc.config.model import SHARDED
+from plsc.config.option import (
+    Need,
+    at_least,
+    between,
+    declare,
+    described_fields,
+    is_finite_number,
+    more_than,
+    need,
+    not_empty,
+    of_run,
+    read_fields,
+    shown_value,
+    with_arguments,
+)
+from plsc.errors import OptionError, did_you_mean, suggest
+from plsc.names import CALLBACKS, LOGGERS, OPTIMIZERS, SCHEDULES, check_pattern, names_code
 
 
 def listed_names(value: str | Iterable[str]) -> list[str]:
@@ -192,4 +209,259 @@ class CheckpointOptions:
         "the first pair file, else top-1 on val_dir, else loss",
         "set_monitor(metric)",
         not_empty,
+    )
+
+
+def check_optimizer(name: str) -> str | None:
+    """Return None for a known optimizer or a reference to a factory, else what was expected."""
+    if names_code(name) or name.lower() in OPTIMIZERS:
+        return None
+    return f"'package.module:factory' or a name; {suggest(name.lower(), OPTIMIZERS)}"
+
+
+def check_named_arguments(arguments: dict[str, Any]) -> str | None:
+    """Return None for valid arguments of a named optimizer, else what was expected.
+
+    Arguments that other options set are not valid.
+    """
+    for name in arguments:
+        if name in RESERVED:
+            return f"arguments other than {name!r}: {RESERVED[name]}"
+    return check_arguments(arguments)
+
+
+def check_arguments(arguments: dict[str, Any]) -> str | None:
+    """Return None for plain values, which a checkpoint can store, by argument; else what was expected."""
+    for name, value in arguments.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            return f"argument names, not {name!r}"
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not all(map(_is_plain, items)):
+            return f"plain values (numbers, strings, booleans or None), not {name}={shown_value(value)}"
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, str)) or is_finite_number(value)
+
+
+RESERVED = {
+    "params": "the parameters are always those of the network",
+    "lr": "use optim.lr, or lr_factor in a group",
+    "initial_lr": "use optim.lr, or lr_factor in a group",
+    "weight_decay": "use optim.weight_decay",
+    "maximize": "the loss is always minimised",
+    "differentiable": "steps are not differentiated",
+    "capturable": "steps are not captured into a CUDA graph",
+}
+"""Arguments of torch's optimizers that cannot be passed, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Training settings of the parameters that match a pattern (see `plsc.names.find_parameters`).
+
+    lr_factor: factor of the learning rate. weight_decay, l1_decay: None: those of the run. frozen: do not
+    train the parameters. arguments: arguments of the optimizer for this group, such as momentum.
+    """
+
+    pattern: str
+    lr_factor: float = declare(
+        1.0, "factor: learning rate of the group = this factor x learning rate of the run", check=more_than(0)
+    )
+    weight_decay: float | None = declare(None, "weight decay (L2)", check=at_least(0))
+    l1_decay: float | None = declare(None, "L1 decay", check=at_least(0))
+    frozen: bool = declare(False, "do not train these parameters")
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, and the arguments; plain values."""
+        values = {name: getattr(self, name) for name in ("lr_factor", "weight_decay", "l1_decay", "frozen")}
+        changed = {name: value for name, value in values.items() if value != getattr(ParameterGroup, name)}
+        return changed | self.arguments
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return its entry in `optim.groups`."""
+        return {"pattern": self.pattern, **self.settings}
+
+
+def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[ParameterGroup]:
+    """Return the groups listed in `optim.groups`. Raises OptionError for an invalid entry."""
+    return [_read(value) for value in values]
+
+
+def _read(value: Mapping[str, Any]) -> ParameterGroup:
+    pattern: Any = value.get("pattern")
+    if (expected := check_pattern(pattern)) is not None:
+        raise OptionError(f"the pattern of a parameter group is {shown_value(pattern)}; expected {expected}")
+    what = f"parameter group {pattern!r}"
+    settings, arguments = read_fields(ParameterGroup, value, what)
+    del arguments["pattern"]
+    expected = check_named_arguments(arguments)
+    if expected is not None:
+        raise OptionError(f"{what}: expected {expected}")
+    group = ParameterGroup(pattern, arguments=arguments, **settings)
+    if group.frozen and group != ParameterGroup(pattern, frozen=True):
+        raise OptionError(f"{what} is frozen, so its other settings have no effect; remove them")
+    return group
+
+
+DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024
+"""Default learning rate at this global batch size; it scales linearly with the batch (Goyal et al. 2017)."""
+
+WARMUP_STEPS, WARMUP_SHARE = 1000, 0.1
+"""Default warm-up: this share of the run's steps, at most WARMUP_STEPS."""
+
+WARMUP_STEPS_OF_UNKNOWN_LENGTH = 100
+
+CLIP_NORM, CLIPPED_STEP = 20.0, 0.4
+"""Default maximum of the gradient norm, and of the gradient norm times the learning rate."""
+
+
+def _increasing_steps(steps: tuple[int, ...]) -> str | None:
+    rising = all(a < b for a, b in itertools.pairwise(steps))
+    return None if rising and all(s > 0 for s in steps) else "increasing positive step numbers"
+
+
+@dataclass(frozen=True)
+class ScheduleArguments:
+    """The arguments of the schedules: see `ACCEPTED` for those that each accepts."""
+
+    steps: int | None = declare(None, "last step of the fall; None: that of the run", check=at_least(1))
+    end_factor: float = declare(0.0, "final learning rate, relative to lr", check=between(0, 1))
+    cycles: int = declare(1, "number of cosine cycles (warm restarts)", check=at_least(1))
+    power: float = declare(1.0, "power of the polynomial", check=more_than(0))
+    boundaries: tuple[int, ...] = declare(
+        (100000, 160000, 220000), "steps at which step changes the learning rate", check=_increasing_steps
+    )
+    factor: float = declare(0.1, "factor of step at each of the boundaries", check=between(1e-6, 1))
+
+
+ACCEPTED = {
+    "step": ("boundaries", "factor"),
+    "multi_step": ("boundaries", "factor"),
+    "polynomial": ("steps", "end_factor", "power"),
+    "cosine": ("steps", "end_factor", "cycles"),
+    "exponential": ("steps", "end_factor"),
+}
+"""The arguments of each schedule; the others have none."""
+
+
+def _warmup(value: int | str) -> str | None:
+    good = re.fullmatch(r"[1-9]\d*ep", value) if isinstance(value, str) else value >= 0
+    return None if good else "a number of at least 0, or epochs such as '2ep'"
+
+
+def _schedule(name: str) -> str | None:
+    if names_code(name) or name in SCHEDULES:
+        return None
+    return f"'package.module:function' or a name; {suggest(name, SCHEDULES)}"
+
+
+def _groups(values: tuple[dict[str, Any], ...]) -> None:
+    read_parameter_groups(values)
+
+
+def _patterns(values: tuple[str, ...]) -> str | None:
+    return next((wrong for wrong in map(check_pattern, values) if wrong), None)
+
+
+_SGD = Need(
+    "optim.optimizer",
+    "the optimizer of network or class weights is sgd",
+    lambda config: (
+        config.optim.optimizer.lower() == "sgd" or (SHARDED.holds(config) and config.head.optimizer == "sgd")
+    ),
+)
+_NOT_ALL_OWN = Need(
+    "optim.optimizer",
+    "no optimizer factory decides it",
+    lambda config: not names_code(config.optim.optimizer) or SHARDED.holds(config),
+)
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """Optimizer and learning rate schedule."""
+
+    # None: `with_rate` in plsc/train/build.py decides.
+    lr: float | None = of_run(
+        None,
+        f"learning rate, used as it is; None: {DEFAULT_RATE:g} x global batch / {REFERENCE_BATCH}",
+        "set_lr(lr)",
+        more_than(0),
+        needs=_NOT_ALL_OWN,
+    )
+    optimizer: str = of_run(
+        "sgd",
+        f"optimizer of the network: {', '.join(OPTIMIZERS)}, or 'package.module:factory'",
+        "set_optimizer(optimizer)",
+        check_optimizer,
+    )
+    optimizer_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
+        None,
+        "other arguments of the optimizer, such as {betas: [0.9, 0.99]}; nesterov of sgd also applies to "
+        "class weights",
+        "set_optimizer_arguments(arguments)",
+        check_arguments,
+    )
+    momentum: float = of_run(
+        0.9,
+        "momentum of SGD",
+        "set_momentum(momentum)",
+        between(0, 0.9999),
+        needs=_SGD,
+    )
+    weight_decay: float = of_run(
+        5e-4,
+        "weight decay (L2) of all parameters",
+        "set_weight_decay(decay)",
+        at_least(0),
+        needs=_NOT_ALL_OWN,
+    )
+    l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
+    decay_norm_and_bias: bool = of_run(
+        True,
+        "apply weight decay to biases, norm weights and PReLU slopes, too",
+        "set_decay_norm_and_bias(decay)",
+    )
+    groups: tuple[dict[str, Any], ...] = of_run(
+        (),
+        "parameter groups: a list of mappings with pattern, lr_factor, weight_decay, l1_decay, frozen "
+        "and optimizer arguments; add_parameter_group adds one",
+        "set_parameter_groups(groups)",
+        _groups,
+    )
+    freeze: tuple[str, ...] = of_run(
+        (), "patterns of parameters to freeze, such as [stem, stages.0]", "set_freeze(patterns)", _patterns
+    )
+    schedule: str | dict[str, Any] = of_run(  # noqa: RUF009
+        "cosine",
+        "learning rate schedule: cosine, polynomial, exponential, step, multi_step, constant, or "
+        "'package.module:function'; or a mapping with name and arguments: "
+        f"{described_fields(ScheduleArguments)}",
+        "set_lr_schedule(schedule, **arguments)",
+        with_arguments(_schedule, ScheduleArguments, ACCEPTED),
+    )
+    warmup_steps: int | str | None = of_run(
+        None,
+        "steps of linear warm-up, such as 500, or epochs, such as 2ep; None: "
+        f"{WARMUP_SHARE:.0%} of the run, at most {WARMUP_STEPS}; {WARMUP_STEPS_OF_UNKNOWN_LENGTH} if the "
+        "length is unknown; 0 with a custom schedule",
+        "set_warmup_steps(num)",
+        _warmup,
+    )
+    clip_norm: float | None = of_run(
+        None,
+        f"maximum norm of the gradients; None: the smaller of {CLIP_NORM:g} and {CLIPPED_STEP} / lr; 0: no "
+        "clipping",
+        "set_clip_norm(norm)",
+        at_least(0),
+    )
+    ema_decay: float = of_run(
+        0.0,
+        "decay per step, such as 0.999, of a moving average of the network's weights for evaluation; 0: off",
+        "set_ema_decay(decay)",
+        between(0, 0.999999),
     )

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plsc.checkpoint import Manifest
-from plsc.checkpoint.manifest import METRICS_KEY
-from plsc.checkpoint.shard_file import bytes_of, checksum
+from plsc.checkpoint.manifest import METRICS_KEY, bytes_of, checksum
 from plsc.data.alignment import scaled_template
 from plsc.errors import CheckpointError, printable, without_secrets
 from plsc.evaluate.report import Section, lines_of

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 import numpy as np
 import torch
 
-from plsc.checkpoint.manifest import FileInfo
-from plsc.checkpoint.shard_file import Entry, Part, checksum, read_header, write_shard
+from plsc.checkpoint.manifest import Entry, FileInfo, Part, checksum, read_header, write_shard
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, check_name
 from plsc.export.served import are_normalised

@@ -1,4 +1,4 @@
-"""The sharding of classes over ranks, collectives for batches of different sizes, GPU copies, trace spans."""
+"""The sharding of classes over ranks, collectives for batches of different sizes, copies, trace spans."""
 
 from __future__ import annotations
 

@@ -115,11 +115,10 @@ class World:
                 # An MPI group has no store, which the other groups need.
                 first = "gloo" if backend == "mpi" else backend
                 dist.init_process_group(first, store=meeting, rank=rank, world_size=size, timeout=timeout)
-            backbone_group = _new_group(backend, timeout) if backend == "mpi" else dist.group.WORLD
-            head_group = _new_group(backend, timeout)
-            # One group per thread: collectives of two threads in one group would pair up in any order.
-            control_group, save_group, upload_group = (_new_group("gloo", timeout) for _ in range(3))
-            private_store = _private_store(control_group)
+            world = World(
+                rank, size, local_rank, chosen, owns_process_group=not already_made, launch_id=launch_id
+            )
+            world = _with_groups(world, backend, timeout)
         except PlscError:
             raise
         except (RuntimeError, ValueError, TimeoutError) as error:
@@ -131,20 +130,6 @@ class World:
                 f"{place}: {kind_and_line(error)}; start all ranks with plsc launch or "
                 "torchrun, and see docs/launch.md for the network interface"
             ) from error
-        world = World(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            device=chosen,
-            backbone_group=backbone_group,
-            head_group=head_group,
-            control_group=control_group,
-            save_group=save_group,
-            upload_group=upload_group,
-            store=private_store,
-            owns_process_group=not already_made,
-            launch_id=launch_id,
-        )
         _check_own_gpu(world)
         return world
 
@@ -270,6 +255,23 @@ def _store_of_launcher(timeout: datetime.timedelta) -> dist.Store | None:
     store = dist.FileStore(str(attempt / "store"))
     store.set_timeout(timeout)
     return store
+
+
+def _with_groups(world: World, backend: str, timeout: datetime.timedelta) -> World:
+    """Return the world with process groups, and a part of the store; a collective."""
+    backbone_group = _new_group(backend, timeout) if backend == "mpi" else dist.group.WORLD
+    head_group = _new_group(backend, timeout)
+    # One group per thread: collectives of two threads in one group would pair up in any order.
+    control_group, save_group, upload_group = (_new_group("gloo", timeout) for _ in range(3))
+    return dataclasses.replace(
+        world,
+        backbone_group=backbone_group,
+        head_group=head_group,
+        control_group=control_group,
+        save_group=save_group,
+        upload_group=upload_group,
+        store=_private_store(control_group),
+    )
 
 
 def _new_group(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:

@@ -29,8 +29,7 @@ from plsc.train.callbacks import Run, UserParts
 from plsc.train.data import NO_AUGMENTATION
 from plsc.train.folder import RunFolder
 from plsc.train.restore import restore
-from plsc.train.run import build_run
-from plsc.train.settle import settle
+from plsc.train.run import build_run, settle
 from plsc.train.snapshot import take_snapshot
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from plsc.checkpoint import load_weights, read_manifest
-from plsc.checkpoint.shard_file import checksum
+from plsc.checkpoint.manifest import checksum
 from plsc.errors import CheckpointError, DataError, kind_and_line
 from plsc.export.folder import WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.predict.network import find_model

@@ -33,13 +33,15 @@ from plsc.checkpoint.manifest import (
     CLASS_WEIGHTS,
     MANIFEST_NAME,
     METRICS_KEY,
+    Entry,
     HeadInfo,
     Manifest,
     Role,
     TensorInfo,
+    entry_of,
+    tensor_chunks,
 )
 from plsc.checkpoint.save import check_destination, info_of, write_shards
-from plsc.checkpoint.shard_file import Entry, entry_of, tensor_chunks
 from plsc.checkpoint.tensor_files import (
     Match,
     RowParts,

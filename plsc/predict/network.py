@@ -28,7 +28,7 @@ from plsc.parallel.world import World
 from plsc.storage.urls import is_url
 from plsc.train.build import build_network, resolve_lists, training_mode
 from plsc.train.folder import RunFolder
-from plsc.train.settle import adopt
+from plsc.train.run import adopt
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,10 @@ from plsc.checkpoint.load import missing_weights
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Role
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options, find_option
-from plsc.config.head import ExecutionArguments, sample_ratios
-from plsc.config.optim import (
+from plsc.config.model import ExecutionArguments, sample_ratios
+from plsc.config.option import name_and_arguments, read_arguments
+from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
+from plsc.config.train import (
     CLIP_NORM,
     CLIPPED_STEP,
     DEFAULT_RATE,
@@ -31,11 +33,9 @@ from plsc.config.optim import (
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
     ScheduleArguments,
     check_named_arguments,
+    listed_names,
     read_parameter_groups,
 )
-from plsc.config.option import name_and_arguments, read_arguments
-from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
-from plsc.config.train import listed_names
 from plsc.errors import CheckpointError, OptionError, refusing
 from plsc.heads import (
     ROW_OPTIMIZERS,

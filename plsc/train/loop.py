@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,22 +14,20 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.errors import DataError, NotSavedError
+from plsc.errors import DataError, NotSavedError, TrainingInterrupted
 from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.models.sync_batch_norm import equal_buffers
 from plsc.names import names_code
+from plsc.optim import Schedule
 from plsc.parallel.collectives import gather_rows, span
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
-from plsc.train.average import WeightAverage
-from plsc.train.callbacks import CurrentStep, Run
-from plsc.train.losses import stop_at_bad_weights
+from plsc.train.callbacks import CurrentStep, Position, Run
 from plsc.train.restore import WarmStart
 from plsc.train.saving import Saver
-from plsc.train.settle import epoch_warning, interrupted, nothing_left, zero_rate
-from plsc.train.step import Step, StepResult
+from plsc.train.step import Step, StepResult, stop_at_bad_weights
 from plsc.train.targets import evaluate_targets
-from plsc.train.watch import BadSampleReport, Meter
+from plsc.train.watch import BadSampleReport, Meter, WeightAverage
 
 # Metrics that only logged steps compute.
 STOP_SECONDS = 60.0
@@ -436,3 +435,46 @@ def exchange_status(
     if with_labels and known_sizes and batch is not None and not any(ended):
         batch.all_labels = gather_rows(batch.labels, known_sizes, world.control_group)
     return StepStatus(max(signals), any(ended), any(saving), any(stopping), known_sizes)
+
+
+_MOST_CALLS = 2**20  # of a schedule function, to look for a rate above 0
+
+
+def nothing_left(step: int, epoch: int) -> str:
+    """Return a line for a resumed run that has no steps left."""
+    return (
+        f"nothing left to train: the run has finished {step} steps and {epoch} epochs; to continue, increase "
+        "train.epochs or train.steps"
+    )
+
+
+def zero_rate(rate: Schedule, position: Position, total_steps: int | None, is_custom: bool) -> str:
+    """Return a warning if the learning rate is 0 in all steps that are left, else an empty string."""
+    step, first = position.step, position.updates
+    # A named schedule that has reached 0 stays there; a function is called for each step.
+    left = (total_steps or 0) - step if is_custom else 1
+    if not 0 < left <= _MOST_CALLS or any(rate.factor(update) for update in range(first, first + left)):
+        return ""
+    return (
+        f"the learning rate is 0 from step {step + 1} to the end of the run, so no step is made; increase "
+        "the steps of the schedule, or choose another one"
+    )
+
+
+def epoch_warning(position: Position, expected: int | None) -> str | None:
+    """Return a warning if an epoch ends after another number of steps than expected, else None."""
+    if expected is None or position.step_in_epoch == expected:
+        return None
+    return (
+        f"epoch {position.epoch + 1} had {position.step_in_epoch} steps, but {expected} were expected; "
+        "correct data.train_image_num: warm-up, log lines and resuming depend on it"
+    )
+
+
+def interrupted(number: int, step: int, checkpoint: Path | None, missing: str = "") -> TrainingInterrupted:
+    """Return the error after a signal; checkpoint: the saved state, missing: what is not saved, if any."""
+    where = "" if missing else "nothing had been trained, so nothing was saved"
+    if checkpoint is not None:
+        where = f"the state was saved to {checkpoint}; resume with checkpoint.load_dir {checkpoint}"
+    parts = (f"stopped by {signal.Signals(number).name} after step {step}", where, missing)
+    return TrainingInterrupted("; ".join(filter(None, parts)), number)

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from plsc.checkpoint import Retention
+from plsc.checkpoint import Manifest, Retention
 from plsc.checkpoint.complete import opened_at
-from plsc.checkpoint.manifest import OpenedCheckpoint
+from plsc.checkpoint.load import check_files
+from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, OpenedCheckpoint
+from plsc.checkpoint.tensor_files import shorten
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config import Config, Options, find_option
-from plsc.config.optim import DEFAULT_RATE, REFERENCE_BATCH
 from plsc.config.option import name_and_arguments
-from plsc.config.train import listed_names
+from plsc.config.options import CHECKPOINT
+from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
 from plsc.data.reader import ReaderLoader
-from plsc.errors import OptionError, refusing, suggest
+from plsc.errors import CheckpointError, OptionError, refusing, suggest
 from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
+from plsc.heads.margins import margin_arguments
+from plsc.heads.weights import scale_bytes
 from plsc.inputs import split_sizes
 from plsc.machine import usable_cores
-from plsc.models import BaseModel, describe
-from plsc.models.base_model import constructor_arguments
+from plsc.models import BaseModel, build_model, describe
+from plsc.models.base_model import Custom, constructor_arguments, safe_arguments
 from plsc.names import load_function, names_code
 from plsc.parallel.world import World
-from plsc.train.average import WeightAverage
 from plsc.train.build import (
     build_scaler,
     build_schedule,
@@ -48,15 +54,15 @@ from plsc.train.folder import RunFolder
 from plsc.train.layers import LayerTable, Profile
 from plsc.train.log import GradientNorm, Logging, Pictures, check_packages
 from plsc.train.loop import Trainer, TrainResult
-from plsc.train.losses import BAD_BATCH_NAME
 from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
-from plsc.train.settle import frozen_note, settle, threads_note, warmup_note
-from plsc.train.snapshot import seed_generators
+from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
+from plsc.train.step import BAD_BATCH_NAME
 from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
-from plsc.train.watch import DataWait, LearningCheck, Progress
+from plsc.train.watch import DataWait, LearningCheck, Progress, WeightAverage
 
 MOST_ROWS = 12  # of the table of layers
+_LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
 
 
 def run_training(options: Options, world: World, user: UserParts) -> TrainResult:
@@ -87,56 +93,158 @@ def run_training(options: Options, world: World, user: UserParts) -> TrainResult
             return Trainer(run, None if is_trial else Saver(run, folder), warm_start).train()
 
 
-def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) -> None:
-    """Add the callbacks of the options to a run, which write its metrics and warn about problems.
+def settle(
+    options: Options, checkpoint: OpenedCheckpoint | None, ranks: int, model: BaseModel | None = None
+) -> Config:
+    """Return the configuration of a run: what was set, what its checkpoint decides, and defaults.
 
-    loggers: the user's, in addition to those of `train.loggers`; None: write no metrics.
+    What depends on the data (classes, steps and learning rate) is filled in by `build_run`. model: the
+    network that the script set, if any. Raises OptionError, and CheckpointError for a damaged checkpoint.
     """
-    train, run.folder = run.options.train, folder.path
-    decay = run.options.optim.ema_decay
-    callbacks: list[Callback] = [
-        *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
-        *run.callbacks.all,
-        DataWait(
-            run.options.data.num_workers,
-            isinstance(run.data.loader, ReaderLoader),
-            max(1, usable_cores() // run.world.all_gather_object(platform.node()).count(platform.node())),
-        ),
-        LearningCheck(
-            min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
-        ),
-        Progress(),
-        *map(partial(named_callback, targets=run.targets), listed_names(train.callbacks)),
-    ]
-    run.world.log(folder.note)
-    if loggers is not None:
-        callbacks.append(Logging(loggers, is_same_run=bool(folder.resumed)))
+    if checkpoint is None:
+        config = options.resolve()
     else:
-        run.world.log("train.fast_dev_run: a few batches of training and evaluation; nothing is saved")
-    run.callbacks = Callbacks(callbacks, run.network)
+        path, manifest = checkpoint
+        config = adopt(options, path, manifest, model, "run")
+        saved: int = manifest.scalars.get("global_batch", 0)
+        if saved < ranks:
+            raise OptionError(
+                f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer "
+                "ranks, or start from its weights with model.pretrained"
+            )
+        _check_batch(path, saved // ranks, config.model.image_shape, config.adopted)
+        train, explicit = config.train, config.explicit
+        asked = [train.global_batch_size] if "train.global_batch_size" in explicit else []
+        before = manifest.options.get("train", {}).get("batch_size")
+        if "train.batch_size" in explicit and before != train.batch_size:
+            asked.append(train.batch_size * ranks)  # the same one as before may run on any number of ranks
+        if other := [total for total in asked if total != saved]:
+            raise OptionError(
+                f"the global batch is {other[0]}, but {path} was trained with {saved} images per step, which "
+                "a resumed run must keep; remove train.batch_size and train.global_batch_size"
+            )
+        if train.batch_size * ranks != saved:
+            config = replace(
+                config.changed({"train.global_batch_size": saved}),
+                origins={**config.origins, "train.global_batch_size": CHECKPOINT},
+                differences=(*config.differences, *_ranks_line(ranks, manifest.world_size, saved)),
+            )
+    if number := int(config.train.fast_dev_run):
+        step = 0 if checkpoint is None else checkpoint[1].step
+        config = config.changed({"train.steps": step + number, "train.limit_val_batches": number})
+    margin = margin_arguments(config.head.loss_type.removeprefix("dist_")).get("margin")
+    if config.head.margin is None and margin is not None:
+        config = config.changed({"head.margin": margin.default})
+    return config
 
 
-def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:
-    """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
-    if not names_code(name):
-        return CALLBACKS[name](targets)
-    create = load_function(name, "train.callbacks", "add_callback")
-    with refusing(
-        f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
-    ):
-        callback = create()
-    if not isinstance(callback, Callback):
-        raise OptionError(f"train.callbacks has {name}, which makes no plsc.Callback")
-    return callback
+def _ranks_line(ranks: int, before: int, saved: int) -> list[str]:
+    """Return a line about another number of ranks; saved: the global batch size."""
+    share = f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
+    line = (
+        f"ranks: {ranks} here, {before} in the checkpoint; the global batch size remains {saved}, with "
+        f"{share} images per rank"
+    )
+    return [] if ranks == before else [line]
 
 
-CALLBACKS: dict[str, Callable[[Sequence[Target | HeldOutSet]], Callback]] = {
-    "gradient_norm": lambda _: GradientNorm(),
-    "images": Pictures,
-    "check_shape": lambda _: LayerTable(with_content=False),
-    "check_content": lambda _: LayerTable(with_content=True),
-    "profile": lambda _: Profile(),
-}
+def adopt(
+    options: Options, path: Path, manifest: Manifest, model: Custom | None, use: Literal["model", "run"]
+) -> Config:
+    """Return the configuration of a run with the options of a checkpoint.
+
+    use: ``run`` to resume its run, ``model`` to use only its network. model: the network that the script
+    set, if any. Raises CheckpointError for a checkpoint that is damaged or inconsistent, or that names code
+    which the script does not name.
+    """
+    config = options.resolve(manifest.options, use)
+    name = config.model.name
+    if not isinstance(model, BaseModel) and names_code(name):
+        arguments = manifest.scalars.get(ARGUMENTS_KEY, {})
+        if arguments is None:
+            raise CheckpointError(
+                f"{path} does not contain the constructor arguments of {name}; call set_model with an "
+                "instance of it"
+            )
+        config = replace(config, arguments=safe_arguments(arguments))
+    check_files(path, manifest)
+    sizes = ("head.class_num", "head.sub_centers", "model.emb_size")
+    adopted = {option: config.get(option) for option in sizes if option in config.adopted}
+    _check_head(path, manifest, adopted, are_in_files=config.head.weights_file is not None)
+    # A network that the script sets is compared with the checkpoint when the weights are loaded.
+    is_chosen = any(line.startswith("model.") for line in config.differences)
+    if model is None and not is_chosen and any(option.startswith("model.") for option in config.adopted):
+        own = config.model
+        build = partial(build_model, name, own.emb_size, own.image_shape, own.dropout, own.neck)
+        _check_network(path, manifest, name, lambda: build(config.arguments))
+    if use == "model":
+        _check_batch(path, config.train.test_batch_size, config.model.image_shape, config.adopted)
+    return config
+
+
+def _check_batch(path: Path, images: int, shape: Sequence[int], adopted: frozenset[str]) -> None:
+    """Raise CheckpointError if options from a checkpoint lead to batches of gigabytes per rank."""
+    sizes = adopted & {"train.batch_size", "train.global_batch_size", "model.image_shape"}
+    if images * math.prod(shape) > _LARGEST_BATCH and sizes:
+        raise CheckpointError(
+            f"{path} asks for {images} images of shape {list(shape)} per rank and step, more than "
+            f"{_LARGEST_BATCH} elements; to use this size, set {' and '.join(sorted(sizes))} here"
+        )
+
+
+def _check_head(path: Path, manifest: Manifest, adopted: Mapping[str, Any], are_in_files: bool) -> None:
+    """Raise CheckpointError if the sizes in the options differ from those of the class weights.
+
+    adopted: the sizes that come from the checkpoint. are_in_files: the class weights may be outside of it.
+    """
+    weights = [
+        info
+        for info in manifest.tensors.values()
+        if (info.role.kind, info.role.name) == (CLASS_WEIGHTS, "weight") and len(info.shape) in (2, 3)
+    ]
+    if not weights and are_in_files:
+        return
+    shapes = [(*info.shape[:-1], info.shape[-1] - scale_bytes(info.dtype)) for info in weights]
+    sizes = {
+        "head.class_num": [rows for rows, *_ in shapes],
+        "head.sub_centers": [(*centers, 1)[0] for _, *centers, _ in shapes],
+        "model.emb_size": [size for *_, size in shapes],
+    }
+    for option, value in sorted(adopted.items()):
+        # Without a head, only the network has an embedding size.
+        is_known = bool(shapes) or option != "model.emb_size"
+        if is_known and value not in (None, *sizes[option]):
+            if not shapes:
+                raise CheckpointError(
+                    f"{path} has no class weights; if they are in files of its run, set head.weights_file "
+                    "to their folder, or resume a copy that has them (plsc checkpoint copy)"
+                )
+            raise CheckpointError(
+                f"{path} is damaged: {option} is {value}, but its class weights have the shapes "
+                f"{', '.join(str(list(shape)) for shape in shapes[:3])}; choose another checkpoint"
+            )
+
+
+def _check_network(path: Path, manifest: Manifest, name: str, build: Callable[[], BaseModel]) -> None:
+    """Raise CheckpointError if the tensors of a checkpoint do not fit the network of its options."""
+    saved = {info.role.name: info for info in manifest.tensors.values() if info.role.kind == BACKBONE}
+    # A custom or third-party network may not work on the meta device.
+    is_foreign, is_wrong = ":" in name or "/" in name, False
+    state = {}
+    try:
+        with torch.device("meta"):  # allocates no memory and skips initialisation
+            state = build().state_dict()
+    except (RuntimeError, TypeError):  # sizes that torch cannot represent
+        is_wrong = not is_foreign
+    except OptionError:
+        if not is_foreign:
+            raise
+    wrong = [key for key, tensor in state.items() if key not in saved or saved[key].shape != tensor.shape]
+    if wrong or is_wrong:
+        raise CheckpointError(
+            f"{path} is damaged: its tensors do not fit {name} with the sizes in its options"
+            f"{': ' * bool(wrong)}{shorten(wrong)}; choose another checkpoint"
+        )
 
 
 def build_run(
@@ -199,6 +307,7 @@ def build_run(
     )
     mode = training_mode(options.precision.mode, world.device)
     evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
+    saved = options.checkpoint
     run = Run(
         options=options,
         world=world,
@@ -223,7 +332,7 @@ def build_run(
         is_custom=user.model is not None or names_code(options.model.name),
         length=length,
         global_batch=global_batch,
-        retention=_retention(options, evaluated),
+        retention=_retention(saved.keep_last, saved.save_top_k, saved.monitor, evaluated),
         callbacks=Callbacks(user.callbacks, network),
     )
     run.notes += filter(None, _likely_mistakes(run))
@@ -238,18 +347,18 @@ def _use_deterministic_algorithms(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _retention(options: Config, evaluated: Sequence[str]) -> Retention:
+def _retention(keep_last: int, top_k: int, monitor: str | None, evaluated: Sequence[str]) -> Retention:
     """Return which checkpoints to keep. Raises OptionError for a metric that the run does not measure.
 
-    evaluated: the metrics of its evaluations.
+    monitor: None for the first of `evaluated`, the metrics of the run's evaluations; without any, the loss.
     """
-    saved, known = options.checkpoint, [*evaluated, "loss"]
-    metric = known[0] if saved.monitor is None else saved.monitor
+    known = [*evaluated, "loss"]
+    metric = known[0] if monitor is None else monitor
     if metric not in known:
         raise OptionError(
             f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
         )
-    return Retention(saved.keep_last, saved.save_top_k, metric)
+    return Retention(keep_last, top_k, metric)
 
 
 def check_combinations(options: Config, ranks: int) -> None:
@@ -288,6 +397,58 @@ def _check_batch_norm(network: BaseModel, smallest: int, parts: int) -> None:
             f"batch norm needs 2 or more images at once, but the smallest batch has {smallest}, in {parts} "
             "parts (ranks and micro-batches); increase train.batch_size, or set data.last_batch to pad"
         )
+
+
+def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) -> None:
+    """Add the callbacks of the options to a run, which write its metrics and warn about problems.
+
+    loggers: the user's, in addition to those of `train.loggers`; None: write no metrics.
+    """
+    train, run.folder = run.options.train, folder.path
+    decay = run.options.optim.ema_decay
+    callbacks: list[Callback] = [
+        *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
+        *run.callbacks.all,
+        DataWait(
+            run.options.data.num_workers,
+            isinstance(run.data.loader, ReaderLoader),
+            max(1, usable_cores() // run.world.all_gather_object(platform.node()).count(platform.node())),
+        ),
+        LearningCheck(
+            min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
+        ),
+        Progress(),
+        *map(partial(named_callback, targets=run.targets), listed_names(train.callbacks)),
+    ]
+    run.world.log(folder.note)
+    if loggers is not None:
+        callbacks.append(Logging(loggers, is_same_run=bool(folder.resumed)))
+    else:
+        run.world.log("train.fast_dev_run: a few batches of training and evaluation; nothing is saved")
+    run.callbacks = Callbacks(callbacks, run.network)
+
+
+def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:
+    """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
+    if not names_code(name):
+        return CALLBACKS[name](targets)
+    create = load_function(name, "train.callbacks", "add_callback")
+    with refusing(
+        f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
+    ):
+        callback = create()
+    if not isinstance(callback, Callback):
+        raise OptionError(f"train.callbacks has {name}, which makes no plsc.Callback")
+    return callback
+
+
+CALLBACKS: dict[str, Callable[[Sequence[Target | HeldOutSet]], Callback]] = {
+    "gradient_norm": lambda _: GradientNorm(),
+    "images": Pictures,
+    "check_shape": lambda _: LayerTable(with_content=False),
+    "check_content": lambda _: LayerTable(with_content=True),
+    "profile": lambda _: Profile(),
+}
 
 
 def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
@@ -336,6 +497,39 @@ def _likely_mistakes(run: Run) -> list[str]:
         threads_note(options.runtime.cpu_threads),
         idle_note(options, (arguments or {}) if run.is_custom else None),
     ]
+
+
+def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
+    """Return a line if the warm-up may not be shorter than the run, else an empty string."""
+    if total_steps is None:
+        return (
+            f"note: the length of the reader is unknown, so the warm-up takes {warmup_steps} steps, however "
+            "short the run is, and the default learning rate is constant after it; set data.train_image_num"
+        )
+    if warmup_steps < max(2, total_steps):
+        return ""
+    return (
+        f"note: the warm-up takes {warmup_steps} steps and the run {total_steps}, so the learning rate "
+        f"increases until the end; use a shorter warm-up, such as optim.warmup_steps {total_steps // 10}"
+    )
+
+
+def frozen_note(network: nn.Module) -> str:
+    """Return a line if the network has no trainable parameters, else an empty string."""
+    if any(parameter.requires_grad for parameter in network.parameters()):
+        return ""
+    return f"note: {type(network).__name__} has no trainable parameters; only the head is trained"
+
+
+def threads_note(threads: int) -> str:
+    """Return a line if there are more CPU threads than cores, else an empty string."""
+    cores = usable_cores()
+    if threads <= cores:
+        return ""
+    return (
+        f"note: runtime.cpu_threads is {threads}, but this process may use only {cores} "
+        "core(s); too many threads can make a step many times slower"
+    )
 
 
 def _rates(run: Run) -> str:

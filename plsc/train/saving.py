@@ -16,11 +16,10 @@ from pathlib import Path
 from threading import RLock
 
 from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
-from plsc.checkpoint.manifest import manifest_in
+from plsc.checkpoint.manifest import manifest_in, rank_of_shard
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import best_in, prune, write_best
-from plsc.checkpoint.shard_file import rank_of_shard
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.data.samples import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError

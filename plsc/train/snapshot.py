@@ -34,10 +34,10 @@ from plsc.checkpoint.manifest import (
     HeadInfo,
     Role,
     TensorInfo,
+    bytes_of,
     parse_manifest,
 )
 from plsc.checkpoint.save import Tensors, class_name_tensors, info_of, local_of
-from plsc.checkpoint.shard_file import bytes_of
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
@@ -56,10 +56,10 @@ from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.storage.urls import without_secrets
 from plsc.train.callbacks import Run
-from plsc.train.settle import ARGUMENTS_KEY
 from plsc.values import decode, encode
 from plsc.version import __version__
 
+ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
 Numbers = Mapping[str, Any]
 """The optimizer state that is not a tensor, as JSON, by the key of the parameter."""
 REST = "rest"

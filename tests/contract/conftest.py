@@ -1,18 +1,16 @@
-"""An empty folder in each kind of store: a mounted drive, memory, a real S3 server, a real HDFS."""
+"""An empty folder in each kind of store: a mounted drive, a real S3 server, a real HDFS."""
 
 from __future__ import annotations
 
 import pytest
 
 
-@pytest.fixture(params=["local", "memory", "s3", "hdfs"])
+@pytest.fixture(params=["local", "s3", "hdfs"])
 def url(request, tmp_path):
     """Return an empty folder's URL in each store."""
     name = f"{tmp_path.name}/run"
     if request.param == "local":
         return f"file://{tmp_path}/remote/run"
-    if request.param == "memory":
-        return f"memory://{name}"
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/{name}"
     return f"{request.getfixturevalue('hdfs').url}/{name}"

@@ -1,4 +1,4 @@
-"""One suite for every store that checkpoints go to: local, memory, a real S3 server, a real HDFS."""
+"""One suite for every store that checkpoints go to: local, a real S3 server, a real HDFS."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_is_uploaded_fetched_and_replaced_atomically(url, tmp_path)
 
 
 def test_of_two_runs_that_save_to_a_store_the_one_that_began_last_does(url, tmp_path):
-    store = Store(url)
+    store = Store(url, total_seconds=3)
     first, second = save(tmp_path / "a", "1", 1), save(tmp_path / "b", "1", 2)
     tokens = claim(store), claim(store)
     send(second, store, token=tokens[1])

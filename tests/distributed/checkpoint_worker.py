@@ -1,12 +1,7 @@
-"""A rank of test_checkpoint.py: checkpoint_worker.py cases|rank_dies FOLDER
-
-`cases` runs all cases without a killed rank, on four ranks and on smaller worlds of them.
-"""
+"""A rank of test_checkpoint.py, on four ranks and on smaller worlds of them: checkpoint_worker.py FOLDER"""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +11,7 @@ import torch.distributed as dist
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
 from plsc.checkpoint.manifest import HeadInfo
-from plsc.errors import CheckpointError, DistributedError
+from plsc.errors import CheckpointError
 from plsc.parallel.collectives import class_range, class_ranges
 from plsc.parallel.world import World
 from tests.distributed.worker import run_worker, smaller_world
@@ -83,25 +78,6 @@ def load(world: World, folder: Path, name: str, seed: int) -> None:
         assert torch.equal(part.local, expected_sharded[key].local), key
 
 
-def rank_dies(world: World, folder: Path) -> None:
-    save(world, folder, "1", 5)
-    if world.rank == world.size - 1:
-        # Its second data file is that of the save during which it is killed.
-        sys.addaudithook(
-            lambda event, args: (
-                os.kill(os.getpid(), signal.SIGKILL)
-                if event == "open" and str(args[0]).endswith(".safetensors")
-                else None
-            )
-        )
-    try:
-        save(world, folder, "1", 6)
-    except DistributedError as error:
-        assert "lost the connection to another rank" in str(error)  # noqa: PT017
-        (folder / f"survived-{world.rank}").touch()
-        os._exit(0)
-
-
 def disagree(world: World, folder: Path) -> None:
     save(world, folder, "1", 5)
     tensors, _ = make_state(world, 5)
@@ -140,9 +116,8 @@ def run_cases(full: World, folder: Path) -> None:
 
 
 def main() -> None:
-    what, folder = sys.argv[1], Path(sys.argv[2])
     world = World.from_environment("cpu", timeout_seconds=60)
-    {"cases": run_cases, "rank_dies": rank_dies}[what](world, folder)
+    run_cases(world, Path(sys.argv[1]))
     world.close()
 
 

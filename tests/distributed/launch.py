@@ -38,19 +38,19 @@ def run_code(code: str, *args: str, **how: Any) -> subprocess.CompletedProcess[s
         return run_ranks(script.name, 0, *args, **how)
 
 
-def of_torchrun(script: str | Path, ranks: int, *args: str, max_restarts: int = 0) -> list[str]:
+def of_torchrun(script: str | Path, ranks: int, *args: str) -> list[str]:
     """Return the script and its arguments that run a script with torchrun; the script alone for 0 ranks."""
     if not ranks:
         return [str(script), *args]
     # --standalone picks a free port, so that tests can run in parallel.
-    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    options = ["--standalone", f"--nproc-per-node={ranks}"]
     return [str(Path(__file__).with_name("torchrun.py")), *options, str(script), *args]
 
 
 def run_torchrun(script: str | Path, ranks: int, *args: str, **how: Any) -> subprocess.CompletedProcess[str]:
     """Run a script with torchrun (plain Python for 0 ranks) and return its output. how: as of `run_ranks`.
 
-    For tests of torchrun's features: its failure summary and restarts. Only torchrun itself starts quickly.
+    For tests of torchrun's features, such as its failure summary. Only torchrun itself starts quickly.
     """
     script, *args = of_torchrun(script, ranks, *args)
     return run_ranks(script, 0, *args, **how)
@@ -141,7 +141,7 @@ def run_ranks(
     script: str | Path,
     ranks: int,
     *args: str,
-    timeout: float = 300,
+    timeout: float = 240,
     check: bool = True,
     env: dict[str, str | None] | None = None,
     cwd: str | Path | None = None,

@@ -8,6 +8,7 @@ one that is kept open. The answers are the process group of the ranks and, at th
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _SECONDS_TO_END = 30  # as torchrun: from SIGTERM to SIGKILL
+_SECONDS_TO_REPORT = 50
 
 
 def serve(requests: socket.socket) -> dict[str, Any]:
@@ -86,6 +88,13 @@ def launch(request: dict[str, Any]) -> dict[str, Any]:
     os._exit(code)
 
 
+def report_hang() -> None:
+    """Print the rank and the stack of each thread: what a test shows that waits for it in vain."""
+    rank = os.environ.get("RANK", "0")
+    print(f"rank {rank} still runs after {_SECONDS_TO_REPORT} s:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
+
+
 _PICKLING = ("head_alone_worker.py", "checkpoint.py")  # with Lightning and torch.distributed.checkpoint
 
 
@@ -95,6 +104,9 @@ def run(script: str, arguments: list[str], environment: dict[str, str], folder: 
 
     os.environ.clear()
     os.environ.update(environment)
+    watch = threading.Timer(_SECONDS_TO_REPORT, report_hang)
+    watch.daemon = True
+    watch.start()
     if Path(script).name not in _PICKLING:
         torch.distributed.distributed_c10d._unpickler = None  # no rank unpickles what another one sends
     if "DRAW_LOSSES" not in environment:

@@ -177,10 +177,7 @@ def test_a_new_version_gets_a_new_folder(dataset, tmp_path):
     assert (tmp_path / "run" / "version_0" / "0").is_dir()
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_on_a_full_disk_the_command_exits_with_3_and_the_older_checkpoints_are_whole(
-    dataset, tmp_path, ranks
-):
+def test_on_a_full_disk_the_command_exits_with_3_and_the_older_checkpoints_are_whole(dataset, tmp_path):
     small_entry(dataset, tmp_path / "run").train()
     script = tmp_path / "limited.py"
     script.write_text(
@@ -194,8 +191,8 @@ def test_on_a_full_disk_the_command_exits_with_3_and_the_older_checkpoints_are_w
         "--data.dataset_dir", dataset, "--data.num_workers", "0", "--train.epochs", "3",
         "--checkpoint.save_dir", tmp_path / "run", "--checkpoint.load_dir", "last",
     ]  # fmt: skip
-    done = run_ranks(script, ranks, "train", *map(str, flags), check=False)
-    assert done.returncode == 3 or "ended with exit code 3" in done.stderr
+    done = run_ranks(script, 2, "train", *map(str, flags), check=False)
+    assert "ended with exit code 3" in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("plsc:")]
     assert "File too large" in lines[-1]
     assert "last checkpoint" not in done.stdout

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 
 from plsc.checkpoint import read_manifest
+from plsc.checkpoint.manifest import OFFSETS_KEY, PLACES_KEY, entry_of, write_shard
 from plsc.checkpoint.remote import verify
-from plsc.checkpoint.shard_file import OFFSETS_KEY, PLACES_KEY, entry_of, write_shard
 from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.errors import CheckpointError, DataError

@@ -33,6 +33,7 @@ HEADS = named([
         "offload": {"offload": True},
         "sampled offload": {"offload": True, **SAMPLED},
     }.items()
+    if ranks == 8 or name in ("arcface", "softmax", "sampled", "sampled micro-batches", "offload")
 ])  # fmt: skip
 STEPS = named([
     Case(f"step {name}, {ranks}", "ResNet50" if "bfloat16" in name else "SmallResNet", ranks, options=options)

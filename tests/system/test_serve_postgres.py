@@ -21,16 +21,19 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server():
     yield from postgres_server()
 
 
 @pytest.fixture
-def url(server):
+def url(server, request):
+    name = request.node.name[:30]
     with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    with psycopg.connect(server.url(name), autocommit=True) as connection:
         connection.execute("CREATE EXTENSION vector")
-    return server.url()
+    return server.url(name)
 
 
 def test_two_servers_share_entries_and_outlive_a_crash_of_the_database(folder, url, server, tmp_path):

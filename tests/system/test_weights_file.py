@@ -57,7 +57,7 @@ def undisturbed(dataset, tmp_path_factory):
 def test_killed_runs_resume_to_the_same_bits(dataset, undisturbed, tmp_path):
     settings = {"set_weights_file": str(tmp_path / "files"), "set_save_every_n_steps": 3}
     chance, kills = random.Random(5), 0
-    while kills < 4:
+    while kills < 2:
         resume = {"set_checkpoint_dir": "last"}
         run = Ranks(job.__file__, 2, str(dataset), str(tmp_path / "run"), *words(**settings, **resume))
         begun = time.monotonic()
@@ -75,8 +75,8 @@ def test_killed_runs_resume_to_the_same_bits(dataset, undisturbed, tmp_path):
     assert different(copy(newest, tmp_path / "files"), undisturbed[1]) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, undisturbed, tmp_path, ranks):
+def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, undisturbed, tmp_path):
+    ranks = 3
     first, _ = undisturbed
     shutil.copytree(first, tmp_path / "start")
     again = words(set_weights_file=str(tmp_path / "files"), set_checkpoint_dir=str(tmp_path / "start"))

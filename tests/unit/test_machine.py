@@ -10,6 +10,9 @@ import sys
 import termios
 import time
 
+import pytest
+
+from plsc import machine
 from plsc.machine import Counter, on_terminal
 from tests.images import write_dataset
 
@@ -80,3 +83,13 @@ def test_a_terminal_shows_a_progress_bar(tmp_path):
                 shown += piece
     assert process.returncode == 0
     assert re.search(rb"epoch 1/1 100%\|.*\| step 6/6, loss \d\.\d+", shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("150000 100000", 2), ("10000 100000", 1), ("max 100000", 7), ("?", 7)]
+)
+def test_a_container_s_quota_counts(monkeypatch, tmp_path, text, expected):
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(machine, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(7)))
+    assert machine.usable_cores() == expected

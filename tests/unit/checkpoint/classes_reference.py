@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from plsc.checkpoint.manifest import HeadInfo, Manifest, TensorInfo
-from plsc.checkpoint.shard_file import DTYPES, entry_of, shard_name, write_shard
+from plsc.checkpoint.manifest import DTYPES, HeadInfo, Manifest, TensorInfo, entry_of, shard_name, write_shard
 from plsc.heads.weights import initial_rows
 from tests.roles import role_of_key
 

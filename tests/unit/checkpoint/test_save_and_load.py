@@ -16,9 +16,8 @@ from plsc.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from plsc.checkpoint.manifest import HeadInfo
+from plsc.checkpoint.manifest import HeadInfo, checksum
 from plsc.checkpoint.remote import fetch
-from plsc.checkpoint.shard_file import checksum
 from plsc.errors import CheckpointError
 from plsc.parallel.world import World
 from tests.roles import role_of_key

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from plsc.checkpoint.shard_file import checksum, entry_of, write_shard
+from plsc.checkpoint.manifest import checksum, entry_of, write_shard
 from plsc.errors import DataError, OptionError
 from plsc.gallery import build_gallery, open_gallery, write_gallery
 from tests.images import UNSAFE_NAMES

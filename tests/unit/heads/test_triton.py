@@ -35,16 +35,15 @@ def run(*command: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
 
 
-def cases(*chosen: str, **environment: str) -> None:
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), *chosen, **environment)
+def cases(**environment: str) -> None:
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), **environment)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # minutes where the cores have other work
-@pytest.mark.parametrize("chosen", ["equal_the_formula", "not equal_the_formula"])
-def test_interpreted_kernels_equal_the_formulas(chosen: str) -> None:
+def test_interpreted_kernels_equal_the_formulas() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    cases("-k", chosen, TRITON_INTERPRET="1")
+    cases(TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("device", [GPU])
@@ -56,7 +55,7 @@ def test_compiled_kernels_equal_the_formulas(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["80", "89", "90", "120"])
+@pytest.mark.parametrize("architecture", ["80", "90", "120"])
 def test_every_launch_compiles_for_a_gpu_and_steps_do_not_recompile(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from plsc.config import Options
-from plsc.config.optim import read_parameter_groups
+from plsc.config.train import read_parameter_groups
 from plsc.entry import Entry
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model

@@ -13,7 +13,7 @@ from plsc.errors import TrainingError
 from plsc.parallel.world import World
 from plsc.train import step as step_module
 from plsc.train.callbacks import UserParts
-from plsc.train.losses import LossReader
+from plsc.train.step import LossReader
 from tests.images import write_dataset
 from tests.resuming import losses_of, options_of, train
 from tests.spoiled import Spoiled, SpoilImage

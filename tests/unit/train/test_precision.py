@@ -20,10 +20,9 @@ from plsc.train import step as step_module
 from plsc.train.build import build_scaler, execution_of
 from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
-from plsc.train.losses import LossReader
 from plsc.train.restore import restore
 from plsc.train.run import build_run, check_combinations
-from plsc.train.step import Step
+from plsc.train.step import LossReader, Step
 from plsc.train.targets import evaluate_targets, load_targets
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import Scripted, logged, scale_in_any_mode, train_scripted

@@ -1,0 +1,124 @@
+"""What one launch of a worker shows: traffic of the head, pairs of options, callbacks, loggers, precision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from plsc.checkpoint.remote import verify
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_elastic import free_port
+from tests.images import write_dataset
+
+HERE = Path(__file__).parent
+
+
+def launch(worker, ranks, *words, **how):
+    return run_ranks(HERE / f"{worker}_worker.py", ranks, *map(str, words), **how)
+
+
+def test_the_head_communicates_what_the_documentation_says():
+    launch("traffic", 2)
+
+
+@pytest.mark.slow
+def test_options_for_several_ranks_work_with_any_other_option():
+    launch("option_pairs", 2)
+
+
+@pytest.mark.slow
+def test_recomputation_gives_the_same_bits_with_buckets_and_batch_norms_over_two_ranks(tmp_path):
+    launch("recomputation", 2, write_dataset(tmp_path / "set", classes=6, per_class=8), tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_loss_scale_and_skipped_steps_follow_the_table_on_all_ranks_and_after_a_resume(tmp_path):
+    # 120 images, 6 per step: one epoch of 20 steps. Only the last rank overflows.
+    dataset = write_dataset(tmp_path / "set", classes=12, per_class=10)
+    done = launch("precision", 3, dataset, tmp_path / "runs")
+    assert done.stdout.count("all as the table says") == 3, done.stdout
+
+
+TWO = """
+import os, runpy, sys
+children = [os.fork()]
+if children[0]:
+    children.append(os.fork())
+if all(children):
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+else:
+    worker, folder, port = sys.argv[1:]
+    sys.argv = [worker, str(len(children) - 1), "2", folder, port]
+    runpy.run_path(worker, run_name="__main__")
+"""
+
+
+def test_ranks_meet_over_tcp_in_a_file_and_in_a_given_store_and_count_their_local_ranks(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    (tmp_path / "meet").mkdir()
+    words = str(HERE / "world_worker.py"), str(tmp_path / "meet"), str(free_port())
+    output = run_ranks(script, 0, *words).stdout
+    for rank in range(2):
+        for name in ("tcp", "file", "store", "mpi"):
+            assert f"rank {rank} met the others: {name}" in output, output
+
+
+def test_a_rank_uses_the_only_gpu_that_it_sees_unless_another_rank_does():
+    output = launch("one_gpu", 2).stdout
+    assert all(f"rank {rank} is refused" in output for rank in range(2)), output
+
+
+@pytest.fixture
+def faces(tmp_path):
+    return write_dataset(tmp_path / "faces", classes=5, per_class=6)
+
+
+def seen(folder, ranks):
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.slow
+def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(faces, tmp_path):
+    launch("entry", 3, "stopped", faces, tmp_path)
+    first, *others = seen(tmp_path, 3)
+    assert others == [first, first]
+    steps, checkpoint, events = first
+    assert steps == 3
+    assert (Path(checkpoint) / "manifest.json").exists()
+    assert [event for event, _ in events][-3:] == ["epoch_end", "saved", "run_end"]
+
+
+@pytest.mark.slow
+def test_an_epoch_is_saved_on_all_ranks_before_the_error_of_one(faces, tmp_path):
+    done = launch("entry", 2, "failing", faces, tmp_path, check=False)
+    assert done.returncode == 1
+    assert "on the last rank only" in done.stderr
+    assert verify(tmp_path / "run/0").epoch == 1
+    assert not (tmp_path / "run/1").exists()
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_bad_image_is_named_on_all_ranks(faces, tmp_path):
+    launch("entry", 2, "bad_loss", faces, tmp_path)
+    (_, first), (bad, second) = seen(tmp_path, 2)
+    assert first == second
+    assert "the loss is nan at step 4 " in first
+    assert f"the first layer with a nan or inf: block.1 (rank 1); samples: {bad}; the batch" in first
+    images = load_file(tmp_path / "run/bad_batch.safetensors")["images"]
+    assert len(images) == 4
+    assert not images[1].any()
+
+
+@pytest.mark.slow
+def test_only_rank_0_writes_and_the_gradient_norm_is_that_of_all_ranks(tmp_path):
+    dataset = write_dataset(tmp_path / "faces", classes=4, per_class=6)
+    launch("entry", 2, "logged", dataset, tmp_path)
+    for rank, (entries, expected, norms) in enumerate(seen(tmp_path, 2)):
+        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        assert entries == ([json.loads(line) for line in lines] if rank == 0 else [])
+        # Two epochs of three steps: every other step is logged, and the last one of an epoch.
+        assert norms == pytest.approx([expected[step - 1] for step in (2, 3, 4, 6)], rel=1e-5)
