@@ -29,9 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from plsc.data.augment import Augmentation
 from plsc.data.batch import Batch
-from plsc.data.loader import SourceLoader
+from plsc.data.loader import Recipe, SourceLoader
 from plsc.data.order import BatchPlan
-from plsc.data.samples import Recipe
 from plsc.data.sources import open_source
 from plsc.data.sources.base import Source
 from plsc.data.writers import writer_of

@@ -21,7 +21,7 @@ from PIL import Image
 
 from plsc.data import decode
 from plsc.data.batch import BufferRing
-from plsc.data.samples import BatchReader, Recipe
+from plsc.data.loader import BatchReader, Recipe
 from plsc.data.sources import open_source
 
 PAIRS, BATCH = 1500, 64

@@ -1,21 +1,27 @@
-"""The batch that a loader yields, its memory, and its conversion to the network's input."""
+"""The batch that a loader yields, its memory and its conversion to the network's input; the bad samples."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from plsc.errors import DataError
+from plsc.errors import DataError, printable
 from plsc.inputs import Input, map_tensors
+from plsc.storage.regular import open_regular, read_regular
 
+LIST_NAME = "bad_samples.txt"
+MAX_LISTED = 100_000  # lines; further bad samples are only counted
+_UNREADABLE_LIST = 64 * 2**20
 _KEPT = 16  # free buffers kept for reuse; others are released
 
 
@@ -229,3 +235,43 @@ def _copy(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> Batc
         mirrored = None if batch.mirrored is None else move(batch.mirrored)
     current.wait_stream(stream)
     return dataclasses.replace(batch, images=images, mirrored=mirrored)
+
+
+# The list of bad samples.
+
+
+class BadSampleList:
+    """The file ``bad_samples.txt``: one line ``kind<tab>name: reason`` per bad sample, without duplicates.
+
+    An existing file is continued, so that a resumed run does not list a sample twice.
+    """
+
+    def __init__(self, folder: Path, name: str = LIST_NAME) -> None:
+        self.path = folder / name
+        self.counts: Counter[str] = Counter()
+        self._seen: set[int] = set()
+        with contextlib.suppress(OSError):
+            before = read_regular(self.path, _UNREADABLE_LIST, self.path.parent)
+            for line in before.decode(errors="replace").splitlines():
+                self._seen.add(hash(line))
+                self.counts[printable(line.split("\t", 1)[0])[:40]] += 1
+
+    def add(self, problems: list[BadSample]) -> None:
+        """Append new entries."""
+        lines = []
+        for problem in problems:
+            line = f"{problem.kind}\t{problem.text}"
+            if hash(line) in self._seen:
+                continue
+            self.counts[problem.kind] += 1
+            if len(self._seen) < MAX_LISTED:
+                self._seen.add(hash(line))
+                lines.append(line + "\n")
+        if not lines:
+            return
+        with open_regular(self.path, mode="ab") as file:
+            file.write("".join(lines).encode())
+
+    def summary(self) -> str:
+        """Return a summary such as ``3 undecodable, 1 missing``; empty if there are none."""
+        return ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())

@@ -24,7 +24,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from plsc.errors import DataError, OptionError, refusing
+from plsc.errors import DataError, refusing
 
 logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
@@ -199,8 +199,6 @@ def _results_of(loader: DataLoader[Any]) -> Iterator[Any]:
             yield result
     except Exception as error:
         _end_workers(loader)
-        if str(error).endswith("daemonic processes are not allowed to have children\n"):
-            raise OptionError("a data worker process cannot start others; set data.num_workers 0") from error
         # A broken connection; messages of exceptions in the dataset begin with "Caught".
         is_broken = isinstance(error, EOFError | OSError) and not str(error).startswith("Caught ")
         is_dead = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -66,14 +66,16 @@ def write_recordio(location: str, samples: Samples) -> int:
     return count
 
 
-def write_parquet(location: str, samples: Samples, names: Sequence[str] | None = None) -> int:
+def write_parquet(location: str, samples: Samples, names: Mapping[int, str] | None = None) -> int:
     """Write samples to a Parquet file, local or remote; return their number.
 
     A row group has at most 1000 rows or 32 MiB. Images are not compressed again. Pages have checksums. names:
     class names by label, written as a ``ClassLabel`` feature of Hugging Face datasets. Raises DataError if
     the file exists or cannot be written.
     """
-    schema = _SCHEMA.with_metadata(class_label_metadata(names) if names else None)
+    # A ClassLabel has a name for each number; two of its classes must not have the same one.
+    every = [names.get(label, f"(class {label})") for label in range(max(names) + 1)] if names else []
+    schema = _SCHEMA.with_metadata(class_label_metadata(every) if every else None)
     count = group_bytes = 0
     images: list[bytes] = []
     labels: list[int] = []
@@ -100,7 +102,7 @@ def _table(images: list[bytes], labels: list[int]) -> pa.Table:
     return pa.table([pa.array(images, pa.binary()), pa.array(labels, pa.int64())], schema=_SCHEMA)
 
 
-def write_tar(location: str, samples: Samples, names: Sequence[str] | None = None) -> int:
+def write_tar(location: str, samples: Samples, names: Mapping[int, str] | None = None) -> int:
     """Write samples to a tar file (POSIX ustar), local or remote; return their number.
 
     names: class names by label, written as ``class_name`` in a ``.json`` per sample. Raises DataError if the
@@ -214,14 +216,13 @@ def convert(location: str, destination: str, *, broken: str = "stop", **reading:
     refuse_existing(destination.rstrip("/"))
     source = open_source(location, **reading)
     done = Conversion()
-    names = getattr(source, "class_names", None) or []
-    names = [name or f"(class {number})" for number, name in enumerate(names)]  # one without images
+    names = getattr(source, "class_names", None) or {}
     has_room = write in (write_parquet, write_tar)
     done.lost_names = 0 if has_room else len(names)
     samples = _samples(source, broken, done)
-    done.written = write(
-        destination.rstrip("/"), samples, **({"names": [*map(check_class_name, names)]} if has_room else {})
-    )
+    for name in names.values():
+        check_class_name(name)
+    done.written = write(destination.rstrip("/"), samples, **({"names": names} if has_room else {}))
     return done
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plsc.data.augment import Augmentation
 from plsc.data.batch import Batch, BufferRing, copied_in_side_stream
-from plsc.data.samples import BatchReader, Recipe
+from plsc.data.loader import BatchReader, Recipe
 from plsc.data.sources.base import Source
 from plsc.data.workers import in_order
 from plsc.errors import DataError, DistributedError

@@ -23,10 +23,9 @@ from plsc.config.option import name_and_arguments, read_arguments, shown_value
 from plsc.data.augment import Augmentation, Transform
 from plsc.data.class_names import ClassNames
 from plsc.data.files import read_file_list
-from plsc.data.loader import CachedSource, DiskCache, MemoryCache, SourceLoader, choose_kind
+from plsc.data.loader import CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader, choose_kind
 from plsc.data.order import BalancedPlan, BatchPlan, ClassesPlan
 from plsc.data.reader import ReaderLoader
-from plsc.data.samples import Recipe
 from plsc.data.sources import ImageFolderSource, check_labels, open_source
 from plsc.data.sources.base import (
     FileSource,

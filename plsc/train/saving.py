@@ -21,7 +21,7 @@ from plsc.checkpoint.remote import upload
 from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import best_in, prune, write_best
 from plsc.checkpoint.weights_file import WeightsFile
-from plsc.data.samples import LIST_NAME
+from plsc.data.batch import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
 from plsc.machine import BackgroundThread, Counter, available_memory
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result

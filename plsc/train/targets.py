@@ -205,7 +205,7 @@ def open_held_out(
 def _check_numbers(labels: np.ndarray, class_names: ClassNames, place: str) -> None:
     """Raise DataError for a string of digits in a file that may be a class number or a name."""
     values = set(labels.tolist())
-    for number in range(len(class_names)):
+    for number in np.flatnonzero(class_names.lengths()).tolist():
         name = class_names[number]
         value = int(name) if name.isdecimal() and len(name) < 19 else number
         if value != number and value in values:

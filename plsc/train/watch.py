@@ -16,8 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from plsc.checkpoint.manifest import EMA
-from plsc.data.batch import BadSample
-from plsc.data.samples import LIST_NAME, BadSampleList
+from plsc.data.batch import LIST_NAME, BadSample, BadSampleList
 from plsc.models import BaseModel
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World

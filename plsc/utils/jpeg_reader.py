@@ -80,13 +80,7 @@ def test(
     names = [name.strip() for name in datasets.split(",") if name.strip()]
     if not names:
         raise DataError(f"datasets is {datasets!r}; expected names such as 'lfw,cfp_fp'")
-    loaded = []
-    for name in names:
-        path = Path(data_dir) / f"{name}.bin"
-        if not path.is_file():
-            raise DataError(f"{path} does not exist; put the pair file there, or remove {name!r}")
-        loaded.append(load_bin(path, image_size))
-    return loaded, names
+    return [load_bin(Path(data_dir) / f"{name}.bin", image_size) for name in names], names
 
 
 def _normalised(data: Image, image_shape: ImageShape, name: str) -> torch.Tensor:

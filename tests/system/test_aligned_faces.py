@@ -42,7 +42,7 @@ def trained(folders, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"set_num_workers": 0}, {"set_cache": "memory:1G"}, {"set_val_dir": "photos", "set_with_test": True}],
+    [{"set_cache": "memory:1G"}, {"set_num_workers": 0, "set_val_dir": "photos", "set_with_test": True}],
 )
 def test_training_on_photos_is_training_on_their_aligned_faces(folders, trained, tmp_path, settings):
     if "set_val_dir" in settings:

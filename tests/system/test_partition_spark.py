@@ -112,6 +112,7 @@ def local(tmp_path_factory, pyspark) -> Local:
     with (bad / "2.txt").open("ab") as file:
         file.write(b"no label\n")
     runs["bad"] = ["--data_dir", str(bad), "--nranks", "2", *SPARK]
+    runs["no master"] = ["--data_dir", str(root / "few"), "--nranks", "2", *SPARK[:-1], "locl[2]"]
     command = [sys.executable, "-c", SEVERAL, str(root / "reports.json")]
     done = subprocess.run(command, input=json.dumps(runs), env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -135,6 +136,14 @@ def test_a_bad_line_is_reported_and_nothing_is_left(local):
     assert "2.txt:751: expected '<base64>TAB<label>'" in reports
     assert hidden_in(local.root / "bad") == []
     assert not (local.root / "bad/partition_2").exists()
+
+
+def test_an_invalid_spark_master_gives_one_error(local):
+    code, reports = local.reports["no master"]
+    assert code == 1
+    assert "plsc: error: Spark failed: " in reports
+    assert "Traceback (most recent call last)" not in reports
+    assert not (local.root / "few/partition_2").exists()
 
 
 def test_from_s3_to_s3(tmp_path, folder, s3):
@@ -171,26 +180,6 @@ def test_splits_of_any_size_contain_each_line_once_and_in_order(tmp_path, folder
         assert content == (gzip.decompress(whole) if one.compression else whole)
 
 
-def test_from_hdfs_to_hdfs(tmp_path, folder, hdfs):
-    pytest.importorskip("hdfs_native", reason="hdfs-native is not installed")
-    store, root = hdfs.client(), f"/{tmp_path.name}"
-    store.makedirs(f"{root}/set")
-    for path in folder.iterdir():
-        store.put_file(str(path), f"{root}/set/{path.name}")
-    arguments = ["--data_dir", f"{hdfs.url}{root}/set", "--nranks", 3]
-    for output, engine in (("spark", SPARK), ("local", ())):
-        run(*arguments, "--output_dir", f"{hdfs.url}{root}/{output}", *engine)
-    run(*arguments, "--output_dir", f"{hdfs.url}{root}/spark", "--verify")
-    assert sorted(store.ls(root, detail=False)) == [f"{root}/{n}" for n in ("local", "set", "spark")]
-    names = [name.rsplit("/", 1)[-1] for name in store.ls(f"{root}/local", detail=False)]
-    found = {
-        engine: {name: store.cat_file(f"{root}/{engine}/{name}") for name in names}
-        for engine in ("local", "spark")
-    }
-    assert found["spark"] == found["local"]
-    assert len(names) == 5
-
-
 def test_other_machines_and_users_cannot_read_the_lines(tmp_path):
     """Of a local master, also of the default one: Java listens on loopback alone, and has a login."""
     done = subprocess.run(
@@ -202,23 +191,3 @@ def test_other_machines_and_users_cannot_read_the_lines(tmp_path):
     assert ["shuffled", "700", "2"] in found
     assert ["login", "true"] in found
     assert not list(tmp_path.iterdir())
-
-
-def test_an_invalid_spark_master_gives_one_error(tmp_path):
-    script = (
-        "import sys; from plsc.cli import main; "
-        "sys.exit(main(['data', 'partition', '--data_dir', sys.argv[1], '--nranks', '2', "
-        "'--engine', 'spark', '--master', 'locl[2]']))"
-    )
-    (tmp_path / "0.txt").write_text("aGVsbG8=\t0\n")
-    (tmp_path / "file_list.txt").write_text("0.txt\n")
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    assert done.returncode == 1
-    assert "plsc: error: Spark failed: " in done.stderr
-    assert "Traceback (most recent call last)" not in done.stderr
-    assert not (tmp_path / "partition_2").exists()

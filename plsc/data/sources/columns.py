@@ -35,7 +35,8 @@ _NUMBER = re.compile(r"[-+]?(([0-9]+(\.[0-9]+)?|\.[0-9]+)(e[-+]?[0-9]+)?|[0-9]+\
 def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str], what: str) -> str:
     """Return the column `given`, or the first of the `known` names that exists.
 
-    what: ``image`` or ``label``, for the message. Raises OptionError that lists the existing columns.
+    what: ``image`` or ``label``, for the message. Raises OptionError that lists the existing columns, or if
+    two have this name.
     """
     shown = ", ".join(printable(str(column)[:100]) for column in list(columns)[:50]) or "none"
     names = {column.lower(): column for column in reversed(list(columns))}
@@ -43,6 +44,8 @@ def choose_column(given: str | None, columns: Sequence[str], known: Sequence[str
         known, names = (given,), {column: column for column in columns}
     for name in known:
         if name in names:
+            if list(columns).count(names[name]) > 1:
+                raise OptionError(f"two columns are called {names[name]!r}; set {what}_column to another one")
             return names[name]
     raise OptionError(f"no {what} column {given!r}; the columns are: {shown}; set {what}_column")
 
@@ -180,16 +183,18 @@ def _parse_lines(text: str) -> dict[str, int]:
 
 
 def packed_names(names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the class name of each label as the array ``names``, JSON; see `NamedLabelSource`."""
+    """Return the class names of the labels from 0 as the array ``names``, JSON; see `NamedLabelSource`."""
     return {"names": np.frombuffer(json.dumps(names).encode(), np.uint8)}
 
 
 class NamedLabelSource(IndexedSource):
-    """A source whose labels may be class names."""
+    """A source whose labels may have names: of ``numbers`` in its index, or of the labels from 0."""
 
     def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
         names = json.loads(found["names"].tobytes()) if "names" in found else None
-        self.class_names = names if label_map is None else None
+        numbers = found["numbers"].tolist() if "numbers" in found else range(len(names or []))
+        is_named = names is not None and label_map is None
+        self.class_names = dict(zip(numbers, names, strict=True)) if is_named else None
         self._labels = with_label_map(found["labels"], names, label_map)
 
 

@@ -135,7 +135,7 @@ class ImageFolderSource(FileSource):
         ignored.report(str(root))
         depth = _checked_depth(root, counts, class_depth)
         names, ranks = ranked([folder for folder in counts if folder and _depth(folder) == depth])
-        self.class_names = names if label_map is None else None
+        self.class_names = dict(enumerate(names)) if label_map is None else None
         filled = {folder: count for folder, count in counts.items() if count}
         labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))

@@ -33,8 +33,8 @@ _DIGITS = re.compile(rb"\d{200}")  # quadratic in tarfile before Python 3.12.6 (
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
 _MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
 _MOST_LISTED = 5
+_MOST_NAMES = 2**24  # a larger number would make arrays of gigabytes
 DEEPEST = 200  # nested folders; Python allows some hundred recursive calls
-_MOST_NAMES = 2**24  # of classes, also those without samples here
 _ADJACENT = "members of a sample must be adjacent: tar --sort=name"
 
 
@@ -62,7 +62,7 @@ class TarSource(ColumnSource):
         files = shard_files(location, ".tar")
         self._files = Shards(files)
         self._image, self._label = image, label
-        kind = f"tar-5 {json.dumps([image, label, labels.names_wanted])}"
+        kind = f"tar-6 {json.dumps([image, label, labels.names_wanted])}"
         index = load_or_build(files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
         self._keys = ClassNames(index["keys"], index["key_ends"])
@@ -106,7 +106,7 @@ class TarSource(ColumnSource):
         packed = ClassNames.of(keys)
         arrays = {"keys": packed.text, "key_ends": packed.ends, **labels.arrays()}
         if are_named and len(ranked(names.values())[0]) == len(names) and max(names) < _MOST_NAMES:
-            arrays |= packed_names([names.get(number, "") for number in range(max(names) + 1)])
+            arrays |= packed_names([*names.values()]) | {"numbers": np.array([*names], np.int64)}
         return {"shards": shards, "offsets": offsets, "lengths": lengths, **arrays}
 
     def _image_of(self, sample: Sample) -> TarInfo:

@@ -37,7 +37,7 @@ paths = [Path(path) for path in sys.argv[1:]]
 good = {path: path.read_bytes() for path in paths}
 rng = np.random.default_rng(0)
 outcomes, start = {"read": 0, "refused": 0}, peak()
-for turn in range(300):
+for turn in range(150):
     for path, content in good.items():
         bad, way = bytearray(content), rng.random()
         if way < 0.6:  # most of a Parquet file is images; its metadata is at the end
@@ -85,5 +85,5 @@ def test_damaged_files_neither_crash_nor_exhaust_memory(tmp_path: Path, names, w
     write(str(tmp_path / names[0]), SAMPLES)
     done = run_code(DAMAGE, *(str(tmp_path / name) for name in names))
     read, refused, kilobytes = json.loads(done.stdout)
-    assert min(read, refused) > 10
+    assert min(read, refused) > 5
     assert kilobytes < 2**20

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import io
+import tarfile
+import traceback
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from PIL import Image
 
-from plsc.data.sources import Base64Source, ImageFolderSource, open_source
+from plsc.cli import main
+from plsc.data.sources import Base64Source, ImageFolderSource, TorchDatasetSource, open_source
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import CsvSource
 from plsc.data.sources.tar import TarSource
 from plsc.data.writers import writer_of
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError, OptionError, add_note
 
 SAMPLES = [(b"first", 1), (b"second", 0)]
 
@@ -101,3 +110,124 @@ def test_a_url_shows_no_password():
     with pytest.raises(DataError) as caught:
         open_source("memory://user:secret@opening/gone.rec")
     assert "secret" not in str(caught.value)
+
+
+class Items:
+    """A dataset that counts how often it is read."""
+
+    def __init__(self, labels: list) -> None:
+        self.items = labels
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+        self.reads += 1
+        return Image.new("RGB", (8, 8)), self.items[index]
+
+
+@pytest.mark.parametrize("attribute", ["targets", "labels"])
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_declared_labels_are_used_without_reading_images(attribute, kind):
+    dataset = Items([4, 5, 6])
+    setattr(dataset, attribute, kind([4, 5, 6]))
+    labels = TorchDatasetSource(dataset).labels()
+    assert labels.dtype == np.int64
+    assert labels.tolist() == [4, 5, 6]
+    assert dataset.reads == 0
+    dataset.target_transform = lambda target: target * 10
+    dataset.items = [40, 50, 60]
+    assert TorchDatasetSource(dataset).labels().tolist() == [40, 50, 60]
+
+
+@pytest.mark.parametrize("declared", [[1, 2], [[1], [2], [3]], ["a", "b", "c"], [[1], [2, 3], 4]])
+def test_labels_of_unexpected_form_are_not_used(declared):
+    dataset = Items([4, 5, 6])
+    dataset.targets = declared
+    source = TorchDatasetSource(dataset)
+    assert source.labels().tolist() == [4, 5, 6]
+    source.labels()
+    assert dataset.reads == 3
+
+
+@pytest.mark.parametrize("label", [1.0, "1", None, torch.tensor(1.5), torch.tensor([1, 2])])
+def test_a_label_that_is_not_an_integer_is_refused(label):
+    with pytest.raises(DataError, match=r"dataset\[0\]: .*integer"):
+        TorchDatasetSource(Items([label]))[0]
+
+
+def test_a_file_that_the_dataset_cannot_read_is_a_bad_image(tmp_path):
+    class Broken(Items):
+        def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+            return Image.open(tmp_path / "missing.jpg"), 0
+
+    with pytest.raises(DataError, match=r"dataset\[0\]: cannot be read \(.*\) at .*test_opening") as bad:
+        TorchDatasetSource(Broken([0]))[0]
+    assert isinstance(bad.value.__cause__, FileNotFoundError)
+
+
+def test_exceptions_of_a_dataset_keep_type_and_traceback_and_name_the_sample():
+    class Mistaken(Items):
+        def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+            return super().__getitem__({0: 0}[index])
+
+    source = TorchDatasetSource(Mistaken([0, 1]), "mine")
+    for read in (lambda: source[1], source.labels):
+        with pytest.raises(KeyError) as mistake:
+            read()
+        told = "".join(traceback.format_exception(mistake.value))
+        assert "return super().__getitem__({0: 0}[index])" in told
+        assert told.count("while reading mine[1]") == 1
+    error = ValueError("text")
+    add_note(error, "note")
+    add_note(error, "note")
+    assert "".join(traceback.format_exception(error)).count("note") == 1
+
+
+# Messages about unusable data: what is wrong, where, and what to do.
+
+
+def parquet() -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"image": [b"image"] * 50, "label": list(range(50))}), file)
+    return file.getvalue()
+
+
+def tar(label: str = "cls") -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, content in (("1.jpg", b"image"), (f"1.{label}", b"7")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+ROW = '{"image": "a.jpg", "label": 1}\n'
+CASES = [
+    # name, content, expected message: about the file, and what to do
+    ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", ""),
+    ("a.tar", tar()[:514], " is truncated in '1.jpg'", ""),
+    ("a.tar", tar("txt"), ":1 has no label", "label_column"),
+    ("a.jsonl", ROW + '{"image": "a', ":2: ", "JSON"),
+    ("a.jsonl", '{"image":\n' + ROW, ": the first line: ", "JSON"),
+    ("a.csv", b"\xff,label\n1,2\n", ": the first line: ", "UTF-8"),
+    ("mk.py", "print()\n", " is of no known format", ".parquet"),
+    ("label.txt", "a.jpg 1\n", " is of no known format", "a folder with label.txt"),
+    ("gone", None, " does not exist", "expected a folder with label.txt"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "problem", "advice"), CASES)
+def test_errors_about_a_dataset_name_the_location_and_what_to_do(
+    tmp_path, capsys, name, content, problem, advice
+):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main(["data", "inspect", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"{path}{problem}" in error.replace("\\n", "")
+    assert advice in error

@@ -190,7 +190,7 @@ def test_a_damaged_archive_never_gives_a_different_folder(folder, tmp_path):
     good, expected = good_path.read_bytes(), content(folder)
     path = tmp_path / "bad.tar.zst"
     refused = 0
-    for turn in range(0, 8 * len(good), 7):  # bits of every byte and position, and some truncations
+    for turn in range(0, 8 * len(good), 23):  # bits of every byte and position, and some truncations
         bad = bytearray(good)
         bad[turn // 8] ^= 1 << turn % 8
         if turn % 99 == 0:
@@ -204,7 +204,7 @@ def test_a_damaged_archive_never_gives_a_different_folder(folder, tmp_path):
         else:  # an unused bit, in the zstd frame or a file's time
             assert content(tmp_path / "back") == expected
             shutil.rmtree(tmp_path / "back")
-    assert refused > 4 * len(good) / 7
+    assert refused > 4 * len(good) / 23
     assert {p.name for p in tmp_path.iterdir()} == {"set", "good.tar.zst", "bad.tar.zst"}
 
 

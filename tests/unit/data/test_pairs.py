@@ -237,7 +237,7 @@ def test_a_value_larger_than_any_image_is_refused_before_it_is_read(tmp_path):
         read_pairs(path)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("protocol", [0, 4])
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path, protocol):
     content = pickle.dumps((IMAGES, [np.bool_(flag) for flag in FLAGS]), protocol)
     for length in range(1, len(content)):
@@ -276,16 +276,18 @@ BOMBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_a_decompression_bomb_is_refused_in_bounded_memory(tmp_path, bomb):
-    content, words = BOMBS[bomb]
-    path = tmp_path / "bomb.bin"
-    path.write_bytes(content)
+def test_decompression_bombs_are_refused_in_bounded_memory(tmp_path):
+    paths = [tmp_path / f"{number}.bin" for number in range(len(BOMBS))]
+    for path, (content, _) in zip(paths, BOMBS.values(), strict=True):
+        path.write_bytes(content)
     script = (
         "import resource, sys\n"
         "from plsc.data.pairs import DataError, read_pairs\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))\n"
-        "try: read_pairs(sys.argv[1])\n"
-        "except DataError as error: print(error)\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: read_pairs(path)\n"
+        "    except DataError as error: print(error)\n"
     )
-    assert words in run_code(script, str(path), timeout=120).stdout
+    refusals = run_code(script, *map(str, paths), timeout=120).stdout.splitlines()
+    for refusal, (name, (_, noun)) in zip(refusals, BOMBS.items(), strict=True):
+        assert noun in refusal, name

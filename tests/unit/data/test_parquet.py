@@ -66,7 +66,10 @@ def write_class_label(path: Path, names: list[str]) -> Path:
 def test_a_class_label_feature_names_the_integers(tmp_path):
     path = write_class_label(tmp_path / "a.parquet", ["z", "y", "x", "007", "unused"])
     source = ParquetSource(path)
-    assert (source.labels().tolist(), source.class_names) == (LABELS, ["z", "y", "x", "007", "unused"])
+    assert (source.labels().tolist(), [*source.class_names.values()]) == (
+        LABELS,
+        ["z", "y", "x", "007", "unused"],
+    )
     (tmp_path / "map.json").write_text('{"z": 7, "y": 8, "x": 9, "007": 10}')
     assert read(path, label_map=str(tmp_path / "map.json")) == [(i, n + 7) for i, n in EXPECTED]
     with pytest.raises(DataError, match=r"a\.parquet.* label 3"):
@@ -90,7 +93,7 @@ def test_columns_and_a_label_map_are_chosen(tmp_path):
 def test_a_column_class_name_has_names_even_if_they_are_digits(tmp_path):
     path = write(tmp_path / "a.parquet", class_name=pa.array([f"0{n}" for n in LABELS]))
     source = ParquetSource(path, label_column="class_name")
-    assert (source.labels().tolist(), source.class_names) == (LABELS, ["00", "01", "02", "03"])
+    assert (source.labels().tolist(), [*source.class_names.values()]) == (LABELS, ["00", "01", "02", "03"])
 
 
 def test_shards_are_read_in_the_order_of_their_names(tmp_path):
@@ -138,6 +141,13 @@ def test_missing_or_unsupported_columns_are_refused(tmp_path, columns, options, 
     path = write(tmp_path / "a.parquet", **columns)
     with pytest.raises(OptionError, match=message):
         ParquetSource(path, **options)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table([IMAGES, LABELS, LABELS], names=["image", "label", "label"]), path)
+    with pytest.raises(OptionError, match="two columns"):
+        ParquetSource(path)
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
     choose(monkeypatch, way)
     # Thousands of files need not be flushed to the disk.
     monkeypatch.setattr("plsc.storage.publish.sync", lambda _: None)
-    for count in range(1, 41):
+    for count in (1, 2, 3, 4, 7, 12, 25, 40):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
-        for nranks in range(1, 10):
+        for nranks in (1, 2, 3, 5, 9):
             partition(PartitionOptions(str(folder), nranks))
             parts = read_parts(folder / f"partition_{nranks}")
             assert parts == expected_parts(lines, nranks, 0)
@@ -136,7 +136,7 @@ blank = st.sampled_from([b"", b"", b" ", b"\t"])
     nranks=st.integers(1, 5),
     way=st.sampled_from(WAYS),
 )  # fmt: skip
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_any_content_keeps_its_bytes(tmp_path_factory, files, ends, has_bom, is_cut, nranks, way):
     folder = tmp_path_factory.mktemp("set")
     names = []
@@ -169,7 +169,7 @@ def test_a_file_listed_twice_is_refused(tmp_path):
 
 
 def test_every_line_is_equally_likely_at_every_position():
-    lines, seeds = 16, 20_000
+    lines, seeds = 16, 8_000
     counts = np.zeros((lines, lines))
     for seed in range(seeds):
         counts[np.argsort(line_keys(seed, np.arange(lines))), np.arange(lines)] += 1
@@ -177,7 +177,7 @@ def test_every_line_is_equally_likely_at_every_position():
 
 
 def test_padding_lines_are_distinct_and_equally_likely_at_every_position():
-    lines, nranks, seeds = 30, 14, 6_000  # 12 padding positions
+    lines, nranks, seeds = 30, 14, 3_000  # 12 padding positions
     counts, places = np.zeros(lines), np.zeros(lines)
     for seed in range(seeds):
         chosen = padding_lines(seed, lines, nranks)
@@ -255,8 +255,7 @@ def test_compressed_inputs_give_the_same_parts(tmp_path):
     verify(PartitionOptions(str(folder), 3))
 
 
-@pytest.mark.parametrize("name", ["data0.txt.gz", "data1.txt.zst"])
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
+@pytest.mark.parametrize(("name", "damage"), [("data0.txt.gz", "flipped"), ("data1.txt.zst", "cut")])
 def test_a_damaged_compressed_input_is_reported(tmp_path, name, damage):
     folder = write_compressed_set(tmp_path, some_lines(300))
     data = bytearray((folder / name).read_bytes())
@@ -329,13 +328,13 @@ def test_an_existing_output_is_refused(tmp_path):
         partition(PartitionOptions(str(folder), 2))
 
 
-@pytest.mark.parametrize("bad_lines", ["stop", "skip"])
 @pytest.mark.parametrize("content", [b"QUJD\t1\r" * 1000, b"1\tQUJD\n" * 1000, b"a/b.jpg\t1\n" * 20])
-def test_a_file_of_another_format_is_an_error_and_kept(tmp_path, way, content, bad_lines):
+def test_a_file_of_another_format_is_an_error_and_kept(tmp_path, way, content):
     folder = write_set(tmp_path, some_lines(9), files=2)
     (folder / "data1.txt").write_bytes(content)
-    with pytest.raises(DataError, match=r"data1\.txt"):
-        partition(PartitionOptions(str(folder), 2, bad_lines=bad_lines))
+    for bad_lines in ("stop", "skip"):
+        with pytest.raises(DataError, match=r"data1\.txt"):
+            partition(PartitionOptions(str(folder), 2, bad_lines=bad_lines))
     assert (folder / "data0.txt").exists()
     assert (folder / "data1.txt").exists()
 

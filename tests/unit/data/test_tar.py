@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from plsc.data.sources import open_source
+from plsc.data.sources.base import class_names_of
 from plsc.data.sources.tar import TarSource
 from plsc.data.writers import write_tar
 from plsc.errors import DataError
@@ -157,9 +158,14 @@ def test_names_in_the_json_are_those_of_the_numbers(tmp_path):
         members += [(f"{n}.jpg", b"image"), (f"{n}.cls", b"%d" % label), (f"{n}.json", text)]
     for _ in range(2):  # with the stored index, too
         source = TarSource(write(tmp_path / "a.tar", *members))
-        assert (source.labels().tolist(), source.class_names) == ([0, 2, 0], ["bo", "", "al"])
-    last = write(tmp_path / "last.tar", *((name, text.replace(b"2", b"70")) for name, text in members[3:6]))
-    assert TarSource(last).class_names == [""] * 70 + ["al"]  # of a shard
+        assert (source.labels().tolist(), source.class_names) == ([0, 2, 0], {0: "bo", 2: "al"})
+    most = b"4000000"  # a list of as many names takes long
+    last = TarSource(
+        write(tmp_path / "last.tar", *((n, text.replace(b"2", most)) for n, text in members[3:6]))
+    )
+    assert last.class_names == {4_000_000: "al"}  # of a shard
+    names = class_names_of(last)
+    assert (len(names), names[0], names[4_000_000]) == (4_000_001, "", "al")
     (tmp_path / "map.json").write_text('{"al": 7, "bo": 8}')
     assert TarSource(tmp_path / "a.tar", label_map=tmp_path / "map.json").labels().tolist() == [8, 7, 8]
     source = TarSource(write(tmp_path / "b.tar", *members[:-1], ("2.json", b'{"class_name": "al"}')))

@@ -24,9 +24,9 @@ from plsc.checkpoint.class_plan import read_class_list
 from plsc.checkpoint.manifest import HeadInfo
 from plsc.cli import main
 from plsc.cli import run as command
+from plsc.data.batch import BadSample, BadSampleList
 from plsc.data.pairs import read_pairs, write_pairs
 from plsc.data.partition.inputs import list_inputs
-from plsc.data.samples import BadSample, BadSampleList
 from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.columns import read_label_map
 from plsc.data.sources.image_folders import open_images

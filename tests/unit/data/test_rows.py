@@ -1,0 +1,536 @@
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from conftest import encode, smooth_picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from plsc.data import lines
+from plsc.data.decode import PILLOW_FORMATS
+from plsc.data.files import name_key
+from plsc.data.lines import decode_base64
+from plsc.data.partition import PartitionOptions, partition
+from plsc.data.sources import Base64Source, open_source, rows
+from plsc.data.sources.base import class_names_of
+from plsc.data.sources.rows import CsvSource, JsonLinesSource
+from plsc.errors import DataError, OptionError
+from plsc.utils import base64_reader
+from tests.images import NAMES, UNSAFE_NAMES
+
+JPEG = b"\xff\xd8\xff\xe0" + bytes(range(100))
+IN_BASE64 = base64.b64encode(JPEG).decode()
+
+
+def write(folder: Path, text: str | bytes, name: str = "train.csv") -> Path:
+    data = text.encode() if isinstance(text, str) else text
+    (folder / name).write_bytes(data)
+    for image in ("a.jpg", "b, c.jpg"):
+        (folder / image).write_bytes(image.encode())
+    return folder / name
+
+
+def read(path: Path, **options: str) -> list[tuple[bytes, int]]:
+    source = CsvSource(path, **options)
+    return [source[i] for i in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'path,label\na.jpg,1\n"b, c.jpg",0\n',
+        'path,label\r\na.jpg,1\r\n"b, c.jpg",0\r\n',
+        '\ufeff\n\npath,label\n\na.jpg, 1 \n\n"b, c.jpg",0',
+        'label;x;image\n1;;a.jpg\n0;"1\n2";b, c.jpg\n',
+        'Path\tLabel\n"a.jpg"\t"1"\nb, c.jpg\t0\n',
+        '"path","label"\na.jpg,01\n"b, c.jpg",0\n',
+        'label,note,path\n1,"with ""quotes"" and\nlines\n\n",a.jpg\n0,,"b, c.jpg"\n',
+    ],
+)
+def test_quotes_separators_blank_lines_and_line_ends_are_accepted(tmp_path, text):
+    assert read(write(tmp_path, text)) == [(b"a.jpg", 1), (b"b, c.jpg", 0)]
+
+
+def test_the_name_is_the_first_line_of_the_row(tmp_path):
+    text = '\npath,label,x\na.jpg,1,"two\nlines"\n\na.jpg,1,\n'
+    source = CsvSource(write(tmp_path, text))
+    assert [source.name(i) for i in range(2)] == ["train.csv:3", "train.csv:6"]
+
+
+def test_columns_are_chosen_by_name(tmp_path):
+    path = write(tmp_path, f"path,mine,person,label\nx,{IN_BASE64},7,0\n")
+    assert read(path, image_column="mine", label_column="person") == [(JPEG, 7)]
+    assert read(path, image_column="mine") == [(JPEG, 0)]
+
+
+@pytest.mark.parametrize("option", ["image_column", "label_column"])
+def test_a_missing_column_is_refused_with_a_list_of_the_columns(tmp_path, option):
+    path = write(tmp_path, "path,label\na.jpg,1\n")
+    with pytest.raises(OptionError, match=r"'who'; the columns are: path, label"):
+        CsvSource(path, **{option: "who"})
+    with pytest.raises(OptionError, match=r"no label column.*a, b"):
+        CsvSource(write(tmp_path, "a,b\n1,2\n"), image_column="a")
+
+
+def test_class_names_get_their_sorted_rank_or_the_id_of_a_label_map(tmp_path):
+    path = write(tmp_path, 'label,path\n"Zoë, the 2nd",a.jpg\nAda,a.jpg\n"Zoë, the 2nd",a.jpg\n')
+    source = CsvSource(path)
+    assert source.labels().tolist() == [1, 0, 1]
+    assert [*source.class_names.values()] == ["Ada", "Zoë, the 2nd"]
+    (tmp_path / "map.json").write_text('{"Ada": 70, "Zoë, the 2nd": 5, "more": 1}')
+    assert CsvSource(path, label_map=tmp_path / "map.json").labels().tolist() == [5, 70, 5]
+    numbers = write(tmp_path, "label,path\n10,a.jpg\n9,a.jpg\n", "numbers.csv")
+    (tmp_path / "numbers.json").write_text('{"10": 0, "9": 1}')
+    assert CsvSource(numbers, label_map=tmp_path / "numbers.json").labels().tolist() == [0, 1]
+    assert CsvSource(numbers).labels().tolist() == [10, 9]
+    (tmp_path / "map.json").write_text('{"Ada": 70}')
+    with pytest.raises(DataError, match="no id for 'Zoë, the 2nd'"):
+        CsvSource(path, label_map=tmp_path / "map.json")
+
+
+@pytest.mark.parametrize("odd", ["007", "0_0", "٣", "9" * 30, "seven"])
+def test_labels_that_are_not_all_canonical_integers_are_names(tmp_path, odd):
+    path = write(tmp_path, f"path,label\na.jpg,10\na.jpg,7\na.jpg,{odd}\na.jpg,7\n")
+    source = CsvSource(path)
+    names = sorted(["10", "7", odd])
+    assert [*source.class_names.values()] == names
+    assert [names[label] for label in source.labels()] == ["10", "7", odd, "7"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1", "-1", "+.5", "5.", "1e9", "1.5E-3", ".5e+1", "5.e3", "1.", ".", "NaN", "inf", "1" * 10**5 + "x"],
+)
+def test_numbers_that_are_no_labels_are_recognised_in_linear_time(tmp_path, text):
+    source = write(tmp_path, f"path,label\na.jpg,{text}\n")
+    if text in ("1", "5.e3", ".") or text.endswith("x"):
+        assert CsvSource(source).labels().tolist() == [int(text == "1")]
+        return
+    with pytest.raises(DataError, match="integer"):
+        CsvSource(source)
+
+
+@pytest.mark.parametrize("labels", [["12e4", "7", "ab1"], ["Nan", "Bob"], ["-1", "x"], ["1e3", "007"]])
+def test_names_may_look_like_numbers_in_any_order_of_the_rows(tmp_path, labels):
+    for order in (labels, labels[::-1]):
+        source = CsvSource(write(tmp_path, "path,label\n" + "".join(f"a.jpg,{one}\n" for one in order)))
+        assert [source.class_names[label] for label in source.labels()] == order
+    with pytest.raises(DataError, match=r"train.csv:3.*integer"):
+        CsvSource(write(tmp_path, "path,label\na.jpg,1\na.jpg,1.5\na.jpg,2.5\n"))
+
+
+def test_composed_and_decomposed_names_are_one_class_as_first_written(tmp_path):
+    path = write(tmp_path, "path,label\na.jpg,Zoe\u0301\na.jpg,Zo\u00e9\na.jpg,Zod\na.jpg,Zoz\n")
+    source = CsvSource(path)
+    assert source.labels().tolist() == [2, 2, 0, 1]
+    assert [*source.class_names.values()] == ["Zod", "Zoz", "Zoe\u0301"]
+    (tmp_path / "map.tsv").write_text("Zo\u00e9\t5\nZod\t6\nZoz\t7\n")
+    assert CsvSource(path, label_map=tmp_path / "map.tsv").labels().tolist() == [5, 5, 6, 7]
+    (tmp_path / "map.tsv").write_text("Zo\u00e9\t5\nZoe\u0301\t6\n")
+    with pytest.raises(DataError, match="Zo"):
+        CsvSource(path, label_map=tmp_path / "map.tsv")
+
+
+def test_base64_may_be_a_data_uri_or_wrapped(tmp_path):
+    lines = [IN_BASE64[i : i + 76] for i in range(0, len(IN_BASE64), 76)]
+    texts = [
+        f"data:image/jpeg;base64,{IN_BASE64}",
+        f"DATA:IMAGE/JPEG;BASE64, {IN_BASE64}",
+        '"{}\n"'.format("\n".join(lines)),
+        '"\n    {}\n"'.format("\r\n    ".join(lines)),
+        IN_BASE64.replace("+", "-").replace("/", "_"),
+    ]
+    for text in texts:
+        quoted = text if text[0] == '"' else f'"{text}"'
+        assert read(write(tmp_path, f"image,label\n{quoted},3\n")) == [(JPEG, 3)]
+
+
+@pytest.mark.parametrize("kind", PILLOW_FORMATS)
+def test_base64_of_every_type_of_image_is_told_from_a_path(tmp_path, kind):
+    file = io.BytesIO()
+    Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3)).save(file, kind)
+    text = base64.b64encode(file.getvalue()).decode()
+    assert read(write(tmp_path, f"image,label\n{text},3\n")) == [(file.getvalue(), 3)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("a.jpg", "1 fields"),
+        ("a.jpg,1,2", "3 fields"),
+        ("a.jpg,", "label"),
+        ("a.jpg,-1", "'-1'"),
+        ("a.jpg,1.5", "'1.5'"),
+        ("a.jpg,nan", "'nan'"),
+        ('"a"jpg,1', "CSV"),
+        (b'"a\xff",1', "UTF-8"),
+        (b"a.jpg,\xff", "UTF-8"),
+    ],
+)
+def test_a_bad_row_is_reported_with_its_line(tmp_path, row, message):
+    data = row.encode() if isinstance(row, str) else row
+    with pytest.raises(DataError, match=r"train\.csv:4[: ]") as caught:
+        CsvSource(write(tmp_path, b"path,label\n\na.jpg,0\n" + data + b"\na.jpg,0\n"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"), ("\n\n", "empty"), ("path,label\n", "samples"), ("path,label\n\n \n", "samples"),
+        ("path,label\na.jpg,1\n".encode("utf-16"), "UTF-16"),
+        ("path,label\na.jpg,1\n".encode("utf-16-be"), "UTF-16"),
+    ],
+)  # fmt: skip
+def test_a_file_without_samples_or_of_another_encoding_is_refused(tmp_path, text, message):
+    with pytest.raises((DataError, OptionError), match=rf"train\.csv.*{message}"):
+        CsvSource(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("path", ["../a.jpg", "x/../../a.jpg", "/etc/passwd", "..", "", "a\0b"])
+def test_a_path_that_leaves_the_folder_or_is_no_image_is_refused(tmp_path, path):
+    source = CsvSource(write(tmp_path, f'path,label\na.jpg,0\n"{path}",1\n'))
+    with pytest.raises(DataError, match=r"train\.csv:3: .*(is outside|not an image|null byte)"):
+        source[1]
+    source = CsvSource(write(tmp_path, f"image,label\n{IN_BASE64},0\n/9j/{'*' * 99},1\n"))
+    with pytest.raises(DataError, match=r"train\.csv:3: the image is not base64"):
+        source[1]
+
+
+@pytest.mark.parametrize(
+    ("start", "zeros", "message"),
+    [
+        (b"path,label\na.jpg,0\n", b"\0", r"train\.csv:3 is longer than 1048576 bytes"),
+        (b'path,label\n"a.jpg,1\n', b"\n", r"train\.csv:2: a quote .*is not closed"),
+    ],
+)
+def test_a_line_or_quote_without_end_takes_bounded_memory(tmp_path, monkeypatch, start, zeros, message):
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2**20)
+    (tmp_path / "train.csv").write_bytes(start + zeros * 2_000_000)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=message):
+        CsvSource(tmp_path / "train.csv")
+    assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    tracemalloc.stop()
+
+
+def test_a_quoted_field_of_many_lines_is_read_in_linear_time(tmp_path):
+    note = "\n" * 100_000
+    text = f'note,label,path\n"{note}",1,a.jpg\n"{note}",2,a.jpg\n'
+    source = CsvSource(write(tmp_path, text))
+    assert source.labels().tolist() == [1, 2]
+    assert source.name(1) == "train.csv:100003"
+
+
+field = st.text(st.sampled_from('a",\n\r; é'), max_size=6)
+
+
+@given(st.lists(st.tuples(field, st.integers(0, 9), field), min_size=1, max_size=8), st.booleans())
+def test_everything_the_csv_module_writes_is_read_back(rows, crlf):
+    text = io.StringIO()
+    # Outside quotes, a single CR does not end a row by the standard, but the module writes it there.
+    has_cr = any("\r" in path + note for path, _, note in rows)
+    quoting = csv.QUOTE_ALL if has_cr else csv.QUOTE_MINIMAL
+    writer = csv.writer(text, lineterminator="\r\n" if crlf else "\n", quoting=quoting)
+    writer.writerow(["path", "label", "x"])
+    writer.writerows(rows)
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/csv/train.csv", text.getvalue().encode())
+    source = CsvSource("memory://csv/train.csv")
+    assert source.labels().tolist() == [label for _, label, _ in rows]
+    texts = [source._image_text(source._stored_at(i)) for i in range(len(rows))]
+    assert texts == [path.strip() for path, _, _ in rows]
+
+
+def test_images_of_a_remote_file_are_read_from_its_folder():
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/csvs/train.csv", b"path,label\nimages/a.jpg,3\nimages/gone.jpg,1\n")
+    filesystem.pipe("/csvs/images/a.jpg", b"content")
+    source = open_source("memory://csvs/train.csv")
+    assert source[0] == (b"content", 3)
+    with pytest.raises(DataError, match=r"train\.csv:3: .*gone\.jpg"):
+        source[1]
+
+
+def write_json_lines(folder: Path, text: str | bytes) -> Path:
+    path = folder / "train.jsonl"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    (folder / "a.jpg").write_bytes(b"a.jpg")
+    return path
+
+
+GOOD = '{"image": "a.jpg", "label": 4}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"{GOOD}\n{GOOD}\n", f"\ufeff{GOOD}\r\n\r\n{GOOD}", f"\n\n {GOOD} \n\n{GOOD}\n\n"],
+)
+def test_blank_lines_and_line_ends_are_accepted(tmp_path, text):
+    source = JsonLinesSource(write_json_lines(tmp_path, text))
+    assert [source[i] for i in range(len(source))] == [(b"a.jpg", 4)] * 2
+
+
+def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
+    rows = [{"who": name, "file": "x", "photo": "a.jpg"} for name in ("bo", "al", "bo")]
+    path = write_json_lines(tmp_path, "\n".join(map(json.dumps, rows)))
+    source = JsonLinesSource(path, image_column="photo", label_column="who")
+    assert [source[i] for i in range(3)] == [(b"a.jpg", 1), (b"a.jpg", 0), (b"a.jpg", 1)]
+    assert [*source.class_names.values()] == ["al", "bo"]
+    assert source.name(2) == "train.jsonl:3"
+    with pytest.raises(OptionError, match="'gone'; the columns are: who, file, photo"):
+        JsonLinesSource(path, label_column="gone")
+
+
+def test_label_columns_of_similar_names_have_their_own_index(tmp_path):
+    row = {"image": "a.jpg", "identity_of_person_v1": 3, "identity_of_person_v2": 4}
+    path = write_json_lines(tmp_path, json.dumps(row))
+    found = [
+        JsonLinesSource(path, label_column=f"identity_of_person_v{n}").labels().tolist() for n in (1, 2, 1)
+    ]
+    assert found == [[3], [4], [3]]
+
+
+def test_an_integer_and_a_string_with_zeros_are_different_classes(tmp_path):
+    rows = ({"image": "a.jpg", "label": label} for label in (7, "7", "007"))
+    source = JsonLinesSource(write_json_lines(tmp_path, "\n".join(map(json.dumps, rows))))
+    assert (source.labels().tolist(), [*source.class_names.values()]) == ([1, 1, 0], ["007", "7"])
+
+
+def test_class_names_are_data_and_only_unsafe_ones_are_refused(tmp_path):
+    rows = [{"image": "a.jpg", "label": name} for name in NAMES]
+    source = JsonLinesSource(write_json_lines(tmp_path, "\n".join(map(json.dumps, rows))))
+    assert [*source.class_names.values()] == sorted(NAMES)
+    assert [*class_names_of(source)] == sorted(NAMES)
+    for name in UNSAFE_NAMES:
+        text = "\n".join(json.dumps(row) for row in [*rows, {"image": "a.jpg", "label": name}])
+        with pytest.raises(DataError, match=r"train\.jsonl:8: .*name"):
+            JsonLinesSource(write_json_lines(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "JSON"),
+        ("[1]", "JSON"),
+        ("null", "JSON"),
+        ('{"image": "a.jpg"}', "'label'"),
+        ('{"image": "a.jpg", "label": 1.0}', "'label'"),
+        ('{"image": "a.jpg", "label": true}', "'label'"),
+        ('{"image": "a.jpg", "label": NaN}', "JSON"),
+        ('{"image": "a.jpg", "label": 1, "label": 2}', "twice"),
+        ('{"image": "a.jpg", "label": -3}', "'-3'"),
+        ('{"image": "a.jpg", "label": ""}', "label"),
+        ('{"image": "a.jpg", "label": %s}' % ("9" * 5000), "JSON"),
+        ("[" * 100_000, "JSON"),
+        (b'{"image": "\xff"}', "JSON"),
+    ],
+)
+def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
+    data = line.encode() if isinstance(line, str) else line
+    text = GOOD.encode() + b"\n\n" + data + b"\n" + GOOD.encode()
+    with pytest.raises(DataError, match=r"train\.jsonl:3: ") as caught:
+        JsonLinesSource(write_json_lines(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_file_without_samples_and_an_image_that_is_not_a_string_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"train\.jsonl is empty"):
+        JsonLinesSource(write_json_lines(tmp_path, "\n\n"))
+    source = JsonLinesSource(write_json_lines(tmp_path, f'{GOOD}\n{{"image": 3, "label": 1}}'))
+    with pytest.raises(DataError, match=r"train\.jsonl:2: 'image'"):
+        source[1]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(values, max_size=5))
+def test_every_label_is_read_or_refused(tmp_path_factory, labels):
+    folder = tmp_path_factory.mktemp("json")
+    rows = [{"image": "a.jpg", "label": label} for label in [0, *labels]]
+    path = write_json_lines(folder, "\n".join(map(json.dumps, rows)))
+    are_ids = all(type(label) is int and 0 <= label < 10**18 for label in labels)
+    try:
+        source = JsonLinesSource(path)
+    except DataError:
+        assert not are_ids
+    else:
+        names = source.class_names
+        found = [str(label) if names is None else names[label] for label in source.labels()]
+        expected = [str(row["label"]).strip() for row in rows]
+        assert list(map(name_key, found)) == list(map(name_key, expected))
+
+
+def line_of(data: bytes, label: int) -> bytes:
+    return base64.b64encode(data) + b"\t%d" % label
+
+
+def write_set(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / "file_list.txt").write_text("\n".join(files))
+    return folder
+
+
+def write_images(folder: Path, counts: dict[str, int], classes: int = 3) -> Path:
+    files, number = {}, 0
+    for name, count in counts.items():
+        lines = []
+        for _ in range(count):
+            picture = encode(smooth_picture(number), "PNG")
+            lines.append(line_of(picture, number % classes) + b"\n")
+            number += 1
+        files[name] = b"".join(lines)
+    return write_set(folder, files)
+
+
+def test_sample_names_are_file_and_line_despite_blank_lines(tmp_path):
+    a, b, c, d = (line_of(bytes([n]), n) for n in range(4))
+    files = {
+        "one": b"\xef\xbb\xbf\n" + a + b"\r\n\r\n\n" + b + b"\n\n",
+        "two": b"\n\n",
+        "three": b"\n" + c + b"\n" + d,
+    }
+    source = Base64Source(write_set(tmp_path / "set", files))
+    names = [source.name(index) for index in range(4)]
+    assert names == ["one:2", "one:5", "three:2", "three:3"]
+    assert [source[index] for index in range(4)] == [(bytes([n]), n) for n in range(4)]
+    assert source.lines_per_file.tolist() == [2, 0, 2]
+
+
+def test_lines_longer_than_a_block_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_BLOCK", 64)
+    rng = np.random.default_rng(0)
+    contents = [rng.bytes(int(rng.integers(1, 300))) for _ in range(60)]
+    lines = [line_of(data, n) + (b"\n" if n % 7 else b"\r\n\n") for n, data in enumerate(contents)]
+    source = Base64Source(write_set(tmp_path / "set", {"a": b"".join(lines)}))
+    assert [source[n] for n in range(60)] == [(data, n) for n, data in enumerate(contents)]
+    assert source.labels().tolist() == list(range(60))
+
+
+@pytest.mark.parametrize("text", [b"QUJ", b"QU JD", b"QUJD!", b"QUJDQ===", b"\xff\xfe"])
+def test_invalid_base64_is_reported_with_file_and_line(tmp_path, text):
+    folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n\n" + text + b"\t2\nQUJD\t3\n"})
+    source = Base64Source(folder)
+    with pytest.raises(DataError, match=r"a:3: .* not base64"):
+        source[1]
+    assert source[2] == (b"ABC", 3)
+
+
+def test_data_uris_and_url_safe_text_are_read(tmp_path):
+    lines = b"data:image/png;base64,/+8=\t1\r\nDATA:;base64, _-8=\t2\n _-8=\t3\n"
+    source = Base64Source(write_set(tmp_path / "set", {"a": lines}))
+    assert [source[n] for n in range(3)] == [(b"\xff\xef", n) for n in (1, 2, 3)]
+
+
+@pytest.mark.timeout(60)  # not an hour
+@pytest.mark.parametrize("text", [b" ", b"data:", b"\r\n"])
+def test_text_that_is_nearly_a_data_uri_is_refused_in_linear_time(text):
+    with pytest.raises(DataError, match="not base64"):
+        decode_base64(text * 2**17 + b"!")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a", b"QUJD\nQUJD\t1\n", r"a:1: .*-w0"),
+        ("a", "QUJD\t1\n".encode("utf-16"), "a is UTF-16"),
+        ("a", b"\n\n", "no samples"),
+        ("a.gz", gzip.compress(b"QUJD\t1\n" * 100, mtime=0), r"a\.gz"),
+    ],
+)
+def test_a_file_that_is_not_lines_of_base64_is_refused_as_what_it_is(tmp_path, name, content, message):
+    with pytest.raises(DataError, match=message):
+        Base64Source(write_set(tmp_path / "set", {name: content}))
+
+
+@pytest.mark.parametrize(
+    "line", [b"QUJD", b"QUJD 1", b"QUJD\tx", b"QUJD\t-1", b"\t1", b"Q\tD\t1", b"QUJD\t1\rQUJD\t2\r"]
+)
+def test_an_invalid_label_is_reported_when_the_index_is_built(tmp_path, line):
+    with pytest.raises(DataError, match="b:2: "):
+        Base64Source(write_set(tmp_path / "set", {"a": b"QUJD\t1\n", "b": b"QUJD\t1\n" + line}))
+
+
+def test_the_index_is_rebuilt_only_when_a_file_has_changed(tmp_path, monkeypatch):
+    folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n"})
+    built = []
+    read = lines.LineReader.__iter__
+    monkeypatch.setattr(lines.LineReader, "__iter__", lambda self: built.append(1) or read(self))
+    for _ in range(3):
+        assert len(Base64Source(folder)) == 1
+    assert len(built) == 1
+    (folder / "a").write_bytes(b"QUJD\t1\nQUJD\t2\n")
+    assert Base64Source(folder).labels().tolist() == [1, 2]
+    assert len(built) == 2
+
+
+def test_a_partition_is_a_source(tmp_path):
+    folder = write_images(tmp_path / "set", {"a": 5, "b": 6})
+    partition(PartitionOptions(str(folder), 3))
+    before, after = open_source(folder), open_source(folder / "partition_3")
+    assert len(after) == 12
+    assert {before[n] for n in range(11)} == {after[n] for n in range(12)}
+    assert after.lines_per_file.tolist() == [4, 4, 4]
+
+
+class TestReader:
+    def test_each_rank_reads_its_parts_in_the_order_of_the_lines(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 1, "d": 2}, classes=6)
+        read = [
+            [label for _, label in base64_reader.train(folder, "file_list.txt", 6, (3, 24, 20))(r, 2)]
+            for r in range(2)
+        ]
+        assert read == [[0, 1, 2], [3, 4, 5]]
+
+    def test_images_are_normalised_and_randomly_mirrored(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 20}, classes=20)
+        mirrored = 0
+        reader = base64_reader.train(str(folder), "file_list.txt", 20, image_shape=(3, 24, 20))
+        for image, label in reader():
+            plain = np.array(smooth_picture(label)).transpose(2, 0, 1).astype(np.float32)
+            plain = (plain - 127.5) / 128
+            assert image.dtype == np.float32
+            is_mirrored = np.array_equal(image, plain[..., ::-1])
+            assert is_mirrored != np.array_equal(image, plain)
+            mirrored += is_mirrored
+        assert 0 < mirrored < 20
+
+    def test_the_rank_is_read_from_the_launcher_s_environment(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        folder = write_images(tmp_path / "set", {"a": 2, "b": 2}, classes=4)
+        reader = base64_reader.train(folder, "file_list.txt", 4, (3, 24, 20))
+        assert [label for _, label in reader()] == [2, 3]
+        assert [label for _, label in reader(0, 1)] == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("ranks", ["2", "3"])
+    def test_files_that_ranks_cannot_share_equally_are_refused(self, tmp_path, monkeypatch, ranks):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 3})
+        with pytest.raises(DataError, match=rf"3 files of 2, 1, 3 lines .* {ranks} ranks"):
+            base64_reader.train(folder, "file_list.txt", 3)
+
+    def test_labels_out_of_range_and_unknown_augmentations_are_refused(self, tmp_path):
+        folder = write_images(tmp_path / "set", {"a": 3})
+        with pytest.raises(DataError, match=r"label 2 at a:3 is outside 0\.\.1"):
+            base64_reader.train(folder, "file_list.txt", 2)
+        with pytest.raises(OptionError, match="rotate"):
+            base64_reader.arc_iterator(folder / "file_list.txt", 3, rotate=True)
