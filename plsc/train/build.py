@@ -73,30 +73,24 @@ from plsc.storage.regular import open_regular
 logger = logging.getLogger(__name__)
 
 
-def check_options(options: Config, ranks: int) -> None:
-    """Raise OptionError for options of network, head and updates that cannot be combined."""
-    excluded = (
-        (
-            options.model.sync_batch_norm and ranks > 1,
-            "model.sync_batch_norm on several ranks: every batch norm would break the compiled graph",
+def check_combinations(options: Config, ranks: int) -> None:
+    """Raise OptionError for options that contradict each other."""
+    options.check_needs()
+    excluded = {
+        # Every batch norm would break the graph.
+        "model.sync_batch_norm on several ranks": options.model.sync_batch_norm and ranks > 1,
+        # torch.compile decides itself what is recomputed, and does not guarantee equal results.
+        "memory.recompute": options.memory.recompute.strip() != "none",
+        "train.deterministic": options.train.deterministic,
+        # Compiled code does not call the layers, nor the modules in the lists.
+        "train.callbacks check_shape or check_content": (
+            {"check_shape", "check_content"} & set(listed_names(options.train.callbacks))
         ),
-        (
-            options.memory.recompute.strip() != "none",
-            "memory.recompute: torch.compile decides itself what is recomputed",
-        ),
-        (options.train.deterministic, "train.deterministic: torch.compile does not guarantee equal results"),
-        (
-            {"check_shape", "check_content"} & set(listed_names(options.train.callbacks)),
-            "train.callbacks check_shape or check_content: compiled code does not call the layers",
-        ),
-        (
-            options.precision.lists,
-            "precision.lists: compiled code does not call the modules that they name",
-        ),
-    )
-    for is_set, why in excluded if options.speed.compile else ():
+        "precision.lists": options.precision.lists,
+    }
+    for other, is_set in excluded.items() if options.speed.compile else ():
         if is_set:
-            raise OptionError(f"speed.compile cannot be used with {why}; remove one of the two options")
+            raise OptionError(f"speed.compile cannot be used with {other}; remove one of the two options")
     margin_of(options)
     optim = options.optim
     schedule, falling = _schedule_of(optim.schedule)
@@ -115,6 +109,25 @@ def check_options(options: Config, ranks: int) -> None:
                 find_option(f"optim.{name}").checked(group.arguments[name])
             except OptionError as error:
                 raise OptionError(f"parameter group {group.pattern!r}: {error}") from error
+    # "last" may find no checkpoint.
+    if "model.pretrained" in options.explicit and (
+        options.checkpoint.load_dir not in (None, "last") or options.checkpoint.download_dir is not None
+    ):
+        raise OptionError("model.pretrained is set, but the run resumes a checkpoint; set only one of them")
+    total = options.train.global_batch_size
+    if total is None:
+        return
+    product = options.train.batch_size * ranks
+    is_kept = "train.global_batch_size" in options.adopted  # the run may resume on another number of ranks
+    if "train.batch_size" in options.explicit and total != product and not is_kept:
+        raise OptionError(
+            f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
+            f"{ranks} rank{'s' * (ranks > 1)} is a global batch of {product}; set one of the two"
+        )
+    if total < ranks:
+        raise OptionError(
+            f"train.global_batch_size is {total}; expected at least {ranks}, the number of ranks"
+        )
 
 
 Assign = Callable[[nn.Module], Assignment]

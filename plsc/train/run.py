@@ -43,7 +43,7 @@ from plsc.train.build import (
     build_trained_head,
     build_trained_network,
     build_updates,
-    check_options,
+    check_combinations,
     distribute_backbone,
     training_mode,
     with_rate,
@@ -359,31 +359,6 @@ def _retention(keep_last: int, top_k: int, monitor: str | None, evaluated: Seque
             f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
         )
     return Retention(keep_last, top_k, metric)
-
-
-def check_combinations(options: Config, ranks: int) -> None:
-    """Raise OptionError for options that contradict each other."""
-    options.check_needs()
-    check_options(options, ranks)
-    # "last" may find no checkpoint.
-    if "model.pretrained" in options.explicit and (
-        options.checkpoint.load_dir not in (None, "last") or options.checkpoint.download_dir is not None
-    ):
-        raise OptionError("model.pretrained is set, but the run resumes a checkpoint; set only one of them")
-    total = options.train.global_batch_size
-    if total is None:
-        return
-    product = options.train.batch_size * ranks
-    is_kept = "train.global_batch_size" in options.adopted  # the run may resume on another number of ranks
-    if "train.batch_size" in options.explicit and total != product and not is_kept:
-        raise OptionError(
-            f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
-            f"{ranks} rank{'s' * (ranks > 1)} is a global batch of {product}; set one of the two"
-        )
-    if total < ranks:
-        raise OptionError(
-            f"train.global_batch_size is {total}; expected at least {ranks}, the number of ranks"
-        )
 
 
 def _check_batch_norm(network: BaseModel, smallest: int, parts: int) -> None:

@@ -18,7 +18,7 @@ from plsc.optim import (
     describe_implementation,
     set_rates,
 )
-from plsc.train.build import check_options
+from plsc.train.build import check_combinations
 
 
 def weights(layout=torch.contiguous_format):
@@ -244,12 +244,12 @@ def test_an_unknown_optimizer_is_refused(name):
 )
 def test_unsupported_settings_of_a_group_raise_before_data_are_read(optimizer, group):
     with pytest.raises(OptionError, match=next(iter(group))):
-        check_options(options_of(optimizer=optimizer, groups=({"pattern": "fc", **group},)).resolve(), 1)
+        check_combinations(options_of(optimizer=optimizer, groups=({"pattern": "fc", **group},)).resolve(), 1)
 
 
 def test_the_learning_rate_is_no_argument_of_a_named_optimizer():
     with pytest.raises(OptionError, match=r"use optim\.lr"):
-        check_options(options_of(optimizer_arguments={"lr": 1}).resolve(), 1)
+        check_combinations(options_of(optimizer_arguments={"lr": 1}).resolve(), 1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from plsc.config import Options
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.train.build import build_schedule, check_options, with_rate
+from plsc.train.build import build_schedule, check_combinations, with_rate
 from plsc.train.callbacks import Length
 
 
@@ -154,7 +154,7 @@ def test_a_schedule_without_an_end_raises():
     options = Options()
     options.set("optim.schedule", "exponential")
     with pytest.raises(OptionError, match="never reaches"):
-        check_options(options.resolve(), 1)
+        check_combinations(options.resolve(), 1)
 
 
 def test_a_decay_that_ends_before_the_warm_up_raises():

@@ -12,7 +12,7 @@ from plsc.inputs import split_sizes
 from plsc.models import BaseModel, build_model
 from plsc.models.dry_run import choose_memory_format
 from plsc.parallel.world import World
-from plsc.train.build import check_options
+from plsc.train.build import check_combinations
 from tests.images import write_dataset
 from tests.option_pairs import CHANGES, SHAPE, check_pair, options_with, pairs
 from tests.resuming import different, losses_of, options_of, saved_at, train
@@ -108,12 +108,12 @@ def test_a_network_that_does_not_stand_the_layout_is_left_alone():
 def test_what_excludes_each_other_says_so():
     compiled = {"speed.compile": True}
     with pytest.raises(OptionError, match=r"model\.sync_batch_norm"):
-        check_options(options_with({**compiled, "model.sync_batch_norm": True}), 2)
-    check_options(options_with({**compiled, "model.sync_batch_norm": True}), 1)
+        check_combinations(options_with({**compiled, "model.sync_batch_norm": True}), 2)
+    check_combinations(options_with({**compiled, "model.sync_batch_norm": True}), 1)
     with pytest.raises(OptionError, match=r"memory\.recompute"):
-        check_options(options_with({**compiled, "memory.recompute": "all"}), 1)
+        check_combinations(options_with({**compiled, "memory.recompute": "all"}), 1)
     with pytest.raises(OptionError, match=r"train\.deterministic"):
-        check_options(options_with({**compiled, "train.deterministic": True}), 1)
+        check_combinations(options_with({**compiled, "train.deterministic": True}), 1)
 
 
 def test_the_sizes_that_are_compiled_are_those_of_full_batches():

@@ -15,10 +15,11 @@ from plsc.config import Options
 from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.train.build import check_combinations
 from plsc.train.callbacks import Context, Position, UserParts
 from plsc.train.log import JsonLines
 from plsc.train.loop import exchange_status, interrupted
-from plsc.train.run import build_run, check_combinations, idle_note, run_training, threads_note
+from plsc.train.run import build_run, idle_note, run_training, threads_note
 from plsc.train.step import Step
 from plsc.train.watch import DataWait, LearningCheck, Progress, slow_start
 from tests.images import write_dataset

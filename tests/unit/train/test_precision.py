@@ -17,11 +17,11 @@ from plsc.storage.regular import read_record
 from plsc.train import build as network
 from plsc.train import run as build
 from plsc.train import step as step_module
-from plsc.train.build import build_scaler, execution_of
+from plsc.train.build import build_scaler, check_combinations, execution_of
 from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.restore import restore
-from plsc.train.run import build_run, check_combinations
+from plsc.train.run import build_run
 from plsc.train.step import LossReader, Step
 from plsc.train.targets import evaluate_targets, load_targets
 from tests.images import write_dataset, write_pair_file
