@@ -343,6 +343,10 @@ def test_all_setters_of_plsc_are_listed():
 
 
 OTHER_TABLES = (ROOT / "docs/migrate.md").read_text().partition("## From insightface")[2]
+BASE_CONFIG = """margin_list network resume save_all_states output embedding_size sample_rate
+interclass_filtering_threshold fp16 batch_size optimizer lr momentum weight_decay verbose frequent dali
+gradient_acc seed num_workers wandb_key suffix_run_name using_wandb wandb_entity wandb_project
+wandb_log_all save_artifacts wandb_resume"""  # the keys of arcface_torch's configs/base.py
 CALLS = re.findall(r"`((?:set|add)_\w+\([^`]+\))`", OTHER_TABLES)
 ARGUMENTS = {
     "directory": "./folder", "size": 512, "ratio": 0.1, "batch_size": 8, "num": 2, "lr": 0.1, "seed": 1,
@@ -353,6 +357,11 @@ ARGUMENTS = {
 @pytest.mark.parametrize("call", sorted(set(CALLS)))
 def test_the_calls_in_the_other_tables_are_valid(call):
     eval(f"ins.{call}", {"ins": Entry(), **ARGUMENTS})
+
+
+def test_each_key_of_arcface_torchs_base_config_is_listed():
+    listed = re.findall(r"\w+", OTHER_TABLES.partition("## From AdaFace")[0])
+    assert set(BASE_CONFIG.split()) <= set(listed)
 
 
 def test_the_loss_keeps_its_prefix_and_takes_margins():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -9,14 +10,20 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from plsc.checkpoint.remote import verify
 from plsc.cli import main
+from plsc.data.decode import decode_image
+from plsc.data.sources import open_source
+from plsc.data.writers import convert
 from plsc.errors import PlscError
 from plsc.parallel.collectives import class_ranges
 from plsc.predict.importing import Network, import_checkpoint
+from tests.images import write_dataset
+from tests.system.small_entry import entry
 from tests.unit.checkpoint.external_files import (
     names,
     random_network,
@@ -93,6 +100,31 @@ def test_arcface_torch_is_imported_for_any_number_of_ranks(arcface_torch, iresne
     assert manifest.options["model"]["image_shape"] == [3, 16, 16]
     assert imported.match.share == 1.0
     assert imported.notes == []
+
+
+def test_an_imported_model_trains_from_the_loss_of_arcface_torchs_formula(arcface_torch, iresnet, tmp_path):
+    """The formula (Deng et al. 2019): s = 64, cos(theta + 0.5) for the label, cross-entropy."""
+    record = tmp_path / "train.rec"
+    convert(str(write_dataset(tmp_path / "images", CLASSES, 2)), str(record))
+    import_checkpoint(arcface_torch, tmp_path / "imported")
+    ins = entry(record, tmp_path / "run", set_model_name="IResNet18", set_emb_size=EMB, set_dropout=0)
+    ins.set_pretrained(tmp_path / "imported")
+    ins.set_loss_type("dist_arcface", 1.0, 0.5, 0.0)
+    ins.set_scale(64)
+    ins.set_flip(False)
+    ins.set_train_batch_size(2 * CLASSES)  # one step with all images
+    ins.train()
+    loss = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["loss"]
+
+    source = open_source(record)
+    images = torch.stack([decode_image(source[index][0], (3, 16, 16)) for index in range(len(source))])
+    labels = torch.tensor(source.labels())
+    network = copy.deepcopy(iresnet).train()  # batch norm has the statistics of the batch
+    with torch.no_grad():
+        embeddings = F.normalize(network((images.float() - 127.5) / 128)).double()
+    theta = torch.acos(embeddings @ F.normalize(ROWS.double()).T)
+    logits = 64 * torch.cos(theta + 0.5 * F.one_hot(labels, CLASSES))
+    assert loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-4)
 
 
 def test_the_first_ranks_of_arcface_torch_have_one_class_more(iresnet, tmp_path):
