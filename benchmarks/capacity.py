@@ -1,7 +1,7 @@
 """Predict the FPIR of galleries of N from embeddings of m classes, and compare it with measured FPIRs.
 
-python benchmarks/capacity_data.py demo/output/glyphs build/capacity --omniglot omniglot_small2.zip
-python benchmarks/capacity.py build/capacity
+python benchmarks/capacity.py build/capacity --glyphs demo/output/glyphs --omniglot omniglot_small2.zip
+python benchmarks/capacity.py build/capacity         # the files are there
 
 The only input are .npz files with `embeddings` [n, D] and `labels` [n] of classes that the network never saw.
 
@@ -33,7 +33,7 @@ Criteria, per cell:
 Also reported: the measured FPIR at the threshold that each way returns for a wanted FPIR of 0.01, 0.05 and
 0.2: median, 5 % and 95 % quantile over the draws, and the share of draws without an answer.
 
-Development used another network and other classes (--first 1500 of capacity_data.py, only the characters
+Development used another network and other classes (--first 1500, only the characters
 0 to 1,499, seeds [1, m, draw]), and synthetic embeddings.
 
 After the first measurement the estimator was changed, with the development files; hence --seed 2025, see
@@ -43,18 +43,24 @@ docs/benchmarks/measured.md.
 from __future__ import annotations
 
 import argparse
+import io
+import shutil
+import zipfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
+from plsc import Entry
 from plsc.evaluate.capacity import Capacity, measure_capacity
 
 LEVELS = (0.01, 0.05, 0.2, 0.4)
 WANTED = (0.01, 0.05, 0.2)
 UNKNOWN = 800
 BOOTSTRAPS = 200
+TRAINED = 1500  # characters
 WAYS = ("ours", "1 - (1 - FAR)^N", "FAR N")
 
 
@@ -66,7 +72,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2024)
     parser.add_argument("--classes", type=int, nargs="+", help="calibration classes; default: by the file")
     parser.add_argument("--times", type=int, nargs="+", help="identities per calibration class")
+    data = parser.add_argument_group("to write the files to the folder first")
+    data.add_argument("--glyphs", type=Path, help="output folder of demo/make_glyphs.py")
+    data.add_argument("--omniglot", type=Path, help="omniglot_small2.zip")
+    data.add_argument("--first", type=int, default=0, help="first of the trained characters")
+    data.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
+    if options.glyphs:
+        write_data(options)
     for place in options.places:
         for path in sorted(place.glob("*.npz")) if place.is_dir() else [place]:
             file = Data(path)
@@ -223,6 +236,89 @@ def _asked(sizes: list[int], asked: np.ndarray) -> Iterator[str]:
                 texts.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
             none = np.isnan(asked[size, w, :, 0]).mean()
             yield f"| {n} | {wanted} | {' | '.join(texts)} | {none:.0%} |"
+
+
+def write_data(options: argparse.Namespace) -> None:
+    """Write glyphs.npz and omniglot.npz to the folder `places`: classes that the network never saw.
+
+    Trains, unless the folder has a checkpoint, as demo/train_glyphs.py does, in one process, on 1,500
+    characters of the output of demo/make_glyphs.py, from class --first on. About 3 minutes.
+    """
+    (folder,) = options.places
+    trained = range(options.first, options.first + TRAINED)
+    images = read_glyphs(options.glyphs)
+    if not (folder / "run").exists():
+        chosen = [(path, label - options.first) for path, label in images if label in trained]
+        train(folder, chosen, options.epochs)
+    others = [(path, label) for path, label in images if label not in trained]
+    embed(folder, "glyphs", [path for path, _ in others], [label for _, label in others])
+    if options.omniglot:
+        names, labels = unpack(options.omniglot, folder / "omniglot")
+        embed(folder, "omniglot", names, labels)
+
+
+def read_glyphs(folder: Path) -> list[tuple[Path, int]]:
+    """Return the images and classes of the folder; those of unseen/ are numbered after the others."""
+    found: list[tuple[Path, int]] = []
+    for place in (folder, folder / "unseen"):
+        first = 1 + max((label for _, label in found), default=-1)
+        for line in (place / "label.txt").read_text().splitlines():
+            path, label = line.split("\t")
+            found.append(((place / path).resolve(), first + int(label)))
+    return found
+
+
+def _entry(save_dir: Path) -> Entry:
+    ins = Entry()
+    ins.set_flip(False)
+    ins.set_num_workers(0)
+    ins.set_model_name("SmallResNet")
+    ins.set_image_shape((1, 32, 32))
+    ins.set_emb_size(128)
+    ins.set_dropout(0.0)
+    ins.set_test_batch_size(500)
+    ins.set_model_save_dir(str(save_dir))
+    return ins
+
+
+def train(folder: Path, images: list[tuple[Path, int]], epochs: int) -> None:
+    """Train with the settings of demo/train_glyphs.py."""
+    data = folder / "trained"
+    data.mkdir(parents=True, exist_ok=True)
+    for number, (path, _) in enumerate(images):
+        shutil.copyfile(path, data / f"{number:05}.png")
+    (data / "label.txt").write_text("".join(f"{i:05}.png\t{label}\n" for i, (_, label) in enumerate(images)))
+    ins = _entry(folder / "run")
+    ins.set_dataset_dir(str(data))
+    ins.set_global_batch_size(128)
+    ins.set_train_epochs(epochs)
+    ins.set_lr(0.1)
+    ins.set_seed(1)
+    ins.set_log_period(30)
+    ins.set_max_last_checkpoint_num(1)
+    ins.train()
+
+
+def unpack(archive: Path, folder: Path) -> tuple[list[Path], list[int]]:
+    """Write the drawings as 32 x 32 pictures, centred as the glyphs are; return their paths and classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(archive) as file:
+        names = sorted(name for name in file.namelist() if name.endswith(".png"))
+        characters = sorted({name.rpartition("/")[0] for name in names})
+        paths = [folder / f"{index:04}.png" for index in range(len(names))]
+        for name, path in zip(names, paths, strict=True):
+            picture = Image.open(io.BytesIO(file.read(name))).convert("L")
+            picture.resize((32, 32), Image.Resampling.BOX).save(path)
+    return paths, [characters.index(name.rpartition("/")[0]) for name in names]
+
+
+def embed(folder: Path, name: str, images: list[Path], labels: list[int]) -> None:
+    """Write <name>.npz with the embeddings of the newest checkpoint."""
+    ins = _entry(folder / "run")
+    ins.set_checkpoint_dir("last")
+    found = ins.predict([str(path) for path in images]).embeddings
+    np.savez(folder / f"{name}.npz", embeddings=found, labels=np.asarray(labels))
+    print(f"{name}: {len(labels):,} images of {len(set(labels)):,} characters", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,49 @@ def slopes(options: argparse.Namespace, classes: int, batch: int, report: Report
         )
 
 
+def draw(samples: list[dict[str, Any]], batch: int, title: str, path: Path) -> None:
+    """Write a plot of the samples with this batch size: median step in seconds, peak memory in GiB."""
+    import matplotlib  # here, so that measuring processes do not import it
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    times: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    peaks: dict[str, dict[int, float]] = defaultdict(dict)
+    for sample in samples:
+        if sample.get("B") != batch:
+            continue
+        if sample["kind"] == "time":
+            times[sample["way"]][sample["C"]].append(sample["seconds"])
+        elif sample["kind"] == "memory":
+            peaks[sample["way"]][sample["C"]] = sample["peak"] / 2**30
+    medians = {
+        way: {classes: statistics.median(seconds) for classes, seconds in by_classes.items()}
+        for way, by_classes in times.items()
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    parts = ((medians, "seconds per step (median)"), (peaks, "peak memory in GiB"))
+    colours = matplotlib.color_sequences["tab20"]
+    for panel, (values, label) in zip(panels, parts, strict=True):
+        for number, way in enumerate(WAYS):
+            points = sorted(values.get(way.name, {}).items())
+            if points:
+                panel.plot(
+                    *zip(*points, strict=True),
+                    label=way.name,
+                    color=colours[number % len(colours)],
+                    linestyle="-" if way.is_ours else "--",
+                    marker="o" if way.is_ours else "x",
+                )
+        panel.set(xscale="log", yscale="log", xlabel="classes C", ylabel=label)
+        panel.grid(which="both", alpha=0.3)
+    handles, names = panels[1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def traffic(options: argparse.Namespace, classes: int, batch: int, report: Report) -> None:
     """Print the bytes that a rank passes to each collective per step, and those of the formula."""
     report.print(f"\n### Network traffic of a rank per step: B = {batch}, D = {options.dimension}\n")
@@ -442,10 +486,6 @@ def main() -> None:
             for classes in options.classes:
                 compare(options, classes, batch, report)
                 compare_with_plan(options, classes, batch, report)
-            from plot import (
-                draw,
-            )  # here, so that measuring processes do not import it
-
             draw(
                 report.samples,
                 batch,

@@ -19,10 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from plsc.config import Options
+from plsc.data.batch import Batch
+from plsc.parallel.world import World
 from plsc.plan import plan
+from plsc.train.callbacks import UserParts
+from plsc.train.loop import exchange_status
+from plsc.train.run import Run, build_run
+from plsc.train.step import Step
 
 MIB = 2**20
 WAYS: dict[str, dict[str, Any]] = {
@@ -56,9 +67,6 @@ def base(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure(arguments: argparse.Namespace, name: str) -> None:
     """Run three steps of a way and print the peak memory of this process."""
     from measuring import status
-    from training_run import TrainingRun
-
-    from plsc.parallel.world import World
 
     world = World.single("cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -102,9 +110,6 @@ def compare_memory(arguments: argparse.Namespace, names: list[str]) -> None:
 
 def compare_times(arguments: argparse.Namespace, names: list[str]) -> None:
     """Run a step of each way in turn; print the medians and their ratios to the first way."""
-    from training_run import TrainingRun
-
-    from plsc.parallel.world import World
 
     world, runs = World.single("cpu"), {}
     with tempfile.TemporaryDirectory() as folder:
@@ -154,6 +159,48 @@ def main() -> None:
     wanted = arguments.ways
     names = [name for name in WAYS if wanted is None or name.startswith(tuple(wanted))]
     (compare_times if arguments.time else compare_memory)(arguments, names)
+
+
+class TrainingRun:
+    """A run that executes single steps on the same batch."""
+
+    def __init__(self, world: World, folder: str | Path, settings: dict[str, Any]) -> None:
+        options = Options()
+        settings = {
+            "train.with_test": False,
+            "checkpoint.save_dir": str(folder),
+            "data.num_workers": 0,
+            "data.train_image_num": 10**9,
+            **settings,
+        }
+        for path, value in settings.items():
+            options.set(path, value)
+        self.run: Run = build_run(options.resolve(), world, UserParts(train_reader=_reader(options)))
+        self.run.network.train()
+        self._step = Step(self.run)
+        with closing(self.run.data.loader.epoch(0, 0)) as batches:
+            self._batch: Batch = next(iter(batches))
+
+    def step(self) -> float:
+        """Run a step; return its loss."""
+        sizes = exchange_status(
+            self.run.world, self._batch, self.run.head.class_num
+        ).sizes  # as in the training loop
+        loss = float(self._step.make(self._batch, sizes, is_logged=False).output.mean_loss)
+        self.run.position.advance()
+        return loss
+
+
+def _reader(options: Options) -> Any:
+    shape, classes = options.model.image_shape, options.head.class_num
+    assert classes is not None
+
+    def read() -> Iterator[tuple[np.ndarray, int]]:
+        random = np.random.default_rng(0)
+        while True:
+            yield random.normal(size=shape).astype(np.float32), int(random.integers(classes))
+
+    return read
 
 
 if __name__ == "__main__":

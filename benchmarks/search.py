@@ -5,7 +5,7 @@
 
 The gallery has a million vectors of 512 values, in clusters: each vector is a centre plus Gaussian noise, so
 two vectors of a cluster have a cosine of 0.8 on average. The centres are the embeddings of `--embeddings` (a
-folder of ``plsc predict``, or a file of capacity_data.py), rotated into 512 dimensions, or Gaussian vectors.
+folder of ``plsc predict``, or a file of capacity.py), rotated into 512 dimensions, or Gaussian vectors.
 The queries are further vectors around random centres. The reference multiplies float32 matrices with torch,
 part by part. Writes results.json and results.md to the folder.
 """

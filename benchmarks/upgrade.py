@@ -49,7 +49,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from capacity_data import read_glyphs, unpack
+from capacity import read_glyphs, unpack
 from torch import nn
 
 from plsc import Entry

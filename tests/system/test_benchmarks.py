@@ -164,3 +164,10 @@ def test_the_capacity_benchmark_has_a_row_for_each_gallery_and_level(tmp_path):
     assert [(int(row[0]), float(row[1])) for row in rows if len(row) == 11 and row[0].strip().isdigit()] == [
         (n, level) for n in (30, 60) for level in (0.01, 0.05, 0.2, 0.4)
     ]
+
+
+def test_the_table_of_all_benchmarks_has_a_row_with_figures_for_each(tmp_path):
+    done = run_ranks(BENCHMARKS / "run.py", 0, str(tmp_path), "--quick", cwd=REPO)
+    rows = [row.split("|")[1:-1] for row in done.stdout.partition("| compared with |")[2].splitlines()[2:]]
+    assert len(rows) == 5
+    assert not [cells for cells in rows if "failed" in cells[2]]
