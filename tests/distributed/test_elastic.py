@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,9 +24,13 @@ JOB = Path(__file__).with_name("elastic_job.py")
 
 
 def free_port() -> int:
+    """Return a free port, not one of those that the system gives to clients: they could take it before its use."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise OSError("no port is free")
 
 
 def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
