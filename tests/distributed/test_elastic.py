@@ -24,7 +24,7 @@ JOB = Path(__file__).with_name("elastic_job.py")
 
 
 def free_port() -> int:
-    """Return a free port, not one of those that the system gives to clients: they could take it before its use."""
+    """Return a free port, of those that the system does not give to clients, which could take it first."""
     with socket.socket() as probe:
         for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
             with contextlib.suppress(OSError):
