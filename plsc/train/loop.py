@@ -29,10 +29,10 @@ from plsc.train.step import Step, StepResult, stop_at_bad_weights
 from plsc.train.targets import evaluate_targets
 from plsc.train.watch import BadSampleReport, Meter, WeightAverage
 
-# Metrics that only logged steps compute.
 STOP_SECONDS = 60.0
 """How long a run may take to save and upload its state after a signal to stop."""
 
+# Metrics that only logged steps compute.
 _GAUGES = (
     "accuracy",
     "accuracy_top5",

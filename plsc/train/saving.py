@@ -138,11 +138,17 @@ class Saver:
 
         A failure to delete is only a problem to log: the newest checkpoint is saved.
         """
+        best = None
+        if self._world.is_main:
+            save.size = sum(file.bytes for file in read_manifest(save.path).files.values())
+            best = self._name_best(save)  # first: after a kill, best.json never names what is deleted
         if self.folder.is_owner:
-            save.problem = _problem_of(partial(self._prune, save.path))
-        if not self._world.is_main:
-            return None
-        save.size = sum(file.bytes for file in read_manifest(save.path).files.values())
+            save.problem = _problem_of(partial(self._prune, save.path)) or save.problem
+        if self._world.is_main and not self.retention.top:  # the best may be among the deleted
+            best = self._name_best(save)
+        return best
+
+    def _name_best(self, save: _Save) -> tuple[str, float] | None:
         best = self._find_best()
         naming = partial(write_best, Store(self.folder.path), self.retention.monitor, best)
         save.problem = _problem_of(naming) or save.problem
@@ -288,9 +294,14 @@ class Uploader:
         Failures are logged and not fatal: the checkpoint itself has been uploaded.
         """
         store, retention, folder = self._store, self._retention, self._folder
+
+        def name_best() -> None:
+            write_best(store, retention.monitor, best_in(store, retention, folder.run_id))
+
         actions: list[Callable[[], object]] = [
+            name_best,  # in the order of `_prune_and_find_best`
             lambda: prune(store, retention, folder.run_id, {newest, folder.resumed}),
-            lambda: write_best(store, retention.monitor, best_in(store, retention, folder.run_id)),
+            *([] if retention.top else [name_best]),
         ]
         for path in (folder.path / name for name in _SMALL_FILES):
             if path.is_file():

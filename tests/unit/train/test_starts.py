@@ -11,6 +11,7 @@ import pytest
 from plsc.checkpoint import list_checkpoints
 from plsc.cli import main
 from plsc.parallel.world import World
+from plsc.train import saving
 from tests.images import write_dataset
 from tests.resuming import options_of, train
 
@@ -141,3 +142,19 @@ def test_a_run_deletes_its_own_checkpoints_alone_and_not_the_one_it_resumed(star
     # The command counts each run's checkpoints by themselves.
     assert main(["checkpoint", "prune", str(run), "--keep_last", "1"]) == 0
     assert saved(run) == {"1": "", "5": own, "other": "another"}
+
+
+def test_a_kill_while_the_best_is_named_leaves_the_one_that_is_named(start, tmp_path, monkeypatch):
+    write, named = saving.write_best, []
+
+    def killed(*arguments):
+        named.append(arguments)
+        if len(named) == 4:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    monkeypatch.setattr(saving, "write_best", killed)
+    few = {"checkpoint__keep_last": 1, "checkpoint__save_top_k": 1, "checkpoint__monitor": "loss"}
+    with pytest.raises(KeyboardInterrupt):
+        start(train__epochs=6, **few)
+    assert json.loads((tmp_path / "run" / "best.json").read_text())["path"] in saved(tmp_path / "run")
