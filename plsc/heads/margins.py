@@ -398,7 +398,7 @@ MARGINS: dict[str, type[Margin]] = {
     for margin in list(vars().values())
     if isinstance(margin, type) and issubclass(margin, Margin) and "name" in vars(margin)
 }
-"""All margins of this file by name; loss types, their checks, help and tables derive from it."""
+"""All margins of this file by name; those of the options and of the help are in plsc/names.py."""
 
 
 def margin_arguments(name: str) -> Mapping[str, inspect.Parameter]:
