@@ -76,7 +76,9 @@ def hdfs_of_session():
 def hdfs(hdfs_of_session):
     """A real HDFS; what a test kills of it is started again before the next one."""
     hdfs_of_session.revive()
-    return hdfs_of_session
+    yield hdfs_of_session
+    if hdfs_of_session.processes["namenode"].poll() is not None:
+        hdfs_of_session.kill("datanode")  # without a name node, it would keep a core busy
 
 
 @pytest.fixture
