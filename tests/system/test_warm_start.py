@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import cross_entropy, normalize
 
 from plsc import Entry
 from plsc.checkpoint import load_weights
-from plsc.data.writers import convert
 from plsc.errors import CheckpointError, OptionError, PlscError
 from plsc.predict.importing import import_checkpoint
 from tests.distributed import job
@@ -178,29 +176,6 @@ def test_an_imported_checkpoint_predicts_as_its_network_and_trains_on(dataset, t
 
     with pytest.raises(PlscError, match=r"model\.pretrained"):  # it has no state to resume
         entry(dataset, tmp_path / "on", set_checkpoint_dir=ck, set_model_name="IResNet18").train()
-
-
-@pytest.mark.usefixtures("narrow_iresnet")
-def test_the_first_step_from_a_run_of_arcface_torch_has_the_loss_of_its_formula(dataset, tmp_path):
-    network, rows = random_network("IResNet18", EMB, (3, 16, 16)), torch.randn(CLASSES, EMB)
-    save_arcface_torch(tmp_path / "theirs", rows, 2, network)
-    import_checkpoint(tmp_path / "theirs", tmp_path / "ck")
-    (tmp_path / "faces").mkdir()
-    convert(str(dataset), str(tmp_path / "faces" / "train.rec"))
-    lines = [line.split() for line in (dataset / "label.txt").read_text().splitlines()]
-    settings = {
-        "set_pretrained": tmp_path / "ck", "set_model_name": "IResNet18", "set_dropout": 0,
-        "set_flip": False,
-        "set_train_batch_size": len(lines), "set_train_steps": 1, "set_margin": 0.5, "set_scale": 64.0,
-    }  # fmt: skip
-    result = entry(tmp_path / "faces", tmp_path / "run", **settings).train()
-
-    embeddings = network.train()(images_of(dataset, [name for name, _ in lines]))
-    labels = torch.tensor([int(label) for _, label in lines])
-    cosines = normalize(embeddings) @ normalize(rows).T
-    own = torch.nn.functional.one_hot(labels, CLASSES).bool()
-    logits = 64 * torch.where(own, (cosines.acos() + 0.5).cos(), cosines)
-    assert result.metrics["loss"] == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-4)
 
 
 def images_of(dataset, names):
