@@ -348,12 +348,14 @@ def test_a_folder_that_a_list_names_is_beside_the_list_and_has_images(tmp_path, 
         (tmp_path / name).write_bytes(text)
     monkeypatch.chdir(tmp_path)
     images = read_pair_list(write(tmp_path / "list", b"# images: sub\na a 0\n")).images
-    assert images[0][0] == b"\xff\xd8\xff right" and images.name(0) == "a (list.txt:2)"
+    assert images[0][0] == b"\xff\xd8\xff right"
+    assert images.name(0) == "a (list.txt:2)"
     images = read_pair_list(write(tmp_path / "list", f"# images: {tmp_path}/home\na a 0\n".encode())).images
     with pytest.raises(DataError, match="not an image"):
         images[0]
     (problem,) = images.read_many(np.array([0]))
-    assert isinstance(problem, DataError) and "SECRET" not in str(problem)
+    assert isinstance(problem, DataError)
+    assert "SECRET" not in str(problem)
 
 
 def test_a_missing_list_or_image_is_an_error(folder):
