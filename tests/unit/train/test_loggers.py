@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
+import shutil
 import signal
-import struct
 import sys
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from PIL import Image
 
 from plsc.errors import DataError, OptionError, TrainingInterrupted
-from plsc.train.log import LOGGERS, scalars
+from plsc.train.log import LOGGERS
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
@@ -132,10 +131,25 @@ def test_any_folder_and_any_name_works(logger, dataset, tmp_path, monkeypatch):
         assert list(folder.glob("events.*"))
 
 
-def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """An empty one: MLflow takes seconds to make it."""
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def mlflow(database, tmp_path, monkeypatch):
+    found = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    shutil.copy(database, tmp_path / "mlflow.db")
+    found.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    return found
+
+
+def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, mlflow):
     train_and_resume(dataset, tmp_path / "run", "mlflow", set_callbacks="images")
     client = mlflow.MlflowClient()
     (run,) = client.search_runs(["0"])
@@ -182,12 +196,7 @@ ENDINGS = [(fail, 1, "FAILED"), (stop, 143, "KILLED"), (interrupt, 130, "KILLED"
 
 
 @pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
-def test_mlflow_gets_the_status_of_the_run_and_that_of_a_script_is_joined_and_not_ended(
-    dataset, tmp_path, monkeypatch, action, code, status
-):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+def test_mlflow_gets_the_status_of_the_run(dataset, tmp_path, mlflow, action, code, status):
     custom = Remember()
     custom.exit_code = 0
     assert train_until(action, dataset, tmp_path / "own", "mlflow", custom) == (code > 0)
@@ -195,22 +204,22 @@ def test_mlflow_gets_the_status_of_the_run_and_that_of_a_script_is_joined_and_no
     (own,) = mlflow.MlflowClient().search_runs(["0"])
     assert own.info.status == status
     assert mlflow.active_run() is None
+
+
+def test_mlflow_joins_the_run_of_a_script_and_does_not_end_it(dataset, tmp_path, mlflow):
     with mlflow.start_run() as mine:
         for batch in (10, 12):  # a parameter keeps its first value
-            train_until(action, dataset, tmp_path / f"joined{batch}", "mlflow")
+            train_until(fail, dataset, tmp_path / f"joined{batch}", "mlflow")
             assert mlflow.active_run().info.run_id == mine.info.run_id
         mlflow.log_metric("after", 1)
     joined = mlflow.get_run(mine.info.run_id)
     assert joined.info.status == "FINISHED"
     assert joined.data.metrics["after"] == 1
     assert joined.data.metrics["loss_step"] > 0
-    assert len(mlflow.MlflowClient().search_runs(["0"])) == 2
+    assert len(mlflow.MlflowClient().search_runs(["0"])) == 1
 
 
-def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(dataset, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(dataset, tmp_path, mlflow):
     ins = entry(dataset, tmp_path / "run")
     ins.set_loggers("mlflow")
     ins.add_callback(lambda context: mlflow.start_run(nested=True, run_name="inner"), "epoch_end")
@@ -221,40 +230,17 @@ def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(datas
         mlflow.end_run()
 
 
-def exit_code_of(record):
-    """Return the exit code in a file of W&B: chunks of at most 32 kB of Protobuf messages, as in LevelDB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, message = record.read_bytes(), 7, b""
-    while at + 7 < len(data):
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        if kind == 0 or at % 2**15 > 2**15 - 7:
-            at += 2**15 - at % 2**15
-            continue
-        message = (b"" if kind in (1, 2) else message) + data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4) and (found := Record.FromString(message)).HasField("exit"):
-            return found.exit.exit_code
-    return None
-
-
-@pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
-def test_weights_and_biases_gets_the_exit_code_and_the_run_of_a_script_is_joined_and_not_ended(
-    dataset, tmp_path, monkeypatch, action, code, status
-):
+def test_weights_and_biases_joins_the_run_of_a_script_and_does_not_end_it(dataset, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    train_until(action, dataset, tmp_path / "own", "wandb")
+    train_until(fail, dataset, tmp_path / "own", "wandb")
     assert wandb.run is None
     mine = wandb.init(dir=tmp_path)
-    train_until(action, dataset, tmp_path / "joined", "wandb")
+    train_until(fail, dataset, tmp_path / "joined", "wandb")
     assert wandb.run is mine
-    mine.log({"after": 1})
     mine.finish()
     wandb.teardown()  # its process then has written everything
-    folders = tmp_path / "own", tmp_path
-    (own,), (joined,) = (list(folder.glob("wandb/offline-*/*.wandb")) for folder in folders)
-    assert (exit_code_of(own), exit_code_of(joined)) == (code, 0)
+    (joined,) = tmp_path.glob("wandb/offline-*/*.wandb")
     assert b"loss_step" in joined.read_bytes()
     assert not list(tmp_path.glob("joined/wandb"))
 
@@ -295,8 +281,8 @@ def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
     assert mine.is_closed
     assert mine.entries == lines_of(tmp_path)
     only_mine = Remember()
-    train(dataset, tmp_path / "other", only_mine)
-    assert len([entry for entry in only_mine.entries if "loss" in entry]) == 2 * STEPS
+    train(dataset, tmp_path / "other", only_mine, epochs=1)
+    assert len([entry for entry in only_mine.entries if "loss" in entry]) == STEPS
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
@@ -331,7 +317,7 @@ def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset,
 
 def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     ins = entry(dataset, tmp_path)
-    with pytest.raises(OptionError, match=r"expected any of jsonl.*did you mean 'tensorboard'"):
+    with pytest.raises(OptionError, match="'tensorboard'"):
         ins.set_loggers("tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)  # Python then behaves as if it were not installed
     with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[wandb\]'"):
@@ -345,13 +331,6 @@ def test_secrets_of_options_reach_no_logger(dataset, tmp_path):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("tfevents" in path.name for path in files)
     assert not [path for path in files if b"geheim" in path.read_bytes()]
-
-
-def test_scalars_are_finite_and_named_by_step_and_target():
-    found = scalars(
-        {"step": 3, "loss": 1.5, "accuracy": None, "lr": math.inf, "eval": {"lfw": {"auc": 0.5, "fars": [1]}}}
-    )
-    assert found == {"loss_step": 1.5, "eval/lfw/auc": 0.5}
 
 
 @pytest.mark.parametrize("shards_itself", [False, True])
