@@ -119,22 +119,19 @@ def test_recomputation_does_not_change_frozen_layers_evaluation_and_parameter_na
 
 
 def test_find_blocks_works_for_many_networks():
+    wanted = {
+        "ResNet18": (["stages.0.0", "stages.0.1"], 8),
+        "torchvision/convnext_tiny": (["network.features.1.0", "network.features.1.1"], 18),
+        "torchvision/efficientnet_b0": (["network.features.1.0", "network.features.2.0"], 16),
+    }
     with torch.device("meta"):
-        wanted = {
-            "ResNet18": ["stages.0.0", "stages.0.1", "stages.1.0", 8],
-            "SmallResNet": ["stages.0.0", "stages.1.0", "stages.2.0", 4],
-            "torchvision/convnext_tiny": ["network.features.1.0", "network.features.1.1", 18],
-            "torchvision/efficientnet_b0": ["network.features.1.0", "network.features.2.0", 16],
-        }
-        for name, (*first, count) in wanted.items():
+        for name, (first, count) in wanted.items():
             blocks = find_blocks(build_model(name, 16))
-            assert blocks[: len(first)] == first
-            assert len(blocks) == count
+            assert (blocks[:2], len(blocks)) == (first, count)
 
 
 def test_patterns_select_the_outermost_modules():
     network = make("ResNet18")
-    assert select_modules(network, "none") == []
     assert select_modules(network, "stages.*") == [f"stages.{i}" for i in range(4)]
     assert select_modules(network, "stages.0.*, neck") == ["stages.0.0", "stages.0.1", "neck"]
 

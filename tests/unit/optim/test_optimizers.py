@@ -110,21 +110,6 @@ def test_all_implementations_give_the_same_update_for_any_memory_layout(name):
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_parameter_may_get_its_first_gradient_late():
-    results = []
-    for way in ("for_loop", "fused"):
-        mine = weights()
-        optimizer = built([{"params": list(mine)}], optimizer_arguments={**WAYS[way], "dampening": 0.5})
-        for step in range(3):
-            put_gradients(mine, step)
-            if step == 0:
-                mine[0].grad = None
-            optimizer.step()
-        results.append(mine)
-    for a, b in zip(*results, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 def test_l1_decay_adds_the_sign_of_the_weights_to_the_gradients_of_its_groups():
     mine = weights()
     before = [p.detach().clone() for p in mine]
@@ -245,23 +230,6 @@ def test_wrong_settings_are_refused_before_data_are_read(changes, noun):
 def test_wrong_arguments_and_groups_are_refused_when_the_optimizer_is_created(changes, group, noun):
     with pytest.raises(OptionError, match=noun):
         built([{"params": list(weights()), **group}], **changes)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_expected_states_equal_those_of_a_real_step(name):
-    settings, _ = MORE.get(name, ({}, {}))
-    shapes = ((5, 7, 3, 3), (5, 7), (1, 4), (5,), ())
-    mine = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer = built([{"params": mine}], optimizer=name, **settings)
-    states = ExpectedStates(optimizer)
-    expected = [states.of(parameter) for parameter in mine]
-    steps(optimizer, mine, count=1)
-    for parameter, wanted in zip(mine, expected, strict=True):
-        assert wanted == {
-            state: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
-            for state, value in optimizer.state[parameter].items()
-        }
-    assert all(parameter.isfinite().all() for parameter in mine)
 
 
 def test_expected_states_of_a_custom_optimizer_are_unknown():

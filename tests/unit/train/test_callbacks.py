@@ -1,4 +1,4 @@
-"""Callbacks: which events are called when, what they see and change; tables of layers, bad losses, averages."""
+"""Callbacks: events, what they see and change; tables of layers, bad losses, averages of the weights."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from plsc.config.data import AugmentationArguments
 from plsc.config.option import read_arguments
 from plsc.data.loader import CachedSource
 from plsc.data.sources import open_source
-from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.machine import on_terminal
@@ -204,17 +203,6 @@ def parts(tmp_path):
     return tmp_path
 
 
-def test_a_rank_opens_its_own_part_and_needs_no_other(parts):
-    for rank, count in ((0, 4), (1, 6)):
-        world = OneOf(rank, 3, [(count, "")] * 3)
-        assert len(open_rank_source(str(parts), world)) == count
-
-
-def test_parts_of_unlike_counts_are_refused_with_the_counts(parts):
-    with pytest.raises(DataError, match="rank 0 has 4 and rank 1 has 6"):
-        open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (6, ""), (5, "")]))
-
-
 def test_what_one_rank_cannot_open_all_ranks_tell(parts):
     with pytest.raises(DataError, match=r"^rank 2: .*part-2 does not exist"):
         open_rank_source(str(parts), OneOf(2, 3, [(4, "")] * 3))
@@ -319,14 +307,6 @@ def test_wrong_readers_are_reported_with_what_was_expected(tmp_path):
     for result in (None, ([1], ["lfw"]), ([], ["lfw"])):
         with pytest.raises(OptionError, match="test_reader"):
             load_targets(options, lambda folder, names, result=result: result)
-
-
-def test_the_training_data_may_be_a_url(tmp_path):
-    folder = write_dataset(tmp_path / "set", classes=2, per_class=2)
-    convert(str(folder), "memory://training-source/train.rec")
-    source = open_labelled("memory://training-source/train.rec")
-    assert type(source) is RecordIOSource
-    assert source.labels().tolist() == [0, 0, 1, 1]
 
 
 def test_secrets_of_urls_are_in_no_line_and_no_file_of_a_run(tmp_path, capfd):

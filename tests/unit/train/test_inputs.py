@@ -14,7 +14,7 @@ import plsc
 from plsc.config import Options
 from plsc.errors import DataError, OptionError, TrainingError
 from plsc.models import BaseModel, check_model
-from plsc.optim import SPARSE, ExpectedStates, assign_parameters, build_optimizer
+from plsc.optim import assign_parameters
 from plsc.parallel.world import World
 from plsc.predict.exporter import run_conversion
 from plsc.predict.network import load_network
@@ -203,24 +203,6 @@ def test_sparse_gradients_are_unscaled_clipped_and_measured_as_dense_ones(tmp_pa
         norms.append([line["gradient_norm"] for line in lines if "gradient_norm" in line])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert len(norms[0]) == 2
-
-
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
-def test_expected_states_of_sparse_gradients_equal_those_of_a_real_step(name):
-    network = Words()
-    named = dict(network.named_parameters())
-    assigned = assign_parameters(network, optimizer=name).groups
-    groups = [{"params": [named[one] for one in names], **own} for names, own in assigned if names]
-    assert [bool(group.get(SPARSE)) for group in groups] == [False, True]
-    optimizer = build_optimizer(name, groups, 0.1, momentum=0.9, weight_decay=5e-4)
-    expected = ExpectedStates(optimizer).of(network.embedding.weight)
-    network(IDS).square().sum().backward()
-    optimizer.step()
-    state = optimizer.state[network.embedding.weight]
-    assert expected == {
-        key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
-        for key, value in state.items()
-    }
 
 
 def test_what_sparse_gradients_do_not_support_is_refused():

@@ -10,6 +10,7 @@ import torch
 
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.errors import CheckpointError, OptionError
+from plsc.optim import OPTIMIZERS
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, UserParts
 from plsc.train.snapshot import check_counts
@@ -123,6 +124,11 @@ KINDS = {
     "factory": {
         "optim__optimizer": f"{__name__}:Adapting", "optim__optimizer_arguments": {"lr": 0.05},
         "optim__groups": ({"pattern": "type:Linear", "lr_factor": 0.3},),
+    },
+    **{name: {"optim__optimizer": name} for name in OPTIMIZERS if name != "adamw"},
+    "adam": {"optim__optimizer": "adam", "optim__optimizer_arguments": {"amsgrad": True}},
+    "adagrad": {
+        "optim__optimizer": "adagrad", "head__optimizer": "adagrad", "head__state_dtype": "bfloat16",
     },
 }  # fmt: skip
 
@@ -265,20 +271,20 @@ def test_a_run_goes_on_to_the_same_bits(kind, dataset, tmp_path):
     settings = KINDS[kind]
 
     def start(name, **more):
-        base = {"train__batch_size": 4, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1}
+        base = {"train__batch_size": 6, "checkpoint__every_n_steps": 2, "checkpoint__keep_last": -1}
         options = options_of(dataset, tmp_path / name, **base, **more)
         return train(options, WORLD)
 
     start("whole", **settings)
     # Nothing is set again but what is code: the checkpoint has it all.
     code = {name: value for name, value in settings.items() if ":" in str(value)[:50]}
-    start("resumed", checkpoint__load_dir=str(saved_at(tmp_path / "whole", 3)), **code)
+    start("resumed", checkpoint__load_dir=str(saved_at(tmp_path / "whole", 2)), **code)
     assert different(tmp_path / "resumed/1", tmp_path / "whole/1") == []
-    later = {s: x for s, x in losses_of(tmp_path / "whole").items() if s > 3}
+    later = {s: x for s, x in losses_of(tmp_path / "whole").items() if s > 2}
     assert losses_of(tmp_path / "resumed") == later
     if kind == "factory":
         numbers = read_manifest(tmp_path / "whole/1").scalars["optimizer_groups"]
-        assert numbers == [{"$dict": [["d", pytest.approx(0.9**10)]]}] * 2
+        assert numbers == [{"$dict": [["d", pytest.approx(0.9**6)]]}] * 2
 
 
 def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goes_on(
@@ -300,8 +306,8 @@ def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goe
     last = str(tmp_path / "first/0")
     thawed = start("thawed", checkpoint__load_dir=last, train__epochs=2, optim__freeze=("fc",))
     said = capsys.readouterr().out
-    assert "no optimizer state for 4 parameters: it is initialised" in said
-    assert "optim.freeze: ('fc',) here, ('conv', 'norm') in the checkpoint" in said
+    assert "no optimizer state for 4 parameters" in said
+    assert "optim.freeze" in said
     changed = {key for key, value in thawed.items() if not value.equal(first[key])}
     assert changed == {key for key in frozen if "conv" in key or "norm" in key}
 
