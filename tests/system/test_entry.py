@@ -23,6 +23,7 @@ from plsc.utils import jpeg_reader
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different
+from tests.system import small_entry
 from tests.undrawn import drawing
 
 pytestmark = pytest.mark.slow
@@ -48,24 +49,11 @@ class Plain(BaseModel):
         return self.fc(input.flatten(1))
 
 
-def entry(dataset, save_dir, network=True, **settings):
-    ins = Entry()
-    ins.set_seed(3)
+def entry(dataset, save_dir, network=Plain, **settings):
+    plain = {"set_train_epochs": 2, "set_lr": 0.5 * 12 / 1024, "set_num_workers": 0, "set_with_test": True}
+    ins = small_entry.entry(dataset, save_dir, **plain | {"set_log_period": 200} | settings)
     if network:
-        ins.set_model(Plain())
-    ins.set_emb_size(8)
-    ins.set_image_shape((3, 16, 16))
-    ins.set_dataset_dir(dataset)
-    ins.set_model_save_dir(save_dir)
-    ins.set_train_batch_size(12)
-    ins.set_train_epochs(2)
-    ins.set_lr(0.5 * 12 / 1024)
-    ins.set_warmup_steps(0)
-    ins.set_clip_norm(0)
-    ins.set_lr_schedule("constant")
-    ins.set_num_workers(0)
-    for name, value in settings.items():
-        getattr(ins, name)(value)
+        ins.set_model(network())
     return ins
 
 
@@ -101,7 +89,7 @@ def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path, m
 
 def test_the_same_run_twice_gives_the_same_bits(dataset, tmp_path):
     for name in ("a", "b"):
-        ins = entry(dataset, tmp_path / name, network=False, set_model_name="SmallResNet", set_train_epochs=1)
+        ins = entry(dataset, tmp_path / name, None, set_train_epochs=1)
         ins.train()
     # Threads of other tests' libraries may draw from the global generators of this process.
     differ = different(tmp_path / "a/0", tmp_path / "b/0")

@@ -193,17 +193,10 @@ def test_without_timm_the_error_has_the_install_command(monkeypatch):
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_dropout_is_applied_once_before_the_embedding(name):
-    model = build_model(f"torchvision/{name}", 16, (3, 32, 32), 0.9)
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    images = torch.randn(2, 3, 32, 32)
-    model.eval()
-    assert torch.equal(model(images), model(images))
-    model.train()
-    for norm in norms:
-        norm.eval()
-    assert not torch.equal(model(images), model(images))
-    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    assert [p for p in dropouts if p] == [0.9]
+    with torch.device("meta"):
+        model = build_model(f"torchvision/{name}", 16, (3, 32, 32), 0.9)
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p] == [0.9]
+    assert model.neck.dropout.p == 0.9
 
 
 # googlenet and inception also have auxiliary classifiers; densenet uses functional pooling.

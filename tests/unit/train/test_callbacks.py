@@ -19,9 +19,7 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import verify
 from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.models import BaseModel
-from plsc.train import step as step_module
 from plsc.train.callbacks import EVENTS
-from plsc.train.step import LossReader
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, losses_of
 from tests.spoiled import Spoiled, SpoilImage
@@ -336,17 +334,6 @@ def test_a_loss_of_nan_names_layer_and_image_and_the_batch_is_saved(dataset, tmp
     saved = load_file(tmp_path / "bad_batch.safetensors")
     assert saved["images"].equal(spoil.images)
     assert saved["labels"].equal(spoil.labels)
-
-
-def test_a_late_loss_names_the_same_layer_because_a_fused_optimizer_skips_the_update(
-    dataset, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
-    loop = {"set_optimizer": {"optimizer": "sgd", "foreach": False}}
-    for name, settings, noun in (("fused", {}, "block.1"), ("loop", loop, "after an update")):
-        text = failure(dataset, tmp_path / name, SpoilImage(), set_log_period=100, **settings)
-        assert "at step 4 " in text
-        assert noun in text
 
 
 class SpoilClassWeights(Callback):

@@ -22,6 +22,7 @@ from plsc.train.run import build_run, idle_note, run_training
 from plsc.train.step import Step
 from plsc.train.watch import DataWait, LearningCheck
 from tests.images import write_dataset
+from tests.resuming import options_of
 
 
 def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_path, monkeypatch):
@@ -122,15 +123,8 @@ def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
 
 
 def options_for(dataset, tmp_path, **changes):
-    options = Options()
-    settings = {
-        "data.dataset_dir": str(dataset), "checkpoint.save_dir": str(tmp_path / "out"),
-        "model.name": "SmallResNet", "model.image_shape": (3, 16, 16), "model.emb_size": 8,
-        "train.batch_size": 4, "data.num_workers": 0,
-    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
-    for path, value in settings.items():
-        options.set(path, value)
-    return options
+    small = {"model__name": "SmallResNet", "train__batch_size": 4, **changes}
+    return options_of(dataset, tmp_path / "out", **small)
 
 
 @pytest.fixture(scope="module")
@@ -170,33 +164,6 @@ def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     )
     assert "optim.momentum" in idle_note(options)
     assert "precision" not in idle_note(options)
-
-
-class Necked(BaseModel):
-    """A custom network whose constructor names the neck."""
-
-    def __init__(self, neck="linear"):
-        super().__init__()
-        self.fc = nn.Linear(3 * 16 * 16, 8)
-
-    def build_network(self, input, label, is_train=True):
-        return self.fc(input.flatten(1))
-
-
-@pytest.mark.parametrize(
-    ("model", "name", "noted"),
-    [
-        (Necked(), "ResNet50", ["model.dropout", "model.neck"]),  # made with its own default
-        (Necked("linear-norm"), "ResNet50", ["model.dropout"]),
-        (None, f"{__name__}:Necked", ["model.dropout"]),
-        (None, "SmallResNet", []),
-    ],
-)
-def test_options_that_a_custom_network_is_not_made_with_are_noted(model, name, noted, dataset, tmp_path):
-    options = options_for(dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2)
-    notes = build_run(options, World.single(), UserParts(model=model)).notes[-1]
-    assert notes.count("(the custom network was constructed with another value)") == len(noted)
-    assert all(f"{path} (the custom network" in notes for path in noted)
 
 
 class Stages(BaseModel):
