@@ -23,7 +23,7 @@ NETWORKS = (
     "IResNet18", "IResNet34", "IResNet50", "IResNet100", "IResNet200",
     "SmallResNet",
 )  # fmt: skip
-"""Of plsc/models/registry.py."""
+"""Of plsc/models/__init__.py."""
 
 MARGINS = (
     "softmax", "normface", "arcface", "cosface", "sphereface", "combined", "adaface", "magface",

@@ -5,7 +5,7 @@ import inspect
 
 from plsc import names
 from plsc.heads.margins import MARGINS
-from plsc.models.registry import NETWORKS
+from plsc.models import NETWORKS
 from plsc.optim import OPTIMIZERS
 from plsc.predict.protocols import Evaluator, ProtocolData
 from plsc.train.log import LOGGERS

@@ -14,9 +14,8 @@ from torchvision import models
 
 from plsc.config import Options
 from plsc.errors import OptionError
-from plsc.models import build_model, check_model, load_custom
+from plsc.models import NETWORKS, build_model, check_model, load_custom
 from plsc.models.layers import initialise
-from plsc.models.registry import NETWORKS
 from plsc.models.resnet import IRESNET_BLOCKS, IResNet, ResNet
 from tests.unit.checkpoint.external_files import random_network
 
