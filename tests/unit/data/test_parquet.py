@@ -116,6 +116,13 @@ def test_the_writer_keeps_its_groups_small(tmp_path):
     assert [metadata.row_group(i).num_rows for i in range(3)] == [1000, 1000, 500]
 
 
+def test_more_class_names_than_are_read_again_are_refused_before_anything_is_written(tmp_path):
+    names = {label: f"{label:01000}" for label in range(60_000)}
+    with pytest.raises(DataError, match="names"):
+        write_parquet(str(tmp_path / "a.parquet"), [(b"x", 0)], names)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_cache_of_decoded_groups_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 3000)
     path = tmp_path / "a.parquet"

@@ -338,6 +338,26 @@ def test_a_bad_list_is_an_error_that_names_file_and_line(folder, content, messag
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_that_a_list_names_is_beside_the_list_and_has_images(tmp_path, monkeypatch):
+    for name, text in (
+        ("list/sub/a", b"\xff\xd8\xff right"),
+        ("sub/a", b"\xff\xd8\xff wrong"),
+        ("home/a", b"SECRET"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(text)
+    monkeypatch.chdir(tmp_path)
+    images = read_pair_list(write(tmp_path / "list", b"# images: sub\na a 0\n")).images
+    assert images[0][0] == b"\xff\xd8\xff right"
+    assert images.name(0) == "a (list.txt:2)"
+    images = read_pair_list(write(tmp_path / "list", f"# images: {tmp_path}/home\na a 0\n".encode())).images
+    with pytest.raises(DataError, match="not an image"):
+        images[0]
+    (problem,) = images.read_many(np.array([0]))
+    assert isinstance(problem, DataError)
+    assert "SECRET" not in str(problem)
+
+
 def test_a_missing_list_or_image_is_an_error(folder):
     for place, message in ((folder / "none.txt", "none.txt"), (folder, "directory")):
         with pytest.raises(DataError, match=f"(?i){message}"):
