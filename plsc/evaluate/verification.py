@@ -75,7 +75,12 @@ class ListedImages(FileSource):
     """
 
     def __init__(
-        self, root: Path | str, paths: PathTable, lines: np.ndarray, title: str, is_named_by_list: bool
+        self,
+        root: Path | str,
+        paths: PathTable,
+        lines: np.ndarray,
+        title: str,
+        is_named_by_list: bool = False,
     ) -> None:
         super().__init__(root, paths, np.full(len(lines), -1))
         self._lines, self._title, self._is_named_by_list = lines, title, is_named_by_list

@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -55,6 +55,36 @@ def test_a_listing_over_http_is_searched_in_linear_time():
 
     with serving(Page) as url:
         assert Store(f"{url}/run").names() == ["7", "best.json"]
+
+
+def test_class_folders_over_http_are_those_of_the_disk_and_none_is_left_out(tmp_path):
+    names = ("A", "with blank", "b&c", "Jos\u00e9", "-dash")
+    for name in names:
+        (tmp_path / "set" / name).mkdir(parents=True)
+        (tmp_path / "set" / name / "1.png").write_bytes(PNG + name.encode())
+
+    class Folder(SimpleHTTPRequestHandler):
+        missing = None
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=tmp_path)
+
+        def do_GET(self):
+            if self.path.rstrip("/") == self.missing:
+                self.send_error(404)
+            else:
+                super().do_GET()
+
+    local = open_source(str(tmp_path / "set"))
+    with serving(Folder) as url:
+        remote = open_source(f"{url}/set")
+        assert remote.class_names == local.class_names
+        assert {remote[i] for i in range(5)} == {local[i] for i in range(5)}
+        Folder.missing = "/set/A"
+        for location in (f"{url}/set", f"{url}/set/*/*.tar"):
+            fsspec.filesystem("http").invalidate_cache()
+            with pytest.raises(DataError, match="cannot be listed"):
+                open_source(location)
 
 
 @pytest.fixture
