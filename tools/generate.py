@@ -36,15 +36,9 @@ class Setters:
 
 PAGE_HEAD = """# Options
 
-```python
-from plsc import Entry
-
-ins = Entry()
-ins.set_train_batch_size(64)
-```
-
-As a flag: `plsc train --train.batch_size 64`. `plsc config` writes all options to a YAML file for
-`plsc train --config run.yaml`. Each entry shows `option=default` and the setter.
+Set an option with its setter, as `Entry().set_train_batch_size(64)`, with its flag, as
+`plsc train --train.batch_size 64`, or in the file that `plsc config > run.yaml` writes (`plsc train --config
+run.yaml`). Entries show `option=default`.
 
 Unless you set them, marked options come from the [checkpoint](checkpoints.md#what-a-checkpoint-decides): ¹
 when a run is resumed, ² whenever the network is used. ³: only with sharded class weights (a loss `dist_...`).
