@@ -108,7 +108,7 @@ def _devices() -> Finding:
 def _head_kernels(device: Any) -> Finding:
     import torch
 
-    from plsc.heads.softmax import choose_backend
+    from plsc.heads.kernels import choose_backend
 
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted, dtypes = "triton" if device.type == "cuda" else "native", (torch.float32, torch.bfloat16)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
 from plsc.heads.geometry import Normalise, normalised, norms
+from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import (
     REPORTED,
     Execution,
     Queries,
     TorchBackend,
-    choose_backend,
     count_hits,
     top_of_logits,
     top_of_ranks,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput
 from plsc.heads.geometry import normalised, norms
+from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import (
     KEPT_BYTES,
@@ -42,7 +43,6 @@ from plsc.heads.softmax import (
     Queries,
     Sums,
     TorchBackend,
-    choose_backend,
     count_hits,
     tile_size,
     top_of_ranks,

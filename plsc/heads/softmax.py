@@ -10,8 +10,6 @@ where they have no kernel, and are tested against it.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -328,57 +326,6 @@ def tile_size(device: torch.device, batch: int, dimension: int = 0) -> int:
         return tile
     # Each tile reads and writes the weighted sum [B, D]: with 2 D class weights a quarter of the bytes moved.
     return max(tile // 128, -(-2 * dimension // 128)) * 128
-
-
-def choose_backend(
-    kernels: str,
-    device: torch.device,
-    row_dtype: torch.dtype,
-    products: torch.dtype,
-    tile: int | None,
-    batch: int,
-    dimension: int = 1,
-) -> TorchBackend:
-    """Return the backend for a device.
-
-    kernels: one of BACKENDS or ENGINES; 'auto' falls back to PyTorch with a warning. products: float32 or
-    bfloat16.
-    tile: class weights per tile; None: chosen by batch and dimension only, so it is equal in every run.
-    dimension: the embedding size.
-
-    Raises OptionError, with the reason, if the requested kernels cannot be used.
-    """
-    rows = tile or tile_size(device, batch, dimension)
-    wanted = kernels
-    if kernels == "auto":
-        wanted = {"cpu": "native", "cuda": "triton"}.get(device.type, "torch")
-    if wanted == "torch" or row_dtype is torch.float64:
-        return TorchBackend(products, rows)
-    if wanted.startswith("native"):
-        from plsc.heads.kernels import native
-
-        engine = wanted if wanted in ENGINES else None
-        is_on_cpu = device.type == "cpu"
-        reason = native.unavailable(products, engine) if is_on_cpu else f"the head computes on {device.type}"
-        if reason is None:
-            engine = native.fastest_engine(products, engine)
-            return native.NativeBackend(products, rows, torch.get_num_threads(), engine)
-    else:
-        from plsc.heads.kernels import triton_backend
-
-        reason = triton_backend.unavailable(device, dimension)
-        if reason is None:
-            return triton_backend.TritonBackend(products, rows)
-    if kernels != "auto":
-        raise OptionError(f"the {kernels} kernels of the head cannot be used: {reason}")
-    _warn_fallback(wanted, reason)
-    return TorchBackend(products, rows)
-
-
-@functools.cache
-def _warn_fallback(kernels: str, reason: str) -> None:
-    """Warn once that the head falls back to PyTorch."""
-    warnings.warn(f"the head runs in plain PyTorch, without its {kernels} kernels: {reason}", stacklevel=4)
 
 
 # The classes with the highest logits, among the class weights of a rank and then of all ranks, without the

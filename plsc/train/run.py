@@ -28,8 +28,8 @@ from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError, refusing, suggest
 from plsc.heads import ShardedHead
+from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import margin_arguments
-from plsc.heads.softmax import choose_backend
 from plsc.heads.weights import scale_bytes
 from plsc.inputs import split_sizes
 from plsc.machine import usable_cores

@@ -24,9 +24,9 @@ from plsc.heads import (
     sharded,
 )
 from plsc.heads.base import effective_rank
+from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import ArcFace
 from plsc.heads.sampling import draw_classes
-from plsc.heads.softmax import choose_backend
 from plsc.heads.weights import initial_rows
 from tests import reference
 from tests.devices import GPU, group_of_one

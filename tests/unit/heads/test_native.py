@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.kernels import native
+from plsc.heads.kernels import choose_backend, native
 from plsc.heads.rules import Rule, apply_rule, to_bfloat16, to_int8
-from plsc.heads.softmax import ENGINES, Execution, ForwardContext, Queries, Sums, choose_backend
+from plsc.heads.softmax import ENGINES, Execution, ForwardContext, Queries, Sums
 from plsc.heads.weights import SCALE_BYTES, Rows, States, decode_rows, encode_rows
 
 pytestmark = pytest.mark.skipif(
