@@ -114,9 +114,8 @@ def main() -> None:
         began = time.monotonic()
         done = subprocess.run([sys.executable, str(HERE / script), *arguments], check=False)
         is_whole &= done.returncode == 0
-        cell = f"failed: {script}"
-        if done.returncode == 0:
-            cell = part.summarise(read_lines(folder / f"{folder.name}.jsonl"))
+        results = folder / f"{folder.name}.jsonl"
+        cell = f"failed: {script}" if done.returncode else part.summarise(read_lines(results))
         rows.append((part.name, part.rival, cell, f"{time.monotonic() - began:.0f} s"))
     report = Report(options.folder, "run")
     report.print("TINY SIZES, not those of the names: the figures mean nothing\n" if options.quick else "")
