@@ -99,9 +99,9 @@ def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ra
     assert {sample["ranks"] for sample in samples if sample["op"] == "load"} == {1, 2, 3}
 
 
-def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path):
+def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path, monkeypatch):
     for arguments in ([], ["--files", "--workers", "0"]):
-        run_ranks(BENCHMARKS / "train.py", 0, str(tmp_path), "--quick", *arguments, cwd=REPO)
+        run_in_forks(monkeypatch, train, tmp_path, "--quick", *arguments)
     samples = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     timed = [(one["way"], one["round"], one["files"]) for one in samples if one["kind"] == "time"]
     ways = {way for way, _, _ in timed}
