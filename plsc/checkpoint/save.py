@@ -305,18 +305,23 @@ def prune(store: Store, retention: Retention, run_id: str = "", protect: Collect
     with other files are unchanged. If the process is killed, no partial checkpoint keeps a published name.
     Raises DataError if one cannot be deleted.
     """
-    own = _of_run(store, run_id)
+    doomed = _doomed(store, retention, _of_run(store, run_id), protect)
+    for name in doomed:
+        withdraw(store, name)
+    return doomed
+
+
+def _doomed(
+    store: Store, retention: Retention, own: Sequence[tuple[str, Manifest]], protect: Collection[str]
+) -> list[str]:
     stay = {*retention.kept(own), *protect}
-    doomed = [
+    return [
         name
         for name, manifest in own
         if name not in stay
         and not store.is_link(name)
         and manifest.files.keys() | {MANIFEST_NAME} >= set(store.names(name))
     ]
-    for name in doomed:
-        withdraw(store, name)
-    return doomed
 
 
 def prune_all(location: str, retention: Retention) -> list[str]:
@@ -332,9 +337,16 @@ def prune_all(location: str, retention: Retention) -> list[str]:
         return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
 
 
-def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
-    """Return name and value of a run's best checkpoint; None if none has the metric."""
-    ranking = retention.ranking(_of_run(store, run_id))
+def best_in(
+    store: Store, retention: Retention, run_id: str, protect: Collection[str] | None = None
+) -> tuple[str, float] | None:
+    """Return name and value of a run's best checkpoint; None if none has the metric.
+
+    protect: only of those that `prune` with the same arguments leaves; None: of all.
+    """
+    own = _of_run(store, run_id)
+    doomed = [] if protect is None else _doomed(store, retention, own, protect)
+    ranking = retention.ranking([one for one in own if one[0] not in doomed])
     return ranking[0] if ranking else None
 
 

@@ -22,6 +22,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ import numpy as np
 
 from plsc.data.decode import IMAGE_SUFFIXES
 from plsc.data.files import PathTable
-from plsc.data.sources.base import FileSource, printable
+from plsc.data.sources.base import FileSource, check_start, printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.evaluate.curves import area_under, check_pairs, curve_and_thresholds, equal_error_rate
@@ -39,7 +40,7 @@ from plsc.storage.blocks import streamed, text_lines
 from plsc.storage.publish import replacing
 from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, parent_of, shown
 
-GRID = 2**20  # scores per unit
+GRID = 2**20  # scores per unit: on a grid, rounding errors do not order equal pairs
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
 FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # false accept rates at which the true accept rate is reported
 _CHUNK = 8192  # pairs per chunk in double precision
@@ -68,12 +69,30 @@ class PairList:
 
 
 class ListedImages(FileSource):
-    """The images of a list, below a folder or URL; `lines` has the first line that names each."""
+    """The images of a list, below a folder or URL; `lines` has the first line that names each.
 
-    def __init__(self, root: Path | str, paths: PathTable, lines: np.ndarray, title: str) -> None:
+    is_named_by_list: the folder comes from the list, so that it may have private files.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        paths: PathTable,
+        lines: np.ndarray,
+        title: str,
+        is_named_by_list: bool = False,
+    ) -> None:
         super().__init__(root, paths, np.full(len(lines), -1))
-        self._lines = lines
-        self._title = title
+        self._lines, self._title, self._is_named_by_list = lines, title, is_named_by_list
+
+    def _stored_at(self, index: int) -> bytes:
+        stored = super()._stored_at(index)
+        if self._is_named_by_list:
+            check_start(stored)
+        return stored
+
+    def _stored_many(self, indices: np.ndarray) -> Iterator[bytes | None]:
+        return repeat(None) if self._is_named_by_list else super()._stored_many(indices)
 
     def name(self, index: int) -> str:
         """Return ``a.jpg (pairs.txt:12)``."""
@@ -113,10 +132,13 @@ def read_pair_list(
     paths, numbers = PathTable(), dict[bytes, int]()
     first_lines, pairs, flags = array("q"), array("q"), array("b")
     lfw: _Lfw | None = None
+    is_named_by_list = False
     for number, line in lines_of(place):
         if number == 1 and line.startswith(IMAGES.encode()):
             named = os.fsdecode(line).removeprefix(IMAGES)
-            root = located(named, root, allowed, place) if folder is None else root
+            if folder is None:
+                named, is_named_by_list = located(named, root, allowed, place), True
+                root = named if is_url(named) else join(root, named)
             continue
         if lfw is None and not flags and _is_lfw_header(line):
             lfw = _Lfw(line, root)
@@ -139,7 +161,8 @@ def read_pair_list(
         raise DataError(f"{shown(place)} contains no pairs; {_EXPECTED}")
     if lfw is not None and lfw.pairs != len(flags):
         raise DataError(f"{shown(place)} has {len(flags):,} pairs; its first line announces {lfw.pairs:,}")
-    images = ListedImages(root if is_url(root) else Path(root), paths, np.array(first_lines), title)
+    base = root if is_url(root) else Path(root)
+    images = ListedImages(base, paths, np.array(first_lines), title, is_named_by_list)
     images.check()
     return PairList(images, np.array(pairs).reshape(-1, 2), np.array(flags, dtype=bool))
 

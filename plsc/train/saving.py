@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -134,32 +134,21 @@ class Saver:
         save.best = on_every_rank(self._world, doing, lambda: self._prune_and_find_best(save))[0]
 
     def _prune_and_find_best(self, save: _Save) -> tuple[str, float] | None:
-        """Delete old checkpoints on the disk of this machine; on rank 0, write best.json and return the best.
+        """Delete old checkpoints on the disk of this machine; on rank 0, return the best.
 
         A failure to delete is only a problem to log: the newest checkpoint is saved.
         """
-        best = None
-        if self._world.is_main:
-            save.size = sum(file.bytes for file in read_manifest(save.path).files.values())
-            best = self._name_best(save)  # first: after a kill, best.json never names what is deleted
         if self.folder.is_owner:
-            save.problem = _problem_of(partial(self._prune, save.path)) or save.problem
-        if self._world.is_main and not self.retention.top:  # the best may be among the deleted
-            best = self._name_best(save)
-        return best
-
-    def _name_best(self, save: _Save) -> tuple[str, float] | None:
-        best = self._find_best()
-        naming = partial(write_best, Store(self.folder.path), self.retention.monitor, best)
-        save.problem = _problem_of(naming) or save.problem
-        return best
-
-    def _prune(self, newest: Path) -> None:
-        uploader = self._uploader
-        # No other upload starts while this lock is held.
-        with contextlib.nullcontext() if uploader is None else uploader.lock:
-            keep = {newest.name, self.folder.resumed, "" if uploader is None else uploader.uploading}
-            prune(Store(self.folder.path), self.retention, self.folder.run_id, keep)
+            uploader = self._uploader
+            # No other upload starts while this lock is held.
+            with contextlib.nullcontext() if uploader is None else uploader.lock:
+                keep = {save.path.name, self.folder.resumed, "" if uploader is None else uploader.uploading}
+                tidying = partial(_tidy, Store(self.folder.path), self.retention, self.folder.run_id, keep)
+                save.problem = _problem_of(tidying) or save.problem
+        if not self._world.is_main:
+            return None
+        save.size = sum(file.bytes for file in read_manifest(save.path).files.values())
+        return self._find_best()
 
     def _find_best(self) -> tuple[str, float] | None:
         return best_in(Store(self.folder.path), self.retention, self.folder.run_id)
@@ -294,15 +283,8 @@ class Uploader:
         Failures are logged and not fatal: the checkpoint itself has been uploaded.
         """
         store, retention, folder = self._store, self._retention, self._folder
-
-        def name_best() -> None:
-            write_best(store, retention.monitor, best_in(store, retention, folder.run_id))
-
-        actions: list[Callable[[], object]] = [
-            name_best,  # in the order of `_prune_and_find_best`
-            lambda: prune(store, retention, folder.run_id, {newest, folder.resumed}),
-            *([] if retention.top else [name_best]),
-        ]
+        keep = {newest, folder.resumed}
+        actions: list[Callable[[], object]] = [partial(_tidy, store, retention, folder.run_id, keep)]
         for path in (folder.path / name for name in _SMALL_FILES):
             if path.is_file():
                 actions.append(partial(self._send_file, path))
@@ -320,6 +302,15 @@ def _has_succeeded(future: Future[bool], give_up: float | None) -> bool:
         return future.result(None if give_up is None else max(0.0, give_up - time.monotonic()))
     except FutureTimeout:
         return False
+
+
+def _tidy(store: Store, retention: Retention, run_id: str, protect: Collection[str]) -> None:
+    """Name the best of the checkpoints that stay in best.json, then delete the others.
+
+    In this order: after a kill, best.json names nothing that is deleted.
+    """
+    write_best(store, retention.monitor, best_in(store, retention, run_id, protect))
+    prune(store, retention, run_id, protect)
 
 
 def _problem_of(action: Callable[[], object]) -> str | None:

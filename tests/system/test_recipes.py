@@ -42,6 +42,6 @@ def test_a_recipe_starts(words, dataset, tmp_path, monkeypatch, capsys):
     small = ["--data.dataset_dir", str(dataset), "--checkpoint.save_dir", str(tmp_path)]
     small += ["--train.fast_dev_run", "1"]
     small += ["--train.batch_size", "2", "--train.micro_batches", "1", "--train.test_batch_size", "20"]
-    small += ["--model.image_shape", "[3,32,32]", "--optim.lr", "0.001"]  # else minutes on a CPU
+    small += ["--model.image_shape", "[3,32,32]", "--optim.lr", "0.001"]
     assert main([*flags, *small]) == 0
     assert "loss" in capsys.readouterr().out

@@ -209,8 +209,8 @@ def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> 
         root, name = parent_of(name), base_name(name)
     if name.startswith("/") or not is_url(root):
         image = read_image_file(join(root, name), None if name.startswith("/") else folder)
-        if name.startswith("/") and not IMAGE_START.match(image):  # a list must not publish others
-            raise DataError("the file is not an image", kind="undecodable")
+        if name.startswith("/"):
+            check_start(image)
         return image
     filesystem, inside = open_filesystem(root)  # without the name, which may look like a chain
 
@@ -224,6 +224,12 @@ def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> 
     if found is None:
         raise DataError(f"the image file is missing; add {name} or remove its entry", kind="missing")
     return found
+
+
+def check_start(image: bytes) -> None:
+    """Raise DataError unless a file starts as images do: an error must not show private text of others."""
+    if not IMAGE_START.match(image):
+        raise DataError("the file is not an image", kind="undecodable")
 
 
 def read_image_file(path: bytes | str | Path, folder: bytes | str | None) -> bytes:

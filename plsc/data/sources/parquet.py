@@ -31,6 +31,7 @@ from plsc.storage.urls import base_name, shown
 
 CACHE_BYTES = 256 * 2**20
 GROUP_BYTES = 2**30
+_MOST_METADATA = 64 * 2**20  # bytes of a string in the description of a file
 _MOST_OPEN = 16
 # Exceptions of pyarrow for damaged files.
 _FAULTS = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError)
@@ -118,9 +119,15 @@ class ParquetSource(ColumnSource):
 
 
 def class_label_metadata(names: Sequence[str]) -> dict[str, str]:
-    """Return the metadata of a schema with which Hugging Face datasets name the integers in ``label``."""
+    """Return the metadata of a schema with which Hugging Face datasets name the integers in ``label``.
+
+    Raises DataError for more than `RowGroups` reads.
+    """
     features = {"label": {"names": names, "_type": "ClassLabel"}}
-    return {"huggingface": json.dumps({"info": {"features": features}})}
+    text = json.dumps({"info": {"features": features}})
+    if len(text) * 3 // 2 > _MOST_METADATA:  # pyarrow writes it a second time in base64
+        raise DataError(f"the names of {len(names):,} classes are too long for a Parquet file; write a .tar")
+    return {"huggingface": text}
 
 
 def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
@@ -187,6 +194,9 @@ class RowGroups:
             metadata = self._open(shard).metadata
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             found = [(group.num_rows, group.total_byte_size) for group in groups]
+            stored = self.shards[shard].size
+        if (total := sum(rows for rows, _ in found)) > stored:  # of nulls: they would fill the memory
+            raise DataError(f"{self.title(shard)} announces {total:,} images in {stored:,} bytes")
         for number, (rows, size) in enumerate(found):
             if rows < 0 or not 0 <= size <= GROUP_BYTES:
                 raise DataError(
@@ -236,7 +246,7 @@ class RowGroups:
                 source,
                 pre_buffer=False,
                 page_checksum_verification=True,
-                thrift_string_size_limit=64 * 2**20,
+                thrift_string_size_limit=_MOST_METADATA,
                 thrift_container_size_limit=10**6,
             )
             if len(self._files) > _MOST_OPEN:
