@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models import swin_transformer
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.manifest import HeadInfo
@@ -82,6 +83,9 @@ def difference(folder, network, shape, precision, kind="onnx", flip=False):
 @pytest.mark.parametrize("name", [*OURS, *OTHERS])
 def test_the_graph_of_every_kind_of_network_equals_the_network(name, tmp_path, monkeypatch):
     monkeypatch.setitem(resnet.DEPTHS, 101, ((1, 2, 1, 1), True))  # its bottleneck blocks, but few of them
+    whole = swin_transformer.SwinTransformer
+    first = {"depths": [2, 2], "num_heads": [3, 6]}  # of its four stages
+    monkeypatch.setattr(swin_transformer, "SwinTransformer", lambda **how: whole(**{**how, **first}))
     network = build_model(name, 64, SHAPE)
     assert difference(tmp_path, network, SHAPE, "float32")[0] <= 1e-5
 
