@@ -18,6 +18,7 @@ REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
 sys.path.insert(0, str(DEMO))
 
+import make_glyphs  # noqa: E402
 from fonts import bundled_faces, system_faces  # noqa: E402
 from glyph_classes import GlyphClass, find_classes  # noqa: E402
 from make_glyphs import split_classes, training_faces  # noqa: E402
@@ -25,23 +26,6 @@ from make_glyphs import split_classes, training_faces  # noqa: E402
 pytestmark = pytest.mark.slow
 FACES = bundled_faces()
 SMALL = ("--classes", 200, "--images-per-class", 6, "--pairs", 200)
-TWICE = """
-import sys
-import make_glyphs
-
-find_classes, found = make_glyphs.find_classes, []
-
-def find_once(faces):  # it takes longer than all else
-    found or found.append(find_classes(faces))
-    return found[0]
-
-make_glyphs.find_classes = find_once
-script, *folders = sys.argv[:3]
-options = sys.argv[3:]
-for folder in folders:
-    sys.argv = [script, folder, *options]
-    make_glyphs.main()
-"""
 
 
 def run(script: str, *arguments: object, ranks: int = 0, check: bool = True) -> str:
@@ -56,12 +40,14 @@ def classes() -> list[GlyphClass]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory, classes: list[GlyphClass]) -> Path:
     """A small data set; its neighbour `again` was made in the same way."""
     folder = tmp_path_factory.mktemp("demo")
-    (folder / "twice.py").write_text(TWICE)
-    words = map(str, (folder / "glyphs", folder / "again", *SMALL))
-    run_ranks(folder / "twice.py", 0, *words, env={"PYTHONPATH": f"{REPO}:{DEMO}"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_glyphs, "find_classes", lambda faces: classes)  # it takes longer than all else
+        for name in ("again", "glyphs"):
+            patch.setattr(sys, "argv", ["make_glyphs.py", *map(str, (folder / name, *SMALL))])
+            make_glyphs.main()
     return folder / "glyphs"
 
 
@@ -69,7 +55,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(data: Path) -> Path:
     """A run of train_glyphs.py and report.py: few classes, two ranks."""
     folder = data.parent / "run"
-    run("train_glyphs.py", data, folder, "--epochs", 5, ranks=2)
+    run("train_glyphs.py", data, folder, "--epochs", 4, ranks=2)
     run("report.py", data, folder)
     return folder
 
@@ -88,11 +74,8 @@ def tree(folder: Path) -> dict[str, bytes]:
     [
         ("A", "\N{GREEK CAPITAL LETTER ALPHA}", True),
         ("A", "\N{CYRILLIC CAPITAL LETTER A}", True),
-        ("p", "\N{CYRILLIC SMALL LETTER ER}", True),
         ("\N{HYPHEN}", "-", True),
-        ("A", "\N{LATIN CAPITAL LETTER A WITH RING ABOVE}", False),
         ("A", "\N{GREEK CAPITAL LETTER LAMDA}", False),
-        ("e", "c", False),
         ("\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{LATIN SMALL LETTER E WITH GRAVE}", False),
         ("P", "\N{LATIN CAPITAL LETTER THORN}", False),
         ("\N{RIGHTWARDS ARROW}", "\N{LEFTWARDS ARROW}", False),
@@ -221,7 +204,7 @@ def test_recompute_agrees_with_the_report_and_notices_a_wrong_figure(data: Path,
 @pytest.mark.parametrize("script", ["custom_model.py", "custom_reader.py", "watch_training.py"])
 def test_the_small_examples_learn(data: Path, script: str) -> None:
     folder = data.parent / script
-    run(script, data, folder, "--steps", 20)
+    run(script, data, folder, "--steps", 10)
     losses = [
         line["loss"]
         for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -10,7 +10,6 @@ from conftest import smooth_picture
 from plsc.data.augment import (
     Augmentation,
     Draws,
-    IsolatedRandom,
     Operation,
     apply_transform,
     are_mirrored,
@@ -18,7 +17,7 @@ from plsc.data.augment import (
     takes_image_by_name,
 )
 from plsc.errors import DataError
-from plsc.seeds import hash_key, splitmix64
+from plsc.seeds import splitmix64
 
 IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PICTURE = np.array(smooth_picture(3, 40, 36))
@@ -42,11 +41,6 @@ def test_splitmix64_gives_the_published_sequence():
     gamma = 0x9E3779B97F4A7C15
     found = [splitmix64((1234567 + step * gamma) % 2**64) for step in range(3)]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-def test_the_random_numbers_of_a_seed_never_change():
-    assert Draws(7, 2, 9).uniform(Operation.FLIP) == (hash_key(7, 2, 9, Operation.FLIP) >> 11) / 2**53
-    assert Draws(7, 2, 9).uniform(Operation.CROP, 1) == (hash_key(7, 2, 9, Operation.CROP, 1) >> 11) / 2**53
 
 
 def test_the_flips_of_a_batch_are_those_of_its_samples():
@@ -197,22 +191,3 @@ def fail(image: torch.Tensor) -> torch.Tensor:
 def test_an_invalid_result_of_a_transform_is_refused(transform, message):
     with pytest.raises(DataError, match=message):
         transformed(transform)
-
-
-def test_isolated_random_state_continues_also_after_an_exception():
-    whole, parts = IsolatedRandom(9), IsolatedRandom(9)
-    with whole.active():
-        expected = [draws(), draws()]
-    found = []
-
-    def draw_and_fail() -> None:
-        with parts.active():
-            found.append(draws())
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        draw_and_fail()
-    random.random()
-    with parts.active():
-        found.append(draws())
-    assert found == expected

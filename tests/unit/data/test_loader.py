@@ -228,17 +228,6 @@ def test_batches_do_not_depend_on_the_kind_and_number_of_workers(damaged, kind, 
         assert [batch.problems for batch in expected] == [batch.problems for batch in found]
 
 
-def test_a_batch_that_is_kept_does_not_change(label_folder):
-    source = open_source(label_folder(30))
-    reading = loader(source, batch=2, num_workers=2)
-    kept, copies = [], []
-    for epoch in range(3):
-        for batch in reading.epoch(epoch):
-            kept.append(batch.images[0])  # a view of its memory
-            copies.append(batch.images[0].clone())
-    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
-
-
 def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):
     reading = loader(open_source(label_folder(10)), batch=10)
     for epoch in (1, 0):

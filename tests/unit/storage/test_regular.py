@@ -239,11 +239,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture(params=CASES, ids=lambda make: make.__name__)
 def case(request, tmp_path):
     (tmp_path / "data").mkdir()
