@@ -181,6 +181,6 @@ def images_of(dataset, names):
 def test_two_ranks_take_their_own_rows_of_a_checkpoint_of_one(dataset, trained, tmp_path):
     settings = [f"set_pretrained={str(trained)!r}", "set_lr=1e-11", "set_train_epochs=1"]
     done = run_ranks(job.__file__, 2, str(dataset), str(tmp_path / "b"), *settings)
-    assert done.stdout.count(str(trained)) == 1
+    assert done.stdout.count(f"{trained}:") == 1
     same_start(tmp_path / "b/0", trained)
     torch.testing.assert_close(head_rows(tmp_path / "b/0"), head_rows(trained), rtol=0, atol=1e-6)

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import smooth_picture
 
 from plsc.data.augment import (
     Augmentation,
@@ -14,10 +13,10 @@ from plsc.data.augment import (
     apply_transform,
     are_mirrored,
     augment,
-    takes_image_by_name,
 )
 from plsc.errors import DataError
 from plsc.seeds import splitmix64
+from tests.unit.data.conftest import smooth_picture
 
 IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PICTURE = np.array(smooth_picture(3, 40, 36))
@@ -160,17 +159,6 @@ def test_an_albumentations_transform_is_called_with_image_arrays_and_seeded():
     assert not torch.equal(first, transformed(Compose(), sample=4))
     mirrored = torch.from_numpy(IMAGE[:, ::-1].copy()).permute(2, 0, 1)
     assert (first - mirrored).max() == 1
-
-
-def test_which_transforms_are_called_with_the_argument_image():
-    from torchvision.transforms import v2
-
-    pretended = type("Blur", (), {"__module__": "albumentations.core", "__call__": lambda s, *a: 0})
-    assert takes_image_by_name(pretended())
-    assert takes_image_by_name(Compose())
-    assert takes_image_by_name(lambda **data: data)
-    assert not takes_image_by_name(lambda image: image)
-    assert not takes_image_by_name(v2.Compose([v2.RandomHorizontalFlip()]))
 
 
 def fail(image: torch.Tensor) -> torch.Tensor:

@@ -3,19 +3,17 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
 import pytest
 import torch
-from conftest import encode, hostile_images, smooth_picture
 from PIL import Image, ImageOps, features
 
 from plsc.data.decode import count_pixels, decode_image, decode_into, decode_whole
 from plsc.errors import DataError
 from tests.distributed.launch import run_code
+from tests.unit.data.conftest import encode, hostile_images, smooth_picture
 
 SHAPE = (3, 24, 20)
 HOSTILE = hostile_images()

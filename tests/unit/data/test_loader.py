@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import hostile_images
 from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import v2
@@ -24,6 +23,7 @@ from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError
 from tests.distributed.launch import Ranks
 from tests.distributed.test_interruption import wait_for
+from tests.unit.data.conftest import hostile_images
 
 SHAPE = (3, 24, 20)
 
