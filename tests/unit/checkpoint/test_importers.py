@@ -238,6 +238,18 @@ def test_rows_that_are_not_finite_are_reported_with_their_class(tmp_path):
     assert "head.weight from class 6" in refusal(source, tmp_path / "ck")
 
 
+@pytest.mark.parametrize("value", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, 1e300])
+def test_quantised_weights_and_values_beyond_float32_are_refused(tmp_path, value):
+    state = random_network("SmallResNet", EMB, (1, 16, 16)).state_dict()
+    key = "stem.0.weight"
+    is_type = isinstance(value, torch.dtype)
+    state[key] = state[key].to(value) if is_type else torch.full_like(state[key], value, dtype=torch.float64)
+    save_file(state, tmp_path / "a.safetensors")
+    model = Network("SmallResNet", EMB, (1, 16, 16))
+    with pytest.raises(PlscError, match=f"{key} .*(quantised|finite)"):
+        import_checkpoint(tmp_path / "a.safetensors", tmp_path / "ck", network=model)
+
+
 def test_damaged_plsc1_files_and_those_that_contradict_meta_json_are_refused(tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS, 2)
     meta = json.loads((source / "meta.json").read_text())

@@ -200,6 +200,17 @@ def test_the_checkpoint_of_another_run_is_not_replaced_by_a_download(whose, tmp_
     assert (own / "manifest.json").read_bytes() == before
 
 
+def test_a_later_checkpoint_of_the_run_is_not_replaced_by_a_download(tmp_path):
+    later, first = (dataclasses.replace(MANIFEST, run_id="a", step=step) for step in (7, 6))
+    own = save_checkpoint(tmp_path, "1", Snapshot({}, later), WORLD)
+    other = save_checkpoint(tmp_path / "store", "0", Snapshot({}, first), WORLD)
+    with pytest.raises(CheckpointError, match="step 7"):
+        fetch(other.as_uri(), WORLD, own)
+    assert read_manifest(own) == later
+    assert fetch(own.as_uri(), WORLD, other) == other
+    assert read_manifest(other) == later
+
+
 def test_a_save_dir_that_cannot_be_created_gives_a_one_line_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"could not save checkpoint .*Not a directory"):

@@ -110,6 +110,13 @@ def test_more_class_names_than_are_read_again_are_refused_before_anything_is_wri
     assert not list(tmp_path.iterdir())
 
 
+def test_more_rows_than_bytes_are_refused_before_they_are_read(tmp_path):
+    nulls = pa.nulls(10**6, pa.binary())
+    pq.write_table(pa.table({"image": nulls, "label": pa.repeat(1, 10**6)}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="announces"):
+        ParquetSource(str(tmp_path / "a.parquet"))
+
+
 def test_the_cache_of_decoded_groups_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 10**6)
     path = tmp_path / "a.parquet"
