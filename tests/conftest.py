@@ -16,7 +16,7 @@ from tests.s3_server import s3_server, use_s3
 # The files that take longest, the first ones first: at the end they would leave a core idle.
 LONGEST = """
     distributed/test_two_machines.py distributed/test_equal_ranks.py distributed/test_interruption.py
-    unit/models/test_compiled.py system/test_export_networks.py system/test_partition_spark.py
+    system/test_export_networks.py system/test_partition_spark.py
     distributed/test_kill.py unit/heads/test_triton.py system/test_serve.py distributed/test_elastic.py
     system/test_partition.py system/test_bad_input.py
     unit/train/test_acceleration.py contract/test_stores.py system/test_benchmarks.py unit/test_export.py

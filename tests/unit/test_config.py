@@ -1,5 +1,6 @@
 """One option table; setters, flags and checkpoints derive from it."""
 
+import dataclasses
 import inspect
 import os
 import pathlib
@@ -12,13 +13,19 @@ import numpy as np
 import pytest
 from torch import nn
 
+from plsc import names
 from plsc.config import Options, all_options
 from plsc.config.text import render_options
 from plsc.entry import Entry
 from plsc.errors import CheckpointError, OptionError, PlscError
+from plsc.heads.margins import MARGINS
+from plsc.models import NETWORKS
+from plsc.optim import OPTIMIZERS
 from plsc.parallel.world import World
+from plsc.predict.protocols import Evaluator, ProtocolData
 from plsc.train.callbacks import UserParts
-from plsc.train.run import build_run
+from plsc.train.log import LOGGERS
+from plsc.train.run import CALLBACKS, build_run
 from tests.command_line import options_from
 from tests.images import write_dataset
 
@@ -303,3 +310,27 @@ def test_a_former_option_of_a_run_is_ignored_at_its_default_and_refused_otherwis
         assert options.resolve({"parallel": {"backbone": value}}, use).adopted == set()
     with pytest.raises(CheckpointError, match=r"parallel\.backbone"):
         options.resolve({"parallel": {"backbone": "sharded"}})
+
+
+def test_names_are_those_of_the_owners():
+    for listed, owned in (
+        (names.NETWORKS, NETWORKS),
+        (names.MARGINS, MARGINS),
+        (names.OPTIMIZERS, OPTIMIZERS),
+        (names.LOGGERS, LOGGERS),
+        (names.CALLBACKS, CALLBACKS),
+    ):
+        assert listed == tuple(owned)
+
+
+def test_each_protocol_has_its_method_and_only_known_arguments():
+    known = {field.name for field in dataclasses.fields(ProtocolData)}
+    for name, arguments in names.PROTOCOLS.items():
+        assert hasattr(Evaluator, f"run_{name}")
+        assert known.issuperset(arguments)
+
+
+def test_losses_without_a_margin_have_no_argument_for_one():
+    arguments = {name: inspect.signature(margin).parameters for name, margin in MARGINS.items()}
+    without = [name for name, found in arguments.items() if not any("margin" in one for one in found)]
+    assert set(names.NO_MARGIN) == set(without)

@@ -19,7 +19,9 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.remote import verify
 from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.models import BaseModel
+from plsc.train import step as step_module
 from plsc.train.callbacks import EVENTS
+from plsc.train.step import LossReader
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, losses_of
 from tests.spoiled import Spoiled, SpoilImage
@@ -334,6 +336,19 @@ def test_a_loss_of_nan_names_layer_and_image_and_the_batch_is_saved(dataset, tmp
     saved = load_file(tmp_path / "bad_batch.safetensors")
     assert saved["images"].equal(spoil.images)
     assert saved["labels"].equal(spoil.labels)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "noun"), [({}, "block.1"), ({"foreach": False}, "after an update")], ids=["fused", "loop"]
+)
+def test_a_late_loss_names_the_same_layer_because_a_fused_optimizer_skips_the_update(
+    arguments, noun, dataset, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
+    optimizer = {"optimizer": "sgd", **arguments}
+    text = failure(dataset, tmp_path, SpoilImage(), set_log_period=100, set_optimizer=optimizer)
+    assert "at step 4 " in text
+    assert noun in text
 
 
 class SpoilClassWeights(Callback):

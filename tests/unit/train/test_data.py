@@ -220,6 +220,7 @@ def test_another_number_of_parts_than_ranks_is_refused(parts):
     [
         ({"reader": [(blur, 1)], "data__order": "rank_files"}, "rank_files"),
         ({"reader": reader, "transform": blur, "head__class_num": 4}, "generator"),
+        ({"reader": reader}, r"head\.class_num"),
         ({"reader": lambda: iter(()), "data__order": "balanced", "head__class_num": 4}, "labels"),
         ({"data__order": {"name": "block", "balance": 0.1}}, "balance"),
         ({"transform": blur, "data__cache": "memory:1M"}, "threads"),

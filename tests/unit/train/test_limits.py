@@ -186,7 +186,7 @@ def test_a_fast_run_of_several_steps_makes_these_and_as_many_batches_per_evaluat
     result = entry(dataset, tmp_path / "run", **several).train()
     assert (result.steps, result.epochs, result.evaluation["lfw"].pairs) == (3, 1, 15)
     checkpoint = entry(dataset, tmp_path / "run").train().checkpoint
-    assert entry(dataset, "", set_checkpoint_dir=checkpoint, **several).test()["lfw"].pairs == 15
+    assert entry(dataset, tmp_path, set_checkpoint_dir=checkpoint, **several).test()["lfw"].pairs == 15
     assert options_from("--train.fast_dev_run", "3").train.fast_dev_run == 3
     assert options_from("--train.fast_dev_run", "true").train.fast_dev_run is True
 
