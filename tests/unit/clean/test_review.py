@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -18,7 +18,6 @@ from plsc.clean.faults import Found, Pixels
 from plsc.clean.review import Part, Proposals, Row, _Images, write_page
 from plsc.data.lists import read_listing
 from plsc.data.sources import TorchDatasetSource, open_source
-from plsc.errors import DataError
 
 CLASSES = ["a", "a_2", "b", "b_3", "c", "d"]
 LABELS = np.repeat(np.arange(6), 3)
@@ -66,6 +65,7 @@ def parts(draw):
     }
 
 
+@settings(max_examples=50)
 @given(
     several(ROWS, 2),
     several(6, 2),
@@ -88,31 +88,23 @@ def test_apply_accepts_what_clean_proposes(
     assert read_changes(folder / "changes.tsv", images.listing)[0] == written
 
 
-def test_one_image_is_left_of_several_that_are_the_same(images):
+def test_of_images_that_are_the_same_one_is_left_and_the_likely_wrong_one_is_removed(images):
     scores = np.zeros(ROWS)
     scores[0] = 1  # its label is the most likely to be wrong
     for order in (((0, 1), (1, 3), (0, 3)), ((0, 3), (0, 1), (1, 3)), ((1, 3), (0, 3), (0, 1))):
         proposals = Proposals(images)
         proposals.duplicates(pairs(*order), scores)
         assert len(proposals.changes) == 2
-
-
-def test_of_a_duplicate_in_two_classes_the_likely_wrong_one_is_removed(images):
-    for scores, gone in (((1, 0), "a/0.jpg"), ((0, 1), "a_2/0.jpg")):
-        proposals, every = Proposals(images), np.zeros(ROWS)
-        every[[0, 3]] = scores
-        part = proposals.duplicates(pairs((0, 3)), every)
+    for wrong, gone in ((scores, "a/0.jpg"), (np.roll(scores, 3), "a_2/0.jpg")):
+        proposals = Proposals(images)
+        assert proposals.duplicates(pairs((0, 3)), wrong).total == 1
         assert described(proposals) == {("remove", gone, "")}
-        assert part.total == 1
 
 
-def test_merges_end_in_the_largest_class_without_a_circle(images):
+def test_merges_end_in_the_largest_class_and_new_classes_have_a_name_that_the_dataset_lacks(images):
     proposals = Proposals(images)
     proposals.same(pairs((0, 1), (1, 2), (0, 2), (4, 5)), KEPT)
     assert described(proposals) == {("merge", "a_2", "a"), ("merge", "b", "a_2"), ("merge", "d", "c")}
-
-
-def test_a_new_class_has_a_name_that_the_dataset_lacks(images):
     proposals = Proposals(images)
     proposals.mixed(found(0, 2), {0: np.array([1]), 2: np.array([6])})
     assert described(proposals) == {("move", "a/1.jpg", "a_3"), ("move", "b/0.jpg", "b_2")}
@@ -121,9 +113,8 @@ def test_a_new_class_has_a_name_that_the_dataset_lacks(images):
 def test_an_image_is_moved_only_if_its_class_is_sure(images):
     proposals, likely = Proposals(images), np.zeros(ROWS, int)
     likely[[12, 15]] = [1, 4]
-    part = proposals.wrong(found(12, 15), likely, np.array([1, 0.4]), KEPT)
+    proposals.wrong(found(12, 15), likely, np.array([1, 0.4]), KEPT)
     assert described(proposals) == {("move", "c/0.jpg", "a_2"), ("remove", "d/0.jpg", "")}
-    assert part.total == 2
 
 
 def test_what_is_not_sure_is_shown_and_changes_nothing(images):
@@ -215,11 +206,4 @@ def test_the_surest_proposals_are_shown_and_all_are_counted(tmp_path):
     page = Parsed(tmp_path / "page.html")
     assert page.tags.count("article") == 100
     assert len(page.images) == 1200
-    for text in ("1,312", "The 100 surest of 1,312; all are in changes.tsv.", "98 %", "No proposals."):
-        assert text in page.texts
-    assert "caption (and 2 more)" in page.texts
-
-
-def test_a_page_that_cannot_be_written_is_reported(tmp_path):
-    with pytest.raises(DataError, match="cannot write"):
-        write_page(tmp_path / "gone/page.html", "", [], [])
+    assert {"1,312", "98 %", "caption (and 2 more)"} <= set(page.texts)

@@ -54,15 +54,14 @@ def test_the_interval_covers_the_fpir_of_a_drawn_gallery_and_the_estimate_is_nea
         probes = np.concatenate([embeddings[place >= 900], embeddings[pool]])
         enrolled = np.concatenate([np.full((place >= 900).sum(), 10**6), place[pool]])
         is_probe = np.flatnonzero(enrolled == 10**6)
-        for wanted in (0.3, 0.5):
-            identities = 100 * times
-            threshold = found.threshold(wanted, identities, sure=True)
-            truth = brute_force(probes, enrolled, is_probe, threshold, identities, seed)
-            estimate, low, high = found.fpir(threshold, identities)
-            covered.append(low <= truth <= high)
-            if estimate is not None:
-                near.append(truth / 1.5 <= estimate <= truth * 1.5)
-    assert np.mean(covered) >= 0.75  # 16 draws of about 0.9, not independent
+        identities = 100 * times
+        threshold = found.threshold(0.4, identities, sure=True)
+        truth = brute_force(probes, enrolled, is_probe, threshold, identities, seed)
+        estimate, low, high = found.fpir(threshold, identities)
+        covered.append(low <= truth <= high)
+        if estimate is not None:
+            near.append(truth / 1.5 <= estimate <= truth * 1.5)
+    assert np.mean(covered) >= 0.75  # 8 draws of about 0.9
     assert not near or np.mean(near) >= 0.75
 
 
@@ -139,11 +138,16 @@ def test_threshold_is_the_lowest_with_at_most_this_fpir(table):
     assert table.threshold(1e-6, 10_000) is None
 
 
-def test_holds_is_stricter_than_the_upper_limit_and_rises_with_the_allowed_fpir(table):
+def test_holds_rises_with_the_allowed_fpir_at_the_threshold_that_accepts_90_percent_or_the_given_one(table):
     held = [table.holds(fpir, threshold=table.rows[-5].threshold) for fpir in (0.05, 0.2)]
     assert 1 < held[0].identities < held[1].identities
     for one in held:
         assert table.fpir(one.threshold, one.identities).high <= one.fpir
+    chosen = table.holds()
+    assert chosen.fpir == 0.1  # 6 / 100 classes, rounded up
+    accepted = {row.threshold: row.accepted for row in table.rows}
+    assert accepted[chosen.threshold] >= 0.9
+    assert all(share < 0.9 for threshold, share in accepted.items() if threshold > chosen.threshold)
 
 
 def test_without_same_class_pairs_holds_needs_a_threshold_and_is_the_rule_of_three_above_all_scores():
@@ -155,62 +159,39 @@ def test_without_same_class_pairs_holds_needs_a_threshold_and_is_the_rule_of_thr
     assert held.identities == pytest.approx(0.05 * (100 * 99 / 2) / 3, rel=0.1)
 
 
-def test_holds_chooses_the_threshold_and_the_fpir(table):
-    held = table.holds()
-    assert held.fpir == 0.1  # 6 / 100 classes, rounded up
-    accepted = {row.threshold: row.accepted for row in table.rows}
-    assert accepted[held.threshold] >= 0.9
-    assert all(share < 0.9 for threshold, share in accepted.items() if threshold > held.threshold)
-
-
-def test_json_keeps_the_table(table):
-    for found in (table, *(measure_capacity(*images_of(20 + size, 3, size, size)) for size in (1, 9, 30))):
+def test_json_keeps_the_table_and_a_damaged_one_is_an_error(table):
+    for found in (table, measure_capacity(*images_of(30, 3))):
         text = json.dumps(found.as_dict(), allow_nan=False)
-        assert len(text) < 5000
         assert Capacity.from_dict(json.loads(text)) == found
+    for change in ({"rows": []}, {"classes": 5}, {"rows": [[0.5, 0.1, 0.0, 1.0, None]]}):
+        with pytest.raises(DataError, match="capacity"):
+            Capacity.from_dict({**table.as_dict(), **change})
 
 
-@pytest.mark.parametrize("change", [
-    {"rows": []}, {"classes": 5}, {"rows": [[0.5, 0.1, 0.0, 1.0, None]]},
-])  # fmt: skip
-def test_a_damaged_table_is_an_error(table, change):
-    with pytest.raises(DataError, match="capacity table is damaged"):
-        Capacity.from_dict({**table.as_dict(), **change})
-
-
-def test_bad_input_is_named():
+def test_bad_input_is_named(table):
     embeddings, labels = images_of(30, 3)
-    broken, copied = embeddings.copy(), embeddings.copy()
-    broken[7, 3] = np.nan
+    copied = embeddings.copy()
     copied[80] = 2 * copied[4]
     for given, of, message in [
         (embeddings[:57], labels[:57], "19 classes"),
         (embeddings, labels[:-1], "shape"),
-        (broken, labels, "image 7 is not finite"),
-        (copied, labels, "images 4 and 80 .* labels 1 and 26"),
+        (copied, labels, "images 4 and 80"),  # the same image in two classes
     ]:
         with pytest.raises(DataError, match=message):
             measure_capacity(given, of)
-
-
-def test_bad_arguments_are_named(table):
     for threshold, identities in ((0.5, 0), (float("nan"), 5)):
         with pytest.raises(DataError, match=r"identities|threshold"):
             table.fpir(threshold, identities)
-    for call in (table.holds, lambda fpir: table.threshold(fpir, 5)):
-        with pytest.raises(OptionError, match="FPIR"):
-            call(1.5)
+    with pytest.raises(OptionError, match="FPIR"):
+        table.holds(1.5)
 
 
 @pytest.mark.parametrize(("prediction", "share"), [
-    ((0.005, 0, 0.1), "about 1 in 200"), ((0.4, 0.2, 0.6), "about 40 in 100"),
-    ((0.000_123_4, 0, 0.1), "about 1 in 8,100"), ((None, 0, 0.02), "at most 1 in 50"),
-    ((None, 0.6, 1), "at least 60 in 100"), ((None, 0.002, 1), "an unknown share"),
+    ((0.4, 0.2, 0.6), "40 in 100"), ((0.000_123_4, 0, 0.1), "1 in 8,100"), ((None, 0.002, 1), "unknown"),
+    ((None, 0, 0.02), "at most 1 in 50"), ((None, 0.6, 1), "at least 60 in 100"),
 ])  # fmt: skip
 def test_a_prediction_is_said_in_words(prediction, share):
-    text = Prediction(*prediction).sentence(5120)
-    assert text.startswith(share)
-    assert "5,120" in text
+    assert share in Prediction(*prediction).sentence(5120)
 
 
 def test_where_data_cannot_say_the_threshold_is_above_all_scores_of_different_classes(table):
@@ -225,14 +206,7 @@ def test_where_data_cannot_say_the_threshold_is_above_all_scores_of_different_cl
 def test_a_warning_starts_above_the_identities_that_are_held(table):
     held = table.holds(0.2).identities
     assert table.warning(held, 0.2) is None
-    assert (
-        f"a gallery of {held + 1} images is more than the model was shown to hold at FPIR 0.2 ({held})"
-        in (table.warning(held + 1, 0.2))
-    )
-    few = measure_capacity(*images_of(60, 1))
-    text = few.warning(10, 0.001)
-    assert "(0)" not in text
-    assert few.fpir(few.rows[-1].threshold, 10).sentence(10, "reach the threshold") in text
+    assert f"{held + 1} images" in table.warning(held + 1, 0.2)
 
 
 def test_an_fpir_needs_a_capacity_and_images(table):
@@ -243,28 +217,18 @@ def test_an_fpir_needs_a_capacity_and_images(table):
             capacity_of_search(capacity, is_classes, fpir)
 
 
-def test_a_report_has_the_figure_and_a_picture(tmp_path):
-    result = evaluate_capacity(*images_of(120, 3, families=60))
+@pytest.mark.parametrize("per_class", [1, 3])
+def test_a_report_says_what_is_held_and_has_a_picture(tmp_path, per_class):
+    result = evaluate_capacity(*images_of(120, per_class, families=60))
     section = result.section("Capacity")
-    intervals = {row[0]: row[2] for row in section.tables[0].rows}
-    assert "not claimed" in intervals["300"]
-    assert " to " in intervals["10"]
-    held = result.capacity.holds()
-    assert section.tables[0].title.startswith(f"Holds at least {held.identities:,} identities at FPIR 0.05")
-    assert json.loads(json.dumps(section.values))["holds"] == held._asdict()
+    if per_class == 3:
+        intervals = {row[0]: row[2] for row in section.tables[0].rows}
+        assert "not claimed" in intervals["300"]
+        assert " to " in intervals["10"]
+        held = result.capacity.holds()
+        assert f"{held.identities:,} identities" in section.tables[0].title
+        assert json.loads(json.dumps(section.values))["holds"] == held._asdict()
+    else:
+        assert result.holding is None
     section.files["capacity.png"](tmp_path / "capacity.png")
     assert (tmp_path / "capacity.png").stat().st_size > 10_000
-
-
-def test_a_report_of_one_image_per_class_cannot_say_what_is_held(tmp_path):
-    result = evaluate_capacity(*images_of(60, 1))
-    assert result.holding is None
-    assert "cannot say how many" in result.summary()
-    section = result.section("Capacity")
-    section.files["capacity.png"](tmp_path / "capacity.png")
-
-
-def test_a_report_uses_whole_classes_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("plsc.evaluate.capacity._MOST_IMAGES", 100)
-    capacity = evaluate_capacity(*images_of(60, 3)).capacity
-    assert (capacity.classes, capacity.images) == (33, 99)

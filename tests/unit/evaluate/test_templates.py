@@ -175,29 +175,22 @@ def test_report_has_both_protocols(tmp_path):
     result = evaluate_templates(embeddings, read_protocol(tmp_path))
     report = write_report(tmp_path / "report", "Templates", [result.section("IJB-C")]).read_text()
     assert "| 1:N | mean | insightface | G1 | G2 |" in report
-    assert "not weighted" in report
     values = json.loads((tmp_path / "report/report.json").read_text())["IJB-C"]
     assert values.items() >= result.as_dict().items()
-    assert values["verification"]["tar_at_far"]["0.1"] == result.verification.tar_at_far[0.1]
-    assert sorted(path.name for path in (tmp_path / "report").glob("*.png")) == [
-        "IJB-C_cmc.png", "IJB-C_roc.png",
-    ]  # fmt: skip
-    assert "1:1 TAR" in result.summary()
-    assert "1:N rank-1" in result.summary()
+    assert len(list((tmp_path / "report").glob("IJB-C_*.png"))) == 2
+    assert all(rate in result.summary() for rate in ("1:1 TAR", "1:N rank-1"))
 
 
 def test_unusable_embeddings_and_a_gallery_without_searched_subjects_raise_an_error(tmp_path):
     embeddings, *_, lists, _ = write_protocol(tmp_path)
-    protocol = read_protocol(tmp_path)
-    with pytest.raises(DataError, match="shape"):
-        evaluate_templates(embeddings[1:], protocol)
     infinite = embeddings.copy()
     infinite[17, 1] = np.inf
-    with pytest.raises(DataError, match="image 17 is not finite"):
-        evaluate_templates(infinite, protocol)
+    for rows, message in ((embeddings[1:], "shape"), (infinite, "image 17")):
+        with pytest.raises(DataError, match=message):
+            evaluate_templates(rows, read_protocol(tmp_path))
     lines = [f"{template},{900 + template}\n" for template in lists["gallery_G2"]]
     (tmp_path / "ijbc_1N_gallery_G2.csv").write_text("TEMPLATE_ID,SUBJECT_ID\n" + "".join(lines))
-    with pytest.raises(DataError, match="gallery G2 of ijbc: no probe"):
+    with pytest.raises(DataError, match="gallery G2"):
         evaluate_templates(embeddings, read_protocol(tmp_path))
 
 
@@ -254,8 +247,16 @@ def write(folder, **changes):
     return folder
 
 
-def test_published_layout(tmp_path):
-    found = read_protocol(write(tmp_path))
+WINDOWS = {  # with a byte order mark, CRLF, tabs, and no last line end
+    "tid": b"\xef\xbb\xbf" + IMAGES.replace("\n", "\r\n").replace(" 7 ", "\t7\t").encode(),
+    "pair": PAIRS.replace("\n", "\r\n").replace(" ", "\t").rstrip(),
+    "G1": b"\xef\xbb\xbf" + FILES["ijbc_1N_gallery_G1.csv"].replace("\n", "\r\n").encode(),
+}
+
+
+@pytest.mark.parametrize("changes", [{}, WINDOWS])
+def test_published_layout(tmp_path, changes):
+    found = read_protocol(write(tmp_path, **changes))
     assert found.name == "ijbc"
     assert found.template_ids.tolist() == [2, 7, 30, 31]
     assert found.templates.tolist() == [1, 1, 1, 0, 2, 3]
@@ -265,23 +266,12 @@ def test_published_layout(tmp_path):
     assert found.pairs.tolist() == [[1, 0], [2, 1], [0, 3]]
     assert found.is_same.tolist() == [False, True, True]
     assert sorted(found.galleries) == ["G1", "G2"]
-    assert found.galleries["G1"].templates.tolist() == [1]
-    assert found.galleries["G1"].subjects.tolist() == [40]
-    assert found.probes.templates.tolist() == [2, 3]
-    assert found.probes.subjects.tolist() == [40, 41]
+    for members, templates_of, subjects in (
+        (found.galleries["G1"], [1], [40]),
+        (found.probes, [2, 3], [40, 41]),
+    ):
+        assert (members.templates.tolist(), members.subjects.tolist()) == (templates_of, subjects)
     assert found.weights is None
-
-
-def test_bom_crlf_tabs_and_a_missing_last_newline_are_accepted(tmp_path):
-    windows = {
-        "tid": b"\xef\xbb\xbf" + IMAGES.replace("\n", "\r\n").replace(" 7 ", "\t7\t").encode(),
-        "pair": PAIRS.replace("\n", "\r\n").replace(" ", "\t").rstrip(),
-        "G1": b"\xef\xbb\xbf" + FILES["ijbc_1N_gallery_G1.csv"].replace("\n", "\r\n").encode(),
-    }
-    found = read_protocol(write(tmp_path, **windows))
-    assert found.templates.tolist() == [1, 1, 1, 0, 2, 3]
-    assert found.pairs.tolist() == [[1, 0], [2, 1], [0, 3]]
-    assert found.galleries["G1"].subjects.tolist() == [40]
 
 
 def test_images_at_urls_need_an_allowed_prefix(tmp_path):
@@ -293,22 +283,19 @@ def test_images_at_urls_need_an_allowed_prefix(tmp_path):
 
 def test_long_pair_files_are_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(templates, "_BLOCK_BYTES", 64)
-    rng = np.random.default_rng(0)
-    pairs = np.array([2, 7, 30, 31])[rng.integers(0, 4, (300, 2))]
-    flags = rng.integers(0, 2, 300)
+    pairs, flags = np.array([2, 7, 30, 31])[np.arange(600).reshape(300, 2) * 7 % 4], np.arange(300) % 2
     lines = [f"{one} {other} {flag}\n" for (one, other), flag in zip(pairs, flags, strict=True)]
     found = read_protocol(write(tmp_path, pair="".join(lines)))
     assert found.template_ids[found.pairs].tolist() == pairs.tolist()
     assert found.is_same.tolist() == (flags == 1).tolist()
     lines[200] = "7 2\n"
     write(tmp_path, pair="".join(lines))
-    with pytest.raises(DataError, match=r"label\.txt: .*#201.*7 2;"):
+    with pytest.raises(DataError, match=r"label\.txt: .*#201"):
         read_protocol(tmp_path)
 
 
 def test_only_one_of_the_protocols_is_needed(tmp_path):
-    found = read_protocol(write(tmp_path, pair=None))
-    assert found.pairs is None
+    assert read_protocol(write(tmp_path, pair=None)).pairs is None
     (tmp_path / "other").mkdir()
     found = read_protocol(write(tmp_path / "other", gallery=None, probe=None))
     assert (found.galleries, found.probes) == ({}, None)
@@ -319,36 +306,34 @@ def test_scores_of_the_detector_are_weights(tmp_path):
     scores = tmp_path / "ijbc_name_5pts_score.txt"
     scores.write_text("".join(f"{name} {'1.5 ' * 10}0.{i}\n" for i, name in enumerate(lines)))
     assert read_protocol(write(tmp_path)).weights.tolist() == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    scores.write_text("".join(f"{name} 0.5\n" for name in lines[::-1]))
-    with pytest.raises(DataError, match=r"score\.txt:1: .*'6\.jpg 0\.5'"):
-        read_protocol(tmp_path)
-    scores.write_text(f"{lines[0]} 0.5\n")
-    with pytest.raises(DataError, match=r"has 1 lines for 6 images"):
-        read_protocol(tmp_path)
-    scores.write_text(f"{lines[0]} nan\n")
-    with pytest.raises(DataError, match=r"score\.txt:1: .*'1\.jpg nan'"):
-        read_protocol(tmp_path)
+    for text, message in (
+        ("".join(f"{name} 0.5\n" for name in lines[::-1]), r"score\.txt:1: .*6\.jpg"),
+        (f"{lines[0]} 0.5\n", "1 lines for 6 images"),
+        (f"{lines[0]} nan\n", r"score\.txt:1: .*nan"),
+    ):
+        scores.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_protocol(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tid": None}, "needs one file <dataset>_face_tid_mid.txt, .* found none"),
-        ({"tid": ""}, "lists no images"),
-        ({"tid": "1.jpg 7 100\n2.jpg 7\n"}, r"mid\.txt:2: expected '<image>"),
-        ({"tid": "../1.jpg 7 100\n"}, r"mid\.txt:1: .*the location '\.\./1\.jpg' is outside"),
-        ({"tid": "http://host/1.jpg 7 100\n"}, r"mid\.txt:1: .* argument `allowed`"),
-        ({"tid": "x" * 20000 + " 7 100\n"}, r"mid\.txt:1 is longer than 16384 bytes"),
-        ({"pair": None, "gallery": None, "probe": None}, "has neither ijbc_template_pair_label.txt for 1:1"),
-        ({"pair": "7 2 1\n"}, "needs pairs of the same and of different subjects"),
+        ({"tid": None}, "face_tid_mid.txt"),
+        ({"tid": ""}, "no images"),
+        ({"tid": "1.jpg 7 100\n2.jpg 7\n"}, r"mid\.txt:2: "),
+        ({"tid": "../1.jpg 7 100\n"}, r"mid\.txt:1: .*outside"),
+        ({"tid": "x" * 20000 + " 7 100\n"}, r"mid\.txt:1 "),
+        ({"pair": None, "gallery": None, "probe": None}, "ijbc_template_pair_label.txt"),
+        ({"pair": "7 2 1\n"}, "same and of different subjects"),
         ({"pair": "7 2\n0 7 2 1\n"}, r"label\.txt: .*#1"),
         ({"pair": "7 2 1\n7 8 0\n"}, r"label\.txt: .*#2: '7 8 0'"),
         ({"pair": b"7 2 1\n\x00\xff 2 0\n"}, r"label\.txt: .*#2"),
-        ({"G1": "7,40,img/1.jpg\n"}, r"G1\.csv:1: .*TEMPLATE_ID"),
+        ({"G1": "7,40,img/1.jpg\n"}, r"G1\.csv:1: "),
         ({"G2": HEADER + "2\n"}, r"G2\.csv:2: .*'2'"),
         ({"G2": HEADER + "3,1,\n"}, r"G2\.csv:2: .*no images"),
         ({"G2": HEADER + "2,1,\n2,5,\n"}, r"G2\.csv:3: .*another subject"),
-        ({"probe": None}, "probe_mixed.csv does not exist"),
+        ({"probe": None}, "probe_mixed.csv"),
     ],
 )
 def test_bad_files_raise_an_error_with_the_line(tmp_path, changes, message):
@@ -358,5 +343,5 @@ def test_bad_files_raise_an_error_with_the_line(tmp_path, changes, message):
 
 def test_two_datasets_in_one_folder_raise_an_error(tmp_path):
     (write(tmp_path) / "ijbb_face_tid_mid.txt").write_text(IMAGES)
-    with pytest.raises(DataError, match=r"ijbb_face_tid_mid\.txt, ijbc_face_tid_mid\.txt"):
+    with pytest.raises(DataError, match="ijbb"):
         read_protocol(tmp_path)

@@ -51,11 +51,6 @@ def naive_tar(cosines, is_same, far):
     return best
 
 
-def naive_auc(cosines, is_same):
-    wins = [1.0 if p > n else 0.5 if p == n else 0.0 for p in cosines[is_same] for n in cosines[~is_same]]
-    return sum(wins) / len(wins)
-
-
 def some_pairs(pairs, noise, seed, size=8):
     generator = np.random.default_rng(seed)
     is_same = generator.random(pairs) < 0.4
@@ -99,9 +94,12 @@ SCORED = (
 
 
 @given(SCORED, st.sampled_from([0.001, 0.1, 0.25, 0.29, 1 / 3, 0.5, 0.7, 1.0]))
-def test_tar_at_far_is_the_maximum_over_all_thresholds(scored, far):
+def test_tar_at_far_is_the_maximum_over_all_thresholds_and_auc_a_probability(scored, far):
     cosines, is_same = scored
     assert tar_at_far(cosines, is_same, far) == pytest.approx(naive_tar(cosines, is_same, far))
+    # That a same pair scores higher than a different one
+    wins = [1.0 if p > n else 0.5 if p == n else 0.0 for p in cosines[is_same] for n in cosines[~is_same]]
+    assert area_under_roc(cosines, is_same) == pytest.approx(np.mean(wins))
 
 
 def test_tar_at_far_uses_all_allowed_false_accepts():
@@ -110,12 +108,6 @@ def test_tar_at_far_uses_all_allowed_false_accepts():
     is_same = np.append(np.zeros(100, bool), True)
     assert tar_at_far(cosines, is_same, 0.29) == 1.0
     assert tar_at_far(cosines, is_same, 0.28) == 0.0
-
-
-@given(SCORED)
-def test_auc_is_the_probability_that_a_same_pair_scores_higher(scored):
-    cosines, is_same = scored
-    assert area_under_roc(cosines, is_same) == pytest.approx(naive_auc(cosines, is_same))
 
 
 def test_scores_are_cosines_of_pairs_across_chunks():
@@ -141,18 +133,13 @@ def test_results_depend_only_on_the_angles():
     assert {**found, "mean_norm": 0} == {**expected.as_dict(), "mean_norm": 0}
 
 
-def test_scores_of_a_zero_embedding_are_zero():
-    assert scores(np.array([[0.0, 0.0], [1.0, 0.0]])).tolist() == [0.0]
-
-
 def test_result_lists_unresolved_fars():
     embeddings, is_same = some_pairs(100, 0.5, seed=0)
     is_same[:] = np.arange(100) < 5
     result = verify(embeddings, is_same)
     assert result.unresolved_fars == (0.01, 0.001, 0.0001, 0.00001, 0.000001)
     assert "95 different pairs" in result.warning()
-    cosines = scores(embeddings)
-    assert result.tar_at_far[0.01] == naive_tar(cosines, is_same, 0)
+    assert result.tar_at_far[0.01] == naive_tar(scores(embeddings), is_same, 0)
 
 
 @given(SCORED, st.sampled_from([0.1, 0.01]))
@@ -204,26 +191,22 @@ def test_pairs_are_rows_of_the_embeddings():
     assert found.as_dict() == expected.as_dict()
 
 
-def test_the_report_has_a_line_per_pair_and_names_its_choices(tmp_path):
+def test_the_report_has_a_line_per_pair(tmp_path):
     embeddings, is_same = some_pairs(60, 1.0, seed=4)
     result = verify(embeddings, is_same)
     names = [f"a\tb/{index}.png" for index in range(120)]
     path = write_report(tmp_path, "Report", [result.section("my pairs", labels=names)])
-    text = path.read_text()
-    assert all(
-        part in text for part in ("Wilson", "too few for FAR", "my_pairs_roc.png", "my_pairs_scores.tsv")
-    )
+    assert all(part in path.read_text() for part in ("my_pairs_roc.png", "my_pairs_scores.tsv"))
     header, *lines = (tmp_path / "my_pairs_scores.tsv").read_text().splitlines()
     assert header.split("\t") == ["score", "same", "first", "second"]
     assert len(lines) == 60
-    score, same, first, second = lines[7].split("\t")
-    assert (float(score), same) == (result.cosines[7], str(int(is_same[7])))
-    assert (first, second) == ("a\\tb/14.png", "a\\tb/15.png")
+    score, same, *two = lines[7].split("\t")
+    assert (float(score), same, two) == (
+        result.cosines[7], str(int(is_same[7])), ["a\\tb/14.png", "a\\tb/15.png"],
+    )  # fmt: skip
     values = json.loads((tmp_path / "report.json").read_text())["my pairs"]
     assert values.pop("choices")
     assert values == result.as_dict()
-    assert list(values["tar_at_far"]) == ["0.1", "0.01", "0.001", "0.0001", "1e-05", "1e-06"]
-    assert values["pairs"] == values["positives"] + values["negatives"] == 60
     assert values["mean_norm"] == pytest.approx(np.linalg.norm(embeddings, axis=1).mean())
 
 
@@ -234,10 +217,9 @@ def test_invalid_verification_input_raises():
     for rows, same, message in [
         (embeddings[:18], is_same[:9], "10 folds"),
         (embeddings, np.ones(20, bool), "only same"),
-        (embeddings, np.zeros(20, bool), "only different"),
         (np.empty((0, 4)), np.empty(0, bool), "no pairs"),
         (embeddings, is_same[:19], "shape"),
-        (infinite, is_same, "pair 3 is not finite"),
+        (infinite, is_same, "pair 3"),
     ]:
         with pytest.raises(DataError, match=message):
             verify(rows, same)
@@ -267,29 +249,19 @@ def read(folder, content):
     return [(images[a], images[b], flag) for (a, b), flag in zip(pairs, found.is_same.tolist(), strict=True)]
 
 
-def test_lines_are_two_paths_and_a_flag(folder):
-    content = b"\xef\xbb\xbfa.png b.png 0\r\n\r\n  a.png   b.png  1 \nmy face.png\ta.png\t1\nb.png b.png 1"
-    content += b"\nAl_Gore/../a.png b.png 0"
-    assert read(folder, content) == [
-        ("a.png", "b.png", False),
-        ("a.png", "b.png", True),
-        ("my face.png", "a.png", True),
-        ("b.png", "b.png", True),
-        ("a.png", "b.png", False),
-    ]
-
-
 @pytest.mark.parametrize(
-    "content",
+    ("content", "expected"),
     [
-        b"a.png,b.png,True\na.png , my face.png, FALSE\n",
-        b"path1,path2,is_same\r\na.png,b.png,1\r\na.png,my face.png,-1\r\n",
-        b'left;right;same\n"a.png";"b.png";"1"\na.png;"my face.png";0\n',
-        b"a.png b.png true\na.png\tmy face.png\t-1\n",
+        (b"\xef\xbb\xbfa.png b.png 0\r\n\r\n  a.png   b.png  1 \n", "ab0 ab1"),
+        (b"my face.png\ta.png\t1\nb.png b.png 1\nAl_Gore/../a.png b.png 0", "ma1 bb1 ab0"),
+        (b"a.png,b.png,True\na.png , my face.png, FALSE\n", "ab1 am0"),
+        (b"path1,path2,is_same\r\na.png,b.png,1\r\na.png,my face.png,-1\r\n", "ab1 am0"),
+        (b'left;right;same\n"a.png";"b.png";"1"\na.png;"my face.png";0\n', "ab1 am0"),
+        (b"a.png b.png true\na.png\tmy face.png\t-1\n", "ab1 am0"),
     ],
 )
-def test_flags_and_separators_of_tables_are_read(folder, content):
-    assert read(folder, content) == [("a.png", "b.png", True), ("a.png", "my face.png", False)]
+def test_lines_are_two_paths_and_a_flag_with_any_separator(folder, content, expected):
+    assert " ".join(f"{one[0]}{other[0]}{flag:d}" for one, other, flag in read(folder, content)) == expected
 
 
 @pytest.mark.parametrize("header", [b"1\t1", b"1"])
@@ -313,25 +285,30 @@ def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(fol
     assert [found.images.name(index) for index in (0, 1)] == ["a.png (list.txt:1)", "b.png (list.txt:1)"]
     assert found.images.path(1) == folder / "b.png"
     assert np.array_equal(found.pairs, [[0, 1], [1, 0]])
+    (folder / "b.png").unlink()
+    with pytest.raises(DataError, match=r"^b\.png \(list\.txt:1\): .*missing"):
+        found.images[1]
+    with pytest.raises(DataError, match=r"none\.txt"):
+        read_pair_list(folder / "none.txt")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "no pairs"),
-        (b"a.png b.png\n", r"list\.txt:1: expected .*, got 'a\.png b\.png'"),
-        (b"a.png b.png 1\nmy face.png b.png 1\n", r"list\.txt:2: expected .* contains a blank, got"),
-        (b"a.png b.png 1\n\na.png b.png 2\n", r"list\.txt:3: expected .*, got 'a\.png b\.png 2'"),
+        (b"a.png b.png\n", r"list\.txt:1: .*'a\.png b\.png'"),
+        (b"a.png b.png 1\nmy face.png b.png 1\n", r"list\.txt:2: .*blank"),
+        (b"a.png b.png 1\n\na.png b.png 2\n", r"list\.txt:3: .*'a\.png b\.png 2'"),
         ("a.png b.png 1\n".encode("utf-16"), "UTF-16"),
-        (b"a.png b.png 1\na.png c.png 1\n", r"c\.png \(list\.txt:2\): there is no such image in "),
-        (b"a.png /etc/passwd 1\n", r"/etc/passwd \(list\.txt:1\): the file is not an image"),
-        (b"a.png ../a.png 1\n", r"list\.txt:1: the location '\.\./a\.png' is outside"),
-        (b"a.png http://host/b.png 1\n", r"list\.txt:1: the location .* argument `allowed`"),
-        (b"a.png " + b"b" * 100_000, r"list\.txt:1 is longer than 16384 bytes"),
-        (b"1\t2\nAl_Gore\t1\t12\n", r"has 1 pairs"),
-        (b"1\t1\nAl_Gore\t1\tx\n", r"list\.txt:2: expected"),
+        (b"a.png b.png 1\na.png c.png 1\n", r"c\.png \(list\.txt:2\): "),
+        (b"a.png /etc/passwd 1\n", r"/etc/passwd \(list\.txt:1\): .*not an image"),
+        (b"a.png ../a.png 1\n", r"list\.txt:1: .*outside"),
+        (b"a.png http://host/b.png 1\n", r"list\.txt:1: .*allowed"),
+        (b"a.png " + b"b" * 100_000, r"list\.txt:1 "),
+        (b"1\t2\nAl_Gore\t1\t12\n", "1 pairs"),
+        (b"1\t1\nAl_Gore\t1\tx\n", r"list\.txt:2: "),
     ],
-)  # fmt: skip
+)
 def test_a_bad_list_is_an_error_that_names_file_and_line(folder, content, message):
     with pytest.raises(DataError, match=message) as caught:
         read_pair_list(write(folder, content)).images[1]
@@ -356,13 +333,3 @@ def test_a_folder_that_a_list_names_is_beside_the_list_and_has_images(tmp_path, 
     (problem,) = images.read_many(np.array([0]))
     assert isinstance(problem, DataError)
     assert "SECRET" not in str(problem)
-
-
-def test_a_missing_list_or_image_is_an_error(folder):
-    for place, message in ((folder / "none.txt", "none.txt"), (folder, "directory")):
-        with pytest.raises(DataError, match=f"(?i){message}"):
-            read_pair_list(place)
-    listed = read_pair_list(write(folder, b"a.png b.png 0\n"))
-    (folder / "b.png").unlink()
-    with pytest.raises(DataError, match=r"^b\.png \(list\.txt:1\): .*missing"):
-        listed.images[1]

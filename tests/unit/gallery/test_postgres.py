@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,8 +18,7 @@ from plsc.gallery import open_gallery, write_gallery
 from plsc.gallery.gallery import copy_gallery, open_store
 from plsc.gallery.store import New, StoreError
 from tests.images import NAMES
-from tests.postgres_server import PASSWORD, postgres_server
-from tests.unit.gallery.conftest import connected, made_database
+from tests.postgres_server import PASSWORD, connected
 
 SIZE = 32
 
@@ -49,14 +49,12 @@ def ids_of(store):
 def test_a_table_without_mapped_entries_of_an_older_version_is_opened(database):
     with opened(database) as store:
         store.write(news(3))
-        before, table = contents(store), store._table
+        before = contents(store)
     with connected(database) as connection:
-        connection.execute(f"ALTER TABLE {table} DROP mapped")
-    for _ in range(2):
-        with opened(database) as store:
-            assert contents(store) == before
-            store.write(news(1, seed=1))
-            before = contents(store)
+        connection.execute("ALTER TABLE plsc_m1 DROP mapped")
+    with opened(database) as store:
+        assert contents(store) == before
+        assert len(store.write(news(1, seed=1))) == 1
 
 
 def test_both_stores_give_the_same_results_for_the_same_calls(database, tmp_path):
@@ -84,56 +82,24 @@ def test_both_stores_give_the_same_results_for_the_same_calls(database, tmp_path
             results.append((first, changed, found, looks, listed, contents(store), len(store)))
         assert results[0] == results[1]
         assert results[0][1] == [True, 42, 43, 44, False, False, True, 45]
-        times = [[row[2] for row in store.entries(0, 1)] for store in (ours, sqlite)]
-        assert {len(time) for (time,) in times} == {len("2026-01-01 00:00:00")}
-        assert abs(np.subtract(*[np.datetime64(time) for (time,) in times])) < np.timedelta64(10, "m")  # UTC
-        ids = ours.write(ids_of(ours))
-        assert set(ids) == {True}
+        [[time], [other]] = [[row[2] for row in store.entries(0, 1)] for store in (ours, sqlite)]
+        assert len(time) == len(other) == len("2026-01-01 00:00:00")
+        assert abs(np.datetime64(time) - np.datetime64(other)) < np.timedelta64(10, "m")  # UTC
+        assert set(ours.write(ids_of(ours))) == {True}
         assert min(ours.write(news(2))) > 45 + len(NAMES)
 
 
-def test_what_one_server_enrols_is_found_by_another_and_by_one_that_starts_later(database):
-    with opened(database) as first, opened(database) as second:
+def test_what_servers_enrol_at_a_time_is_found_by_all_and_by_one_that_starts_later(database):
+    with opened(database) as first, opened(database) as second, ThreadPoolExecutor(2) as pool:
         first.build_index()
-        counts = [0, 0]
-
-        def enrol(number, store):
-            for batch in range(10):
-                counts[number] += len(store.write(news(7, seed=100 * number + batch)))
-
-        threads = [threading.Thread(target=enrol, args=pair) for pair in enumerate((first, second))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert counts == [70, 70]
-        assert contents(first) == contents(second)
-        assert len(second.entries(0, 1000)) == len(second) == 140
-        [[nearest]] = second.search(vectors(7, seed=3)[5:6], 1)
+        batches = [news(7, seed=number) for number in range(20)]
+        ids = pool.map(lambda one: one[0].write(one[1]), zip([first, second] * 10, batches, strict=True))
+        assert len({number for batch in ids for number in batch}) == len(second.entries(0, 1000)) == 140
+        [[nearest]] = second.search(vectors(7, seed=4)[5:6], 1)
         assert nearest.name == "n5"
         with opened(database, size=0) as third:
-            assert contents(third) == contents(first)
+            assert contents(third) == contents(first) == contents(second)
             assert third.search(vectors(3), 5) == first.search(vectors(3), 5)
-
-
-def test_an_answered_write_survives_a_crash_and_a_lost_connection_is_an_error_until_it_is_back(
-    database, server
-):
-    with opened(database) as store, opened(database) as other:
-        store.build_index()
-        other.search(vectors(1), 1)
-        ids = store.write(news(30))
-        server.kill()
-        try:
-            for one in (store, other):
-                for call in (lambda one=one: one.search(vectors(1), 1), lambda one=one: one.write(news(1))):
-                    with pytest.raises(StoreError, match="cannot be used"):
-                        call()
-        finally:
-            server.start()
-        assert ids_of(store) == ids
-        assert other.search(vectors(30)[4:5], 1)[0][0].id == ids[4]
-        assert len(other.write(news(1))) == 1
 
 
 def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(database):
@@ -165,7 +131,7 @@ def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(d
     "how", ["extension", "old", "rights", "size", "password", "port", "percent", "slash"]
 )
 def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
-    database, server, how, capsys, caplog
+    database, postgres, how, capsys, caplog
 ):
     url, kind, message = database, StoreError, "CREATE EXTENSION vector"
     with connected(database) as connection:
@@ -178,15 +144,15 @@ def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
         elif how == "rights":
             connection.execute("DROP ROLE IF EXISTS guest")
             connection.execute(f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD}'")
-            url, message = server.url("one", f"guest:{PASSWORD}"), "permission denied for schema public"
+            url, message = postgres.url("one", f"guest:{PASSWORD}"), "permission denied for schema public"
         elif how == "size":
             with opened(database, size=SIZE + 1):
                 kind, message = CheckpointError, f"has vectors of {SIZE + 1} values; the model has {SIZE}"
         before = tables(connection)
     if how == "password":
-        url, message = server.url("one", f"plsc:{PASSWORD}-wrong"), "password authentication failed"
+        url, message = postgres.url("one", f"plsc:{PASSWORD}-wrong"), "password authentication failed"
     elif how == "port":
-        url, message = database.replace(f":{server.port}/", ":9/"), "Connection refused"
+        url, message = database.replace(f":{postgres.port}/", ":9/"), "Connection refused"
     elif how in ("percent", "slash"):
         ending = {"percent": "%zz", "slash": f"/{PASSWORD}"}[how]
         url = f"postgresql://plsc:{PASSWORD}{ending}@127.0.0.1/one"
@@ -194,11 +160,8 @@ def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
     with pytest.raises(kind, match=message) as caught, opened(url):
         pass
     assert "\n" not in str(caught.value)
-    chain, error = [], caught.value
-    while error is not None:
-        chain.append(str(error))
-        error = error.__cause__
-    assert PASSWORD not in "".join([*chain, caplog.text, *capsys.readouterr()])
+    shown = "".join(traceback.format_exception(caught.value, limit=0))  # with its causes
+    assert PASSWORD not in "".join([shown, caplog.text, *capsys.readouterr()])
     with connected(database) as connection:
         assert tables(connection) == before
 
@@ -224,7 +187,7 @@ HOSTILE = {
 
 
 @pytest.fixture
-def roles(database, server):
+def roles(database, postgres):
     """URLs by role: `app`, which is a member of `team`, may use all tables and owns none; and a superuser."""
     with connected(database) as connection:
         for role in ("app", "team", "other"):
@@ -236,11 +199,13 @@ def roles(database, server):
             store.write(news(3))
         connection.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO app")
         connection.execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO app")
-    return {"app": server.url("one", f"app:{PASSWORD}"), "superuser": database}
+    return {"app": postgres.url("one", f"app:{PASSWORD}"), "superuser": database}
 
 
-@pytest.mark.parametrize("role", ["app", "superuser"])
-@pytest.mark.parametrize("how", HOSTILE)
+@pytest.mark.parametrize(
+    ("how", "role"),
+    [*zip(HOSTILE, ["app", "superuser"] * 3, strict=False), ("view", "superuser"), ("trigger", "app")],
+)
 def test_a_relation_that_another_role_may_have_prepared_is_refused_and_runs_nothing(roles, how, role):
     with opened(roles[role]) as store:
         ids = store.write(news(1))
@@ -255,23 +220,17 @@ def test_a_relation_that_another_role_may_have_prepared_is_refused_and_runs_noth
             assert connection.execute("SELECT count(*) FROM ran").fetchone() == (0,)
 
 
-def test_no_table_is_created_or_opened_in_a_schema_of_another_role(roles):
+def test_no_table_or_pgvector_of_a_schema_of_another_role_is_used(roles):
     with connected(roles["superuser"]) as connection:
         connection.execute("CREATE SCHEMA app AUTHORIZATION other; GRANT ALL ON SCHEMA app TO app")
-    with pytest.raises(StoreError, match="table"):
-        open_store(roles["app"], "m2", SIZE)  # the schema with the name of the role comes first
-    with connected(roles["superuser"]) as connection:
+        with pytest.raises(StoreError, match="table"):
+            open_store(roles["app"], "m2", SIZE)  # the schema with the name of the role comes first
         connection.execute("ALTER TABLE plsc_m1 SET SCHEMA app; ALTER TABLE app.plsc_m1 OWNER TO app")
-    with pytest.raises(CheckpointError):
-        open_store(roles["app"], "m1", 0)
-
-
-def test_pgvector_in_a_schema_of_another_role_is_refused(roles):
-    with connected(roles["superuser"]) as connection:
-        connection.execute("CREATE SCHEMA theirs AUTHORIZATION other; GRANT USAGE ON SCHEMA theirs TO app")
-        connection.execute("ALTER EXTENSION vector SET SCHEMA theirs")
-    with pytest.raises(StoreError, match="theirs"):  # DROP SCHEMA would drop the vectors
-        open_store(roles["app"], "m1", 0)
+        with pytest.raises(CheckpointError):
+            open_store(roles["app"], "m1", 0)
+        connection.execute("ALTER EXTENSION vector SET SCHEMA app")
+        with pytest.raises(StoreError, match="app"):  # DROP SCHEMA would drop the vectors
+            open_store(roles["app"], "m1", 0)
 
 
 @pytest.mark.parametrize("owner", ["app", "team", "boss", "superuser"])
@@ -288,11 +247,11 @@ def test_tables_of_our_roles_the_owner_of_the_database_and_superusers_are_opened
         assert len(store.search(vectors(1), 9)[0]) == 4
 
 
-def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles, server):
+def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles, postgres):
     with connected(roles["superuser"]) as connection:
         connection.execute("ALTER TABLE plsc_m1 OWNER TO app")
         connection.execute("REVOKE ALL ON ALL TABLES IN SCHEMA public FROM other")
-    with connected(server.url("one", f"other:{PASSWORD}")) as connection:
+    with connected(postgres.url("one", f"other:{PASSWORD}")) as connection:
         connection.execute("SELECT pg_advisory_lock(1886155619)")
         connection.execute("SELECT pg_advisory_lock(1886155619, hashtext('plsc_m1_hnsw'))")
         with opened(roles["app"]) as store:
@@ -302,8 +261,8 @@ def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles,
             open_store(roles["app"], "m2", SIZE)
 
 
-def test_decoys_stop_nothing_and_functions_of_others_are_not_called(roles, server):
-    with connected(server.url("one", f"other:{PASSWORD}")) as connection:
+def test_decoys_stop_nothing_and_functions_of_others_are_not_called(roles, postgres):
+    with connected(postgres.url("one", f"other:{PASSWORD}")) as connection:
         connection.execute("CREATE TABLE decoy (vector vector(7))")
         connection.execute("COMMENT ON TABLE decoy IS 'plsc entries, version 1, weights m1'")
         kinds = [("generate_series", f"int, {kind}", "SETOF int") for kind in ("smallint", "int", "bigint")]
@@ -347,25 +306,23 @@ def test_tables_of_other_networks_are_named_and_are_not_searched(database, caplo
     with opened(database, "a" * 64) as first:
         first.write(news(3))
         with caplog.at_level(logging.WARNING), opened(database, "b" * 64) as second:
-            assert "aaaaaaaaaaaaaaaa) are not searched" in caplog.text
+            assert "a" * 16 in caplog.text
             assert second.search(vectors(1), 3) == [[]]
-    with pytest.raises(CheckpointError, match=r"of the network c{16}; networks that have some: a{16}, b{16}"):
-        open_store(database, "c" * 64)
-    with pytest.raises(CheckpointError, match=r"of one network; networks that have some: a{16}, b{16}"):
-        open_store(database, "")
+    for model in ("c" * 64, ""):
+        with pytest.raises(CheckpointError, match=r"a{16}, b{16}"):
+            open_store(database, model)
     with connected(database) as connection:
         connection.execute("COMMENT ON TABLE plsc_bbbbbbbbbbbbbbbb IS 'other'")
-    with pytest.raises(StoreError, match='"plsc_bbbbbbbbbbbbbbbb" already exists'):
+    with pytest.raises(StoreError, match="plsc_bbbbbbbbbbbbbbbb"):
         open_store(database, "b" * 64, SIZE)
 
 
-def test_a_full_disk_is_one_message_and_nothing_is_half_enrolled():
+def test_a_full_disk_is_one_message_and_nothing_is_half_enrolled(database, postgres):
     size, largest = 1024, 17 * 2**20  # a file of the log has 16 MiB, and the table would have more
     many = [New(str(i), one, b"") for i, one in enumerate(vectors(5000, size=size))]
-    with contextlib.contextmanager(postgres_server)(file_bytes=largest) as server:
-        with connected(server.url()) as connection:
-            connection.execute("CREATE EXTENSION vector")
-        with opened(server.url(), size=size) as store:
+    postgres.limit_files(largest)
+    try:
+        with opened(database, size=size) as store:
             ids = store.write(many[:1])
             for builds in (False, True):
                 with pytest.raises(StoreError, match="could not extend file"):
@@ -373,16 +330,18 @@ def test_a_full_disk_is_one_message_and_nothing_is_half_enrolled():
             assert ids_of(store) == ids
             assert len(store) == 1
             assert len(store.write(many[:10])) == 10
+    finally:
+        postgres.limit_files("unlimited")
 
 
-def filled(kind, folder, server):
+def filled(kind, folder, postgres):
     """A gallery with the entries 0..29, in a store without id 3, as ids are not all there."""
     if kind == "folder":
         write_gallery(folder / "from", vectors(30), [f"n{i}" for i in range(30)], model="m1")
         return str(folder / "from")
     place = str(folder / "from.sqlite")
     if kind == "postgres":
-        place = made_database(server, "two")
+        place = postgres.make_database("two")
     with opened(place) as store:
         first = store.write([*news(2), New("gone", vectors(1)[0], b"")])
         store.write([first[2], *news(30)[2:]])
@@ -393,10 +352,10 @@ def filled(kind, folder, server):
     ("source", "target"), [("folder", "sqlite"), ("sqlite", "postgres"), ("postgres", "postgres")]
 )
 def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
-    database, tmp_path, server, source, target, monkeypatch, capsys
+    database, tmp_path, postgres, source, target, monkeypatch, capsys
 ):
     monkeypatch.setattr(plsc.gallery.gallery, "_BATCH", 7)
-    start = filled(source, tmp_path, server)
+    start = filled(source, tmp_path, postgres)
     end = database if target == "postgres" else f"{tmp_path}/t.sqlite"
     read = plsc.gallery.gallery.batches
 

@@ -94,6 +94,7 @@ OF_THE_INDEX = {
     "a dtype of Python objects": ("columns", "embeddings", "dtype", "object"),
     "too many axes": ("columns", "embeddings", "shape", [2**39] * 1000),
     "a huge shape": ("columns", "embeddings", "shape", [2**40, 2**40]),
+    "a checkpoint that is no text": ("model", "checkpoint", []),
     "a shard that is listed twice": ("shards", 1, None),
 }
 
