@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from plsc.checkpoint import load_weights
 from plsc.config import Options
 from plsc.config.train import read_parameter_groups
 from plsc.entry import Entry
 from plsc.errors import OptionError
-from plsc.models import BaseModel, build_model
+from plsc.models import BaseModel
 from plsc.models.base_model import Initialization, freeze, initialise_by_rule
 from plsc.names import find_parameters
 from plsc.optim import (
@@ -25,6 +26,8 @@ from plsc.optim import (
 )
 from plsc.train.build import build_schedule, check_combinations, with_rate
 from plsc.train.callbacks import Length
+from tests.images import write_dataset
+from tests.system.small_entry import entry
 
 
 def weights(layout=torch.contiguous_format):
@@ -430,13 +433,12 @@ def test_an_invalid_rule_raises(rule, noun):
         initialised({"pattern": "fc", **rule})
 
 
-def test_the_setter_adds_rules_that_apply_to_built_in_networks():
-    ins = Entry()
+def test_the_setter_adds_rules_that_apply_to_built_in_networks(tmp_path):
+    ins = entry(write_dataset(tmp_path / "set", classes=2, per_class=6), tmp_path / "run", set_lr=1e-12)
     ins.set_initialization("type:Conv2d", "kaiming_normal", mode="fan_out")
     ins.set_initialization("neck", "normal", std=0.01)
-    network = build_model("SmallResNet", 8, (1, 16, 16))
-    initialise_by_rule(network, ins._initializations, 0)
-    assert float(network.neck.fc.weight.detach().std()) == pytest.approx(0.01, rel=0.2)
+    weight = load_weights(ins.train().checkpoint)["neck.fc.weight"]
+    assert weight.std().item() == pytest.approx(0.01, rel=0.2)
 
 
 def schedule(function=None, total=None, epoch=None, **changes):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from plsc.models.sync_batch_norm import (
     SampleDropout,
@@ -215,17 +214,10 @@ def test_kept_elements_are_scaled_and_evaluation_is_the_identity():
     assert not everything(x).any()
 
 
-def test_layers_have_different_masks_and_recomputation_repeats_them():
-    network, samples = network_of(nn.Dropout(0.5), nn.Linear(30, 30), nn.Dropout(0.5))
+def test_layers_have_different_masks():
+    network, samples = network_of(nn.Dropout(0.5), nn.Dropout(0.5))
     samples.numbers = torch.arange(20)
-    assert network[0](torch.ones(20, 30)).ne(network[2](torch.ones(20, 30))).any()
-    gradients = []
-    for run in (network, lambda x: checkpoint(network, x, use_reentrant=False)):
-        torch.manual_seed(2)
-        x = torch.ones(20, 30, requires_grad=True)
-        run(x).sum().backward()
-        gradients.append(x.grad)
-    assert gradients[0].equal(gradients[1])
+    assert network[0](torch.ones(20, 30)).ne(network[1](torch.ones(20, 30))).any()
 
 
 def test_without_sample_numbers_dropout_is_ordinary():
