@@ -64,25 +64,16 @@ def steps(optimizer, parameters, count=3, factor=1.0):
 
 WAYS = {"auto": None, "for_loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 MORE = {
-    "sgd": (
-        {"momentum": 0.8, "optimizer_arguments": {"nesterov": True}},
-        {"momentum": 0.8, "nesterov": True},
-    ),
-    "adam": (
-        {"optimizer_arguments": {"betas": (0.8, 0.9), "amsgrad": True}},
-        {"betas": (0.8, 0.9), "amsgrad": True},
-    ),
-    "rmsprop": (
-        {"optimizer_arguments": {"momentum": 0.9, "centered": True}},
-        {"momentum": 0.9, "centered": True},
-    ),
+    "sgd": {"nesterov": True}, "adam": {"betas": (0.8, 0.9), "amsgrad": True},
+    "rmsprop": {"momentum": 0.9, "centered": True},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_equal_a_torch_optimizer_with_the_same_groups(name):
     kind = OPTIMIZERS[name]
-    given, by_hand = MORE.get(name, ({}, {}))
+    given = {"optimizer_arguments": MORE[name]} if name in MORE else {}
+    by_hand = MORE.get(name, {}) | ({"momentum": 0.9} if name == "sgd" else {})
     decay = {"weight_decay": 0.02} if kind.takes else {}
     none = {"weight_decay": 0.0} if kind.takes else {}
     mine = weights()
@@ -90,10 +81,7 @@ def test_updates_equal_a_torch_optimizer_with_the_same_groups(name):
     ours = built(groups, optimizer=name.upper(), weight_decay=0.02, **given)
     theirs = weights()
     rate = 0.05 * 0.5
-    hand_groups = [
-        {"params": [theirs[0]], **decay},
-        {"params": [theirs[1]], "lr": rate * 0.1, **none},
-    ]
+    hand_groups = [{"params": [theirs[0]], **decay}, {"params": [theirs[1]], "lr": rate * 0.1, **none}]
     hand = getattr(torch.optim, kind.class_name)(hand_groups, lr=rate, foreach=False, **by_hand)
     steps(ours, mine, factor=0.5)
     for step in range(3):
