@@ -20,17 +20,9 @@ from plsc.models import BaseModel
 from plsc.train import step as step_module
 from plsc.train.callbacks import EVENTS
 from plsc.train.step import LossReader
-from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, losses_of
 from tests.spoiled import Spoiled, SpoilImage
 from tests.system.small_entry import entry
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = write_dataset(tmp_path_factory.mktemp("callbacks") / "faces", classes=4, per_class=6)
-    write_pair_file(folder / "lfw.bin", folder)
-    return folder
 
 
 class Recorder(Callback):
