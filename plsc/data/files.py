@@ -110,6 +110,8 @@ def _matching(pattern: str) -> list[str]:
 def _is_folder(location: str) -> bool:
     if not is_url(location):
         return Path(location).is_dir()
+    if location.lower().startswith("http"):  # a client may read the file to look for links
+        return False
     filesystem, inside = open_filesystem(location)
     return with_retries(lambda: bool(filesystem.isdir(inside)), f"{shown(location)} cannot be looked up")
 

@@ -19,7 +19,7 @@ from tests.serving import ROOT, export_model
 pytestmark = pytest.mark.slow
 pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
 PAGE = (ROOT / "docs/gallery.md").read_text(encoding="utf-8")
-NEEDS = {"Spark": "pyspark", "Ray": "ray", "Hugging Face datasets": "datasets", "A loop": "pyarrow"}
+NEEDS = {"Spark": "pyspark", "Ray": "ray", "Hugging Face datasets": "datasets"}
 MORE_OF_SPARK = """
 import pyarrow as pa, pyarrow.parquet as pq
 from pyspark.sql.functions import lit

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 
 from plsc.cli import main
+from plsc.data.files import shard_files
 from plsc.data.sources import open_source
 from plsc.data.sources.base import read_image
 from plsc.data.sources.image_folders import listed_path, open_images
@@ -80,6 +81,7 @@ def test_class_folders_over_http_are_those_of_the_disk_and_none_is_left_out(tmp_
         remote = open_source(f"{url}/set")
         assert remote.class_names == local.class_names
         assert {remote[i] for i in range(5)} == {local[i] for i in range(5)}
+        assert shard_files(f"{url}/none.tar", ".tar") == [f"{url}/none.tar"]  # without reading it
         Folder.missing = "/set/A"
         for location in (f"{url}/set", f"{url}/set/*/*.tar"):
             fsspec.filesystem("http").invalidate_cache()
