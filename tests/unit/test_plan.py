@@ -149,8 +149,7 @@ def test_stored_bytes_of_the_backbone_equal_those_of_real_tensors(name):
     }
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize(("recompute", "precision"), [("none", "float32"), ("all", "bfloat16")])
 def test_activations_are_within_15_percent_of_what_a_real_step_allocates(recompute, precision):
     network = build_model("SmallResNet", 64, (3, 32, 32)).train()
     use_torch_layers(network)
