@@ -230,7 +230,7 @@ def _fetch_file(store: Store, name: str, info: FileInfo, work: Path, on_bytes: O
         on_bytes(info.bytes)
         return
     with replacing(local) as part:
-        store.get(name, part, on_bytes)
+        store.get(name, part, on_bytes, info.bytes)
         if checksum(part) != info:
             where = shown(store.child(name))
             raise CheckpointError(f"{where} is damaged: its checksum differs from the saved one")

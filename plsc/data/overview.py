@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from plsc.data.decode import decode_whole
 from plsc.data.sources import Source
 from plsc.data.sources.base import class_names_of, first_and_last_class
 from plsc.errors import DataError, in_terminal, naming
+from plsc.machine import usable_cores
 from plsc.seeds import hash_key
 
 _T = TypeVar("_T")
@@ -138,8 +138,11 @@ def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
 
 
 def in_threads(function: Callable[[int], _T], numbers: Sequence[int]) -> Iterator[_T]:
-    """Yield the result of the function for each number, in this order, with a thread per processor."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+    """Yield the result of the function for each number, in this order, with at most eight threads.
+
+    Each may have an image of a GiB.
+    """
+    with concurrent.futures.ThreadPoolExecutor(min(8, usable_cores())) as threads:
         for start in range(0, len(numbers), 1000):  # bounds the number of waiting results
             yield from threads.map(function, numbers[start : start + 1000])
 

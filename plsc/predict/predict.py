@@ -26,6 +26,7 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Options
 from plsc.data.batch import SampleNames
+from plsc.data.lists import absolute
 from plsc.data.reader import declares_shards, open_reader
 from plsc.data.sources.base import (
     FileSource,
@@ -62,6 +63,7 @@ from plsc.predict.embeddings import (
 )
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.publish import HIDDEN
+from plsc.storage.urls import exists, is_url
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
@@ -228,6 +230,7 @@ class Predictor:
             "flip": False,
             "precision": "float32",
             "columns": columns,
+            "dataset": self.samples.place,
             "images": total,
             "rows_per_shard": -(-total // (rounds * ranks)) if total else most,
         }
@@ -332,9 +335,9 @@ class Predictor:
                     continue
                 names, stop = read_column(path, NAMES).tolist(), (number + 1) * rows
                 stop = stop if self.samples.count is None else min(stop, self.samples.count)
-                if not set(names) <= set(self.samples.names(range(number * rows, stop))):
+                if not self.samples.have(range(number * rows, stop), names, read_column(path, LABELS)):
                     raise DataError(
-                        f"{path} has other images than {self.samples.name}; choose another folder"
+                        f"{path} has other images or labels than {self.samples.name}; choose another folder"
                     )
                 kept[number] = {"file": path.name, "rows": len(names)}
             return kept
@@ -348,6 +351,7 @@ class Samples:
 
     def __init__(self, source: Source, name: str, threads: int) -> None:
         self.source, self.name, self.count = source, name, len(source)
+        self.place = absolute(name) if exists(name) or is_url(name) or Path(name).is_dir() else name
         # A custom Dataset may not be thread-safe.
         self.threads = 0 if isinstance(source, TorchDatasetSource) else threads
         self._where: Callable[[int], Any] = source.path if isinstance(source, FileSource) else source.name
@@ -368,11 +372,20 @@ class Samples:
         """Return the names of images."""
         return [shown(str(self._where(number))) for number in numbers]
 
+    def have(self, numbers: range, names: list[str], labels: np.ndarray) -> bool:
+        """Return whether all of these names, with their labels, are those of some images."""
+        known: Any = self.names(numbers)
+        if isinstance(self.source, IndexedSource):  # another one would have to read its images
+            own = self.source.labels()[numbers.start : numbers.stop].tolist()
+            return set(zip(names, labels.tolist(), strict=True)) <= set(zip(known, own, strict=True))
+        return set(names) <= set(known)
+
 
 class StreamedSamples:
     """The images of a generator, which can only be read forwards; every rank reads all of them."""
 
-    name, count, threads = "the predict reader", None, 0
+    name = place = "the predict reader"
+    count, threads = None, 0
 
     def __init__(self, reader: Any, example: Input | None) -> None:
         arguments = (0, 1) if declares_shards(reader) else ()
@@ -409,6 +422,10 @@ class StreamedSamples:
     def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of images."""
         return [f"sample {number}" for number in numbers]
+
+    def have(self, numbers: range, names: list[str], labels: np.ndarray) -> bool:
+        """Return whether all of these names are those of some images; labels: not compared."""
+        return set(names) <= set(self.names(numbers))
 
 
 def open_samples(trained: Trained, images: Images | None, reader: Any) -> Samples | StreamedSamples:
@@ -472,7 +489,7 @@ def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
         write_index(folder, {**about, "complete": False})
         return {}, about["rows_per_shard"]
     index = read_index(folder)
-    for name in ("model", "input", "flip", "precision", "columns", "images"):
+    for name in ("model", "input", "flip", "precision", "columns", "images", "dataset"):
         ours, theirs = about[name], index.get(name)
         if name == "model":  # at another place, it is the same model
             ours, theirs = ({**(model or {}), "checkpoint": ""} for model in (ours, theirs))

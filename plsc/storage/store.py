@@ -10,6 +10,7 @@ as S3 cannot rename: there the manifest, which is written last, publishes the fo
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -159,9 +160,9 @@ class Store:
         self._check_size(name, size)
         progress.absolute_update(size)
 
-    def get(self, name: str, local: Path, on_bytes: OnBytes | None = None) -> None:
-        """Download a file to a local path."""
-        progress = Progress(on_bytes)
+    def get(self, name: str, local: Path, on_bytes: OnBytes | None = None, most: float = math.inf) -> None:
+        """Download a file to a local path. Raises DataError if it has more than `most` bytes."""
+        progress = Progress(on_bytes, most)
 
         def call() -> None:
             self._filesystem.get_file(self._at(name), str(local), callback=progress)

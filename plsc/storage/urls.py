@@ -9,6 +9,7 @@ import fnmatch
 import glob
 import hashlib
 import html
+import math
 import os
 import posixpath
 import random
@@ -342,16 +343,21 @@ def reason_of(error: BaseException) -> str:
 
 
 class Progress(Callback):
-    """Report the bytes of a transfer, as a callback of fsspec, and keep the time of the last ones."""
+    """Report the bytes of a transfer, as a callback of fsspec, and keep the time of the last ones.
 
-    def __init__(self, on_bytes: Callable[[int], object] | None = None) -> None:
+    Raises DataError in the transfer after `most` bytes.
+    """
+
+    def __init__(self, on_bytes: Callable[[int], object] | None = None, most: float = math.inf) -> None:
         super().__init__()
-        self.last = time.monotonic()
+        self.last, self._most = time.monotonic(), most
         self._on_bytes, self._reported = on_bytes, 0
 
     def call(self, *_: Any, **__: Any) -> None:
         """Report what has changed; fewer bytes if another try has begun."""
         self.last = time.monotonic()
+        if self.value > self._most:
+            raise DataError(f"the file has more than {self._most} bytes")
         new, self._reported = self.value - self._reported, self.value
         if self._on_bytes is not None and new:
             self._on_bytes(new)

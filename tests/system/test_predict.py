@@ -135,6 +135,23 @@ def test_a_folder_a_list_file_and_a_list_give_the_same_embeddings(trained, expec
     assert list(plsc.open_embeddings(output)) == ["labels", "ids", "probs", "names"]
 
 
+def test_a_folder_of_another_dataset_or_of_other_labels_is_not_continued(trained, tmp_path, capsys):
+    images = sorted((trained / "faces/images").iterdir())[:4]
+    words = ["predict", str(trained / "run" / "0"), "--output", str(tmp_path / "out")]
+
+    def predict(labels):
+        lines = [f"{image}\t{label}\n" for image, label in zip(images, labels, strict=True)]
+        (tmp_path / "list.tsv").write_text("path\tlabel\n" + "".join(lines))
+        return main([*words, "--data.dataset_dir", str(tmp_path / "list.tsv")])
+
+    assert predict([0, 0, 1, 1]) == predict([0, 0, 1, 1]) == 0
+    assert predict([0, 1, 1, 1]) == 1
+    assert "labels" in capsys.readouterr().err
+    (tmp_path / "list.tsv").rename(tmp_path / "moved.tsv")
+    assert main([*words, "--data.dataset_dir", str(tmp_path / "moved.tsv")]) == 1
+    assert "dataset" in capsys.readouterr().err
+
+
 def test_flatten_result_joins_layers_side_by_side(trained, ins):
     images = sorted((trained / "faces/images").iterdir())[:5]
     apart = ins.predict(images, layers=LAYERS).layers

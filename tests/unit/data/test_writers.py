@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pybase64
 import pytest
+from PIL import Image
 
 from plsc.data.sources import open_source
 from plsc.data.writers import convert, describe
 from plsc.errors import DataError, OptionError
 from tests.distributed.launch import run_code
-from tests.images import write_dataset
+from tests.images import photo, write_dataset
 
 
 @pytest.fixture
@@ -71,7 +72,8 @@ def test_a_class_name_that_no_source_accepts_is_not_written(tmp_path, name):
 
 
 def test_names_are_kept_beside_a_class_that_lost_its_images(tmp_path):
-    for folder, content in {"a": b"\x89PNG", "b": b"", "c": b"\x89PNG"}.items():
+    image = photo(Image.new("RGB", (8, 8)), 1, "PNG")
+    for folder, content in {"a": image, "b": b"\x89PNG", "c": image}.items():
         (tmp_path / "set" / folder).mkdir(parents=True)
         (tmp_path / "set" / folder / "1.png").write_bytes(content)
     place = tmp_path / "set"
