@@ -245,21 +245,21 @@ def measure(
         recalls = [recall_at(precision, judged, planted[KINDS[0]]) for precision in (0.95, 0.85)]
         report.keep(kind="ranking", planting=kind, way=way, recalls=recalls)
         report.row(way, *(f"{recall:.3f}" for recall in recalls))
-    report.print()
-    report.header("proposed by plsc", "planted", "proposed", "right", "precision", "recall")
-    proposals: dict[str, dict[tuple[str, str], bool]] = {name: {} for name in KINDS}
-    for name in ("changes.tsv", "questions.tsv"):
-        with (work / "clean" / name).open(newline="", encoding="utf-8") as file:
+    for title in ("changes", "questions"):
+        report.print()
+        report.header(title, "planted", "proposed", "right", "precision", "recall")
+        proposals: dict[str, dict[tuple[str, str], bool]] = {name: {} for name in KINDS}
+        with (work / "clean" / f"{title}.tsv").open(newline="", encoding="utf-8") as file:
             for change in csv.DictReader(file, delimiter="\t"):
                 name, is_right, counts = truth.judge(change)
                 if counts:  # the changes that divide a class count once
                     subject = change["class"], "" if name == KINDS[3] else change["image"] + change["to"]
                     proposals[name].setdefault(subject, is_right)
-    for name, found in proposals.items():
-        right = sum(found.values())
-        shares = f"{right / max(len(found), 1):.3f}", f"{right / max(planted[name], 1):.3f}"
-        report.keep(kind="proposals", planting=kind, of=name, proposed=len(found), right=right)
-        report.row(name, planted[name], len(found), right, *shares)
+        for name, found in proposals.items():
+            right = sum(found.values())
+            shares = f"{right / max(len(found), 1):.3f}", f"{right / max(planted[name], 1):.3f}"
+            report.keep(kind=title, planting=kind, of=name, proposed=len(found), right=right)
+            report.row(name, planted[name], len(found), right, *shares)
 
 
 def draw_fonts(folder: Path) -> None:
