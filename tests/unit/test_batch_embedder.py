@@ -10,9 +10,11 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from plsc.errors import CheckpointError, OptionError
 from plsc.export import batch_embedder, open_model
+from tests.images import photo
 from tests.serving import export_model
 
 pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
@@ -37,6 +39,7 @@ def expected(model, paths):
 @pytest.mark.parametrize("make", [pa.table, pa.RecordBatch.from_pydict])
 def test_an_arrow_batch_gets_the_embeddings_of_open_model_and_the_fingerprint(model, paths, expected, make):
     images = [*(Path(path).read_bytes() for path in paths), b"no image", None]
+    images[0] = photo(Image.open(paths[0]), 6, "PNG")  # is turned upright
     embedder = pickle.loads(pickle.dumps(batch_embedder(model)))
     given = make({"error": ["old"] * len(images), "image": images, "embedding": [[1.0]] * len(images)})
     found = embedder(given.replace_schema_metadata({"plsc.fingerprint": "old", "mine": "kept"}))
