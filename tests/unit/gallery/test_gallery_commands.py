@@ -1,6 +1,7 @@
 """`plsc index` and `plsc search`, with a checkpoint and with an exported model."""
 
 import json
+import shutil
 
 import fsspec
 import numpy as np
@@ -12,6 +13,7 @@ from plsc.cli import main
 from plsc.export import open_model
 from plsc.export.folder import checksum_of
 from plsc.gallery import open_gallery
+from tests.postgres_server import PASSWORD
 from tests.serving import export_model
 
 pytest.importorskip("faiss", reason="plsc-torch[search] is not installed")
@@ -32,18 +34,41 @@ def plsc(capsys, *words):
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("model", ["run/0", "model"])
-def test_every_image_finds_itself(trained, tmp_path, capsys, model):
-    images = trained / "faces/images"
-    shown = plsc(capsys, "index", trained / model, tmp_path / "g", "--images", images)
-    assert shown[-1] == f"wrote {tmp_path / 'g'}: 24 images"
-    shown = plsc(capsys, "search", trained / model, tmp_path / "g", images, "-k", 2)
-    found = [line for line in shown if "strangers" not in line]
+@pytest.mark.parametrize(
+    ("model", "place"), [("run/0", "folder"), ("model", "folder"), ("model", "postgres")]
+)
+def test_every_image_finds_itself(trained, tmp_path, capsys, request, model, place):
+    images, gallery = trained / "faces/images", tmp_path / "g"
+    gallery = request.getfixturevalue("database") if place == "postgres" else gallery
+    shown = plsc(capsys, "index", trained / model, gallery, "--images", images)
+    name = str(gallery).replace(f"plsc:{PASSWORD}@", "")
+    assert shown[-1].startswith(f"wrote {name}: 24 images")
+    assert ("100.00%" in shown[-1]) == (place == "postgres")  # of the nearest entries are found by the index
+    found = plsc(capsys, "search", trained / model, gallery, images, "-k", 2)
+    found = [line for line in found if "strangers" not in line]
     assert len(found) == 24 * 3
     for image, nearest in zip(found[::3], found[1::3], strict=True):
         cosine, name = nearest.split(maxsplit=1)
         assert name == image
         assert abs(float(cosine) - 1) < 1e-3
+    for words in (["search", gallery, images, "-k", 0], ["index", gallery, "--images", images]):
+        assert main([words[0], str(trained / model), *map(str, words[1:])]) == 1
+
+
+def test_a_damaged_image_or_an_empty_table_is_one_message_and_nothing_is_enrolled(
+    trained, database, tmp_path, messages
+):
+    images, model = shutil.copytree(trained / "faces/images", tmp_path / "images"), str(trained / "model")
+    files = sorted(images.iterdir())
+    files[-1].write_bytes(b"no image")
+    for words, noun in (
+        (["search", model, database, str(files[0])], "entries"),
+        (["index", model, database], "--images"),
+        (["index", model, database, "--images", str(images)], files[-1].name),
+        (["search", model, database, str(files[0])], "has no entries"),
+    ):
+        assert main(words) == 1
+        assert noun in messages[-1]
 
 
 def test_a_list_of_images_names_urls_below_an_allowed_prefix(trained, tmp_path, capsys):
@@ -76,7 +101,7 @@ def test_the_nearest_classes_are_those_of_the_class_weights(trained, tmp_path, c
     gallery = open_gallery(tmp_path / "g", checksum_of(load_weights(trained / "run/0")))
     weight = load_weights(trained / "run/0", "class_weights")["weight"].numpy()
     weight /= np.linalg.norm(weight, axis=1, keepdims=True)
-    scores, classes = gallery.search(weight, 3)
+    scores, classes = gallery.search(weight, 6)
     np.testing.assert_allclose(scores, -np.sort(-(weight @ weight.T), axis=1), atol=1e-6)
     assert classes[:, 0].tolist() == [*range(6)]
 
