@@ -16,8 +16,7 @@
 - No augmentation. Verification uses pairs of classes that were not trained: 200 classes of the glyphs; three
   alphabets of Omniglot, of which two others are trained.
 
-Every run is a process with one thread. Finished runs are not repeated. Writes results.md, results.json and
-learning.png.
+Every run is a process with one thread. Finished runs are not repeated. Writes results.md.
 """
 
 from __future__ import annotations
@@ -32,16 +31,15 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 import yaml
+from measuring import Report
 from PIL import Image
 from torch import Tensor, nn
 
@@ -50,12 +48,11 @@ from plsc.config.train import CLIP_NORM, CLIPPED_STEP
 from plsc.models import build_model
 from plsc.train.build import default_warmup, margin_of
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
 TRAINED = ("Japanese_(katakana)", "Sanskrit")  # alphabets of Omniglot
 UNSEEN_GLYPHS = 200  # classes
 PAIRS = 6000
+CLASSES = 200  # of the glyphs
+SIZE, EMB_SIZE, BATCH = 32, 64, 48  # side of the images
 COLUMNS = ("accuracy", "TAR at FAR 1e-2")
 PEERS = ("peer", "peer with our loop", "peer with our loop, margin and scale")
 
@@ -73,11 +70,6 @@ class Way:
         name = re.sub(r"[^\w.]+", "-", self.name)
         return folder / f"{name}-{'default' if self.rate is None else self.rate}-{seed}.json"
 
-    @property
-    def label(self) -> str:
-        """The name and the learning rate."""
-        return f"{self.name}, {'default rate' if self.rate is None else f'rate {self.rate:g}'}"
-
 
 class Images:
     """Training images, float32 [N, 3, H, W] in -1..1, their labels [N], and pairs of unseen classes."""
@@ -86,7 +78,7 @@ class Images:
         read = _read_glyphs if options.glyphs else _read_omniglot
         sets: dict[bool, dict[str, list[Tensor]]] = {True: {}, False: {}}
         for is_trained, name, data in read(options):
-            sets[is_trained].setdefault(name, []).append(_to_tensor(data, options.size))
+            sets[is_trained].setdefault(name, []).append(_to_tensor(data, SIZE))
         self.train, labels = _stack(sets[True])
         self.labels = torch.from_numpy(labels)
         self.test, classes = _stack(sets[False])
@@ -127,7 +119,7 @@ def _read_glyphs(options: argparse.Namespace) -> Any:
     lines = [line.split() for line in (options.glyphs / "label.txt").read_text().splitlines()]
     highest = max(int(label) for _, label in lines)
     for path, label in lines:
-        is_trained = int(label) < options.classes
+        is_trained = int(label) < CLASSES
         if is_trained or int(label) > highest - UNSEEN_GLYPHS:
             yield is_trained, label, (options.glyphs / path).read_bytes()
 
@@ -152,25 +144,25 @@ def train_peer(images: Images, options: argparse.Namespace, way: Way) -> dict[st
     classes = int(images.labels.max()) + 1
     network: nn.Module
     if way.name == "peer":
-        network = nn.Sequential(_plain_network(options), nn.BatchNorm1d(options.emb_size))
+        network = nn.Sequential(_plain_network(options), nn.BatchNorm1d(EMB_SIZE))
     else:
-        shape = (3, options.size, options.size)
-        network = build_model(options.network, options.emb_size, shape, Options().get("model.dropout"))
+        shape = (3, SIZE, SIZE)
+        network = build_model(options.network, EMB_SIZE, shape, Options().get("model.dropout"))
     settings = {}
     if way.name == PEERS[2]:
         margin = margin_of(Options().resolve())
         margin.set_class_num(classes)
         settings = {"margin": math.degrees(vars(margin)["margin"]), "scale": margin.scale}
-    loss_of = ArcFaceLoss(classes, options.emb_size, **settings)
+    loss_of = ArcFaceLoss(classes, EMB_SIZE, **settings)
     parameters = [*network.parameters(), *loss_of.parameters()]
     sgd = torch.optim.SGD(parameters, way.rate, momentum=0.9, weight_decay=5e-4)
-    total = options.epochs * (len(images.train) // options.batch)
+    total = options.epochs * (len(images.train) // BATCH)
     warmup = default_warmup(total)
     step = 0
     for epoch in range(options.epochs):
         network.train()
-        for chosen in torch.tensor(images.order(options.seed, epoch)).split(options.batch):
-            if len(chosen) < options.batch:
+        for chosen in torch.tensor(images.order(options.seed, epoch)).split(BATCH):
+            if len(chosen) < BATCH:
                 continue
             sgd.zero_grad()
             loss_of(network(images.train[chosen]), images.labels[chosen]).backward()
@@ -192,13 +184,13 @@ def _plain_network(options: argparse.Namespace) -> nn.Module:
     if package == "torchvision":
         import torchvision
 
-        return torchvision.models.get_model(name, weights=None, num_classes=options.emb_size)
+        return torchvision.models.get_model(name, weights=None, num_classes=EMB_SIZE)
     if package == "timm":
         import timm
 
-        return timm.create_model(name, num_classes=options.emb_size)
+        return timm.create_model(name, num_classes=EMB_SIZE)
     # Its neck ends in batch norm already; the caller adds another one.
-    return build_model(options.network, options.emb_size, (3, options.size, options.size), 0.0)
+    return build_model(options.network, EMB_SIZE, (3, SIZE, SIZE), 0.0)
 
 
 def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[str, Any]:
@@ -207,13 +199,12 @@ def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[st
 
     ins = Entry()
     ins.set_model_name(options.network)
-    ins.set_emb_size(options.emb_size)
-    ins.set_image_shape((3, options.size, options.size))
-    ins.set_train_batch_size(options.batch)
+    ins.set_emb_size(EMB_SIZE)
+    ins.set_image_shape((3, SIZE, SIZE))
+    ins.set_train_batch_size(BATCH)
     ins.set_train_epochs(options.epochs)
     ins.set_seed(options.seed)
     ins.set_with_test(False)
-    ins.set_calc_acc(True)
     ins.set_log_period(10)
     ins.set_num_workers(0)  # the reader below counts epochs, so it must run in this process
     ins.set_last_batch("drop")
@@ -236,14 +227,7 @@ def train_ours(images: Images, options: argparse.Namespace, way: Way) -> dict[st
     result = ins.train()
     ins.set_checkpoint_dir(str(result.checkpoint))
     ins.predict_reader = lambda: ((image.numpy(), 0) for image in images.test)
-    found: dict[str, Any] = images.judge(ins.predict().embeddings)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    found["steps"] = [
-        [one["step"], one["mean_loss"], one["effective_rank"], one["accuracy"]]
-        for one in lines
-        if "mean_loss" in one
-    ]
-    return found
+    return images.judge(ins.predict().embeddings)
 
 
 def run_one(way: Way, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -261,42 +245,20 @@ def run_one(way: Way, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def write_results(results: dict[Way, list[dict[str, Any]]], raw: dict[str, float], folder: Path) -> None:
-    """Write a table of mean and standard deviation over the seeds, and plot the training of plsc."""
-    lines = [f"| way | rate | {' | '.join(COLUMNS)} | worst accuracy | seconds |", "|---" * 6 + "|"]
-    lines.append(f"| raw pixels | | {' | '.join(f'{raw[c]:.3f}' for c in COLUMNS)} | | |")
+def print_results(results: dict[Way, list[dict[str, Any]]], raw: dict[str, float], folder: Path) -> None:
+    """Print a table of mean and standard deviation over the seeds."""
+    (folder / "results.md").unlink(missing_ok=True)
+    report = Report(folder, "results")
+    report.header("way", "rate", *COLUMNS)
+    report.row("raw pixels", "", *(f"{raw[column]:.3f}" for column in COLUMNS))
     for way, found in results.items():
         cells = []
         for column in COLUMNS:
             values = [one[column] for one in found]
             spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.3f}{spread}")
-        cells.append(f"{min(one[COLUMNS[0]] for one in found):.3f}")
-        cells.append(f"{statistics.median(one['seconds'] for one in found):.0f}")
         own = [value.partition("=")[2] for value in way.options if value.startswith("optim.lr=")]
-        rate = f"{way.rate:g}" if way.rate is not None else (*own, "default")[0]
-        lines.append(f"| {way.name} | {rate} | {' | '.join(cells)} |")
-    text = "\n".join(lines) + "\n"
-    (folder / "results.md").write_text(text)
-    everything = {way.label: found for way, found in results.items()}
-    (folder / "results.json").write_text(json.dumps(everything))
-    print(text)
-    _plot({way: found for way, found in results.items() if "steps" in found[0]}, folder)
-
-
-def _plot(results: dict[Way, list[dict[str, Any]]], folder: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
-    names = ("loss", "effective rank of a batch's embeddings", "training accuracy")
-    for axis, name in zip(axes, names, strict=True):
-        axis.set(xlabel="step", title=name)
-    for way, found in results.items():
-        curves = np.array([one["steps"] for one in found], float).mean(0)
-        for axis, curve in zip(axes, curves.T[1:], strict=True):
-            axis.plot(curves[:, 0], curve, label=way.label)
-    if results:
-        axes[0].legend(fontsize="small")
-        figure.savefig(folder / "learning.png", dpi=100)
-    plt.close(figure)
+        report.row(way.name, f"{way.rate:g}" if way.rate is not None else (*own, "default")[0], *cells)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -306,11 +268,7 @@ def read_arguments() -> argparse.Namespace:
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--omniglot", type=Path, help="omniglot_small2.zip")
     data.add_argument("--glyphs", type=Path, help="folder that demo/make_glyphs.py made")
-    parser.add_argument("--classes", type=int, default=200, help="number of the glyphs' classes to train on")
     parser.add_argument("--network", default="torchvision/resnet18")
-    parser.add_argument("--size", type=int, default=32, help="side of the images")
-    parser.add_argument("--emb-size", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="*", default=[0.005, 0.02, 0.08])
@@ -337,9 +295,7 @@ def main() -> None:
         changed[name] = tuple(values.split())
     if options.run:
         way = Way(options.run, options.rate, changed[options.run])
-        began = time.monotonic()
         found = (train_peer if way.name in PEERS else train_ours)(images, options, way)
-        found["seconds"] = time.monotonic() - began
         way.path(options.folder, options.seed).write_text(json.dumps(found))
         return
     ways = []
@@ -352,7 +308,7 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         jobs = {(way, seed): pool.submit(run_one, way, seed, options) for seed in seeds for way in ways}
     results = {way: [jobs[way, seed].result() for seed in seeds] for way in ways}
-    write_results(results, images.judge(images.test[:, 0].flatten(1).numpy()), options.folder)
+    print_results(results, images.judge(images.test[:, 0].flatten(1).numpy()), options.folder)
 
 
 if __name__ == "__main__":

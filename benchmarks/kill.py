@@ -1,9 +1,9 @@
 """Kill a training run a hundred times; check each time that no checkpoint is lost, local or uploaded.
 
-python benchmarks/kill.py results/                100 kills, 205 MB of head state: an hour
-python benchmarks/kill.py results/ --kills 20     20 more kills, appended to the log
-python benchmarks/kill.py results/ --quick --phases save upload retention     3 kills of a small head
-python benchmarks/kill.py results/ --files        100 kills with the class weights in files, without uploads
+    python benchmarks/kill.py build/kill                # 100 kills, 205 MB of head state: an hour
+    python benchmarks/kill.py build/kill --kills 20     # 20 more kills, appended to the log
+    python benchmarks/kill.py build/kill --quick --phases save upload retention     # 3 kills of a small head
+    python benchmarks/kill.py build/kill --files        # the class weights in files, without uploads
 
 Two gloo ranks train. They save asynchronously every second step, keep two checkpoints, and upload each to an
 HDFS on this machine (needs java). SIGKILL ends a random rank, or the launcher and both ranks, at a random
@@ -32,8 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from measuring import read_lines
 
 import plsc.checkpoint.save
 import plsc.train.saving
@@ -50,12 +49,7 @@ from tests.images import write_dataset
 
 WEIGHTS = {"save": 38, "upload": 30, "retention": 22, "start": 10}  # percent of the kills
 OF_FILES = {"save": 30, "journal": 20, "pages": 30, "undo": 10, "start": 10}
-NOT_CHECKPOINTS = {
-    "metrics.jsonl",
-    "loss.png",
-    "best.json",
-    "bad_samples.txt",
-}
+NOT_CHECKPOINTS = {"metrics.jsonl", "loss.png", "best.json", "bad_samples.txt"}
 
 Facts = dict[str, Any]
 
@@ -143,11 +137,6 @@ def launch(job: Facts) -> tuple[bool, list[Facts]]:
     if done.returncode and not any(line["event"] == "kill" for line in journal):
         raise SystemExit(f"{done.stdout}{done.stderr}\na run failed without a kill; see {job['journal']}")
     return done.returncode == 0, journal
-
-
-def read_lines(path: Path) -> list[Facts]:
-    """Read the lines of a journal or log."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def newest_in(place: str, least: int, problems: list[str]) -> str | None:
@@ -258,13 +247,10 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
 def summarise(lines: list[Facts]) -> str:
     """Return the numbers of docs/benchmarks/measured.md."""
     kills, runs = [x for x in lines if "phase" in x], [x for x in lines if "same_bits" in x]
-    named = sorted({phase for x in kills for phase in x["in_phases"]})
-    within = {phase: sum(phase in x["in_phases"] for x in kills) for phase in named}
     return (
         f"kills: {len(kills)}, {sum(x['all'] for x in kills)} of the launcher and both ranks at once\n"
-        f"phases (a kill can be in several): {within}\n"
+        f"phases (a kill can be in several): {Counter(phase for x in kills for phase in x['in_phases'])}\n"
         f"kills with a lost checkpoint or a visible leftover: {sum(bool(x['problems']) for x in kills)}\n"
-        f"resumed from the upload: {sum('://' in (x['load'] or '') for x in kills)}\n"
         f"complete runs: {len(runs)}, bit-identical: {sum(x['same_bits'] for x in runs)}"
     )
 
@@ -274,20 +260,18 @@ def main() -> None:
     if "RANK" in os.environ:
         train(json.loads(sys.argv[1]))
         return
-    formatter = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder for the log and the work")
-    parser.add_argument("--kills", type=int, default=100, help="kills in this call")
+    parser.add_argument("--kills", type=int, help="kills in this call; default: 100, or 1 with --quick")
     parser.add_argument("--quick", action="store_true", help="2,000 classes, 30 steps")
-    known = sorted(WEIGHTS | OF_FILES)
-    parser.add_argument("--phases", nargs="+", choices=known, help="one kill in each of these")
+    parser.add_argument("--phases", nargs="+", choices=WEIGHTS | OF_FILES, help="one kill in each of these")
     parser.add_argument("--files", action="store_true", help="class weights in files; no uploads")
     parser.add_argument("--store", help="URL of an empty folder to upload to, instead of a local HDFS")
     given = parser.parse_args()
     work, log = given.results.resolve() / "work", given.results / "kill.jsonl"
     work.mkdir(parents=True, exist_ok=True)
     os.environ["PLSC_CACHE_DIR"] = str(work / "cache")
-    phases: list[str | None] = list(given.phases or [None] * given.kills)
+    phases: list[str | None] = list(given.phases or [None] * (given.kills or (1 if given.quick else 100)))
     dice = random.Random(len(read_lines(log)))
     with contextlib.ExitStack() as stack:
         url = given.store or ("" if given.files else stack.enter_context(hdfs_server()).url)

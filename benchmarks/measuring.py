@@ -1,204 +1,160 @@
-"""Code of the measuring processes: the memory of one way, or the times of several ways in turn.
+"""One way to measure: alternatives take turns in one run, and a table has the median of each round's ratio.
 
-Each result is printed at once as a line of JSON, so that none is lost if the process is killed.
+Every measurement is a sample, written at once as a line of JSON, so that none is lost if the process is
+killed. A timing has the kind "time", and `way`, `round` and `seconds`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
+import datetime
 import json
 import os
-import resource
+import platform
+import signal
 import statistics
-import threading
+import subprocess
+import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from itertools import cycle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from ways import BY_NAME, Built, Store, use_tf32
 
-ENOUGH = 20.0  # seconds of steps, after which no further one is needed
-_BATCHES = 8  # several, so that no batch is memorised within a run
+if TYPE_CHECKING:
+    from plsc import Entry
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # this checkout's plsc, and tests
+GIB = 2**30
+Sample = dict[str, Any]
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield the number of the round and whose turn it is; the order changes from round to round."""
+    for turn in range(rounds):
+        for name in rotated(names, turn):
+            yield turn, name
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """Return the order of a round."""
+    first = turn % max(1, len(names))
+    return [*names[first:], *names[:first]]
+
+
+def times_of(samples: list[Sample], way: str) -> dict[int, float]:
+    """Return the seconds of a way by round."""
+    return {s["round"]: s["seconds"] for s in samples if s["kind"] == "time" and s["way"] == way}
+
+
+def speed(samples: list[Sample], way: str, rival: str) -> float:
+    """Return how many times as fast as the rival a way is: the median of the rounds that both have."""
+    mine, theirs = times_of(samples, way), times_of(samples, rival)
+    return statistics.median([theirs[turn] / mine[turn] for turn in mine if turn in theirs] or [float("nan")])
+
+
+def spread(samples: list[Sample], way: str) -> str:
+    """Return the median, least and most milliseconds of a way."""
+    ms = [1000 * seconds for seconds in times_of(samples, way).values()]
+    return f"{statistics.median(ms):.4g} ({min(ms):.4g} to {max(ms):.4g})"
+
+
+class Report:
+    """Append samples to NAME.jsonl in a folder, and the printed text to NAME.md."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.samples: list[Sample] = []
+        self._raw = (folder / f"{name}.jsonl").open("a")
+        self._text = (folder / f"{name}.md").open("a")
+
+    def keep(self, **sample: Any) -> None:
+        """Add a sample."""
+        self.samples.append(sample)
+        self._raw.write(json.dumps(sample) + "\n")
+        self._raw.flush()
+
+    def print(self, line: str = "") -> None:
+        """Print a line and append it to the Markdown file."""
+        print(line, flush=True)
+        self._text.write(line + "\n")
+        self._text.flush()
+
+    def header(self, *names: str) -> None:
+        """Print the head of a table."""
+        self.row(*names)
+        self.print("|---" * len(names) + "|")
+
+    def row(self, *cells: object) -> None:
+        """Print a row of a table."""
+        self.print(f"| {' | '.join(map(str, cells))} |")
 
 
 def print_json(kind: str, **facts: object) -> None:
-    """Print a value as a line of JSON."""
-    print(json.dumps({"kind": kind, **facts}), flush=True)
+    """Print a sample, in a process that another one has started."""
+    print(json.dumps({"kind": kind, **facts}) + "\n", end="", flush=True)  # at once: ranks share the output
 
 
-def limit_memory(gibibytes: float | None) -> None:
-    """Limit the memory, so that only this process fails when the machine runs out of it.
-
-    gibibytes: CPU memory in addition to what is mapped now; None: 0.9 of the free memory.
-    """
-    wanted = 0.9 * free_memory() if gibibytes is None else gibibytes * 2**30
-    mapped = status("VmData")
-    limit = int(wanted + mapped)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Path("/proc/self/oom_score_adj").write_text("1000")
+def read_lines(path: Path) -> list[Sample]:
+    """Return the samples of a file; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def free_memory() -> int:
-    """Return the bytes that are free for this process, on the machine and in its control group."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        most = (group / "memory.max").read_text().strip()
-        if most != "max":
-            free = min(free, int(most) - int((group / "memory.current").read_text()))
-    except OSError:
-        pass  # no control groups, or version 1 of them
-    return free
+def machine(threads: int, device: str) -> Sample:
+    """Return hardware and versions, without the host name."""
+    facts: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    return {
+        "kind": "machine",
+        "date": datetime.date.today().isoformat(),
+        "processor": facts.get("model name", platform.machine()),
+        "instructions": [flag for flag in known if flag in facts.get("flags", "").split()],
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "torch": torch.__version__,
+    }
 
 
-def measure(name: str, classes: int, batch: int, dimension: int, steps: int, device: torch.device) -> None:
-    """Run a few steps of one way and print their peak memory and times.
-
-    imported: bytes after `import torch`; ready: after a step of the same way with 64 classes, which runs late
-    imports; needed: class weights and their states; over: the peak minus ready and needed.
-    """
-    use_tf32(BY_NAME[name].tf32)
-    on_gpu = device.type == "cuda"
-    imported = 0 if on_gpu else status("VmRSS")
-    _start_small(name, batch, dimension, device)
-    ready = status("VmRSS")
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        ready = torch.cuda.memory_allocated()
-    built = _build(name, Store(classes, dimension, device))
-    batches = list(_batches(classes, batch, dimension, device))
-    losses, seconds = [], []
-    for index in range(steps + 1):
-        taken, loss = _timed(built, *batches[index % _BATCHES])
-        losses.append(loss)
-        if index:  # the first step is a warm-up
-            seconds.append(taken)
-        if len(seconds) > 1 and sum(seconds) > ENOUGH:
-            break
-    needed = sum(tensor.nbytes for tensor in built.tensors)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else status("VmHWM")
-    print_json(
-        "memory",
-        way=name,
-        C=classes,
-        B=batch,
-        D=dimension,
-        peak=peak,
-        imported=imported,
-        ready=ready,
-        needed=needed,
-        over=peak - ready - needed,
-        losses=losses,
-        seconds=seconds,
-        median=statistics.median(seconds),
-        note=built.note(),
+def run_child(
+    arguments: list[str], timeout: float | None, **environment: str
+) -> tuple[list[Sample], str | None]:
+    """Run a script in a separate process; return its samples and, if it failed, the reason."""
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]  # this checkout's plsc
+    child = subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that its children can be ended with it
     )
-
-
-def take_turns(
-    names: list[str], classes: int, batch: int, dimension: int, rounds: int, device: torch.device
-) -> None:
-    """Time a step of each way in turn, `rounds` times; the order changes from round to round."""
-    store = Store(classes, dimension, device)
-    batches = cycle(list(_batches(classes, batch, dimension, device)))
-    running: dict[str, Built] = {}
-    for name in names:
-        try:
-            use_tf32(BY_NAME[name].tf32)
-            built = _build(name, store)
-            for _ in range(2):
-                _timed(built, *next(batches))
-        except Exception as error:
-            print_json("failed", way=name, outcome=outcome_of(error))
-            continue
-        running[name] = built
-    for turn in range(rounds):
-        x, labels = next(batches)
-        order = list(running)
-        first = turn % max(1, len(order))
-        for name in order[first:] + order[:first]:
-            use_tf32(BY_NAME[name].tf32)
-            try:
-                seconds, _ = _timed(running[name], x, labels)
-            except Exception as error:  # an implementation may raise anything; the others continue
-                print_json("failed", way=name, outcome=outcome_of(error))
-                del running[name]
-                continue
-            print_json("time", way=name, C=classes, B=batch, D=dimension, round=turn, seconds=seconds)
-
-
-def measure_rates(batch: int, dimension: int, device: torch.device) -> None:
-    """Print the FLOP/s of matrix products with the shapes of the head, and the bytes/s of a copy."""
-    rates = {}
-    on_gpu = device.type == "cuda"
-    for name in ("float32", "tf32", "bfloat16") if on_gpu else ("float32", "bfloat16"):
-        use_tf32(name == "tf32")
-        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-        x = torch.randn(batch, dimension, device=device, dtype=dtype)
-        w = torch.randn(65536 if on_gpu else 16384, dimension, device=device, dtype=dtype)
-        seconds = seconds_of(functools.partial(torch.matmul, x, w.T), device)
-        rates[name] = 2 * batch * len(w) * dimension / seconds
-    source = torch.ones(2**27, device=device)  # 512 MiB
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes  # read and written
-    rates["copy"] = copied / seconds_of(lambda: target.copy_(source), device)
-    print_json("rates", **rates)
-
-
-def seconds_of(act: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call: 15 measurements after three warm-ups; on a GPU, of ten calls each."""
-    taken = []
-    for _ in range(18):
-        if device.type == "cuda":
-            with cuda_seconds() as seconds:
-                for _ in range(10):
-                    act()
-            taken.append(seconds[0] / 10)
-        else:
-            began = time.perf_counter()
-            act()
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken[3:])
-
-
-@contextlib.contextmanager
-def cuda_seconds() -> Iterator[list[float]]:
-    """Append the seconds that the GPU needs for the work in the block."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    found: list[float] = []
-    torch.cuda.synchronize()
-    start.record()
-    yield found
-    end.record()
-    torch.cuda.synchronize()
-    found.append(start.elapsed_time(end) / 1000)
-
-
-@contextlib.contextmanager
-def utilisation(device: torch.device) -> Iterator[list[int]]:
-    """Append the utilisation of the GPU in percent, ten times per second; needs pynvml."""
-    found: list[int] = []
-    ended = threading.Event()
-
-    def look() -> None:
-        with contextlib.suppress(Exception):  # no pynvml, or no driver
-            while not ended.wait(0.1):
-                found.append(torch.cuda.utilization(device))
-
-    watch = threading.Thread(target=look, daemon=True)
-    if device.type == "cuda":
-        watch.start()
+    trouble = None
     try:
-        yield found
-    finally:
-        ended.set()
+        text, errors = child.communicate(timeout=timeout)
+        if child.returncode == -signal.SIGKILL:
+            trouble = "killed (out of memory?)"
+        elif child.returncode:
+            last = (errors.strip().splitlines() or ["?"])[-1]
+            trouble = "out of memory" if is_out_of_memory(last) else f"failed: {last[:120]}"
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        text, _ = child.communicate()
+        trouble = f"over {timeout:g} s"
+    except BaseException:  # this process was asked to end
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")], trouble
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Return the arguments of Python that run a script on several ranks."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def is_out_of_memory(text: str) -> bool:
@@ -215,48 +171,52 @@ def outcome_of(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {(text.splitlines() or [''])[0][:100]}"
 
 
-def _build(name: str, store: Store) -> Built:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return BY_NAME[name].build(store)
+def status(field: str, process: int | str = "self") -> int:
+    """Return a field of /proc/PROCESS/status in bytes; 0 if the process has ended."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
-def _start_small(name: str, batch: int, dimension: int, device: torch.device) -> None:
-    """Run a step with few classes, for late imports."""
-    built = _build(name, Store(64, dimension, device))
-    _timed(built, *next(_batches(64, min(batch, 8), dimension, device)))
-
-
-def _batches(
-    classes: int, batch: int, dimension: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(_BATCHES):
-        x = torch.randn(batch, dimension, generator=generator)
-        labels = torch.randint(classes, (batch,), generator=generator)
-        yield x.to(device).requires_grad_(), labels.to(device)
-
-
-def _timed(built: Built, x: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Run a step; return its seconds and its loss."""
-    x.grad = None
-    gc.collect()
-    if x.is_cuda:
-        with cuda_seconds() as found:
-            loss = built.step(x, labels)
-        seconds = found[0]
-    else:
+@contextlib.contextmanager
+def stopwatch(device: torch.device) -> Iterator[list[float]]:
+    """Append the seconds of the block; on a GPU, those that it needs for the work in the block."""
+    found: list[float] = []
+    if device.type != "cuda":
         began = time.perf_counter()
-        loss = built.step(x, labels)
-        seconds = time.perf_counter() - began
-    if x.grad is None:
-        raise RuntimeError("the step left no gradient for the embeddings")
-    return seconds, float(loss)
+        yield found
+        found.append(time.perf_counter() - began)
+        return
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    yield found
+    end.record()
+    torch.cuda.synchronize()
+    found.append(start.elapsed_time(end) / 1000)
 
 
-def status(field: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}; measure memory on Linux, not {os.name}")
+def numbers(text: str) -> list[int]:
+    """Return the integers of a list such as 1e5,1e6."""
+    return [int(float(part)) for part in text.split(",")]
+
+
+def glyph_entry(run: Path, seed: int = 1, epochs: int = 3) -> Entry:
+    """Return an entry with the settings of demo/train_glyphs.py, in one process. run: of its checkpoints."""
+    from plsc import Entry  # here, so that processes which measure plain PyTorch do not import it
+
+    ins = Entry()
+    ins.set_flip(False)
+    ins.set_num_workers(0)
+    ins.set_model_name("SmallResNet")
+    ins.set_image_shape((1, 32, 32))
+    ins.set_emb_size(128)
+    ins.set_dropout(0.0)
+    ins.set_global_batch_size(128)
+    ins.set_train_epochs(epochs)
+    ins.set_lr(0.1)
+    ins.set_seed(seed)
+    ins.set_log_period(100)
+    ins.set_test_batch_size(500)
+    ins.set_max_last_checkpoint_num(1)
+    ins.set_model_save_dir(str(run))
+    return ins

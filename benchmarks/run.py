@@ -3,16 +3,14 @@
     python benchmarks/run.py build/run
     python benchmarks/run.py build/run --quick     # tiny sizes, to test the script: the figures mean nothing
 
-Each part is a benchmark of its own, with more options: head.py, train.py and loader.py take turns with their
-rivals (plain PyTorch; a DataLoader with Pillow), and the table has the median of each round's ratio.
-many_classes.py needs 14 GB of local disk. kill.py writes its class weights to files, without uploads.
-A part that fails is a row that says so, and the exit code is then 1.
+Each part is a benchmark of its own, with more options. head.py, train.py and data.py take turns with their
+rivals (plain PyTorch; a DataLoader with Pillow). many_classes.py needs 14 GB of local disk. kill.py writes
+its class weights to files, without uploads. A part that fails is a row that says so; the exit code is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import subprocess
@@ -21,128 +19,86 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).resolve().parent
-PLAIN, AUTOCAST = "plain PyTorch, fp32", "plain PyTorch, bf16 autocast"
-OURS, OURS_BF16 = "plsc, fp32", "plsc, bf16"
-RIVAL = "Pillow, DataLoader, 2 processes"  # of loader.py
-Sample = dict[str, Any]
+from data import RIVAL
+from measuring import GIB, HERE, Report, Sample, read_lines, speed
+from ways import BASELINE
+
+AUTOCAST, OURS, OURS_BF16 = "plain PyTorch, bf16 autocast", "plsc, fp32", "plsc, bf16"
 
 
 @dataclass(frozen=True)
 class Part:
     """A row: the benchmark with its arguments, in which FOLDER stands for the folder of its results.
 
-    summarise: reads that folder and returns the cell of plsc.
+    full: arguments of the full size, instead of --quick. summarise: returns the cell of plsc.
     """
 
     name: str
     rival: str
     command: list[str]
-    quick: list[str]
-    summarise: Callable[[Path], str]
+    full: list[str]
+    summarise: Callable[[list[Sample]], str]
 
 
-def ratio(samples: list[Sample], rival: str, ours: str) -> float:
-    """Return the median over the rounds of how many times as fast as the rival ours is."""
-    seconds = {(one["way"], one["round"]): one["seconds"] for one in samples if one["kind"] == "time"}
-    return statistics.median(
-        seconds[rival, turn] / seconds[ours, turn] for way, turn in seconds if way == rival
-    )
-
-
-def read_lines(path: Path) -> list[Sample]:
-    """Return the objects of a file with a line of JSON each."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def of_head(folder: Path) -> str:
+def of_head(samples: list[Sample]) -> str:
     """Return how fast both precisions are, and the extra memory of plain PyTorch and of plsc."""
-    samples = read_lines(folder / "head.jsonl")
-    over = {one["way"]: one["over"] / 2**30 for one in samples if one["kind"] == "memory"}
+    over = {one["way"]: one["over"] / GIB for one in samples if one["kind"] == "memory"}
     return (
-        f"{ratio(samples, PLAIN, OURS):.1f} times as fast in float32, "
-        f"{ratio(samples, PLAIN, OURS_BF16):.1f} times in bfloat16; "
-        f"extra memory {over[OURS]:.2f} GiB, of plain PyTorch {over[PLAIN]:.2f} GiB"
+        f"{speed(samples, OURS, BASELINE):.1f} times as fast in float32, "
+        f"{speed(samples, OURS_BF16, BASELINE):.1f} times in bfloat16; "
+        f"extra memory {over[OURS]:.2f} GiB, of plain PyTorch {over[BASELINE]:.2f} GiB"
     )
 
 
-def of_step(folder: Path) -> str:
-    """Return how fast a whole step is in bfloat16."""
-    return f"{ratio(read_lines(folder / 'train.jsonl'), AUTOCAST, OURS_BF16):.1f} times as fast in bfloat16"
-
-
-def of_loader(folder: Path) -> str:
-    """Return the ratio of the images per second, as loader.py has computed it."""
-    rows = json.loads((folder / "loader.json").read_text())
-    (ours,) = [row for row in rows if row["way"] == "plsc, jpeg, 2 threads"]
-    return f"{ours[RIVAL]:.1f} times as fast"
-
-
-def of_many_classes(folder: Path) -> str:
-    """Return the time of a step, the memory, and whether a killed run went on as if nothing had happened."""
-    found = json.loads((folder / "results.json").read_text())
-    steps = found["warm"]["steps"]
+def of_many_classes(samples: list[Sample]) -> str:
+    """Return the time of a step and the memory."""
+    steps = samples[0]["steps"]
     seconds = statistics.median(step["seconds"] for step in steps[2:])
-    memory = max(step["anonymous"] for step in steps) / 2**30
-    resumed = "equal" if found["is_equal"] else "DIFFERENT"
-    return f"{seconds:.2f} s per step, {memory:.1f} GiB of memory; killed and resumed: {resumed} losses"
+    memory = max(step["anonymous"] for step in steps) / GIB
+    return f"{seconds:.2f} s per step, {memory:.1f} GiB of memory"
 
 
-def of_kills(folder: Path) -> str:
+def of_kills(samples: list[Sample]) -> str:
     """Return the number of kills and of problems."""
-    lines = read_lines(folder / "kill.jsonl")
-    kills = sum("phase" in line for line in lines)
-    return f"{kills} kills, {sum(bool(line['problems']) for line in lines)} problems"
+    kills = sum("phase" in one for one in samples)
+    return f"{kills} kills, {sum(bool(one['problems']) for one in samples)} problems"
 
 
 PARTS = (
     Part(
         "step of the head, 1,000,000 classes",
-        PLAIN,
-        ["head.py", "--classes", "1e6", "--rounds", "7", "--ways", f"{PLAIN}|{OURS}|{OURS_BF16}", "FOLDER"],
-        ["head.py", "--quick", "--ways", f"{PLAIN}|{OURS}|{OURS_BF16}", "FOLDER"],
+        BASELINE,
+        ["head.py", "FOLDER", "--ways", f"{BASELINE}|{OURS}|{OURS_BF16}"],
+        ["--classes", "1e6", "--rounds", "7"],
         of_head,
     ),
     Part(
         "step of ResNet18, 100,000 classes",
         AUTOCAST,
-        [
-            *("train.py", "--networks", "ResNet18", "--classes", "1e5", "--rounds", "4"),
-            *("--ways", f"{AUTOCAST}|{OURS_BF16}", "FOLDER"),
-        ],
-        ["train.py", "--quick", "--ways", f"{AUTOCAST}|{OURS_BF16}", "FOLDER"],
-        of_step,
+        ["train.py", "FOLDER", "--ways", f"{AUTOCAST}|{OURS_BF16}"],
+        ["--networks", "ResNet18", "--classes", "1e5", "--rounds", "4"],
+        lambda samples: f"{speed(samples, OURS_BF16, AUTOCAST):.1f} times as fast in bfloat16",
     ),
     Part(
         "loading JPEG files",
         "DataLoader with Pillow",
-        ["loader.py", "--json", "FOLDER/loader.json"],
-        ["loader.py", "--images", "128", "--rounds", "2", "--json", "FOLDER/loader.json"],
-        of_loader,
+        ["data.py", "load", "FOLDER"],
+        [],
+        lambda samples: f"{speed(samples, 'plsc, jpeg, 2 threads', RIVAL):.1f} times as fast",
     ),
     Part(
         "100,000,000 classes, 100,000 per step",
         "-",
         ["many_classes.py", "FOLDER"],
-        [
-            *("many_classes.py", "FOLDER", "--classes", "2e4", "--smaller", "1e4", "--ratio", "0.01"),
-            *("--steps", "6", "--save-every", "2", "--batch", "16", "--dim", "16"),
-        ],
+        [],
         of_many_classes,
     ),
-    Part(
-        "killed",
-        "-",
-        ["kill.py", "FOLDER", "--files", "--quick", "--kills", "5"],
-        ["kill.py", "FOLDER", "--files", "--quick", "--kills", "1"],
-        of_kills,
-    ),
+    Part("killed", "-", ["kill.py", "FOLDER", "--files", "--quick"], ["--kills", "5"], of_kills),
 )
 
 
-def main() -> int:
+def main() -> None:
     """Run the parts in turn, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="for results, on a local disk; former ones are removed")
@@ -150,21 +106,25 @@ def main() -> int:
     options = parser.parse_args()
     rows, is_whole = [], True
     for part in PARTS:
-        command = part.quick if options.quick else part.command
-        folder = options.folder / command[0].removesuffix(".py")
+        script, *words = [*part.command, *(["--quick"] if options.quick else part.full)]
+        folder = options.folder / script.removesuffix(".py")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        arguments = [word.replace("FOLDER", str(folder)) for word in command[1:]]
-        begin = time.monotonic()
-        done = subprocess.run([sys.executable, str(HERE / command[0]), *arguments], check=False)
+        arguments = [word.replace("FOLDER", str(folder)) for word in words]
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, str(HERE / script), *arguments], check=False)
         is_whole &= done.returncode == 0
-        cell = part.summarise(folder) if done.returncode == 0 else f"failed: {command[0]}"
-        rows.append(f"| {part.name} | {part.rival} | {cell} | {time.monotonic() - begin:.0f} s |")
-    if options.quick:
-        print("\nTINY SIZES, not those of the names: the figures mean nothing")
-    print("\n| | compared with | plsc | took |\n|---|---|---|---|", *rows, sep="\n")
-    return 0 if is_whole else 1
+        cell = f"failed: {script}"
+        if done.returncode == 0:
+            cell = part.summarise(read_lines(folder / f"{folder.name}.jsonl"))
+        rows.append((part.name, part.rival, cell, f"{time.monotonic() - began:.0f} s"))
+    report = Report(options.folder, "run")
+    report.print("TINY SIZES, not those of the names: the figures mean nothing\n" if options.quick else "")
+    report.header("", "compared with", "plsc", "took")
+    for row in rows:
+        report.row(*row)
+    sys.exit(not is_whole)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,18 +3,18 @@
     python benchmarks/train.py                          # the demo network and ResNet18, C = 1e4 and 1e5
     python benchmarks/train.py --networks ResNet18 --classes 1e5 --compile
     python benchmarks/train.py --files                  # read images from JPEG files
-    python benchmarks/train.py --memory                 # peak memory, one process per way
-    torchrun --nproc-per-node 2 benchmarks/train.py     # several ranks: plain PyTorch uses DDP
+    python benchmarks/train.py --memory --networks ResNet18 --classes 1e3 --batch 16   # one process per way
     python benchmarks/train.py --quick                  # to test the script
 
 Plain PyTorch is a loop with the same network of torch's layers, a replicated ArcFace head, autograd,
-torch.optim.SGD, DDP for several ranks, and no compiler. Its synthetic images are already normalised; those of
-plsc are uint8, as from a decoder. All ways run in one process and take turns for many rounds; the table has
-the median of each round's ratio to plain PyTorch in fp32. Model FLOPs: convolutions and products of the
-network, forward and backward, and 6 B C D for the head. The peak is --peak, or the measured rate of a large
-product in bfloat16 (fp32 for ways in fp32).
+torch.optim.SGD, and no compiler. Its synthetic images are already normalised; those of
+plsc are uint8, as from a decoder. All ways run in one process, get the same images and labels in the same
+order, and take turns for many rounds.
 
-Writes train.jsonl (every measurement) and train.md (the printed text) in the output folder.
+--memory: also the ways that save memory. The peak is that of the process in addition to its memory after a
+step of a small network, which runs late imports; next to it is the estimate of `plsc plan`.
+
+Appends to train.jsonl (every measurement) and train.md (the printed text) in the output folder.
 """
 
 from __future__ import annotations
@@ -22,93 +22,280 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
-from head import Report, machine, numbers, run_child
-from loader import make_pictures
-from measuring import outcome_of, print_json, status, utilisation
-from torch import nn
-from train_ways import BASELINE, Built, Case, TrainWay, build, ways
-from ways import use_tf32
+from data import IMAGES, QUICK_IMAGES, make_pictures, torch_loader, write_files
+from measuring import HERE, Report, Sample
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from ways import BASELINE, LR, MOMENTUM, WEIGHT_DECAY, arcface, use_tf32
 
+from plsc.config import Options
+from plsc.data.batch import Batch, copied_in_side_stream
+from plsc.heads.weights import initial_rows
 from plsc.models import build_model
+from plsc.models.layers import use_torch_layers
+from plsc.models.precision import autocast
 from plsc.parallel.world import World
+from plsc.plan import plan
+from plsc.train.callbacks import UserParts
+from plsc.train.loop import exchange_status
+from plsc.train.run import Run, build_run
+from plsc.train.step import Step
 
-HERE = Path(__file__).resolve().parent
-GIB = 2**30
 # name: image shape, embedding size, batch on a CPU
 NETWORKS = {"SmallResNet": ((1, 32, 32), 128, 128), "ResNet18": ((3, 112, 112), 512, 64)}
 LARGE = ((3, 112, 112), 512, 128)
-Sample = dict[str, Any]
-Clock = Callable[[], float]
+_BATCHES = 4  # different batches, used in turn
 
 
-def model_flops(case: Case) -> float:
-    """Return the floating-point operations of a step on one rank's batch, forward and backward."""
-    network = build_model(case.network, case.emb_size, case.shape, dropout=0.0).eval()
-    products = 0
+@dataclass(frozen=True)
+class Case:
+    """A training problem: the name of a network, the image shape, and the number of classes.
 
-    def count(layer: nn.Module, _: Any, output: torch.Tensor) -> None:
-        nonlocal products
-        if isinstance(layer, nn.Conv2d):
-            products += output[0].numel() * layer.weight[0].numel()
-        elif isinstance(layer, nn.Linear):
-            products += layer.weight.numel()
+    batch: images per rank. folder: of real images, one folder per class; None: synthetic ones in memory.
+    """
 
-    for module in network.modules():
-        module.register_forward_hook(count)
-    with torch.no_grad():
-        network(torch.zeros(1, *case.shape))
-    return 6.0 * case.batch * products + head_flops(case)
+    network: str
+    shape: tuple[int, int, int]
+    emb_size: int
+    classes: int
+    batch: int
+    folder: Path | None = None
+    workers: int = 2
 
-
-def head_flops(case: Case) -> float:
-    """Return the floating-point operations of the head alone."""
-    return 6.0 * case.batch * case.classes * case.emb_size
+    def facts(self, world: World) -> Sample:
+        """Return the facts that identify a measurement."""
+        size = {"network": self.network, "C": self.classes, "B": self.batch}
+        return {**size, "ranks": world.size, "files": self.folder is not None}
 
 
-def measured_peak(dtype: torch.dtype, device: torch.device, clock: Clock) -> float:
-    """Return the operations per second of a large product, the best of several."""
-    size = 8192 if device.type == "cuda" else 2048
-    a = torch.randn(size, size, device=device).to(dtype)
-    best = 0.0
-    for _ in range(6):
-        synchronise(device)
-        start = clock()
-        a @ a
-        synchronise(device)
-        best = max(best, 2 * size**3 / (clock() - start))
-    return best
+@dataclass(frozen=True)
+class TrainWay:
+    """A way. autocast: of plain PyTorch, None for float32. options: of plsc, None for plain PyTorch.
+
+    has_head: False for the backbone of plsc alone: forward pass, backward pass and update.
+    """
+
+    name: str
+    autocast: torch.dtype | None = None
+    options: dict[str, Any] | None = None
+    tf32: bool = False
+    has_head: bool = True
 
 
-def clock_of(options: argparse.Namespace) -> Clock:
-    """Return the function that measures time."""
-    return time.process_time if options.processor_time else time.perf_counter
+_BF16 = {"precision.mode": "bfloat16"}
+_FP16 = {"precision.mode": "float16"}
+_COMPILED = {"speed.compile": True}
+_KEPT = {"head.execution": {"keep_mb": 4096.0}}
+_RECOMPUTED, _PARTS = {"memory.recompute": "all"}, {"train.micro_batches": 4}
+WAYS = (
+    TrainWay(BASELINE),
+    TrainWay("plain PyTorch, bf16 autocast", autocast=torch.bfloat16),
+    TrainWay("plsc, fp32", options={}),
+    TrainWay("plsc, bf16", options=_BF16),
+    TrainWay("plsc's backbone alone, bf16", options=_BF16, has_head=False),
+    TrainWay("plsc, bf16, kept", options={**_BF16, **_KEPT}),
+)
+COMPILED = (
+    TrainWay("plsc, fp32, compiled", options=_COMPILED),
+    TrainWay("plsc, bf16, kept, compiled", options={**_BF16, **_COMPILED, **_KEPT}),
+)
+ON_GPU = (
+    TrainWay("plain PyTorch, tf32", tf32=True),
+    TrainWay("plsc, tf32", options={}, tf32=True),
+    TrainWay("plsc, fp16", options=_FP16),
+    TrainWay("plsc, fp16, compiled", options={**_FP16, **_COMPILED}),
+)
+SAVING = (
+    TrainWay("plsc, recompute all blocks", options=_RECOMPUTED),
+    TrainWay("plsc, 4 micro-batches", options=_PARTS),
+    TrainWay("plsc, bf16, 4 micro-batches, recompute all blocks", options={**_BF16, **_PARTS, **_RECOMPUTED}),
+)
+BY_NAME = {way.name: way for way in (*WAYS, *COMPILED, *ON_GPU, *SAVING)}
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@dataclass
+class Built:
+    """A way, ready to run. step(): run one step and return its loss, a number or a tensor."""
+
+    step: Callable[[], Any]
+    close: Callable[[], None] = lambda: None
 
 
-def timed(way: TrainWay, built: Built, steps: int, world: World, clock: Clock) -> float:
+def build(way: TrainWay, case: Case, world: World) -> Built:
+    """Build a way."""
+    build_one = _build_baseline if way.options is None else _build_ours
+    return build_one(way, case, world)
+
+
+def synthetic(case: Case, world: World) -> list[Batch]:
+    """Return batches of uint8 images [b, C, H, W], channels last as from a decoder."""
+    generator = torch.Generator().manual_seed(world.rank)
+    channels, height, width = case.shape
+    batches = []
+    for _ in range(_BATCHES):
+        pixels = torch.randint(
+            256, (case.batch, height, width, channels), dtype=torch.uint8, generator=generator
+        )
+        labels = torch.randint(case.classes, (case.batch,), generator=generator)
+        batches.append(Batch(pixels.permute(0, 3, 1, 2), labels, [""] * case.batch))
+    return [batch.pin_memory() for batch in batches] if world.device.type == "cuda" else batches
+
+
+def options_of(way: TrainWay, case: Case, device: str) -> Options:
+    """Return the options of a way of plsc."""
+    options = Options()
+    values: dict[str, Any] = {
+        "runtime.device": device,
+        "model.name": case.network,
+        "model.image_shape": case.shape,
+        "model.emb_size": case.emb_size,
+        "model.dropout": 0.0,
+        "head.class_num": case.classes,
+        "train.batch_size": case.batch,
+        "train.with_test": False,
+        "train.epochs": 1_000_000,
+        "data.num_workers": case.workers,
+        "optim.momentum": MOMENTUM,
+        "optim.weight_decay": WEIGHT_DECAY,
+        "optim.lr": LR,
+        "optim.warmup_steps": 0,
+        "optim.clip_norm": 0.0,
+        "optim.schedule": "constant",
+        **(way.options or {}),
+    }
+    if case.folder is not None:
+        values["data.dataset_dir"] = str(case.folder)
+    for path, value in values.items():
+        options.set(path, value)
+    return options
+
+
+def _build_ours(way: TrainWay, case: Case, world: World) -> Built:
+    options = options_of(way, case, world.device.type)
+    reader = None
+    if case.folder is None:  # only its length counts, as the batches are made here
+        images = torch.zeros(case.batch * world.size, *case.shape, dtype=torch.uint8)
+        reader = TensorDataset(images, torch.zeros(len(images), dtype=torch.int64))
+    run = build_run(options.resolve(), world, UserParts(train_reader=reader))
+    run.network.train()
+    step = Step(run)
+    # As in the training loop.
+    batches = copied_in_side_stream(_batches_of(run, case, world), world.device)
+    if not way.has_head:
+        return Built(lambda: _backbone_step(run, next(batches)), batches.close)
+
+    def make() -> Any:
+        batch = next(batches)
+        sizes = exchange_status(world, batch, case.classes).sizes  # as in the training loop
+        made = step.make(batch, sizes, False)
+        run.position.advance(made.is_skipped)
+        step.losses.read(False)
+        return made.output.mean_loss
+
+    return Built(make, batches.close)
+
+
+def _backbone_step(run: Run, batch: Batch) -> Tensor:
+    """Run a step of the network like `Step`, with a constant gradient instead of a head."""
+    images = batch.input(run.world.device, run.network.input_layout)
+    run.optimizer.zero_grad(set_to_none=True)
+    with autocast(run.mode, run.world.device):
+        embeddings = run.trained_network(images, None, True)
+    embeddings.float().backward(torch.full_like(embeddings, 1e-3, dtype=torch.float32))
+    run.optimizer.step()
+    return embeddings.detach()
+
+
+def _batches_of(run: Run, case: Case, world: World) -> Generator[Batch, None, None]:
+    if case.folder is None:
+        yield from cycle(synthetic(case, world))
+    for epoch in count():
+        yield from run.data.loader.epoch(epoch)
+
+
+class _Baseline(nn.Module):
+    """A network and a replicated ArcFace head, as in the paper, with autograd."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        network = build_model(case.network, case.emb_size, case.shape, dropout=0.0)
+        use_torch_layers(network)
+        self.network = network.to(device)
+        self.weight = nn.Parameter(initial_rows(0, 0, case.classes, case.emb_size).to(device))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss."""
+        return arcface(self.network(images).float(), self.weight, labels)
+
+
+def _build_baseline(way: TrainWay, case: Case, world: World) -> Built:
+    device = world.device
+    model: nn.Module = _Baseline(case, device).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    batches = _tensors_of(case, world)
+
+    def make() -> float:
+        images, labels = next(batches)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, way.autocast, enabled=way.autocast is not None):
+            loss = model(images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Built(make)
+
+
+def _tensors_of(case: Case, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield normalised images: of torch's DataLoader, or from memory, faster than any loader."""
+    on_gpu = world.device.type == "cuda"
+    if case.folder is not None:
+        how = {"shuffle": True, "pin_memory": on_gpu, "drop_last": True}
+        loader = torch_loader(case.folder, case.shape[0], case.batch, case.workers, **how)
+        while True:
+            yield from loader
+    batches = synthetic(case, world)
+    floats = [batch.images.float().contiguous().sub_(127.5).div_(128) for batch in batches]
+    pinned = [images.pin_memory() if on_gpu else images for images in floats]
+    yield from cycle([(images, batch.labels) for images, batch in zip(pinned, batches, strict=True)])
+
+
+def timed(way: TrainWay, built: Built, steps: int, world: World) -> float:
     """Return the mean seconds of several steps; all ranks start together."""
     use_tf32(way.tf32)
-    synchronise(world.device)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(world.device)
     world.barrier()
-    start = clock()
+    start = time.perf_counter()
     for _ in range(steps):
         built.step()
-    synchronise(world.device)
-    return (clock() - start) / steps
+    if on_gpu:
+        torch.cuda.synchronize(world.device)
+    return (time.perf_counter() - start) / steps
+
+
+def warmed_up(way: TrainWay, case: Case, options: argparse.Namespace, world: World) -> Built:
+    """Build a way and run its first steps."""
+    use_tf32(way.tf32)
+    built = build(way, case, world)
+    for _ in range(options.warm_up):
+        built.step()
+    return built
 
 
 def steps_at_once(case: Case, options: argparse.Namespace) -> int:
@@ -116,204 +303,131 @@ def steps_at_once(case: Case, options: argparse.Namespace) -> int:
     return options.steps or (1 if case.shape[1] > 64 else 4)
 
 
-def dtype_of(way: TrainWay) -> torch.dtype:
-    """Return the data type of the products of a way."""
-    return torch.bfloat16 if "bf16" in way.name or "fp16" in way.name else torch.float32
+def chosen_ways(options: argparse.Namespace, device: str) -> list[str]:
+    """Return the names of the ways that were asked for; the baseline is always among them."""
+    if options.ways:
+        return list(dict.fromkeys([BASELINE, *options.ways]))
+    ways = [*WAYS, *COMPILED * options.compile, *ON_GPU * (device == "cuda"), *SAVING * options.memory]
+    return [way.name for way in ways if options.compile or "compiled" not in way.name]
 
 
 def compare(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
     """Measure all ways of one case in turn and print the table."""
-    chosen = [way for way in ways(world.device.type) if is_wanted(way, options)]
+    names = chosen_ways(options, world.device.type)
     report.print(
-        f"\n### {case.network} at {case.shape[1]} x {case.shape[2]}, C = {case.classes:,}, B = {case.batch} "
-        f"on {world.size} rank{'s' * (world.size > 1)}, "
+        f"\n### {case.network} at {case.shape[1]} x {case.shape[2]}, C = {case.classes:,}, B = {case.batch}, "
         f"{'JPEG files' if case.folder else 'synthetic images'}\n"
     )
-    built: dict[str, Built] = {}
-    for way in chosen:
-        use_tf32(way.tf32)
-        built[way.name] = build(way, case, world)
-        for _ in range(options.warm_up):
-            built[way.name].step()
-    clock = clock_of(options)
-    times: dict[str, list[float]] = {way.name: [] for way in chosen}
-    steps = steps_at_once(case, options)
-    for turn in range(options.rounds):
-        first = turn % len(chosen)
-        for way in chosen[first:] + chosen[:first]:
-            seconds = timed(way, built[way.name], steps, world, clock)
-            times[way.name].append(seconds)
-            report.keep(kind="time", way=way.name, round=turn, seconds=seconds, **facts(case, world))
+    built = {name: warmed_up(BY_NAME[name], case, options, world) for name in names}
+    first = len(report.samples)
+    for turn, name in measuring.turns(names, options.rounds):
+        seconds = timed(BY_NAME[name], built[name], steps_at_once(case, options), world)
+        report.keep(kind="time", way=name, round=turn, seconds=seconds, **case.facts(world))
     for one in built.values():
         one.close()
-    print_table(case, chosen, times, options, world, report)
-
-
-def facts(case: Case, world: World) -> Sample:
-    """Return the facts that identify a measurement."""
-    return {
-        "network": case.network,
-        "C": case.classes,
-        "B": case.batch,
-        "ranks": world.size,
-        "files": case.folder is not None,
-    }
-
-
-def print_table(
-    case: Case,
-    chosen: list[TrainWay],
-    times: dict[str, list[float]],
-    options: argparse.Namespace,
-    world: World,
-    report: Report,
-) -> None:
-    """Print a row for each way."""
-    flops = model_flops(case)
-    of_head = head_flops(case)
-    clock = clock_of(options)
-    peaks = {
-        dtype: options.peak * 1e12 if options.peak else measured_peak(dtype, world.device, clock)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    report.keep(kind="peak", float32=peaks[torch.float32], bfloat16=peaks[torch.bfloat16])
-    report.print(
-        f"{flops / 1e9:,.1f} GFLOP per step; peak {peaks[torch.float32] / 1e12:.2f} TFLOP/s in fp32, "
-        f"{peaks[torch.bfloat16] / 1e12:.2f} in bf16.\n"
-    )
-    report.print(
-        "| way | images per second | ms per step: median (least to most) | speed / plain PyTorch | "
-        "share of the peak |"
-    )
-    report.print("|---|---|---|---|---|")
-    for way in chosen:
-        mine = times[way.name]
-        middle = statistics.median(mine)
-        ratio = statistics.median(other / own for other, own in zip(times[BASELINE], mine, strict=True))
-        peak = peaks[dtype_of(way)]
-        done = flops if way.has_head else flops - of_head
-        report.print(
-            f"| {way.name} | {case.batch * world.size / middle:,.1f} | {1000 * middle:,.4g} "
-            f"({1000 * min(mine):,.4g} to {1000 * max(mine):,.4g}) | {ratio:.2f} | "
-            f"{done / middle / peak:.0%} |"
+    samples = report.samples[first:]
+    report.header("way", "images per second", "ms per step: median (least to most)", "speed / plain PyTorch")
+    for name in names:
+        rate = case.batch / statistics.median(measuring.times_of(samples, name).values())
+        report.row(
+            name,
+            f"{rate:,.1f}",
+            measuring.spread(samples, name),
+            f"{measuring.speed(samples, name, BASELINE):.2f}",
         )
 
 
-def is_wanted(way: TrainWay, options: argparse.Namespace) -> bool:
-    """Return whether a way was chosen; the baseline always is."""
-    if way.name == BASELINE:
-        return True
-    if options.ways:
-        return way.name in options.ways
-    return options.compile or "compiled" not in way.name
-
-
-def memory(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
+def compare_memory(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
     """Print the peak memory of each way, measured in separate processes."""
     report.print(f"\n### Memory: {case.network}, C = {case.classes:,}, B = {case.batch}\n")
-    report.print("| way | peak GiB | over the start, GiB |")
-    report.print("|---|---|---|")
-    for way in ways(world.device.type):
-        if not is_wanted(way, options):
-            continue
-        arguments = [str(HERE / "train.py"), "--measure", way.name, case.network, str(case.classes)]
-        arguments += [
-            str(case.batch),
-            "--threads",
-            str(options.threads),
-            *("--device", world.device.type, "--warm-up", "1", "--rounds", "1", "--steps", "1"),
-        ]
-        found, trouble = run_child(arguments, None)
+    report.header("way", "needed MiB", "/ plsc, fp32", "plan MiB", "plan / needed")
+    plain = None
+    for name in chosen_ways(options, world.device.type):
+        words = ["--measure", name, case.network, str(case.classes), str(case.batch)]
+        words += ["--threads", str(options.threads), "--device", world.device.type]
+        words += ["--warm-up", "1", "--rounds", "1", "--steps", "1"]
+        # Large blocks are returned to the system at once, so that the peak is that of tensors.
+        found, trouble = measuring.run_child(
+            [str(HERE / "train.py"), *words], None, MALLOC_MMAP_THRESHOLD_=str(2**20)
+        )
         if not found or found[0]["kind"] == "failed":
-            report.print(f"| {way.name} | {found[0]['outcome'] if found else trouble} | |")
+            report.row(name, found[0]["outcome"] if found else trouble, "", "", "")
             continue
-        report.keep(**found[0])
-        report.print(f"| {way.name} | {found[0]['peak'] / GIB:.2f} | {found[0]['over'] / GIB:.2f} |")
+        report.keep(**{**found[0], "kind": "memory"})
+        needed, way = found[0]["over"], BY_NAME[name]
+        plain = needed if name == "plsc, fp32" else plain
+        planned = None
+        if way.options is not None and way.has_head:
+            planned = plan(options_of(way, case, "cpu").values).device_bytes
+        report.row(
+            *(name, f"{needed / 2**20:,.0f}", f"{needed / plain:.2f}" if plain else ""),
+            *(("", "") if planned is None else (f"{planned / 2**20:,.0f}", f"{planned / needed:.2f}")),
+        )
 
 
-def measure(name: str, cases: list[Case], options: argparse.Namespace, world: World) -> None:
+def measure(way: TrainWay, cases: list[Case], options: argparse.Namespace, world: World) -> None:
     """Run steps of one way in each case; rank 0 prints times and peak memory as a line of JSON per case."""
-    way = next(one for one in ways(world.device.type) if one.name == name)
-    use_tf32(way.tf32)
     for case in cases:
         try:
             kind, found = "step", measured_steps(way, case, options, world)
         except Exception as error:
-            kind, found = "failed", {"outcome": outcome_of(error)}
+            kind, found = "failed", {"outcome": measuring.outcome_of(error)}
         if world.is_main:
-            print_json(kind, way=name, **facts(case, world), **found)
+            measuring.print_json(kind, way=way.name, **case.facts(world), **found)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def measured_steps(way: TrainWay, case: Case, options: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Return the seconds of each round, the peak memory, and the utilisation of the device."""
-    device, clock = world.device, clock_of(options)
+    """Return the seconds of each round and the peak memory."""
+    device = world.device
     on_gpu = device.type == "cuda"
-    before = status("VmRSS")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    built = build(way, case, world)
-    for _ in range(options.warm_up):
-        built.step()
-    with utilisation(device) as busy:
-        steps = steps_at_once(case, options)
-        seconds = [timed(way, built, steps, world, clock) for _ in range(options.rounds)]
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else status("VmHWM")
+    else:
+        small = replace(case, network="SmallResNet", shape=(case.shape[0], 32, 32), classes=64, batch=8)
+        warmed_up(way, small, options, world).close()
+    before = torch.cuda.memory_allocated(device) if on_gpu else measuring.status("VmRSS")
+    built = warmed_up(way, case, options, world)
+    steps = steps_at_once(case, options)
+    seconds = [timed(way, built, steps, world) for _ in range(options.rounds)]
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else measuring.status("VmHWM")
     built.close()
-    flops = model_flops(case) - (0 if way.has_head else head_flops(case))
-    reached = flops / statistics.median(seconds)
-    return {
-        "seconds": seconds,
-        "peak": peak,
-        "over": peak - before,
-        "of_peak": reached / (1e12 * (options.peak or 0) or measured_peak(dtype_of(way), device, clock)),
-        "busy": statistics.median(busy) if busy else None,
-    }
+    return {"seconds": seconds, "peak": peak, "over": peak - before}
 
 
-def write_images(folder: Path, shape: tuple[int, int, int], count: int, copies: int = 1) -> None:
-    """Write JPEG files in one folder per class; each image under several names."""
-    for index, data in enumerate(make_pictures(count, shape)):
-        place = folder / f"{index % 100:03d}"
-        place.mkdir(exist_ok=True)
-        (place / f"{index}.jpg").write_bytes(data)
-        for copy in range(1, copies):
-            os.link(place / f"{index}.jpg", place / f"{index}-{copy}.jpg")
+def with_files(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
+    """Compare on JPEG files in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="plsc-train-") as folder:
+        write_files(Path(folder), make_pictures(QUICK_IMAGES if options.quick else IMAGES, case.shape))
+        compare(replace(case, folder=Path(folder)), options, world, report)
 
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("output", nargs="?", type=Path, default=Path("build/benchmarks"), help="folder to write to")
     add("--networks", type=lambda text: text.split(","), default=list(NETWORKS))
-    add("--classes", type=numbers, default=[10**4, 10**5], help="such as 1e4,1e5 (the default)")
-    add("--batch", type=numbers, default=None, help="images per rank, such as 128,512")
+    add("--classes", type=measuring.numbers, default=[10**4, 10**5], help="such as 1e4,1e5 (the default)")
+    add("--batch", type=int, help="images per rank")
     add("--rounds", type=int, default=7)
-    add("--steps", type=int, default=None, help="steps per round; default: 1, or 4 for a small network")
+    add("--steps", type=int, help="steps per round; default: 1, or 4 for a small network")
     add("--warm-up", type=int, default=2, help="steps of each way before the first round")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--ways", type=lambda text: text.split("|"), help="only these and plain PyTorch")
     add("--compile", action="store_true", help="also the compiled ways")
     add("--files", action="store_true", help="read JPEG files instead of synthetic images")
-    add("--images", type=int, default=4096, help="how many JPEG files")
-    add("--workers", type=int, default=2, help="worker processes")
+    add("--workers", type=int, default=2, help="worker processes that read files")
     add("--memory", action="store_true", help="measure memory instead of time")
-    add("--peak", type=float, default=None, help="TFLOP/s of the device, for the utilisation")
     add("--quick", action="store_true")
-    add(
-        "--processor-time",
-        action="store_true",
-        help="measure the CPU time of all threads instead of the wall-clock time; with --threads 1, other "
-        "programs on the machine do not change it",
-    )
-    add("--measure", nargs=4, metavar=("WAY", "NETWORK", "CLASSES", "BATCHES"))
-    return parser.parse_args()
+    add("--measure", nargs=4, metavar=("WAY", "NETWORK", "CLASSES", "BATCHES"), help="one way, as JSON")
+    options = parser.parse_args()
+    if options.quick:
+        options.networks, options.classes, options.batch = ["SmallResNet"], [1000], 16
+        options.rounds, options.steps = 2, 1
+    return options
 
 
 def case_of(network: str, classes: int, batch: int | None, options: argparse.Namespace) -> Case:
@@ -326,38 +440,15 @@ def work(options: argparse.Namespace, world: World) -> None:
     """Run the chosen measurements."""
     if options.measure:
         way, network, classes, batches = options.measure
-        sizes = [(int(classes), batch) for batch in numbers(batches)]
-        measure(way, [case_of(network, *size, options) for size in sizes], options, world)
+        cases = [case_of(network, int(classes), batch, options) for batch in measuring.numbers(batches)]
+        measure(BY_NAME[way], cases, options, world)
         return
-    if options.quick:
-        options.networks, options.classes, options.batch = ["SmallResNet"], [1000], [16]
-        options.rounds, options.steps, options.images = 2, 1, 64
-    report = Report(options.output, "train", world.is_main)
-    report.keep(**machine(options.threads, world.device.type))
+    report = Report(options.output, "train")
+    report.keep(**measuring.machine(options.threads, world.device.type))
+    act = compare_memory if options.memory else with_files if options.files else compare
     for network in options.networks:
         for classes in options.classes:
-            for batch in options.batch or [None]:
-                case = case_of(network, classes, batch, options)
-                if options.memory:
-                    memory(case, options, world, report)
-                elif options.files:
-                    with_files(case, options, world, report)
-                else:
-                    compare(case, options, world, report)
-
-
-def with_files(case: Case, options: argparse.Namespace, world: World, report: Report) -> None:
-    """Compare on JPEG files in a temporary folder, which rank 0 writes."""
-    folder = Path(tempfile.mkdtemp(prefix="plsc-train-")) if world.is_main else None
-    try:
-        if folder is not None:
-            write_images(folder, case.shape, options.images)
-        shared = Path(world.broadcast_object(None if folder is None else str(folder)))
-        real = Case(**{**vars(case), "folder": shared})
-        compare(real, options, world, report)
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            act(case_of(network, classes, options.batch, options), options, world, report)
 
 
 def main() -> None:

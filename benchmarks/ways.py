@@ -10,11 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -181,12 +179,8 @@ def arcface(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(cosines, labels)
 
 
-def _baseline(store: Store) -> Built:
-    return _plain(store, arcface)
-
-
-def _baseline_autocast(store: Store) -> Built:
-    return _plain(store, arcface, autocast=True)
+def _baseline(store: Store, autocast: bool = False) -> Built:
+    return _plain(store, arcface, autocast)
 
 
 def _scaled(store: Store, weight: nn.Parameter, loss: Callable[[Tensor, Tensor], Tensor]) -> Built:
@@ -208,10 +202,7 @@ def _scaled(store: Store, weight: nn.Parameter, loss: Callable[[Tensor, Tensor],
 
 def _published(store: Store, ratio: float) -> Built:
     """Build PartialFC (An et al. 2022) as insightface publishes it: its own class and margin, in float16."""
-    spec = importlib.util.find_spec("partial_fc_v2")
-    assert spec is not None
-    assert spec.origin is not None
-    margin = runpy.run_path(str(Path(spec.origin).with_name("losses.py")))["CombinedMarginLoss"]
+    margin = importlib.import_module("losses").CombinedMarginLoss
     module = importlib.import_module("partial_fc_v2").PartialFC_V2
     _process_group(store)
     partial = module(margin(SCALE, 1.0, MARGIN, 0.0), store.dimension, store.classes, ratio, fp16=True)
@@ -289,41 +280,11 @@ def _process_group(store: Store) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _loss_parallel(store: Store) -> Built:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    _process_group(store)
-    mesh = store.get("mesh", lambda: init_device_mesh(store.device.type, (1,)))
-    weight = nn.Parameter(DTensor.from_local(store.weight(), mesh, [Shard(0)]))
-    optimizer = _sgd(weight, DTensor.from_local(store.momentum(), mesh, [Shard(0)]))
-
-    def step(x: Tensor, labels: Tensor) -> Tensor:
-        with loss_parallel():
-            everywhere = DTensor.from_local(x, mesh, [Replicate()])
-            value = F.cross_entropy(F.linear(everywhere, weight), labels)
-            value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        local: Tensor = cast(DTensor, value.detach()).to_local()
-        return local
-
-    return Built(step, [store.weight(), store.momentum()])
-
-
-def _liger(store: Store) -> Built:
+def _liger(store: Store, autocast: bool = False) -> Built:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss()
-    return _plain(store, lambda x, w, y: loss(w, x, y))
-
-
-def _liger_autocast(store: Store) -> Built:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    loss = LigerFusedLinearCrossEntropyLoss()
-    return _plain(store, lambda x, w, y: loss(w, x, y), autocast=True)
+    return _plain(store, lambda x, w, y: loss(w, x, y), autocast)
 
 
 def _cut(store: Store, **how: Any) -> Built:
@@ -335,10 +296,6 @@ def _cut(store: Store, **how: Any) -> Built:
         return linear_cross_entropy(x.bfloat16(), w.bfloat16(), labels, **how)
 
     return _plain(store, loss)
-
-
-def _cut_whole(store: Store) -> Built:
-    return _cut(store, filter_eps=None)
 
 
 def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = False, **how: Any) -> Way:
@@ -360,46 +317,32 @@ def _our_way(name: str, products: str, needs_gpu: bool = False, tf32: bool = Fal
     )
 
 
+def _other(name: str, build: Callable[..., Built], loss: str = "arcface", **how: Any) -> Way:
+    """Return a way of others. how: fields of Way; the rest are arguments of `build`."""
+    fields = {key: how.pop(key) for key in ("package", "needs_gpu", "for_millions", "tf32") if key in how}
+    return Way(name, loss, lambda store: build(store, **how), **fields)
+
+
+_GPU: dict[str, Any] = {"needs_gpu": True}
+_INSIGHTFACE: dict[str, Any] = {"package": "partial_fc_v2", **_GPU}
+_LIGER: dict[str, Any] = {"loss": "softmax", "package": "liger_kernel", **_GPU}
+_CUT: dict[str, Any] = {"loss": "softmax", "package": "cut_cross_entropy", **_GPU}
+_CHUNKED: dict[str, Any] = {"loss": "softmax", "package": "torch"}
 WAYS = (
-    Way(BASELINE, "arcface", _baseline),
-    Way("plain PyTorch, tf32", "arcface", _baseline, needs_gpu=True, tf32=True),
-    Way("plain PyTorch, bf16 autocast", "arcface", _baseline_autocast),
-    Way("plain PyTorch, PartialFC 0.1", "arcface", _partial_fc, for_millions=True),
-    Way("pytorch-metric-learning", "arcface", _metric_learning, "pytorch_metric_learning"),
-    Way(
-        "insightface PartialFC_V2, fp16",
-        "arcface",
-        lambda store: _published(store, 1.0),
-        "partial_fc_v2",
-        needs_gpu=True,
-    ),
-    Way(
-        "insightface PartialFC_V2, fp16, 0.1",
-        "arcface",
-        lambda store: _published(store, 0.1),
-        "partial_fc_v2",
-        needs_gpu=True,
-    ),
-    Way("PartialFC rewritten, fp16", "arcface", _rewritten, needs_gpu=True),
-    Way("torch linear_cross_entropy, chunked", "softmax", _chunked, "torch"),
-    Way(
-        "torch linear_cross_entropy, chunked, bf16",
-        "softmax",
-        lambda store: _chunked(store, torch.bfloat16),
-        "torch",
-        needs_gpu=True,
-    ),
-    Way("torch loss_parallel, one rank", "softmax", _loss_parallel),
-    Way("liger-kernel", "softmax", _liger, "liger_kernel", needs_gpu=True),
-    Way("liger-kernel, bf16", "softmax", _liger_autocast, "liger_kernel", needs_gpu=True),
-    Way("cut-cross-entropy, bf16", "softmax", _cut, "cut_cross_entropy", needs_gpu=True),
-    Way(
-        "cut-cross-entropy, bf16, all gradients",
-        "softmax",
-        _cut_whole,
-        "cut_cross_entropy",
-        needs_gpu=True,
-    ),
+    _other(BASELINE, _baseline),
+    _other("plain PyTorch, tf32", _baseline, tf32=True, **_GPU),
+    _other("plain PyTorch, bf16 autocast", _baseline, autocast=True),
+    _other("plain PyTorch, PartialFC 0.1", _partial_fc, for_millions=True),
+    _other("pytorch-metric-learning", _metric_learning, package="pytorch_metric_learning"),
+    _other("insightface PartialFC_V2, fp16", _published, ratio=1.0, **_INSIGHTFACE),
+    _other("insightface PartialFC_V2, fp16, 0.1", _published, ratio=0.1, **_INSIGHTFACE),
+    _other("PartialFC rewritten, fp16", _rewritten, **_GPU),
+    _other("torch linear_cross_entropy, chunked", _chunked, **_CHUNKED),
+    _other("torch linear_cross_entropy, chunked, bf16", _chunked, dtype=torch.bfloat16, **_CHUNKED, **_GPU),
+    _other("liger-kernel", _liger, **_LIGER),
+    _other("liger-kernel, bf16", _liger, autocast=True, **_LIGER),
+    _other("cut-cross-entropy, bf16", _cut, **_CUT),
+    _other("cut-cross-entropy, bf16, all gradients", _cut, filter_eps=None, **_CUT),
     _our_way("plsc, fp32", "float32"),
     _our_way("plsc, tf32", "float32", needs_gpu=True, tf32=True),
     _our_way("plsc, fp32, kept", "float32", keep=True),

@@ -34,7 +34,7 @@ class Case:
     """What to run: one step of the head alone (network ""), or of a run with this network, or `copies`.
 
     ranks: of the process group, of which this process is rank 0. batch: per rank. options: of the run, or of
-    the head alone (see `run_head`). way: of benchmarks/ways.py, or with a network of train_ways.py.
+    the head alone (see `run_head`). way: of benchmarks/ways.py, or with a network of train.py.
     plant: a fault that the checks must find.
     """
 
@@ -606,7 +606,7 @@ def run_way(case: Case, gpu: PretendGPU) -> None:
     from plsc.heads import base
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import train_ways
+    import train
     import ways
 
     def rows(seed: int, start: int, stop: int, width: int, *others: Any) -> Any:
@@ -617,7 +617,7 @@ def run_way(case: Case, gpu: PretendGPU) -> None:
             value.item()
         return optimizer.step(*args, **named)
 
-    base.initial_rows = train_ways.initial_rows = rows
+    base.initial_rows = train.initial_rows = rows
     tensor = torch.tensor
     torch.tensor = lambda x, **how: torch.full((), x, **how) if "device" in how else tensor(x, **how)
     torch.normal = lambda mean, std, size: torch.empty(size, device="cuda:0")  # type: ignore
@@ -625,9 +625,8 @@ def run_way(case: Case, gpu: PretendGPU) -> None:
     world = _world(1)
     device = torch.device("cuda", 0)
     if case.network:
-        problem = train_ways.Case(case.network, (3, 112, 112), case.dimension, case.classes, case.batch)
-        way = next(way for way in train_ways.ways("cuda") if way.name == case.way)
-        built = train_ways.build(way, problem, world)
+        problem = train.Case(case.network, (3, 112, 112), case.dimension, case.classes, case.batch)
+        built = train.build(train.BY_NAME[case.way], problem, world)
         for _ in range(2):
             gpu.start(case)
             built.step()

@@ -212,11 +212,15 @@ def _make_own_folder(work: Path) -> None:
 
 def _is_fetched(target: Path, manifest: Manifest, run_id: str | None) -> bool:
     """Return whether the checkpoint is already there; checksums are compared when it is loaded."""
+    there = None
     with contextlib.suppress(CheckpointError, DataError):
-        if read_manifest(target) == manifest:
+        there = read_manifest(target)
+        if there == manifest:
             check_files(target, manifest)
             return True
     check_replaceable(Store(target.parent), target.name, run_id)
+    if run_id is not None and there is not None and there.step > manifest.step:
+        raise CheckpointError(f"{target} is of step {there.step}, after step {manifest.step}; move it away")
     return False
 
 

@@ -352,7 +352,7 @@ def match_into(
     the target's dtype. Everything is read and checked before the first tensor changes.
 
     Raises:
-        CheckpointError: a value is not finite.
+        CheckpointError: a value is not finite, or of another kind, as those of quantised weights.
     """
     match = Match()
     taken: dict[str, Tensor] = {}
@@ -367,7 +367,7 @@ def match_into(
             match.shapes[name] = (tuple(here.shape), tuple(there.shape))
             continue
         value = there if isinstance(there, Tensor) else there.read()
-        taken[name] = check_finite(value, f"{source}: {shortened(key)}").to(here.dtype)
+        taken[name] = converted(value, here.dtype, f"{source}: {shortened(key)}")
         match.matched.append(name)
     match.unused = list(left)
     for name, value in taken.items():
@@ -388,9 +388,17 @@ def refuse_no_match(match: Match, source: str, advice: str) -> None:
         )
 
 
-def check_finite(value: Tensor, what: str) -> Tensor:
-    """Return the tensor; CheckpointError if it contains NaN or infinity."""
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+def converted(value: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    """Return a tensor of a file in a type.
+
+    Raises CheckpointError if it has NaN or infinity, there or then, or values of another kind: integers, or
+    floats of 8 bits, are quantised weights, whose scales have other names.
+    """
+    is_float = value.is_floating_point() and value.element_size() > 1
+    if is_float != dtype.is_floating_point or value.is_complex():
+        raise CheckpointError(f"{what} has values of {value.dtype}; expected {dtype}, not quantised")
+    value = value.to(dtype)
+    if is_float and not bool(torch.isfinite(value).all()):
         raise CheckpointError(f"{what} contains values that are not finite; choose another file")
     return value
 

@@ -149,7 +149,7 @@ def clean(
     judged = first.scores()[~np.isnan(first.own)]
     share = np.mean(judged <= 0) if len(judged) else 0
     weak = " Many labels are wrong, or the network is too weak to find most faults."
-    checkpoints = " and ".join(str(one.index["model"]["checkpoint"]) for one in embeddings)
+    checkpoints = " and ".join(printable(one.index["model"]["checkpoint"]) for one in embeddings)
     most = "more, if the network has learned them" if is_learned else f"{wrong.high:,.0f}"
     summary = [
         f"Embeddings: {checkpoints}. {judges}",

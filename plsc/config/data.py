@@ -86,12 +86,10 @@ class FormatArguments:
         "file of class names and ids: .json, or lines of name, tab, id; None: sorted names",
         check=not_empty,
     )
-    class_depth: int | None = declare(
-        None, "depth of the class folders in the dataset folder; None: 1", check=at_least(1)
-    )
+    class_depth: int | None = declare(None, "depth of the class folders; None: 1", check=at_least(1))
     image_folder: str | None = declare(
         None,
-        "folder or URL below which the paths of a CSV or JSON lines file lie; None: that of the file",
+        "folder or URL of the paths in a list; None: that of the file",
         check=not_empty,
     )
     allowed: str | tuple[str, ...] = declare((), "prefixes of URLs that lists may name: s3://bucket/")

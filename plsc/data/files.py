@@ -37,6 +37,7 @@ from plsc.storage.urls import (
     base_name,
     cache_folder,
     exists,
+    find_matching,
     is_url,
     join,
     local_path,
@@ -103,16 +104,14 @@ def shard_files(location: str | Path, suffix: str) -> list[str]:
 
 
 def _matching(pattern: str) -> list[str]:
-    if not is_url(pattern):
-        return glob.glob(pattern)  # noqa: PTH207 - the pattern may be absolute
-    filesystem, inside = open_filesystem(pattern)
-    found = with_retries(lambda: filesystem.glob(inside), f"{shown(pattern)} cannot be listed")
-    return [filesystem.unstrip_protocol(name) for name in found]
+    return find_matching(pattern) if is_url(pattern) else glob.glob(pattern)  # noqa: PTH207 - may be absolute
 
 
 def _is_folder(location: str) -> bool:
     if not is_url(location):
         return Path(location).is_dir()
+    if location.lower().startswith("http"):  # a client may read the file to look for links
+        return False
     filesystem, inside = open_filesystem(location)
     return with_retries(lambda: bool(filesystem.isdir(inside)), f"{shown(location)} cannot be looked up")
 

@@ -34,8 +34,6 @@ AHEAD_PER_THREAD = 2
 THREAD_NAME = "plsc-data"
 SECONDS_TO_WARNING, SECONDS_TO_ERROR = 60, 1800  # without a result of a worker process
 _SHARED_MEMORY = "/dev/shm"  # where torch passes tensors between processes
-_SECONDS_TO_POLL = 5  # as torch polls for dead workers
-
 
 _END = object()
 
@@ -117,7 +115,7 @@ def _loader(
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=num_workers,
-        timeout=_SECONDS_TO_POLL if num_workers else 0,
+        timeout=min(5, SECONDS_TO_WARNING) if num_workers else 0,  # as torch polls for dead workers
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
         multiprocessing_context=_context(method) if num_workers else None,
@@ -220,7 +218,7 @@ def _next_of(results: Any) -> Any:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader timed out"):
                 raise
-        silent += _SECONDS_TO_POLL
+        silent += int(results._timeout)
         message = f"no data for {silent} s from the data worker processes {[w.pid for w in results._workers]}"
         if silent >= SECONDS_TO_ERROR:
             raise DataError(f"{message}; use smaller batches, or no worker (data.num_workers 0)")

@@ -40,7 +40,7 @@ from plsc.storage.blocks import streamed, text_lines
 from plsc.storage.publish import replacing
 from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, parent_of, shown
 
-GRID = 2**20  # scores per unit
+GRID = 2**20  # scores per unit: on a grid, rounding errors do not order equal pairs
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
 FARS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # false accept rates at which the true accept rate is reported
 _CHUNK = 8192  # pairs per chunk in double precision

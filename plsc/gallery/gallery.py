@@ -76,11 +76,11 @@ class Gallery:
         self.about = about
         self.model = str(about.get("model", ""))
         self.mapped = str(about.get("mapped", ""))
-        self._centers = int(about.get("centers", 1))
+        self.centers = int(about.get("centers", 1))
 
     def __len__(self) -> int:
         """Return the number of entries."""
-        return self._vectors.shape[0] // self._centers
+        return self._vectors.shape[0] // self.centers
 
     @property
     def size(self) -> int:
@@ -138,15 +138,15 @@ class Gallery:
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         faiss, vectors = import_faiss(), self._vectors
         # A few more than wanted: the products of equal vectors differ by rounding errors.
-        count = min(k * self._centers + 16, len(vectors))
+        count = min(k * self.centers + 16, len(vectors))
         rows = faiss.knn(queries, vectors, count, faiss.METRIC_INNER_PRODUCT)[1]
         # A sum per row in float64: it does not depend on the position of the row, unlike a product.
         pairs = zip(rows, queries, strict=True)
         scores = np.stack([(vectors[row].astype(np.float64) * query).sum(axis=1) for row, query in pairs])
         scores = scores.astype(np.float32)
         order = np.lexsort((rows, -scores))
-        scores, entries = (np.take_along_axis(one, order, 1) for one in (scores, rows // self._centers))
-        if self._centers > 1:  # keep the nearest of the vectors of each entry
+        scores, entries = (np.take_along_axis(one, order, 1) for one in (scores, rows // self.centers))
+        if self.centers > 1:  # keep the nearest of the vectors of each entry
             kept = np.stack([np.sort(np.unique(one, return_index=True)[1])[:k] for one in entries])
             scores, entries = (np.take_along_axis(one, kept, 1) for one in (scores, entries))
         return scores[:, :k], entries[:, :k]
@@ -386,8 +386,9 @@ def opened_gallery(place: str, fingerprint: str = "") -> Iterator[Any]:
     network = fingerprint if is_postgres(place) else ""  # a file has one network
     opened: Any = nullcontext(open_gallery(place)) if in_folder else closing(open_store(place, network))
     with opened as origin:
-        if in_folder and origin.is_classes:
-            raise DataError(f"{place} has the classes of a model; expected a gallery of images")
+        if in_folder and (origin.is_classes or origin.centers > 1):
+            what = "the classes of a model" if origin.is_classes else "several vectors per entry"
+            raise DataError(f"{place} has {what}; expected a gallery of images, a vector each")
         yield origin
 
 

@@ -159,6 +159,7 @@ class PostgresStore:
 
         A few of the nearest may be missing: see `measure_recall`.
         """
+        # The index orders 16-bit vectors. `rank` compares more candidates than k again, in float32.
         count, half = 4 * k + 12, f"{self._pgvector}.halfvec({self.size})"
         setting = f"SET hnsw.ef_search = {min(max(count, _LEAST_EF), _MOST_EF)}"
         order = f"(vector::{half}) OPERATOR({self._pgvector}.<#>) %b::{self._pgvector}.vector::{half}"

@@ -107,7 +107,9 @@ class Margin(nn.Module, ABC):
         """Return psi [T], differentiable; the logit of the label is scale * psi.
 
         cosine: [T], between the embeddings of any T samples and the weights of their class. norm: [T], of
-        these embeddings.
+        these embeddings. T is a part of the batch, in any order: what depends on the whole batch belongs into
+        `observe`. For random numbers, use `rules.noise` of the norm and a counted step: torch's generators
+        would differ by the number of ranks.
         """
 
     def shared_target(self, cosine: Tensor, norm: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class _Shard(TypedDict):
 
 
 class _Model(TypedDict):
-    checkpoint: Any
+    checkpoint: Text
     step: Any
     name: Any
     weights: Text

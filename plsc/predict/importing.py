@@ -45,7 +45,7 @@ from plsc.checkpoint.save import check_destination, info_of, write_shards
 from plsc.checkpoint.tensor_files import (
     Match,
     RowParts,
-    check_finite,
+    converted,
     join_rows,
     match_into,
     read_state_dict,
@@ -265,6 +265,6 @@ def _write(
 def _part(key: str, parts: RowParts, start: int, stop: int) -> Entry:
     def chunks() -> Iterator[memoryview]:
         for row, piece in parts.pieces(start, stop):
-            yield from tensor_chunks(check_finite(piece, f"{key} from class {row}").float())()
+            yield from tensor_chunks(converted(piece, torch.float32, f"{key} from class {row}"))()
 
     return Entry(key, torch.float32, (stop - start, *parts.shape[1:]), start, chunks)

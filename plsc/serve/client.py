@@ -20,6 +20,7 @@ from plsc.storage.regular import read_record
 
 Image = str | os.PathLike[str] | bytes
 Answer = TypeVar("Answer")
+_MOST_ANSWER = 2**26  # bytes
 # Without user name and password, which would not be sent.
 _SERVER = re.compile(r"https?://(\[[\w:.]+\]|[^\s@:/?#\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
 
@@ -112,7 +113,9 @@ class Client:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was sent
                 connection.request(method, self._path + path, body, {**self._headers, **headers})
             response = connection.getresponse()
-            content = response.read()
+            content = response.read(_MOST_ANSWER + 1)  # more is refused
+            if not response.isclosed():
+                connection.close()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             reason = str(error) or type(error).__name__

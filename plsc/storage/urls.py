@@ -5,7 +5,10 @@ Calls to a remote store are retried for a limited time; calls that get no answer
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import hashlib
+import html
 import os
 import posixpath
 import random
@@ -68,7 +71,7 @@ async def _http_client(**options: Any) -> Any:
         async def text(self, *arguments: Any, **named: Any) -> str:
             """Return the links of a page alone, for which fsspec searches in cubic time."""
             found = _LINK.findall(await super().text(*arguments, **named))
-            return "".join(f'<a href="{link}">' for link in found)
+            return "".join(f'<a href="{html.unescape(link)}">' for link in found)
 
     headers = {"Accept-Encoding": "identity"}
     return aiohttp.ClientSession(response_class=Response, auto_decompress=False, headers=headers, **options)
@@ -170,6 +173,54 @@ def _open_hdfs(url: str) -> tuple[Any, str]:
 
 def _protocol(url: str) -> str:
     return url.split("://", 1)[0].lower()
+
+
+# fsspec's find() and glob() leave out a folder that cannot be listed, so these list each folder themselves.
+
+
+def find_below(url: str) -> dict[str, str]:
+    """Return the paths of all files and folders below a URL, with their types, ``file`` or ``directory``."""
+    filesystem, inside = open_filesystem(url)
+    if is_object_store(url):  # one flat listing
+        described = with_retries(
+            lambda: filesystem.find(inside, withdirs=True, detail=True), f"{shown(url)} cannot be listed"
+        )
+        return {path: described[path]["type"] for path in described}
+    found: dict[str, str] = {}
+    left = [inside]
+    while left:
+        below = _list_folder(filesystem, left.pop())
+        found |= below
+        left += [path for path, kind in below.items() if kind == "directory"]
+    return found
+
+
+def find_matching(pattern: str) -> list[str]:
+    """Return the URLs that match a pattern, in which ``*`` matches no ``/``, as in glob.glob."""
+    filesystem, inside = open_filesystem(pattern)
+    parts = inside.split("/")
+    fixed = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    found = ["/".join(parts[:fixed])]
+    for place, part in enumerate(parts[fixed:], fixed + 1):
+        found = [
+            path
+            for folder in found
+            for path, kind in _list_folder(filesystem, folder).items()
+            if fnmatch.fnmatchcase(base_name(path), part) and (place == len(parts) or kind == "directory")
+        ]
+    return [filesystem.unstrip_protocol(path) for path in found]
+
+
+def _list_folder(filesystem: Any, folder: str) -> dict[str, str]:
+    place = shown(filesystem.unstrip_protocol(folder))
+    entries = with_retries(lambda: filesystem.ls(folder, detail=True), f"{place} cannot be listed")
+    kinds = {one["name"].rstrip("/"): one["type"] for one in entries}
+    return {path: kind for path, kind in kinds.items() if path != folder.rstrip("/")}
+
+
+def name_in_listing(url: str, name: str) -> str:
+    """Return a name that `find_below` gave, decoded as `os.fsdecode`: over HTTP it is percent-encoded."""
+    return unquote(name, errors="surrogateescape") if _protocol(url) in ("http", "https") else name
 
 
 def base_name(location: str) -> str:

@@ -28,7 +28,7 @@ from plsc.checkpoint.save import info_of
 from plsc.checkpoint.tensor_files import (
     Match,
     RowParts,
-    check_finite,
+    converted,
     join_rows,
     match_into,
     read_state_dict,
@@ -272,8 +272,7 @@ def _take_head(
             _copy_rows(parts, order[slice(*head.class_range)], here, started.source, name)
             started.head.append(name)
         else:
-            value = check_finite(parts.read(), f"{started.source}: {name}")
-            here.copy_(value)
+            here.copy_(converted(parts.read(), here.dtype, f"{started.source}: {name}"))
             started.head.append(name)
 
 
@@ -287,10 +286,11 @@ def _copy_rows(
     numbers = order[places]
     for row, piece in parts.pieces(int(numbers[0]), int(numbers[-1]) + 1):
         piece = decode_rows(piece) if getattr(parts, "is_coded", False) else piece
-        check_finite(piece, f"{source}: {name}")
+        dtype = torch.float32 if here.dtype is torch.int8 else here.dtype
+        piece = converted(piece, dtype, f"{source}: {name}")
         low, high = np.searchsorted(numbers, [row, row + len(piece)])
         values = piece[torch.from_numpy(numbers[low:high] - row)]
-        values = encode_rows(values.float()) if here.dtype is torch.int8 else values
+        values = encode_rows(values) if here.dtype is torch.int8 else values
         here[torch.from_numpy(places[low:high]).to(here.device)] = values.to(here)
 
 

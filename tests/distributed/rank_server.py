@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -132,11 +133,11 @@ def run(script: str, arguments: list[str], environment: dict[str, str], folder: 
 def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # no background thread of pyarrow
-    import pytest  # noqa: F401
     from PIL import Image
 
-    import tests.undrawn  # noqa: F401 - with matplotlib, which each rank would import
-
+    # What each rank would import, for seconds: torch._dynamo comes with the first optimizer.
+    for module in ("pytest", "torch._dynamo", "plsc.train.run", "plsc.entry", "tests.undrawn"):
+        importlib.import_module(module)
     Image.init()  # imports what reads each format
     gc.freeze()  # a collection would copy the pages of all these modules in each rank
     code = run(**{name: value for name, value in serve(requests).items() if name != "ranks"})

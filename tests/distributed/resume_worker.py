@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
-from plsc.checkpoint.manifest import EXTRA, HeadInfo, Role
+from plsc.checkpoint.manifest import EXTRA, RANK, HeadInfo, Role
 from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
@@ -83,6 +83,31 @@ def check_rows(worlds: dict[int, World | None], folder: Path) -> None:
                 assert local_of(value).equal(local_of(expected[role])), f"{where}: {role.key}"
                 assert local_of(value).numel() == 0 or local_of(value).any(), role.key
         dist.barrier()
+
+
+def check_copies(world: World | None, folder: Path) -> None:
+    """Copies that differ are saved as the lowest rank has them; what one rank lacks is an error on all."""
+    if world is not None:
+        whole = torch.arange(12, dtype=torch.bfloat16).view(3, 4).T  # not contiguous
+        tensors = {
+            Role(EXTRA, "copies"): torch.full((3,), float(world.rank)), Role(EXTRA, "whole"): whole,
+            Role(EXTRA, "tied"): whole, Role(EXTRA, "empty"): torch.zeros(0, 4),
+            Role(RANK, "own", str(world.rank)): torch.tensor([5, world.rank]),
+        }  # fmt: skip
+        manifest = Manifest("0", 1, 0, 0, world.size, DIMENSION, {"": HeadInfo(CLASSES, [])})
+        save_checkpoint(folder, "1", Snapshot(tensors, manifest), world)
+        found = {role: torch.full_like(tensor, 7) for role, tensor in tensors.items()}
+        load_tensors(folder / "1", found, world)
+        tensors[Role(EXTRA, "copies")].zero_()
+        for role, tensor in found.items():
+            assert tensor.equal(tensors[role]), role.key
+        assert {path.suffix for path in (folder / "1").iterdir()} == {".json", ".safetensors"}
+        last = world.size - 1
+        if world.rank == last:
+            found[Role(EXTRA, "absent")] = torch.zeros(1)
+        with pytest.raises(CheckpointError, match=f"rank {last}: .*absent"):
+            load_tensors(folder / "1", found, world)
+    dist.barrier()
 
 
 ROUTE = (
@@ -231,6 +256,7 @@ def main() -> None:
     full = World.from_environment("cpu", timeout_seconds=60)
     worlds = {ranks: smaller_world(full, ranks) for ranks in RANKS}
     check_rows(worlds, folder / "rows")
+    check_copies(worlds[3], folder / "copies")
     check_same_ranks(worlds[3], dataset, folder / "same")
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kill
 from tests.hdfs_server import Hdfs
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import kill
 
 PHASES = ("save", "upload", "retention")
 

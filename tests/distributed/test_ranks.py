@@ -30,11 +30,6 @@ def test_options_for_several_ranks_work_with_any_other_option():
 
 
 @pytest.mark.slow
-def test_recomputation_gives_the_same_bits_with_buckets_and_batch_norms_over_two_ranks(tmp_path):
-    launch("recomputation", 2, write_dataset(tmp_path / "set", classes=6, per_class=8), tmp_path / "runs")
-
-
-@pytest.mark.slow
 def test_loss_scale_and_skipped_steps_follow_the_table_on_all_ranks_and_after_a_resume(tmp_path):
     # 120 images, 6 per step: one epoch of 20 steps. Only the last rank overflows.
     dataset = write_dataset(tmp_path / "set", classes=12, per_class=10)

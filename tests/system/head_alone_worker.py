@@ -156,12 +156,6 @@ def train_ranks(mode: str, rank: int, ranks: int, batches: Batches) -> Run:
     hooked = {"sum_gradients": hook["sum_gradients"]}
     if mode == "ddp":
         return train(PROCESSES, LOOP, batches=batches)
-    if mode == "ddp_that_averages":
-        averaging = PROCESSES.replace("backbone.register_comm_hook(None, sum_gradients)\n", "")
-        assert averaging != PROCESSES
-        loop = LOOP.replace("out.loss.backward()", "(out.loss * world_size).backward()")
-        loop = loop.replace("head_optimizer.step()", "head_optimizer.step(grad_scale=world_size)")
-        return train(averaging, loop, batches=batches, world_size=ranks)
     if mode == "fsdp":
         wrapped = PROCESSES.replace("backbone = DistributedDataParallel(backbone)\n", FSDP)
         wrapped = wrapped.replace("backbone.register_comm_hook(None, sum_gradients)\n", "")

@@ -18,7 +18,9 @@ BENCHMARKS = REPO / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import accuracy_peer  # noqa: E402
+import checkpoint  # noqa: E402
 import head  # noqa: E402
+import measuring  # noqa: E402
 from ways import BASELINE, BY_NAME, WAYS  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -46,13 +48,14 @@ def run_in_forks(monkeypatch, script, *arguments: object) -> None:
         with is_running:
             return run_ranks(command[0], ranks, *command[1:], cwd=REPO).stdout
 
-    def run_child(command: list[str], timeout: float | None) -> tuple[list[dict], None]:
+    def run_child(command: list[str], timeout: float | None, **_: str) -> tuple[list[dict], None]:
         ranks = 0
         if command[:2] == ["-m", "torch.distributed.run"]:
             ranks, command = int(command[3].partition("=")[2]), command[4:]
         return [json.loads(line) for line in fork(command, ranks).splitlines() if line.startswith("{")], None
 
-    monkeypatch.setattr(head, "run_child", run_child)
+    for module in (measuring, checkpoint):
+        monkeypatch.setattr(module, "run_child", run_child)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: fork(command[1:]))
     run_here(monkeypatch, script, *arguments)
 
@@ -77,8 +80,7 @@ def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_plain_pytorch_doe
     run_in_forks(monkeypatch, head, *small, "--ways", "|".join([BASELINE, missing, *ours]), tmp_path)
     table = (tmp_path / "head.md").read_text()
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if " | " in line]
-    ways = [name for name in BY_NAME if name in (BASELINE, missing, *ours)]
-    assert rows == ["way", *ways, "way", *ours]  # the second table: beside the plan
+    assert rows == ["way", *(name for name in BY_NAME if name in (BASELINE, missing, *ours))]
     assert [sample["way"] for sample in read(tmp_path, "failed")] == [missing]
 
     memory = {sample["way"]: sample for sample in read(tmp_path, "memory")}
@@ -88,12 +90,10 @@ def test_a_quick_run_has_a_row_for_each_way_and_ours_learns_as_plain_pytorch_doe
     assert {(s["way"], s["round"]) for s in read(tmp_path, "time")} == {
         (name, turn) for name in (BASELINE, *ours) for turn in range(3)
     }
-    assert (tmp_path / "head-B32.png").stat().st_size > 0
 
 
 def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path, monkeypatch):
     slow, greedy = tmp_path / "slow", tmp_path / "greedy"
-    monkeypatch.setattr(head, "compare_with_plan", lambda *_: None)  # in processes of its own, tested above
     common = "--device", "cpu", "--threads", 1, "--ways", BASELINE
     run_here(monkeypatch, head, *common, "--quick", "--rival-timeout", 0.1, slow)
     assert [sample["outcome"] for sample in read(slow, "failed")] == ["over 0.1 s"]
@@ -103,20 +103,12 @@ def test_a_rival_that_takes_too_long_or_too_much_is_a_row(tmp_path, monkeypatch)
     assert sample["outcome"] in ("out of memory", "over 20 s")  # torch may hang after a failed allocation
 
 
-def test_ranks_give_the_network_what_the_formula_says_whatever_the_number_of_classes(tmp_path, monkeypatch):
-    run_in_forks(monkeypatch, head, "--quick", "--traffic", "--no-table", "--ranks", 2, tmp_path)
-    few, many = read(tmp_path, "traffic")
-    assert many["C"] == 2 * few["C"]
-    assert few["given"] == many["given"] == few["expected"]
-
-
-def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ranks(tmp_path):
+def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ranks(tmp_path, monkeypatch):
     # Each load looks at every row.
-    script = BENCHMARKS / "checkpoint.py"
-    run_ranks(script, 0, str(tmp_path), "--quick", "--rounds", "1", cwd=REPO)
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 5 + 3 * 3
-    assert {sample["ranks"] for sample in samples if sample["op"] == "load"} == {1, 2, 3}
+    run_in_forks(monkeypatch, checkpoint, str(tmp_path), "--quick", "--rounds", "1")
+    samples = measuring.read_lines(tmp_path / "checkpoint.jsonl")[1:]
+    assert [sample["act"] for sample in samples] == ["save"] * 3 + ["load"] * 6
+    assert {sample["ranks"] for sample in samples if sample["act"] == "load"} == {1, 2, 3}
 
 
 def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path):
@@ -137,8 +129,8 @@ def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(t
         pytest.skip(f"{data} is not there")
     command = [
         str(tmp_path), "--omniglot", str(data), "--no-peer",
-        "--network", "SmallResNet", "--size", "16", "--emb-size", "16", "--epochs", "1",
-        "--batch", "256", "--seeds", "1", "--rates", "0.02", "--variant", "no clip: optim.clip_norm=0",
+        "--network", "SmallResNet", "--epochs", "1", "--seeds", "1", "--rates", "0.02",
+        "--variant", "no clip: optim.clip_norm=0",
     ]  # fmt: skip
     for is_repeated in (False, True):
         run_in_forks(monkeypatch, accuracy_peer, *command)
@@ -151,7 +143,6 @@ def test_the_accuracy_benchmark_trains_and_judges_each_way_and_repeats_nothing(t
         assert len(logs) == (0 if is_repeated else 3)
         for log in logs:
             log.unlink()  # a second time nothing is trained, and nothing logged
-        assert (tmp_path / "learning.png").stat().st_size > 10_000
 
 
 def test_the_capacity_benchmark_has_a_row_for_each_gallery_and_level(tmp_path):
@@ -159,15 +150,16 @@ def test_the_capacity_benchmark_has_a_row_for_each_gallery_and_level(tmp_path):
     labels = np.repeat(np.arange(150), 2)
     embeddings = rng.normal(size=(150, 8))[labels] + 0.2 * rng.normal(size=(300, 8))
     np.savez(tmp_path / "drawn.npz", embeddings=embeddings, labels=labels)
-    done = run_ranks(BENCHMARKS / "capacity.py", 0, str(tmp_path), "--draws", "3", cwd=REPO)
+    done = run_ranks(BENCHMARKS / "gallery.py", 0, "capacity", str(tmp_path), "--quick", cwd=REPO)
     rows = [line.strip("|").split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [(int(row[0]), float(row[1])) for row in rows if len(row) == 11 and row[0].strip().isdigit()] == [
+    assert [(int(row[0]), float(row[1])) for row in rows if len(row) == 4 and row[0].strip().isdigit()] == [
         (n, level) for n in (30, 60) for level in (0.01, 0.05, 0.2, 0.4)
     ]
 
 
+@pytest.mark.timeout(600)  # a dozen processes that import torch
 def test_the_table_of_all_benchmarks_has_a_row_with_figures_for_each(tmp_path):
-    done = run_ranks(BENCHMARKS / "run.py", 0, str(tmp_path), "--quick", cwd=REPO)
+    done = run_ranks(BENCHMARKS / "run.py", 0, str(tmp_path), "--quick", cwd=REPO, timeout=600)
     rows = [row.split("|")[1:-1] for row in done.stdout.partition("| compared with |")[2].splitlines()[2:]]
     assert len(rows) == 5
     assert not [cells for cells in rows if "failed" in cells[2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -166,6 +167,18 @@ def test_grown_classes_are_trained_by_a_schedule_of_their_own(trained, tmp_path,
     ins.set_checkpoint_dir(tmp_path / "grown")
     ins.train()
     assert "note: the classes were changed" in capsys.readouterr().out
+
+
+def test_the_printed_command_names_no_code_of_the_checkpoint(trained, tmp_path, capsys):
+    shutil.copytree(trained[2], tmp_path / "theirs")
+    file = tmp_path / "theirs" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["options"]["head"]["loss_type"] = "os:system"
+    file.write_text(json.dumps(manifest))
+    change(tmp_path / "theirs", tmp_path / "grown", "--grow", 2)
+    printed = capsys.readouterr().out
+    assert "os:system" not in printed
+    assert "head.loss_type" in printed.splitlines()[-2]
 
 
 def test_images_without_the_new_classes_are_refused(trained, tmp_path, capsys):

@@ -15,7 +15,6 @@ from torch import nn
 
 import plsc
 from plsc import Entry
-from plsc.checkpoint import list_checkpoints
 from plsc.cli import main
 from plsc.errors import CheckpointError, OptionError
 from plsc.evaluate import plots
@@ -23,6 +22,8 @@ from plsc.models.base_model import BaseModel
 from plsc.utils import jpeg_reader
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
+from tests.resuming import different
+from tests.system import small_entry
 from tests.undrawn import drawing
 
 pytestmark = pytest.mark.slow
@@ -48,24 +49,11 @@ class Plain(BaseModel):
         return self.fc(input.flatten(1))
 
 
-def entry(dataset, save_dir, network=True, **settings):
-    ins = Entry()
-    ins.set_seed(3)
+def entry(dataset, save_dir, network=Plain, **settings):
+    plain = {"set_train_epochs": 2, "set_lr": 0.5 * 12 / 1024, "set_num_workers": 0, "set_with_test": True}
+    ins = small_entry.entry(dataset, save_dir, **plain | {"set_log_period": 200} | settings)
     if network:
-        ins.set_model(Plain())
-    ins.set_emb_size(8)
-    ins.set_image_shape((3, 16, 16))
-    ins.set_dataset_dir(dataset)
-    ins.set_model_save_dir(save_dir)
-    ins.set_train_batch_size(12)
-    ins.set_train_epochs(2)
-    ins.set_lr(0.5 * 12 / 1024)
-    ins.set_warmup_steps(0)
-    ins.set_clip_norm(0)
-    ins.set_lr_schedule("constant")
-    ins.set_num_workers(0)
-    for name, value in settings.items():
-        getattr(ins, name)(value)
+        ins.set_model(network())
     return ins
 
 
@@ -75,8 +63,9 @@ def metrics_of(save_dir):
 
 def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "plot_metrics", drawing)
-    save_dir = tmp_path / "run"
+    save_dir, network = tmp_path / "run", Plain()
     ins = entry(dataset, save_dir, set_calc_acc=True, set_log_period=1, set_test_period=2)
+    ins.set_model(network)
     result = ins.train()
     assert (result.steps, result.epochs) == (8, 2)
     assert result.checkpoint == save_dir / "1"
@@ -92,79 +81,62 @@ def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path, m
     evaluated = [entry["step"] for entry in metrics_of(save_dir) if "eval" in entry]
     assert evaluated == [2, 4, 6, 8]  # each 2 steps, and once at the end of each epoch
     assert Image.open(save_dir / "loss.png").size[0] > 300
+    assert ((12, 3, 16, 16), torch.int64, True) in network.calls
+    predicting = [label for _, label, is_train in network.calls if not is_train]
+    assert predicting
+    assert not any(predicting)
 
 
 def test_the_same_run_twice_gives_the_same_bits(dataset, tmp_path):
     for name in ("a", "b"):
-        ins = entry(dataset, tmp_path / name, network=False)
-        ins.set_model_name("SmallResNet")
-        ins.set_num_workers(2 if name == "b" else 0)  # worker processes do not change it
+        ins = entry(dataset, tmp_path / name, None, set_train_epochs=1)
         ins.train()
-    names = [path.name for path in (tmp_path / "a" / "1").glob("*.safetensors")]
-    assert names
-    for name in names:
-        ours, theirs = load_file(tmp_path / "a/1" / name), load_file(tmp_path / "b/1" / name)
-        assert ours.keys() == theirs.keys()
-        # Threads of other tests' libraries may draw from the global generators of this process.
-        compared = [key for key in ours if not key.endswith(".random")]
-        assert not [key for key in compared if not ours[key].equal(theirs[key])]
+    # Threads of other tests' libraries may draw from the global generators of this process.
+    differ = different(tmp_path / "a/0", tmp_path / "b/0")
+    assert not [key for _, key in differ if not key.endswith(".random")]
 
 
-def test_a_users_network_sees_images_labels_and_whether_it_trains(dataset, tmp_path):
-    ins = entry(dataset, tmp_path / "run", set_train_epochs=1)
-    ins.train()
-    calls = ins._model.calls
-    assert ((12, 3, 16, 16), torch.int64, True) in calls
-    predicting = [call for call in calls if not call[2]]
-    assert predicting
-    assert all(label is None for _, label, _ in predicting)
+@pytest.fixture(scope="module")
+def trained(dataset, tmp_path_factory):
+    return entry(dataset, tmp_path_factory.mktemp("trained") / "run", set_flip=False).train()
 
 
-def test_test_and_predict_use_the_weights_and_options_of_the_checkpoint(dataset, tmp_path):
-    result = entry(dataset, tmp_path / "run", set_flip=False).train()
+def test_test_and_predict_use_the_weights_and_options_of_the_checkpoint(dataset, trained):
     later = Entry()
     later.set_model(Plain())
-    later.set_checkpoint_dir(result.checkpoint)
+    later.set_checkpoint_dir(trained.checkpoint)
     later.set_dataset_dir(dataset)
-    verified = later.test()
-    assert verified["lfw"] == result.evaluation["lfw"]
+    assert later.test() == trained.evaluation
     prediction = later.predict()
     assert prediction.embeddings.shape == (48, 8)
     assert prediction.labels.tolist() == [label for label in range(6) for _ in range(8)]
     assert prediction.names[0] == str(dataset / "images/0_0.png")
     image = torch.from_numpy(np.array(Image.open(dataset / "images/0_0.png"))).permute(2, 0, 1)
     stored = {}
-    for path in result.checkpoint.glob("*.safetensors"):
+    for path in trained.checkpoint.glob("*.safetensors"):
         stored |= load_file(path)
     x = ((image.float() - 127.5) / 128).flatten()
     expected = stored["backbone.fc.weight"] @ x + stored["backbone.fc.bias"]
     np.testing.assert_allclose(prediction.embeddings[0], expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("custom", [False, True])
-def test_load_network_embeds_as_predict_does_and_draws_nothing(dataset, tmp_path, custom):
-    ins = entry(dataset, tmp_path / "run", network=custom, set_train_epochs=1, set_with_test=False)
-    if not custom:
-        ins.set_model_name("SmallResNet")
-    checkpoint = ins.train().checkpoint
-    ins.set_checkpoint_dir(checkpoint)
+def test_load_network_embeds_as_predict_does_and_draws_nothing(dataset, trained):
+    ins = entry(dataset, "unused", set_checkpoint_dir=trained.checkpoint)
     predicted = torch.from_numpy(ins.predict().embeddings)
     files = [line.split("\t")[0] for line in (dataset / "label.txt").read_text().splitlines()]
     images = torch.from_numpy(np.stack([Image.open(dataset / file) for file in files])).permute(0, 3, 1, 2)
     state = torch.get_rng_state()
-    for model in [Plain(), Plain, f"{__name__}:Plain"] if custom else [None, "SmallResNet"]:
+    for model in (Plain(), Plain, f"{__name__}:Plain"):
         torch.set_rng_state(state)
-        network = plsc.load_network(checkpoint, model)
+        network = plsc.load_network(trained.checkpoint, model)
         assert torch.equal(torch.get_rng_state(), state)
         assert not network.training
         with torch.inference_mode():
             embeddings = network((images - 127.5) / 128)
         torch.testing.assert_close(embeddings, predicted, rtol=1e-4, atol=1e-4)
-    if custom:
-        with pytest.raises(CheckpointError, match=r"no code .*:Plain"):
-            plsc.load_network(checkpoint)
-    with pytest.raises(CheckpointError, match="is not a checkpoint but a folder of checkpoints: 0"):
-        plsc.load_network(checkpoint.parent)
+    for place, noun in ((trained.checkpoint, "Plain"), (trained.checkpoint.parent, "folder")):
+        with pytest.raises(CheckpointError, match=noun):
+            plsc.load_network(place)
 
 
 def read_arrays(dataset):
@@ -201,14 +173,14 @@ def make_class_folders(dataset, folder):
 
 
 def test_every_kind_of_source_trains(dataset, tmp_path):
-    quiet = {"set_with_test": False, "set_train_epochs": 12, "set_log_period": 4}
+    quiet = {"set_with_test": False, "set_train_epochs": 6, "set_log_period": 4}
 
     def train(name, dataset=dataset, reader=None, **settings):
         ins = entry(dataset, tmp_path / name, **quiet, **settings)
         ins.train_reader = reader
         result = ins.train()
         first = metrics_of(tmp_path / name)[0]["loss"]
-        assert result.metrics["loss"] < 0.7 * first, name
+        assert result.metrics["loss"] < 0.9 * first, name
         return result.metrics["loss"]
 
     from_file = train("label file")
@@ -219,27 +191,21 @@ def test_every_kind_of_source_trains(dataset, tmp_path):
     with pytest.raises(OptionError, match=r"head\.class_num"):
         train("no classes", reader=read_arrays(dataset))
     with pytest.raises(OptionError, match=r"data\.train_image_num"):
-        train(
-            "warm",
-            reader=read_arrays(dataset),
-            set_class_num=6,
-            set_warmup_epochs=1,
-        )
+        train("warm", reader=read_arrays(dataset), set_class_num=6, set_warmup_epochs=1)
     original = jpeg_reader.arc_train(str(dataset), 6, image_shape=(3, 16, 16))
     train("jpeg_reader", reader=original, set_class_num=6)
 
 
-def test_test_reader_and_predict_reader_replace_the_files(dataset, tmp_path):
-    result = entry(dataset, tmp_path / "run", set_flip=False).train()
+def test_test_reader_and_predict_reader_replace_the_files(dataset, trained, tmp_path):
     later = entry(tmp_path / "nowhere", tmp_path / "unused", set_flip=False)
-    later.set_checkpoint_dir(result.checkpoint)
+    later.set_checkpoint_dir(trained.checkpoint)
 
     def test_reader(folder, names):
         assert names == "lfw"
         return jpeg_reader.test(str(dataset), "lfw", image_size=(16, 16))
 
     later.test_reader = test_reader
-    assert later.test()["lfw"].accuracy == pytest.approx(result.evaluation["lfw"].accuracy)
+    assert later.test()["lfw"].accuracy == pytest.approx(trained.evaluation["lfw"].accuracy)
     later.predict_reader = read_arrays(dataset)
     streamed = later.predict()
     later.predict_reader = lambda: (image for image, _ in read_arrays(dataset)())
@@ -249,36 +215,10 @@ def test_test_reader_and_predict_reader_replace_the_files(dataset, tmp_path):
     np.testing.assert_array_equal(streamed.embeddings, unlabelled.embeddings)
 
 
-def test_training_goes_on_to_more_epochs_and_keeps_the_last_checkpoints(dataset, tmp_path, capsys):
-    save_dir = tmp_path / "run"
-    entry(dataset, save_dir, set_with_test=False, set_max_last_checkpoint_num=2).train()
-    more = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "1")
-    more.set_max_last_checkpoint_num(2)
-    result = more.train()
-    assert result.epochs == 5
-    kept = {path.name for path, _ in list_checkpoints(save_dir)}
-    assert {"1", "3", "4"} <= kept <= {"1", "3", "4", result.best_model_path.name}
-    again = entry(dataset, save_dir, set_train_epochs=5, set_checkpoint_dir=save_dir / "4").train()
-    assert again.steps == result.steps
-    assert (
-        f"nothing left to train: the run has finished {result.steps} steps and 5 epochs"
-        in capsys.readouterr().out
-    )
-
-
-def test_train_steps_ends_a_run_inside_an_epoch(dataset, tmp_path):
-    result = entry(dataset, tmp_path / "run", set_train_steps=6, set_with_test=False).train()
-    assert (result.steps, result.epochs) == (6, 1)
-    assert result.checkpoint == tmp_path / "run" / "1-step6"
-
-
-def test_a_save_folder_that_cannot_be_made_is_one_line(dataset, tmp_path):
+def test_a_save_folder_that_cannot_be_made_or_is_full_of_something_else_is_refused(dataset, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not write to"):
+    with pytest.raises(CheckpointError, match="write"):
         entry(dataset, tmp_path / "file" / "run").train()
-
-
-def test_a_save_folder_full_of_something_else_is_refused_before_training(dataset, tmp_path):
     (tmp_path / "run" / "1").mkdir(parents=True)
     (tmp_path / "run" / "1" / "holiday.jpg").write_text("")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
@@ -298,7 +238,6 @@ def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, 
     assert "  batch_size: 12" in printed
     assert "  # lr: null" in printed  # not set
     config.write_text(printed)  # what it prints is what --config reads
-    assert "training images per rank and step (default: 128)" in printed
     assert main(["train", "--config", str(config), "--train.batch_size", "12"]) == 0
     checkpoint = str(tmp_path / "run" / "0")
     assert checkpoint in capsys.readouterr().out
@@ -347,27 +286,3 @@ def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_o
     ins = entry(dataset, tmp_path / "unused", set_checkpoint_dir=str(small))
     with pytest.raises(OptionError, match=r"expected head\.sub_centers"):
         ins.keep_dominant(tmp_path / "again")
-
-
-def test_a_network_named_by_its_class_trains_on_two_ranks(dataset, tmp_path):
-    (tmp_path / "nets.py").write_text(
-        "from torch import nn\n"
-        "from plsc.models.base_model import BaseModel\n"
-        "class Net(BaseModel):\n"
-        "    def __init__(self, emb_size):\n"
-        "        super().__init__()\n"
-        "        self.fc = nn.Linear(768, emb_size)\n"
-        "        self.spare = nn.Linear(3, 3)\n"  # parameters without gradients are no trouble
-        "    def build_network(self, input, label, is_train=True):\n"
-        "        return self.fc(input.flatten(1))\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = run_ranks(
-        root / "plsc" / "cli" / "__main__.py", 2, "train",
-        "--model.name", "nets:Net", "--model.emb_size", "8",
-        "--model.image_shape", "[3,16,16]", "--data.dataset_dir", str(dataset),
-        "--train.epochs", "2", "--train.batch_size", "6", "--data.num_workers", "0",
-        "--checkpoint.save_dir", str(tmp_path / "run"),
-        env={"PYTHONPATH": f"{root}:{tmp_path}"},
-    )  # fmt: skip
-    assert done.stdout.count("trained 8 steps") == 1

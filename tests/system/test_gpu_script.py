@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmark_forks import run_in_forks
 from tests.distributed.launch import run_ranks
 
 REPO = Path(__file__).parents[2]
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import gpu  # noqa: E402
-import rivals  # noqa: E402
-from train_ways import ways  # noqa: E402
+import train  # noqa: E402
 from ways import BY_NAME  # noqa: E402
 
 
@@ -40,21 +40,24 @@ def samples_of(out: Path, number: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # slice 4 starts ten processes that import torch
+@pytest.mark.timeout(900)  # slice 1 starts a dozen processes that import torch
 @pytest.mark.parametrize(
     ("number", "kinds"),
     [
-        (1, {"memory", "failed", "rates", "limit", "goal"}),
+        (1, {"memory", "failed"}),
         (2, {"step", "goal"}),
         (3, {"test"}),
-        (4, {"ranks", "step", "train"}),
-        (5, {"memory", "rates", "limit"}),
-        (6, {"loader", "files", "goal"}),
+        (4, {"step"}),
+        (5, {"memory"}),
+        (6, {"files", "goal"}),
     ],
 )
-def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path):
+def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path, monkeypatch):
     arguments = str(number), str(tmp_path), "--device", "cpu"
-    run_ranks(REPO / "benchmarks/gpu.py", 0, *arguments, cwd=REPO, timeout=800)
+    if number == 3:  # pytest
+        run_ranks(REPO / "benchmarks/gpu.py", 0, *arguments, cwd=REPO, timeout=800)
+    else:
+        run_in_forks(monkeypatch, gpu, *arguments)
     samples = samples_of(tmp_path, number)
     assert {sample["kind"] for sample in samples} == {"machine", "end"} | kinds
     assert samples[0]["torch"] in (tmp_path / f"slice-{number}.md").read_text()
@@ -69,31 +72,26 @@ def test_what_there_is_no_time_left_for_is_a_row(tmp_path):
 
 
 def test_without_a_network_what_is_missing_comes_from_a_folder_or_is_named(tmp_path):
-    with zipfile.ZipFile(tmp_path / "cut_cross_entropy-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("cut_cross_entropy/__init__.py", "")
+    folder = tmp_path / "rivals"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "liger_kernel-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("liger_kernel/__init__.py", "")
         for name, text in {
-            "METADATA": "Metadata-Version: 2.1\nName: cut-cross-entropy\nVersion: 1\n",
+            "METADATA": "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 1\n",
             "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
             "RECORD": "",
         }.items():
-            wheel.writestr(f"cut_cross_entropy-1.dist-info/{name}", text)
-    for name in rivals.FILES:
-        (tmp_path / name).write_text("")
-    done = subprocess.run(
-        [sys.executable, REPO / "benchmarks/rivals.py", "install", tmp_path],
-        env={**os.environ, "PIP_NO_INDEX": "1"},
-        text=True,
-        capture_output=True,
-    )
+            wheel.writestr(f"liger_kernel-1.dist-info/{name}", text)
+    (folder / "partial_fc_v2.py").write_text("")
+    done = run(tmp_path, "1", "--device", "cpu", "--seconds", "0")
     assert done.returncode == 0
-    names = {"cut_cross_entropy", "partial_fc_v2.py", "losses.py"}
-    assert {path.name for path in (tmp_path / "site").iterdir()} >= names - installed()
-    for name in set(rivals.PACKAGES) - names - installed():
-        assert f"{rivals.PACKAGES[name]} is missing" in done.stdout
-
-
-def installed() -> set[str]:
-    return {name for name in rivals.PACKAGES if importlib.util.find_spec(name) is not None}
+    site = {path.name for path in (folder / "site").iterdir()}
+    assert "partial_fc_v2.py" in site
+    for package, is_given in (("liger-kernel", True), ("cut-cross-entropy", False)):
+        name = package.replace("-", "_")
+        if importlib.util.find_spec(name) is None:
+            assert (name in site) == is_given
+            assert (f"{package} is missing" in done.stdout) != is_given
 
 
 def test_a_slice_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):
@@ -126,20 +124,19 @@ def test_at_full_size_a_slice_asks_for_ways_that_exist_and_for_fewer_classes_whe
     def run_child(arguments, timeout):
         name, classes = arguments[2], int(arguments[4])
         asked.append((name, classes))
-        figures = {"seconds": [1.0], "of_peak": 0.5, "busy": 90, "peak": 1}
+        figures = {"seconds": [1.0], "busy": 90, "peak": 1}
         sizes = map(int, arguments[5].split(","))
         return [{"kind": "step", "way": name, "C": classes, "B": b, **figures} for b in sizes], None
 
     monkeypatch.setattr(gpu, "measure_apart", measure_apart)
     monkeypatch.setattr(gpu, "run_child", run_child)
-    monkeypatch.setattr(gpu, "compare_with_plan", lambda *_: None)
     monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
     monkeypatch.setattr(gpu, "free_memory", lambda: 10**11)
-    known = BY_NAME.keys() | {way.name for way in ways("cuda")}
+    known = BY_NAME.keys() | train.BY_NAME.keys()
     for number in (1, 2, 5):
         report = gpu.Report(tmp_path, f"slice-{number}")
-        here = gpu.Slice(report, "cuda", time.monotonic() + 500, toy=False)
-        assert gpu.SLICES[number](here) == []
+        here = gpu.Slice(tmp_path, report, "cuda", time.monotonic() + 500, toy=False)
+        assert gpu.SLICES[str(number)](here) == []
         assert {name for name, _ in asked} <= known
         goals = {sample["name"] for sample in report.samples if sample["kind"] == "goal"}
         assert goals == {1: {"cut", "partial"}, 2: {"half", "head"}, 5: {"classes"}}[number]

@@ -264,6 +264,14 @@ def test_a_run_does_not_write_through_a_link_in_its_folder(name, work):
     assert content(work / "faces") == before
 
 
+def test_a_prediction_replaces_a_link(work):
+    (work / "out.npz").symlink_to(work / "faces" / "label.txt")
+    before = content(work / "faces")
+    assert run("predict", "--output", "out.npz") == 0
+    assert content(work / "faces") == before
+    assert not (work / "out.npz").is_symlink()
+
+
 def test_a_linked_version_is_resumed_elsewhere(work):
     options = in_save_dir(work)
     shutil.copytree(work / "foreign", work / "private" / "1")

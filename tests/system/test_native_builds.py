@@ -17,11 +17,11 @@ from plsc.heads.softmax import ENGINES
 ROOT = Path(__file__).parents[2]
 LIBRARY = "plsc/heads/kernels/libnative.so"
 SUPPORTS = "import ctypes, sys; print([ctypes.CDLL(sys.argv[1]).plsc_supports(i) for i in range({})])"
-REFUSING = """#!/bin/sh
+COMPILER = """#!/bin/sh
 for word; do
-  if [ "$word" = "{}" ]; then echo "unknown option $word" >&2; exit 1; fi
+  if [ "$word" = "{refused}" ]; then echo "unknown option $word" >&2; exit 1; fi
 done
-exec gcc "$@"
+exec gcc {more} "$@" -O0  # which takes seconds less
 """
 
 pytestmark = pytest.mark.slow
@@ -47,6 +47,14 @@ def install(folder: Path, compiler: str | Path) -> str:
     return run(sys.executable, "setup.py", "-q", "build_ext", *where, CC=str(compiler)).stderr
 
 
+def compiler_in(folder: Path, refused: str = "", more: str = "") -> Path:
+    """Write a gcc that refuses a flag, or has more of them."""
+    path = folder / "cc"
+    path.write_text(COMPILER.format(refused=refused, more=more))
+    path.chmod(0o755)
+    return path
+
+
 def supported(folder: Path, *emulator: str) -> set[str]:
     """Return the engines of a library that this processor, or the emulated one, supports."""
     code = SUPPORTS.format(len(ENGINES))
@@ -60,13 +68,6 @@ def doctor(folder: Path, *emulator: str) -> str:
     words = sys.executable, "-c", code, "doctor", "--runtime.device", "cpu"
     done = run(*emulator, *words, cwd=folder)
     return next(line for line in done.stdout.splitlines() if "head kernels" in line)
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gcc")
-    install(folder, "gcc")
-    return folder
 
 
 def run_tests(engine: str, folder: Path, compiler: str, *emulator: str) -> str:
@@ -92,7 +93,7 @@ def test_the_kernels_pass_their_tests_on_64_bit_arm(tmp_path: Path) -> None:
 @on_x86
 @needs("gcc")
 def test_the_kernels_pass_their_tests_with_the_tiles_of_amx_in_c(tmp_path: Path) -> None:
-    install(tmp_path, f"gcc -include {ROOT / 'tests/amx_in_c.h'}")
+    install(tmp_path, compiler_in(tmp_path, more=f"-include {ROOT / 'tests/amx_in_c.h'}"))
     if "native-amx" not in supported(tmp_path):
         pytest.skip("this processor lacks AVX512-BF16")
     assert "[native-amx] PASSED" in run_tests("native-amx", tmp_path, "gcc")
@@ -112,16 +113,14 @@ def test_clang_builds_all_kernels_without_warnings(tmp_path: Path) -> None:
     [("Haswell", {"native-avx2"}), ("Nehalem", set()), ("Haswell,-xsave", set())],
     ids=["AVX2", "none", "AVX2 whose registers the system does not save"],
 )
-def test_only_engines_that_processor_and_system_support_are_used(
-    processor: str, expected: set[str], installed: Path
-) -> None:
-    assert supported(installed, "qemu-x86_64", "-cpu", processor) == expected
+def test_only_engines_that_processor_and_system_support_are_used(processor: str, expected: set[str]) -> None:
+    assert supported(ROOT, "qemu-x86_64", "-cpu", processor) == expected
 
 
 @on_x86
 @needs("gcc", "qemu-x86_64")
-def test_the_doctor_names_the_kernels_and_what_the_processor_lacks(installed: Path) -> None:
-    line = doctor(installed, "qemu-x86_64", "-cpu", "Haswell")
+def test_the_doctor_names_the_kernels_and_what_the_processor_lacks() -> None:
+    line = doctor(ROOT, "qemu-x86_64", "-cpu", "Haswell")
     assert line.split(maxsplit=3)[3] == "native-avx2 (this processor or system lacks AVX-512)"
 
 
@@ -135,14 +134,11 @@ def test_the_doctor_names_the_kernels_and_what_the_processor_lacks(installed: Pa
     ],
 )
 def test_engines_whose_flags_the_compiler_lacks_are_left_out(
-    flag: str, left_out: int, why: str, installed: Path, tmp_path: Path
+    flag: str, left_out: int, why: str, tmp_path: Path
 ) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text(REFUSING.format(flag))
-    compiler.chmod(0o755)
-    warnings = install(tmp_path, compiler)
+    warnings = install(tmp_path, compiler_in(tmp_path, refused=flag))
     assert warnings.count(f"unknown option {flag}") == left_out
-    everything = supported(installed)
+    everything = supported(ROOT)
     assert supported(tmp_path) == everything - set(ENGINES[:left_out])
     if ENGINES[left_out - 1] in everything:
         assert why in doctor(tmp_path)

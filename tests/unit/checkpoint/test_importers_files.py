@@ -132,17 +132,17 @@ def test_an_archive_that_torch_does_not_write_is_refused(saved, tmp_path):
     assert "is damaged" in refusal(read_tensors, saved)
 
 
-def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
-    torch.save({"a": torch.zeros(1).expand(10**9, 512)}, tmp_path / "a.pt")
-    assert "only 4 bytes" in refusal(read_tensors, tmp_path / "a.pt")
-
-
 @pytest.mark.parametrize("new", [True, False])
 def test_a_truncated_file_is_refused(tmp_path, new):
     path = tmp_path / "a.pt"
     torch.save({"a": torch.randn(4, 3)}, path, _use_new_zipfile_serialization=new)
-    for keep in (path.stat().st_size - 1, 600, 300, 200, 110, 60, 30, 3, 1, 0):
+    for keep in (path.stat().st_size - 1, 600, 300, 110, 30, 1, 0):
         os.truncate(path, min(keep, path.stat().st_size))
+        assert refusal(read_tensors, path)
+    save_file({"a": torch.ones(4)}, path := tmp_path / "a.safetensors")
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:5], (1 << 60).to_bytes(8, "little") + whole[8:], b""):
+        path.write_bytes(damaged)
         assert refusal(read_tensors, path)
 
 
@@ -208,7 +208,7 @@ def test_a_long_pickle_is_refused_and_shared_values_are_read(tmp_path):
     assert read_tensors(tmp_path / "a.pt")["groups"] == value["groups"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_changed_byte_gives_tensors_or_a_one_line_error(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("t") / "a.pt"
@@ -242,14 +242,10 @@ def test_a_paddle_variable_is_read(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\x80\x02" + bytes(40),
-        paddle_with(levels=1 << 60),
-        paddle_with(length=-1),
-        paddle_with(length=1 << 30),
+        *(b"", b"\x80\x02" + bytes(40)),
+        *(paddle_with(levels=1 << 60), paddle_with(length=-1), paddle_with(length=1 << 30)),
         paddle_with(data=bytes(23)),
         paddle_with(description=b"\x08\x63\x10\x02\x10\x03"),
-        paddle_with(description=b"\x08\x05\x1a\x02\x10\x03"),
         paddle_with(length=12, description=b"\x08\x05\x10" + b"\xff" * 8 + b"\x7f"),
         paddle_with(length=14, description=b"\x08\x05" + b"\x10\xff\xff\xff\xff\x0f" * 2),
         paddle_with(length=16, description=b"\x08\x05\x10\x00\x10" + b"\xff" * 10 + b"\x7f", data=b""),
@@ -258,15 +254,6 @@ def test_a_paddle_variable_is_read(tmp_path):
 def test_a_damaged_paddle_variable_is_refused(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
     assert "not a Paddle 1.x variable" in refusal(read_paddle_file, tmp_path / "a")
-
-
-def test_a_damaged_safetensors_file_is_refused(tmp_path):
-    path = tmp_path / "a.safetensors"
-    save_file({"a": torch.ones(4)}, path)
-    whole = path.read_bytes()
-    for damaged in (whole[:-1], whole[:5], (1 << 60).to_bytes(8, "little") + whole[8:], b""):
-        path.write_bytes(damaged)
-        assert "not a complete safetensors file" in refusal(read_tensors, path)
 
 
 @pytest.mark.parametrize("read", [read_tensors, read_paddle_file])
@@ -294,18 +281,9 @@ def test_wrappers_and_prefixes_are_removed(tmp_path, wrap):
     backbone, head = read_state_dict(tmp_path / "a.pth")
     assert list(backbone) == list(state)
     assert list(head) in ([], ["head.weight"])
-
-
-def test_the_last_layer_of_a_vision_transformer_is_not_read_as_class_weights(tmp_path):
+    # The last layer of a vision transformer is no class weights.
     save_file({"cls_token": torch.ones(2), "head.weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")
-    backbone, head = read_state_dict(tmp_path / "a.safetensors")
-    assert (len(backbone), head) == (2, {})
-
-
-@pytest.mark.parametrize("value", [[1, 2], {"a": 3}, {"state_dict": {}}])
-def test_a_file_without_a_state_dict_is_refused(tmp_path, value):
-    torch.save(value, tmp_path / "a.pth")
-    assert "has no state dict" in refusal(read_state_dict, tmp_path / "a.pth")
+    assert read_state_dict(tmp_path / "a.safetensors")[1] == {}
 
 
 def test_the_summary_of_a_match_is_bounded_and_printable():
@@ -323,9 +301,14 @@ def test_the_summary_of_a_match_is_bounded_and_printable():
 def test_a_tensor_without_plain_values_in_the_file_is_refused(tmp_path):
     ones = torch.ones(2, 2)
     quantised = torch.quantize_per_tensor(ones, 0.1, 0, torch.quint8)
-    for tensor in (ones.to_sparse(), ones.to_sparse_csr(), ones.to("meta"), quantised):
+    for tensor in (ones.to_sparse(), ones.to("meta"), quantised):
         torch.save({"weight": tensor}, tmp_path / "a.pt")
         assert "save_file" in refusal(read_state_dict, tmp_path / "a.pt")
+    torch.save({"weight": torch.zeros(1).expand(10**9, 512)}, tmp_path / "a.pt")  # larger than its storage
+    assert "bytes" in refusal(read_state_dict, tmp_path / "a.pt")
+    for value in ([1, 2], {"a": 3}, {"state_dict": {}}):
+        torch.save(value, tmp_path / "a.pt")
+        assert "state dict" in refusal(read_state_dict, tmp_path / "a.pt")
 
 
 def test_a_file_of_the_old_format_without_its_values_is_refused(tmp_path):

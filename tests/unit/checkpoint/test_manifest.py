@@ -51,12 +51,6 @@ def test_a_manifest_is_read_back(tmp_path):
     assert read_manifest(tmp_path) == GOOD
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
-def test_values_that_json_cannot_represent_are_refused_before_writing(value):
-    with pytest.raises((ValueError, TypeError), match="JSON"):
-        Manifest("0", 1, 1, 1, 1, 1, {"": HeadInfo(1, [(0, 1)])}, scalars={"x": value}).to_json()
-
-
 def refusal(folder):
     with pytest.raises(CheckpointError) as caught:
         read_manifest(folder)
@@ -65,59 +59,42 @@ def refusal(folder):
     return str(caught.value)
 
 
-def test_a_missing_folder_a_file_and_a_missing_manifest_are_no_checkpoint(tmp_path):
+def test_a_folder_without_a_manifest_and_one_whose_manifest_is_a_pipe_or_huge_is_no_checkpoint(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "absent", tmp_path / "file", tmp_path):
-        assert "has no manifest.json" in refusal(path)
-
-
-def test_a_manifest_that_is_a_pipe_does_not_block(tmp_path):
+        assert "manifest.json" in refusal(path)
     os.mkfifo(tmp_path / "manifest.json")
-    assert "has no manifest.json" in refusal(tmp_path)
-
-
-def test_a_huge_manifest_is_refused_without_reading_it(tmp_path):
-    with (tmp_path / "manifest.json").open("wb") as file:
-        file.truncate(1 << 40)
-    assert "expected at most 67108864" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', "[" * 200_000, "1" * 5000, "\xff"])
-def test_invalid_json_is_refused(text, tmp_path):
-    (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
-    assert "is not JSON" in refusal(tmp_path)
+    assert "manifest.json" in refusal(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").touch()
+    os.truncate(tmp_path / "manifest.json", 1 << 40)
+    assert "67108864" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("format_version", 5, "format_version is 5"),
-        ("format_version", 3, "format_version is 3"),
-        ("more", 3, "'more' is unknown"),
-        ("step", 1.0, "step is 1.0"),
-        ("epoch", 2**80, "expected an integer"),
-        ("heads", {"": {"class_num": 1, "class_ranges": [[0]]}}, "'class_ranges' of"),
-        ("tensors", {"w": {"shape": [-1], "dtype": "f", "sharded": True}}, "'shape' of 'w'"),
-        ("tensors", {"w": {"shape": [1], "dtype": "quint8"}}, "'dtype' of 'w'"),
-        ("files", {"../../etc/passwd": {"bytes": 1, "crc32": 1}}, "plain file name"),
-        ("files", {"..": {"bytes": 1, "crc32": 1}}, "plain file name"),
-        ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, "plain file name"),
-        ("scalars", {"updates": -1}, "'updates' of scalars"),
-        ("scalars", {"loss_scaling": {"scale": 0.5}}, "'scale' of 'loss_scaling'"),
+        ("format_version", 5, "format_version"),
+        ("format_version", 3, "format_version"),
+        ("more", 3, "more"),
+        ("step", 1.0, "step"),
+        ("epoch", 2**80, "integer"),
+        ("heads", {"": {"class_num": 1, "class_ranges": [[0]]}}, "class_ranges"),
+        ("tensors", {"w": {"shape": [-1], "dtype": "f", "sharded": True}}, "shape"),
+        ("tensors", {"w": {"shape": [1], "dtype": "quint8"}}, "dtype"),
+        ("files", {"..": {"bytes": 1, "crc32": 1}}, "file name"),
+        ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, "file name"),
+        ("scalars", {"updates": -1}, "updates"),
+        ("scalars", {"loss_scaling": {"scale": 0.5}}, "scale"),
     ],
 )
 def test_an_invalid_field_is_reported(key, value, message, tmp_path):
     content = {**json.loads(GOOD.to_json()), key: value}
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     assert message in refusal(tmp_path)
-
-
-def test_a_missing_field_is_reported(tmp_path):
-    for key in json.loads(GOOD.to_json()):
-        content = json.loads(GOOD.to_json())
-        del content[key]
-        (tmp_path / "manifest.json").write_text(json.dumps(content))
-        assert f"{key!r} is missing" in refusal(tmp_path)
+    content.pop(key)
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    assert key == "more" or key in refusal(tmp_path)
 
 
 anything = st.recursive(
@@ -180,12 +157,6 @@ def test_torch_joins_the_parts_of_several_shards(tmp_path, ends):
     state = {"rows": torch.zeros(9, 3, dtype=torch.bfloat16)}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert torch.equal(state["rows"], whole)
-
-
-def test_an_existing_file_is_not_overwritten(tmp_path):
-    write_shard(tmp_path / "c", [entry_of("w", torch.zeros(2))])
-    with pytest.raises(FileExistsError):
-        write_shard(tmp_path / "c", [entry_of("w", torch.zeros(2))])
 
 
 def test_only_names_of_shards_are_recognised():

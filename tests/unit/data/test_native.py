@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import mmap
 import os
 import re
@@ -15,16 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from plsc.data import lines as lines_module
 from plsc.data import native
-from plsc.data.augment import Augmentation
 from plsc.data.files import PathTable
 from plsc.data.lines import MAX_LINE_BYTES, parse_line
-from plsc.data.loader import Recipe, SourceLoader
 from plsc.data.native import crc32, crc32_rows, move_blocks, read_files, read_ranges
-from plsc.data.order import BatchPlan
 from plsc.data.partition import parts
 from plsc.data.partition.local import BucketWriter
 from plsc.data.partition.parts import (
@@ -35,9 +30,6 @@ from plsc.data.partition.parts import (
     copy_lines_reference,
     line_keys,
 )
-from plsc.data.sources import open_source
-from plsc.data.writers import writer_of
-from plsc.errors import DataError
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
 
@@ -47,12 +39,6 @@ def read(folder: Path, *names: str, may_leave: bool = False) -> list[bytes | Non
     for name in names:
         table.append(os.fsencode(name))
     return list(read_files(os.fsencode(folder), *table.arrays(), np.arange(len(names)), may_leave))
-
-
-def jpeg_bytes(shade: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16), (shade * 9, 50, 200)).save(file, "JPEG")
-    return file.getvalue()
 
 
 @needs_library
@@ -88,14 +74,13 @@ def test_a_link_is_read_only_if_it_stays_in_the_folder(tmp_path):
 
 
 @needs_library
-def test_more_than_the_buffer_is_read_by_several_calls(tmp_path, monkeypatch):
-    buffer = np.empty(100, np.uint8)
-    monkeypatch.setattr(native._memory, "buffer", buffer, raising=False)
-    contents = [bytes([65 + n]) * (n * 9 + 1) for n in range(20)]  # of 1 to 172 bytes
+def test_more_than_the_buffer_of_a_mebibyte_is_read_by_several_calls(tmp_path):
+    contents = [bytes([65 + n]) * (n * 60_000 + 1) for n in range(20)]
     names = [str(n) for n in range(20)]
     for name, content in zip(names, contents, strict=True):
         (tmp_path / name).write_bytes(content)
-    expected = [content if len(content) <= 100 else None for content in contents]
+    expected = [content if len(content) <= 2**20 else None for content in contents]
+    assert None in expected
     assert read(tmp_path, *names) == expected
     (tmp_path / "all").write_bytes(b"".join(contents))
     lengths = np.array([len(content) for content in contents])
@@ -124,50 +109,15 @@ def test_concurrent_threads_use_separate_buffers(tmp_path):
             assert found == [bytes([number]) * 3000 for number in range(50)]
 
 
-@pytest.mark.parametrize("suffix", [".rec", ".tar", ""])
-def test_a_bad_sample_in_a_joint_read_is_reported_and_replaced(tmp_path, monkeypatch, suffix):
-    location = str(tmp_path / f"set{suffix}")
-    images = [b"no image" if n == 5 else jpeg_bytes(n) for n in range(12)]
-    writer_of(location)(location, ((image, n) for n, image in enumerate(images)))
-    source = open_source(location)
-
-    def batches(policy: str) -> list[object]:
-        recipe = Recipe((3, 16, 16), 0, Augmentation(), bad_images=policy)
-        loader = SourceLoader(source, BatchPlan(12, 4, 1, 0, "keep"), 0, recipe, num_workers=2)
-        return [
-            (b.final_images().tolist(), b.labels.tolist(), list(b.names), b.problems) for b in loader.epoch(0)
-        ]
-
-    together = batches("replace"), batches("skip")
-    with pytest.raises(DataError) as stopped:
-        batches("stop")
-    monkeypatch.setattr(type(source), "read_many", None)
-    assert together == (batches("replace"), batches("skip"))
-    with pytest.raises(DataError) as alone:
-        batches("stop")
-    assert str(stopped.value) == str(alone.value)
-
-
 DATA = os.urandom(9000)
-
-
-def test_without_the_library_python_does_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "function", lambda *_: None)
-    (tmp_path / "a").write_bytes(b"first")
-    assert read(tmp_path, "a", "a") == [None, None]
-    assert crc32(DATA) == zlib.crc32(DATA)
 
 
 @given(st.integers(0, 64), st.integers(0, 8900), st.integers(0, 2**32 - 1))
 def test_crc32_equals_zlib_for_every_length_offset_and_start_value(first, length, before):
     piece = memoryview(DATA)[first : first + length]
     assert crc32(piece, before) == zlib.crc32(piece, before)
-
-
-@pytest.mark.parametrize("size", [16, 64, 70, 4352])
-def test_checksums_of_rows_are_zlib_s(size):
-    rows = np.random.default_rng(0).integers(0, 256, (5, size), np.uint8)
-    assert crc32_rows(rows).tolist() == [zlib.crc32(row) for row in rows]
+    rows = np.frombuffer(DATA, np.uint8)[first : first + length // 5 * 5].reshape(5, -1)
+    assert crc32_rows(np.ascontiguousarray(rows)).tolist() == [zlib.crc32(row) for row in rows]
 
 
 @pytest.mark.parametrize("has_library", [pytest.param(True, marks=needs_library), False])
@@ -250,10 +200,10 @@ def test_lines_and_labels_equal_the_reference_implementation(data, at_end, begin
 
 
 @needs_library
-@pytest.mark.parametrize("newlines", [[5, 3], [3, 3], [-2], [11], [2**62], [-(2**62)]])
+@pytest.mark.parametrize("newlines", [[3, 3], [-2], [11], [2**62]])
 def test_line_ends_outside_the_data_are_refused(newlines):
     data = FENCED.holding(b"QUJD\t1\nQUJ")
-    with pytest.raises(ValueError, match="are not ascending positions within 10 bytes"):
+    with pytest.raises(ValueError, match="ascending"):
         native.read_lines(data, 0, np.array(newlines), 1, MAX_LINE_BYTES)
 
 
@@ -271,12 +221,6 @@ def test_a_byte_that_is_not_of_base64_is_found_anywhere(text, other, at_end):
 def test_checksums_equal_the_reference_implementation(data, offset):
     ours = checksum(FENCED.holding(data), offset)
     assert ours == checksum_reference(np.frombuffer(data, dtype=np.uint8), offset)
-
-
-@needs_library
-def test_checksums_agree_over_many_blocks():
-    data = np.random.default_rng(0).integers(0, 256, 1_000_003, dtype=np.uint8)
-    assert checksum(data, 262_141) == checksum_reference(data, 262_141)
 
 
 def some_places(lengths: list[int]) -> tuple[LinePlaces, list[bytes]]:
@@ -301,9 +245,14 @@ def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
 
 
 @needs_library
-@pytest.mark.parametrize("offset", [0, 5, 262_140, 262_144, 300_001])
 @pytest.mark.parametrize(
-    "lengths", [[0, 1, 2, 7, 8, 9], [5000] * 200, [300_000, 1, 600_000], [262_143, 262_143], []]
+    ("offset", "lengths"),
+    [
+        (5, [0, 1, 2, 7, 8, 9]),
+        (262_140, [5000] * 200),
+        (300_001, [300_000, 1, 600_000]),
+        (262_144, [262_143] * 2),
+    ],
 )
 def test_lines_are_copied_in_any_order_to_any_offset(tmp_path, lengths, offset):
     lines, contents = some_places(lengths)
@@ -317,8 +266,10 @@ def test_lines_are_copied_in_any_order_to_any_offset(tmp_path, lengths, offset):
 
 
 @needs_library
-@pytest.mark.parametrize("lengths", [[0, 1, 5, 40] * 9, [2000, 1500, 70_000] * 300])
-@pytest.mark.parametrize(("above", "bits"), [(0, 0), (0, 5), (7, 3), (56, 8)])
+@pytest.mark.parametrize(
+    ("above", "bits", "lengths"),
+    [(0, 0, [0, 1, 5, 40] * 9), (7, 3, [2000, 1500, 70_000] * 300), (56, 8, [0, 9] * 9)],
+)
 def test_buckets_have_the_lines_with_their_key_prefix_with_and_without_the_library(
     tmp_path, monkeypatch, lengths, above, bits
 ):

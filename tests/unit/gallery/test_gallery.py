@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from plsc.checkpoint.manifest import checksum, entry_of, write_shard
 from plsc.errors import DataError, OptionError
 from plsc.gallery import build_gallery, open_gallery, write_gallery
+from plsc.gallery.gallery import copy_gallery
 from tests.images import UNSAFE_NAMES
 
 pytest.importorskip("faiss", reason="plsc-torch[search] is not installed")
@@ -61,6 +62,8 @@ def test_entries_with_several_centres_are_found_once_by_their_nearest_centre(tmp
     assert np.array_equal(numbers, np.argsort(-truth, axis=1)[:, :10])
     np.testing.assert_allclose(scores, -np.sort(-truth, axis=1)[:, :10], atol=1e-6)
     assert gallery.name(59) == "class 59"
+    with pytest.raises(DataError, match="several vectors"):
+        copy_gallery(str(tmp_path / "g"), str(tmp_path / "copy"))
 
 
 def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_path):

@@ -15,6 +15,7 @@ from plsc.errors import DataError, OptionError
 from plsc.heads import (
     MARGINS,
     Execution,
+    RowAdamW,
     RowSGD,
     Sampling,
     ShardedHead,
@@ -197,12 +198,11 @@ def test_target_logits_without_gpu_synchronisation_are_the_same(name, is_sampled
         assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 
 
-@pytest.mark.parametrize("name", ["curricularface", "softmax"])
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_a_group_of_one_rank_equals_no_group(name, device):
+def test_a_group_of_one_rank_equals_no_group(device):
     embeddings, labels = batch(7, 6, 11)
     with group_of_one(device) as group:
-        heads = [filled(build_head(f"dist_{name}", 11, 6, group=one)) for one in (group, None)]
+        heads = [filled(build_head("dist_curricularface", 11, 6, group=one)) for one in (group, None)]
         for head in heads:
             rows = RowSGD(head.to(device))
             x = embeddings.detach().float().to(device).requires_grad_()
@@ -263,19 +263,6 @@ def test_two_classes_do_not_underflow():
     assert output.loss.item() == pytest.approx(64 * 1.24, abs=2)
 
 
-def test_accuracy_ignores_the_margin_and_the_lowest_class_wins_ties():
-    head = build_head("dist_arcface", 3, 2, row_dtype=torch.float64)
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.9, 0.1]]))
-    # Close to two class weights: correct without the margin, wrong with it.
-    output = head(torch.tensor([[1.0, 0.02]]).double(), torch.tensor([0]), with_accuracy=True)
-    assert output.accuracy == 1.0
-    tied = head(torch.tensor([[0.9, 0.1]]).double(), torch.tensor([2]), with_accuracy=True)
-    assert tied.accuracy == 0.0
-    collapsed = head(torch.zeros(3, 2).double(), torch.tensor([0, 1, 2]), with_accuracy=True)
-    assert collapsed.accuracy == pytest.approx(1 / 3)
-
-
 def test_nan_counts_as_the_lowest_logit():
     scores, classes = build_head("dist_arcface", 3, 2).topk(torch.tensor([[math.nan, 1.0]]), 5)
     assert (scores.tolist(), classes.tolist()) == ([[-math.inf] * 3], [[0, 1, 2]])
@@ -289,11 +276,12 @@ def test_nan_counts_as_the_lowest_logit():
         (lambda: build_head("arcface", 5, 4, initial_norm=0), "initial_norm"),
         (lambda: build_head("dist_arcface", 5, 4, row_dtype="half"), "row_dtype"),
         (lambda: Sampling(1.5), "sample ratio"),
-        (lambda: Sampling(math.nan), "sample ratio"),
         (lambda: Sampling(1.0, hard=0.5), "hard fraction"),
         (lambda: Sampling({5: 1.0}), "sample ratio"),
         (lambda: Execution(products="float16"), "products"),
         (lambda: Execution(tile=0), "tile"),
+        (lambda: RowSGD(build_head("dist_arcface", 5, 4), lr=-1.0), "lr"),
+        (lambda: RowAdamW(build_head("dist_arcface", 5, 4), state_dtype="int8"), "int8"),
         (lambda: choose_backend("triton", CPU, torch.float32, torch.float32, None, 32), "triton kernels"),
     ],
 )
@@ -302,28 +290,16 @@ def test_settings_of_the_head_that_cannot_be_are_refused(make, noun):
         make()
 
 
-@pytest.mark.parametrize("batch", [3, 40])
-def test_effective_rank_equals_the_participation_ratio_of_unit_vectors(batch):
-    line = torch.tensor([1.0, 0, 0, 0, 0, 0]) + torch.linspace(-0.1, 0.1, batch)[:, None] * (torch.eye(6)[1])
-    assert effective_rank(line).item() == pytest.approx(1, abs=1e-2)
+def test_effective_rank_of_equal_or_empty_embeddings_is_zero():
     assert effective_rank(torch.eye(6).repeat(7, 1)).item() == pytest.approx(5)
-    assert effective_rank(5 * torch.ones(batch, 6)) == 0
-    assert effective_rank(torch.zeros(batch, 6)) == 0
+    assert effective_rank(5 * torch.ones(40, 6)) == effective_rank(torch.zeros(3, 6)) == 0
 
 
-@pytest.mark.parametrize(("loss_type", "label"), [("dist_arcface", -1), ("softmax", 5)])
-def test_the_error_for_a_label_out_of_range_names_it(loss_type, label):
-    head = build_head(loss_type, 5, 4)
-    with pytest.raises(DataError, match=rf"label {label} at position 1 .* outside 0\.\.4"):
-        head(torch.randn(2, 4), torch.tensor([0, label]))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_embeddings_raise_or_pass(value):
+def test_non_finite_embeddings_raise_or_pass():
     embeddings = torch.randn(3, 4)
-    embeddings[1, 2] = value
+    embeddings[1, 2] = math.inf
     labels = torch.tensor([0, 4, 1])
-    with pytest.raises(DataError, match=r"1 embeddings .* first at position 1 \(label 4\)"):
+    with pytest.raises(DataError, match=r"position 1 \(label 4\)"):
         build_head("dist_arcface", 5, 4)(embeddings, labels)
     passed = build_head("dist_arcface", 5, 4, on_nonfinite="pass")(embeddings, labels)
     assert not passed.mean_loss.isfinite()
@@ -360,6 +336,8 @@ def test_with_more_positives_than_samples_all_positives_are_used_with_one_warnin
 def test_initial_class_weights_do_not_depend_on_the_shard(start, length):
     whole = initial_rows(3, 0, 14000, 2)
     assert torch.equal(initial_rows(3, start, start + length, 2), whole[start : start + length])
+    codes = initial_rows(3, start, start + length, 2, torch.int8)
+    assert torch.equal(codes, initial_rows(3, 0, 14000, 2, torch.int8)[start : start + length])
     assert len(torch.unique(whole, dim=0)) == 14000
     assert not torch.equal(whole, initial_rows(1, 0, 14000, 2))
 
@@ -373,55 +351,24 @@ class GrowingScale(ArcFace):
 
 def test_a_margin_may_change_its_scale_in_observe():
     x, labels = batch(6, 4, 5)
-    losses = []
-    for is_sharded in (False, True):
-        head = build_head(("dist_" if is_sharded else "") + "arcface", 5, 4, margin=GrowingScale(scale=10.0))
-        with torch.no_grad():
-            head.weight.copy_(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
-        losses.append(head(x.float(), labels).mean_loss)
-    expected = build_head("arcface", 5, 4, margin=ArcFace(scale=40.0))
-    expected.load_state_dict(head.state_dict(), strict=False)
-    torch.testing.assert_close(torch.stack(losses), expected(x.float(), labels).mean_loss.expand(2))
-
-
-@pytest.mark.parametrize(
-    ("name", "row_dtype"),
-    [("arcface", "float32"), ("cosface", "bfloat16"), ("sphereface", "float64"), ("adaface", "float32"),
-     ("curricularface", "bfloat16")],
-)  # fmt: skip
-def test_equal_margins_per_class_equal_one_margin_bit_for_bit(name, row_dtype):
-    value, found = 1.0 + 1 / 3, []
-    x, labels = batch(37, 6, 23)
-    for per_class in (False, True):
-        margin = build_margin(name, margin=value)
-        if per_class:
-            margin.set_class_margins(torch.full((23,), value, dtype=torch.float64))
-        head = ShardedHead(23, 6, margin, row_dtype=row_dtype, sampling=Sampling(0.9), offload=per_class)
-        filled(head)
-        embeddings = x.detach().to(torch.float64 if row_dtype == "float64" else torch.float32)
-        output = head(embeddings.requires_grad_(), labels)
-        found.append([output.mean_loss, *gradients(output.loss, head, embeddings)])
-        assert "margin.class_margins" not in head.state_dict()
-        assert "margin.class_margins" not in head.statistics()
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    expected = filled(build_head("arcface", 5, 4, margin=ArcFace(scale=40.0)))(x.float(), labels).mean_loss
+    for loss_type in ("arcface", "dist_arcface"):
+        head = filled(build_head(loss_type, 5, 4, margin=GrowingScale(scale=10.0)))
+        torch.testing.assert_close(head(x.float(), labels).mean_loss, expected)
 
 
 def test_wrong_margins_per_class_are_refused_with_class_count_margin_and_range():
     counts = torch.tensor([0, 16, 1])
     margins = margins_of_counts(counts, a=2.0, b=0.5)
     assert margins.tolist() == [2.5, 1.5, 2.5]
-    with pytest.raises(OptionError, match=r"class 0 \(0 images\) of arcface is 2.5; .* at most 1.57"):
-        build_margin("arcface").set_class_margins(margins, counts)
-    with pytest.raises(OptionError, match="class 1 of cosface"):
-        build_margin("cosface").set_class_margins(torch.tensor([2.0, math.nan, -5.0]))
-    with pytest.raises(OptionError, match=r"class 2 of sphereface is inf"):
-        build_margin("sphereface").set_class_margins(torch.tensor([1.0, 50.0, math.inf]))
-    with pytest.raises(OptionError, match="magface has no margins per class"):
-        build_margin("magface").set_class_margins(margins)
-    margin = build_margin("arcface")
-    margin.set_class_margins(torch.tensor([0.1, math.pi / 2]))
-    with pytest.raises(OptionError, match="2 margins for 3 classes"):
-        build_head("arcface", 3, 4, margin=margin)
+    for name, wrong, noun in (
+        ("arcface", margins, r"class 0 \(0 images\)"),
+        ("cosface", torch.tensor([2.0, math.nan, -5.0]), "class 1"),
+        ("sphereface", torch.tensor([1.0, 50.0, math.inf]), "class 2"),
+        ("magface", margins, "magface"),
+    ):
+        with pytest.raises(OptionError, match=noun):
+            build_margin(name).set_class_margins(wrong, counts)
 
 
 @pytest.mark.parametrize("loss_type", ["arcface", "dist_arcface"])
@@ -453,10 +400,7 @@ def test_a_draw_has_all_positives_and_the_requested_size(classes, data):
 
 def test_draws_are_uniform_and_depend_on_the_key():
     positives = torch.tensor([3, 3, 17])
-    for count in (
-        8,
-        24,
-    ):  # less and more than half of the others, which use different algorithms
+    for count in (8, 24):  # less and more than half of the others: different algorithms
         times = torch.zeros(30)
         for key in range(3000):
             drawn = draw_classes(positives, 30, count, key)

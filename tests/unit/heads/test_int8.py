@@ -10,7 +10,7 @@ from plsc.errors import OptionError
 from plsc.heads import RowAdagrad, RowSGD, Sampling, ShardedHead, build_margin
 from plsc.heads.rules import noise
 from plsc.heads.softmax import Execution
-from plsc.heads.weights import decode_rows, encode_rows, initial_rows
+from plsc.heads.weights import decode_rows, encode_rows
 from plsc.seeds import hash_key
 
 CLASSES, DIMENSION = 300, 96
@@ -116,12 +116,6 @@ def test_offloaded_rows_get_the_same_codes():
             head(*batch(step)).loss.backward()
             rows.step()
     assert torch.equal(heads[0].weight, heads[1].weight)
-
-
-def test_a_class_gets_the_same_initial_codes_on_any_number_of_ranks():
-    whole = initial_rows(3, 0, 100, 16, torch.int8)
-    assert torch.equal(whole[37:71], initial_rows(3, 37, 71, 16, torch.int8))
-    assert decode_rows(whole).std().item() == pytest.approx(0.01, rel=0.1)
 
 
 def test_optimizers_of_torch_are_refused():

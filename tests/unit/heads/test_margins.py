@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plsc.errors import OptionError
 from plsc.heads.geometry import COSINE_LIMIT
-from plsc.heads.margins import MARGINS, build_margin
+from plsc.heads.margins import build_margin
 from tests import reference
 
 COSINE_MARGINS = [
@@ -83,20 +83,6 @@ def test_target_and_its_gradient_equal_the_reference_in_fp64(name, options, samp
     torch.testing.assert_close(gradient, right_gradient, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    # The straight-through slope is not the derivative; a separate test covers it.
-    [(name, options) for name, options in COSINE_MARGINS if "straight_through" not in options],
-    ids=str,
-)
-def test_slopes_equal_finite_differences(name, options):
-    margin = build_margin(name, **options).double()
-    # None of the points is at a kink of a formula.
-    cosine = torch.linspace(-0.983, 0.981, 40, dtype=torch.float64, requires_grad=True)
-    norm = torch.linspace(3.0, 140.0, 40, dtype=torch.float64, requires_grad=margin.uses_norm)
-    assert torch.autograd.gradcheck(margin.target, (cosine, norm))
-
-
 @every_cosine_margin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1, -1])
@@ -127,24 +113,6 @@ def test_sphereface_has_the_values_of_its_paper():
     torch.testing.assert_close(psi, torch.tensor([-1.0, -3.0, -5.0], dtype=torch.float64))
     ends, _ = with_slope(build_margin("sphereface", margin=4), torch.tensor([1.0, -1.0]))
     torch.testing.assert_close(ends, torch.tensor([1.0, -7.0]), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("sphereface", {"margin": 1.7}),
-        ("sphereface", {"margin": 4}),
-        ("combined", {"margins": (1, 0.5, 0)}),
-        ("combined", {"margins": (2.3, 0.7, 0.1)}),
-    ],
-)
-def test_targets_with_multiplied_angles_decrease_continuously(name, options):
-    angles = torch.linspace(0.001, math.pi - 0.001, 20_001, dtype=torch.float64)
-    psi, slope = with_slope(build_margin(name, **options).double(), angles.cos())
-    falls = psi[:-1] - psi[1:]
-    assert (falls >= 0).all()
-    assert falls.max() < 4.1 * math.pi / 20_000  # four times the step of the angle
-    assert (slope >= 0).all()
 
 
 def test_adaface_statistics_equal_a_loop_over_the_batches():
@@ -214,40 +182,6 @@ def test_all_logits_are_within_the_bounds(name, options, angles, rows, norm, t):
     )
     assert z.max() <= margin.highest() + 1e-9
     assert z[:, 1:].min() >= margin.lowest_other() - 1e-9
-
-
-def test_bounds_are_tight():
-    # An embedding equal to the weights of another class, and its negative.
-    x, rows, labels = plane([0.0, math.pi]), plane([2.0, 0.0]), torch.tensor([0, 0])
-    for name in MARGINS.keys() - {"softmax"}:
-        margin = built(name)
-        if name == "curricularface":
-            margin.t.fill_(1)
-        z = reference.logits(margin, x, rows, None, labels)
-        assert z[0, 1].item() == pytest.approx(margin.highest())
-        assert margin.lowest_other() == -margin.scale
-        if name != "curricularface":
-            assert z[1, 1].item() == pytest.approx(margin.lowest_other())
-
-
-def test_the_error_for_an_unknown_margin_suggests_a_name():
-    with pytest.raises(OptionError, match=r"unknown margin 'arcfase'; .*did you mean 'arcface'"):
-        build_margin("arcfase")
-
-
-def test_defaults_are_the_published_settings():
-    assert all(build_margin(name).scale == 64 for name in MARGINS.keys() - {"softmax"})
-    assert build_margin("arcface").margin == 0.5
-    assert build_margin("cosface").margin == 0.35
-    assert build_margin("sphereface").margin == 1.7
-    assert build_margin("combined").margins == (1.0, 0.3, 0.2)
-    adaface, magface = build_margin("adaface"), build_margin("magface")
-    assert (adaface.margin, adaface.h, adaface.momentum) == (0.4, 0.333, 0.99)
-    assert (adaface.mean.item(), adaface.std.item()) == (20, 100)
-    assert (magface.norm_range, magface.margin_range) == ((10, 110), (0.45, 0.8))
-    assert magface.regularisation == 35
-    curricular = build_margin("curricularface")
-    assert (curricular.margin, curricular.momentum, curricular.t.item()) == (0.5, 0.99, 0)
 
 
 @pytest.mark.parametrize(

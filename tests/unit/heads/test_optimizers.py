@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from plsc.errors import CheckpointError, OptionError
 from plsc.heads import (
     Execution,
     RowAdagrad,
@@ -225,92 +224,6 @@ def test_offload_gives_the_same_class_weights(name, margin, sampling, device):
             h(x.detach().to(place).requires_grad_(), y.to(place)).loss.backward()
             r.step()
     assert_same_parameters(away, head, 1e-12)
-
-
-def test_a_scaled_loss_scales_the_gradient_of_embeddings_but_not_the_update():
-    head, truth = make_head(), make_head()
-    rows, exact = RowSGD(head), RowSGD(truth)
-    x, y = next(batches(1))
-    (head(x, y).loss * 1024).backward()
-    plain = x.detach().requires_grad_()
-    truth(plain, y).loss.backward()
-    rows.step(grad_scale=1024)
-    exact.step()
-    torch.testing.assert_close(x.grad, plain.grad * 1024)
-    assert_same_parameters(head, truth, 1e-12)
-
-
-def test_skip_does_not_change_class_weights_states_and_running_statistics():
-    head = make_head("curricularface")
-    rows = RowSGD(head)
-    data = list(batches(3))
-    head(*data[0]).loss.backward()
-    rows.step()
-    before = copy.deepcopy([head.state_dict(), rows.state_dict()])
-    head(*data[1]).loss.backward()
-    assert head.margin.t != before[0]["margin.t"]
-    rows.skip()
-    after = [head.state_dict(), rows.state_dict()]
-    assert torch.equal(head.margin.t, before[0]["margin.t"])
-    assert torch.equal(after[0]["weight"], before[0]["weight"])
-    momentum = [s["state"][0]["momentum_buffer"] for s in (after[1], before[1])]
-    assert torch.equal(*momentum)
-    assert not head.contexts
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_loaded_optimizer_resumes_bit_for_bit(name):
-    ours, _ = OPTIMIZERS[name]
-    parts = {"row_dtype": torch.bfloat16, "sampling": Sampling(0.4)}
-    head = make_head(**parts)
-    rows = ours(head, state_dtype="bfloat16")
-    data = list(batches(6, torch.float32))
-    for x, y in data[:3]:
-        head(x, y).loss.backward()
-        rows.step()
-    other = make_head(**parts)
-    other_rows = ours(other, state_dtype="bfloat16")
-    other.load_state_dict(copy.deepcopy(head.state_dict()))
-    other_rows.load_state_dict(copy.deepcopy(rows.state_dict()))
-    for h, r in ((head, rows), (other, other_rows)):
-        for x, y in data[3:]:
-            h(x.detach().requires_grad_(), y).loss.backward()
-            r.step()
-    assert torch.equal(head.weight, other.weight)
-
-
-def test_loading_states_of_another_dtype_raises():
-    rows = RowSGD(make_head(row_dtype=torch.float32), state_dtype="bfloat16")
-    other = RowSGD(make_head(row_dtype=torch.float32))
-    with pytest.raises(CheckpointError, match=r"torch\.bfloat16"):
-        other.load_state_dict(rows.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("make", "noun"),
-    [
-        (lambda head: RowSGD(head, lr=-1.0), "lr is -1"),
-        (lambda head: RowSGD(head, state_dtype="float8"), "state_dtype"),
-        (lambda head: RowAdamW(head, state_dtype="int8"), "int8"),
-    ],
-)
-def test_invalid_row_optimizer_settings_raise(make, noun):
-    with pytest.raises(OptionError, match=noun):
-        make(make_head())
-
-
-def test_a_torch_learning_rate_scheduler_works():
-    head = make_head()
-    rows = RowSGD(head, lr=1.0, momentum=0.0)
-    schedule = torch.optim.lr_scheduler.StepLR(rows, 1, gamma=0.0)
-    (x, y), (x2, y2) = batches(2)
-    head(x, y).loss.backward()
-    rows.step()
-    schedule.step()
-    before = head.weight.detach().clone()
-    head(x2, y2).loss.backward()
-    rows.step()
-    assert torch.equal(head.weight, before)
 
 
 def head_of(centers, dtype=torch.float32):

@@ -40,7 +40,6 @@ def cases(**environment: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # minutes where the cores have other work
 def test_interpreted_kernels_equal_the_formulas() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     cases(TRITON_INTERPRET="1")
@@ -55,17 +54,9 @@ def test_compiled_kernels_equal_the_formulas(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["80", "90", "120"])
-def test_every_launch_compiles_for_a_gpu_and_steps_do_not_recompile(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_every_launch_compiles_for_gpus_and_steps_do_not_recompile(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    run(
-        str(HERE / "triton_compile.py"),
-        architecture,
-        TRITON_INTERPRET="0",
-        TRITON_CACHE_DIR=str(tmp_path),
-    )
+    run(str(HERE / "triton_compile.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_tiles_of_every_batch_size_are_aligned_on_a_gpu() -> None:

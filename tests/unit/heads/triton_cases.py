@@ -48,11 +48,8 @@ SHAPES = [
     Shape(classes=5, batch=12),  # repeated labels
     Shape(classes=48, row_dtype=BF16, dimension=64, is_sampled=True),
     Shape(has_hard=True, is_sampled=True),
-    Shape(has_extremes=True),
     Shape(has_extremes=True, row_dtype=BF16, products=BF16),
     Shape(cosine=False, dimension=5),
-    Shape(cosine=False, is_sampled=True, row_dtype=BF16),
-    Shape(products=BF16, row_dtype=BF16, is_sampled=True),
     Shape(products=BF16, cosine=False, dimension=1),
     Shape(row_dtype=INT8, is_sampled=True, cosine=False),
     Shape(row_dtype=INT8, dimension=64, has_hard=True, has_extremes=True),
@@ -61,7 +58,6 @@ SHAPES = [
     Shape(classes=24, centers=2, is_sampled=True, row_dtype=BF16),
     Shape(classes=20, centers=3, cosine=False),
 ]
-NAMES = {"ids": lambda rule: f"{rule.kind}-{rule.momentum}-{rule.nesterov}"}
 
 
 def there(x):
@@ -102,7 +98,6 @@ def test_forward_sums_equal_the_formula(shape: Shape, shift: float | None, keep:
     z, slope = logits(context.rows, context.queries, shape.products)
     if shift is None:
         torch.testing.assert_close(sums.shift.cpu().double(), z.amax(dim=1), rtol=1e-2, atol=1e-2)
-    assert sums.weighted is not None
     assert_sums(shape, context.rows, context.queries, sums, tolerance(shape))
     assert (sums.kept is not None) == keep
     if sums.kept is not None:
@@ -117,8 +112,9 @@ def test_totals_are_the_same_without_the_weighted_sum() -> None:
     assert torch.equal(sums.total, forward(context).total)
 
 
-@pytest.mark.parametrize("with_kept", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "with_kept"), [(shape, number % 2 == 0) for number, shape in enumerate(SHAPES)]
+)
 def test_weight_gradients_equal_the_formula(shape: Shape, with_kept: bool) -> None:
     context = case(shape)
     rows, here, allowed = context.rows, there(context), tolerance(shape)
@@ -129,8 +125,16 @@ def test_weight_gradients_equal_the_formula(shape: Shape, with_kept: bool) -> No
     assert_gradients(shape, context, here, 3 * rows.centers, allowed)
 
 
-@pytest.mark.parametrize(("row_dtype", "state_dtype"), [(FLOAT, FLOAT), (BF16, BF16), (INT8, FLOAT)])
-@pytest.mark.parametrize("rule", RULES, **NAMES)
+@pytest.mark.parametrize(
+    ("rule", "row_dtype", "state_dtype"),
+    [
+        (RULES[0], INT8, FLOAT),
+        (RULES[1], FLOAT, FLOAT),
+        *((rule, BF16, BF16) for rule in RULES[2:]),
+        (RULES[3], INT8, FLOAT),
+        (RULES[4], FLOAT, FLOAT),
+    ],
+)
 def test_update_changes_only_the_selected_class_weights(
     rule: Rule, row_dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
@@ -142,7 +146,7 @@ def test_update_changes_only_the_selected_class_weights(
     assert_update(context, rule, {name: x.to(DEVICE) for name, x in states.items()}, 2e-5, share=0.97)
 
 
-@pytest.mark.parametrize("rule", RULES, **NAMES)
+@pytest.mark.parametrize("rule", RULES[2:])
 def test_codes_equal_a_float64_reference_of_the_update(rule: Rule) -> None:
     # 301 columns: most scales are not aligned. Short rows get new scales, long ones keep theirs.
     context = replace(there(case(Shape(18, 40, 301, row_dtype=INT8))), factor=30.0)
@@ -168,9 +172,15 @@ def test_codes_equal_a_float64_reference_of_the_update(rule: Rule) -> None:
     assert (found != expected).mean() <= 1e-4
 
 
-@pytest.mark.parametrize("row_dtype", [BF16, INT8])
-@pytest.mark.parametrize("is_compact", [False, True])
-@pytest.mark.parametrize("key", [5, 2**40 + 2**32 - 1, 2**31])
+@pytest.mark.parametrize(
+    ("key", "is_compact", "row_dtype"),
+    [
+        (5, False, BF16),
+        (2**40 + 2**32 - 1, True, BF16),
+        (2**40 + 2**32 - 1, False, INT8),
+        (2**31, True, INT8),
+    ],
+)
 def test_rounding_depends_on_key_row_and_column(key: int, is_compact: bool, row_dtype: torch.dtype) -> None:
     # From zero weights, a step with lr 1 gives exactly the negative momentum before rounding.
     shape = Shape(cosine=False, is_sampled=True, dimension=21, classes=18, batch=12)
@@ -212,7 +222,7 @@ def test_rounding_keeps_every_nan(row_dtype: torch.dtype) -> None:
     assert decode_rows(rows.weight[4:]).isfinite().all()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.9999])
+@pytest.mark.parametrize("beta", [0.0, 0.9999])
 def test_the_bias_correction_of_adamw_is_accurate(beta: float) -> None:
     # From zero states and with eps 0, the first step of Adam is lr per element for any betas.
     context = there(case(Shape(classes=9)))
@@ -267,8 +277,7 @@ def test_class_logits_equal_the_formula(shape: Shape) -> None:
     torch.testing.assert_close(found.cpu().double(), z[:, 1:], rtol=0, atol=10 * tolerance(shape))
 
 
-@pytest.mark.parametrize("dimension", [21, 256, 301])
-@pytest.mark.parametrize("rule", RULES[1:3], **NAMES)
+@pytest.mark.parametrize(("rule", "dimension"), [(RULES[1], 21), (RULES[2], 256), (RULES[1], 301)])
 def test_int8_momentum_equals_a_float64_reference(rule: Rule, dimension: int) -> None:
     context = there(case(Shape(18, 20, dimension, is_sampled=True)))
     rows, everything = context.rows, slice(0, 20)
@@ -342,8 +351,7 @@ def test_rows_of_kept_exponentials_are_aligned() -> None:
     assert kept.stride(0) % 16 == 0
 
 
-@pytest.mark.parametrize("row_dtype", [BF16, INT8])
-@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+@pytest.mark.parametrize(("kind", "row_dtype"), [("sgd", BF16), ("adagrad", INT8)])
 def test_class_weights_beyond_2_31_elements_are_indexed_correctly(kind: str, row_dtype: torch.dtype) -> None:
     # 4.3 GB of bfloat16, but the CPU allocates only pages that are used.
     shape = Shape(classes=20, dimension=512, row_dtype=row_dtype)

@@ -29,14 +29,6 @@ def test_is_train_defaults_to_the_mode_and_label_to_none():
     assert model.calls == [(labels, True), (None, False), (labels, True)]
 
 
-def test_a_class_without_build_network_raises():
-    class Forgetful(BaseModel):
-        pass
-
-    with pytest.raises(OptionError, match=r"Forgetful has no method build_network; implement"):
-        check_model(Forgetful(), (3, 8, 8), 8)
-
-
 def test_check_model_accepts_a_valid_network_without_side_effects():
     model = Recorder()
     model.fc.eval()  # frozen by user code
@@ -53,16 +45,17 @@ def test_check_model_accepts_a_valid_network_without_side_effects():
 @pytest.mark.parametrize(
     ("output", "noun"),
     [
+        (None, "build_network"),
         (lambda x: x.mean((2, 3)), r"\[2, 3\].*\[2, 8\]"),
         (lambda x: torch.zeros(2, 8, dtype=torch.int64), "int64"),
         (lambda x: (torch.zeros(2, 8),), "tuple"),
-        (lambda x: x @ torch.zeros(7, 7), r"\(3, 4, 4\): RuntimeError"),
+        (lambda x: x @ torch.zeros(7, 7), "RuntimeError"),
     ],
 )
 def test_check_model_rejects(output, noun):
     class Wrong(BaseModel):
-        def build_network(self, input, label, is_train=True):
-            return output(input)
+        if output:
+            build_network = staticmethod(lambda input, label, is_train=True: output(input))
 
     with pytest.raises(OptionError, match=noun):
         check_model(Wrong(), (3, 4, 4), 8)
@@ -100,8 +93,6 @@ class MadeInACall(BaseModel):
         input = input.flatten(1)
         if self.way == "in a list":
             return self.kept[0](input)
-        if self.way == "once" and hasattr(self, "layer"):
-            return self.layer(input)
         layer = nn.Linear(12, 8)
         if self.way == "added":
             self.add_module(f"layer{len(list(self.children()))}", layer)
@@ -115,22 +106,13 @@ class MadeInACall(BaseModel):
 @pytest.mark.parametrize(
     ("way", "what"),
     [
-        ("replaced", "the parameter layer.weight"),
-        ("frozen anew", "the parameter layer.weight"),
-        ("added", "the parameter layer1.weight"),
-        ("local", "not registered"),
-        ("in a list", "not registered"),
+        ("replaced", "layer.weight"), ("frozen anew", "layer.weight"), ("added", "layer1.weight"),
+        ("local", "not registered"), ("in a list", "not registered"),
     ],
-)
+)  # fmt: skip
 def test_check_model_rejects_parameters_created_in_each_call(way, what):
-    with pytest.raises(OptionError, match=f"{what}.*create the layer in __init__"):
+    with pytest.raises(OptionError, match=what):
         check_model(MadeInACall(way), (3, 2, 2), 8)
-
-
-def test_check_model_accepts_lazy_layers():
-    model = MadeInACall("once")
-    check_model(model, (3, 2, 2), 8)
-    assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
 
 
 def test_describe_lists_layers_with_shapes_and_counts_a_shared_layer_once():

@@ -45,11 +45,6 @@ def learn(network: nn.Module, forward: nn.Module, size: int) -> dict[str, torch.
     return {**found, "output": output.detach(), "mean": network.norm.running_mean.clone()}
 
 
-def assert_alike(found, expected):
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
 def test_in_ddp_each_bucket_is_compiled_apart_so_that_its_sum_overlaps_the_backward_pass():
     graphs = []
 
@@ -65,20 +60,16 @@ def test_in_ddp_each_bucket_is_compiled_apart_so_that_its_sum_overlaps_the_backw
     assert len(graphs) >= 4
 
 
-def test_compiled_steps_equal_uncompiled_ones_and_other_sizes_are_not_compiled():
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_compiled_steps_equal_uncompiled_ones_and_other_sizes_are_not_compiled(is_cut):
     """With inductor: tests/unit/train/test_acceleration.py."""
-    plain, network = Tiny(), Tiny()
+    plain, network = Tiny(is_cut), Tiny(is_cut)
     compiled = CompiledNetwork(network, {6}, backend="aot_eager")
     assert set(network.state_dict()) == set(plain.state_dict())
     assert len(list(compiled.parameters())) == len(list(plain.parameters()))
     for size in (6, 6, 5):
-        assert_alike(learn(network, compiled, size), learn(plain, plain, size))
+        found, expected = learn(network, compiled, size), learn(plain, plain, size)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     network.eval()
     images = torch.randn(6, 3, 8, 8)
     assert torch.equal(compiled(images, None, False), network(images, None, False))
-
-
-def test_graph_breaks_are_supported():
-    plain, network = Tiny(is_cut=True), Tiny(is_cut=True)
-    compiled = CompiledNetwork(network, {6}, backend="aot_eager")
-    assert_alike(learn(network, compiled, 6), learn(plain, plain, 6))

@@ -12,81 +12,30 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision import models
 
-from plsc.config import Options
 from plsc.errors import OptionError
 from plsc.models import NETWORKS, build_model, check_model, load_custom
 from plsc.models.layers import initialise
-from plsc.models.resnet import IRESNET_BLOCKS, IResNet, ResNet
+from plsc.models.resnet import IRESNET_BLOCKS, ResNet
 from tests.unit.checkpoint.external_files import random_network
 
 ONE_OF_EACH = list({made: name for name, (made, _) in reversed(NETWORKS.items())}.values())
 """One network per class: the first of NETWORKS."""
 
 
-def shortcut(inputs, outputs):
-    return inputs * outputs + 2 * outputs
-
-
-def basic(inputs, outputs, stride):
-    count = 2 * inputs + 9 * inputs * outputs + 2 * outputs + 1 + 9 * outputs**2 + 2 * outputs
-    return count + (shortcut(inputs, outputs) if inputs != outputs or stride != 1 else 0)
-
-
-def bottleneck(inputs, outputs, stride):
-    w = outputs // 4
-    count = 2 * inputs + inputs * w + 2 * w + 1 + 9 * w * w + 2 * w + 1 + w * outputs + 2 * outputs
-    return count + (shortcut(inputs, outputs) if inputs != outputs or stride != 1 else 0)
-
-
-@pytest.mark.parametrize(
-    ("depth", "blocks", "widths", "block"),
-    [
-        (18, (2, 2, 2, 2), (64, 128, 256, 512), basic),
-        (34, (3, 4, 6, 3), (64, 128, 256, 512), basic),
-        (50, (3, 4, 14, 3), (64, 128, 256, 512), basic),
-        (101, (3, 4, 23, 3), (256, 512, 1024, 2048), bottleneck),
-        (152, (3, 8, 36, 3), (256, 512, 1024, 2048), bottleneck),
-    ],
-)
-def test_parameters_match_the_published_structure(depth, blocks, widths, block):
-    expected, inputs = 3 * 64 * 9 + 2 * 64 + 1, 64
-    for repeats, width in zip(blocks, widths, strict=True):
-        for index in range(repeats):
-            expected += block(inputs, width, 2 if index == 0 else 1)
-            inputs = width
-    expected += 2 * inputs + inputs * 49 * 512 + 512 + 2 * 512
-    with torch.device("meta"):
-        model = build_model(f"ResNet{depth}", 512, (3, 112, 112), 0.4)
-    assert sum(p.numel() for p in model.parameters()) == expected
-
-
 @pytest.mark.parametrize(
     ("name", "image_shape"),
     [
         *itertools.product(ONE_OF_EACH, [(1, 32, 32), (3, 48, 16)]),
-        ("ResNet18", (3, 112, 112)),
-        ("ResNet34", (3, 32, 32)),
         ("ResNet50", (1, 32, 16)),
-        ("ResNet101", (3, 16, 16)),
-        ("ResNet152", (1, 16, 16)),
     ],
 )
 def test_every_network_supports_multiples_of_16(name, image_shape):
     check_model(build_model(name, 24, image_shape, 0.4), image_shape, 24)
 
 
-def test_every_parameter_of_the_small_network_gets_a_gradient():
-    model = build_model("SmallResNet", 16, (1, 32, 32), 0.0)
-    images = torch.randn(8, 1, 32, 32, generator=torch.Generator().manual_seed(0))
-    (model(images) * torch.linspace(-1, 1, 16).expand(8, 16).cumsum(0)).square().sum().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
-
-
 def test_initial_weights_have_the_fan_out_deviation_and_biases_are_zero():
     model = ResNet(18, 512, (3, 32, 32))
     for layer in model.modules():
-        if isinstance(layer, nn.PReLU):
-            assert layer.weight.tolist() == [0.25]
         if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer.weight.numel() > 10_000:
             fan_out = layer.weight.shape[0] * math.prod(layer.weight.shape[2:])
             assert float(layer.weight.detach().std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.05)
@@ -101,11 +50,6 @@ def test_an_unsupported_image_shape_raises(shape):
     for name in ONE_OF_EACH:
         with pytest.raises(OptionError, match="multiples of 16"):
             build_model(name, 64, shape, 0.4)
-
-
-def test_the_error_for_an_unknown_model_suggests_a_name():
-    with pytest.raises(OptionError, match="did you mean 'ResNet50'"):
-        build_model("ResNet51")
 
 
 @pytest.mark.parametrize(
@@ -132,17 +76,6 @@ def test_the_neck_option_sets_the_neck_of_every_network(name, parts, expected):
     assert embeddings.shape == (4, 24)
     (embeddings * torch.randn(4, 24)).sum().backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
-
-
-@pytest.mark.parametrize("parts", ["", "norm-norm", "dropout-norm-linear", "linear-"])
-def test_an_invalid_neck_raises_with_the_valid_ones(parts):
-    with pytest.raises(OptionError, match="optionally with 'norm-', 'dropout-'"):
-        Options().set("model.neck", parts)
-
-
-def test_an_iresnet_supports_only_the_default_neck():
-    with pytest.raises(OptionError, match="neck is 'linear'; IResNet18 supports only"):
-        build_model("IResNet18", 8, (3, 16, 16), 0.1, "linear")
 
 
 @pytest.fixture
@@ -180,7 +113,6 @@ def test_a_custom_class_gets_the_options_that_its_constructor_has():
 @pytest.mark.parametrize(
     ("reference", "noun"),
     [
-        ("users_absent:Net", "ModuleNotFoundError"),
         ("users_broken:Net", "ZeroDivisionError"),
         ("users_nets:Nett", "no attribute 'Nett'"),
         ("users_nets:NUMBER", "not a network"),
@@ -220,7 +152,7 @@ def published(state, x, blocks):
     return norm(state, "features", x)
 
 
-@pytest.mark.parametrize(("depth", "side"), [(18, 112), (50, 32)])
+@pytest.mark.parametrize(("depth", "side"), [(18, 48), (50, 32)])
 def test_embeddings_equal_the_published_network(depth, side):
     model = random_network(f"IResNet{depth}", 32, (3, side, side)).eval()
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
@@ -230,14 +162,20 @@ def test_embeddings_equal_the_published_network(depth, side):
         assert float(expected.std()) > 1e-3
 
 
-# For images of 112 x 112 and 512-d embeddings; published as 24.03, 34.14, 43.59 and 65.16 million.
+# With images of 112 x 112 and 512-d embeddings. IResNet: published as 24.03, 34.14, 43.59 and 65.16 million.
+# ResNet: the layers of PLSC 0.1's models/resnet.py, counted by hand.
 @pytest.mark.parametrize(
-    ("depth", "parameters"),
-    [(18, 24_025_600), (34, 34_139_328), (50, 43_590_848), (100, 65_156_160)],
-)
-def test_the_number_of_parameters_equals_the_published_one(depth, parameters):
+    ("name", "parameters"),
+    [
+        ("ResNet18", 24_023_625), ("ResNet34", 34_135_505), ("ResNet50", 43_584_985),
+        ("ResNet101", 93_939_459), ("ResNet152", 109_613_861),
+        ("IResNet18", 24_025_600), ("IResNet34", 34_139_328), ("IResNet50", 43_590_848),
+        ("IResNet100", 65_156_160),
+    ],
+)  # fmt: skip
+def test_the_number_of_parameters_equals_the_published_one(name, parameters):
     with torch.device("meta"):
-        model = IResNet(depth)
+        model = build_model(name, 512, (3, 112, 112), 0.4)
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
@@ -253,75 +191,12 @@ def test_without_timm_the_error_has_the_install_command(monkeypatch):
         build_model("timm/vit_tiny_patch16_224", 8, (3, 64, 64), 0.1)
 
 
-@pytest.mark.parametrize("shape", [(1, 32, 48)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_tiny_patch16_224",
-        "resnet18.a1_in1k",
-        "mobilenetv3_small_100",  # has a layer of 1024 after its 576 features
-        "deit_tiny_distilled_patch16_224",  # has two classifiers
-        "convnext_atto",
-    ],
-)
-def test_timm_networks_return_embeddings_for_the_image_size(name, shape):
-    pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
-    check_model(build_model(f"timm/{name}", 24, shape, 0.4), shape, 24)
-
-
-def test_features_equal_timm_with_the_same_weights():
-    timm = pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
-    ours = build_model("timm/vit_tiny_patch16_224", 16, (3, 32, 32), 0.3, "dropout-linear").eval()
-    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=16, img_size=32).eval()
-    theirs.load_state_dict(ours.network.state_dict(), strict=False)
-    theirs.head.load_state_dict(ours.neck.fc.state_dict())
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images), theirs(images))
-
-
-@pytest.mark.parametrize(
-    ("name", "noun"),
-    [
-        ("vit_tinny_patch16_224", "did you mean 'vit_tiny_patch16_224'"),
-        ("hf-hub:somebody/something", "has no network"),  # would be downloaded
-        ("swin_tiny_patch4_window7_224", "cannot create"),
-    ],
-)
-def test_networks_that_cannot_be_created_raise(name, noun):
-    pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
-    with pytest.raises(OptionError, match=noun):
-        build_model(f"timm/{name}", 8, (3, -1, 32), 0.4)
-
-
-@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 32, 48)])
-def test_torchvision_networks_return_embeddings_of_colour_and_gray_images(shape):
-    check_model(build_model("torchvision/resnet18", 24, shape, 0.4), shape, 24)
-
-
-def test_features_equal_torchvision_with_the_same_weights():
-    ours = build_model("torchvision/resnet18", 16, (3, 32, 32), neck="dropout-linear").eval()
-    theirs = models.resnet18(num_classes=16).eval()
-    theirs.load_state_dict(ours.network.state_dict(), strict=False)
-    theirs.fc.load_state_dict(ours.neck.fc.state_dict())
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images), theirs(images))
-
-
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_dropout_is_applied_once_before_the_embedding(name):
-    model = build_model(f"torchvision/{name}", 16, (3, 32, 32), 0.9)
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    images = torch.randn(2, 3, 32, 32)
-    model.eval()
-    assert torch.equal(model(images), model(images))
-    model.train()
-    for norm in norms:
-        norm.eval()
-    assert not torch.equal(model(images), model(images))
-    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    assert [p for p in dropouts if p] == [0.9]
+    with torch.device("meta"):
+        model = build_model(f"torchvision/{name}", 16, (3, 32, 32), 0.9)
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p] == [0.9]
+    assert model.neck.dropout.p == 0.9
 
 
 # googlenet and inception also have auxiliary classifiers; densenet uses functional pooling.
@@ -345,22 +220,55 @@ def test_the_neck_replaces_the_last_layer(name, side, features):
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_networks_that_depend_on_the_image_size_get_it():
-    with torch.device("meta"):
-        model = build_model("torchvision/vit_b_32", 16, (3, 64, 64), 0.0)
-    assert model.network.image_size == 64
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("timm/vit_tiny_patch16_224", (1, 32, 48)),
+        ("timm/mobilenetv3_small_100", (1, 32, 48)),  # has a layer of 1024 after its 576 features
+        ("timm/deit_tiny_distilled_patch16_224", (1, 32, 48)),  # has two classifiers
+        ("timm/convnext_atto", (1, 32, 48)),
+        ("torchvision/resnet18", (1, 32, 48)),
+    ],
+)
+def test_networks_of_others_return_embeddings_of_gray_images_of_any_size(name, shape):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
+    check_model(build_model(name, 24, shape, 0.4), shape, 24)
 
 
 @pytest.mark.parametrize(
-    ("name", "noun"),
+    ("name", "head"), [("timm/vit_tiny_patch16_224", "head"), ("torchvision/resnet18", "fc")]
+)
+def test_features_equal_those_of_the_library_with_the_same_weights(name, head):
+    library, kind = name.split("/")
+    ours = build_model(name, 16, (3, 32, 32), 0.3, "dropout-linear").eval()
+    if library == "timm":
+        timm = pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
+        theirs = timm.create_model(kind, num_classes=16, img_size=32).eval()
+    else:
+        theirs = getattr(models, kind)(num_classes=16).eval()
+    theirs.load_state_dict(ours.network.state_dict(), strict=False)
+    theirs.get_submodule(head).load_state_dict(ours.neck.fc.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "noun"),
     [
-        ("resnet19", "did you mean 'resnet18'"),
-        ("fasterrcnn_resnet50_fpn", "has no network"),
-        ("squeezenet1_1", "linear layer"),
-        ("vit_b_32", "cannot create"),
-        ("inception_v3", "cannot create"),
+        ("ResNet51", (3, 32, 32), "'ResNet50'"),
+        ("timm/vit_tinny_patch16_224", (3, 32, 32), "'vit_tiny_patch16_224'"),
+        ("timm/hf-hub:somebody/something", (3, 32, 32), "has no network"),  # would be downloaded
+        ("timm/swin_tiny_patch4_window7_224", (3, -1, 32), "cannot create"),
+        ("torchvision/resnet19", (3, 33, 33), "'resnet18'"),
+        ("torchvision/squeezenet1_1", (3, 33, 33), "linear layer"),
+        ("torchvision/vit_b_32", (3, 33, 33), "cannot create"),
+        ("IResNet18", (3, 16, 16), "neck"),
     ],
 )
-def test_unsupported_networks_raise(name, noun):
+def test_networks_that_cannot_be_made_raise(name, shape, noun):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
     with pytest.raises(OptionError, match=noun):
-        build_model(f"torchvision/{name}", 8, (3, 33, 33), 0.4)
+        build_model(name, 8, shape, 0.1, *(["linear"] if name == "IResNet18" else []))

@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -90,19 +88,6 @@ def test_recomputation_with_autocast_and_channels_last_gives_the_same_bits():
     assert_same_bits(train(make("SmallResNet"), "all", 2, **options), plain)
 
 
-def test_running_statistics_are_updated_only_once():
-    # torch.utils.checkpoint alone updates them twice.
-    network = make("SmallResNet").train()
-    recompute_activations(network, "all")
-    norm = network.get_submodule("stages.0.0.residual.1")
-    output = network(torch.randn(4, *SHAPE))
-    before = norm.running_mean.clone()
-    output.sum().backward()
-    assert int(norm.num_batches_tracked) == 1
-    assert norm.running_mean.equal(before)
-    assert norm.running_mean.any()
-
-
 def test_recomputation_keeps_fewer_activations():
     network = make("ResNet18").train()
     kept = []
@@ -133,35 +118,20 @@ def test_recomputation_does_not_change_frozen_layers_evaluation_and_parameter_na
         assert kept_bytes(network, torch.randn(4, *SHAPE), network.parameters())[0] == 0
 
 
-def test_recomputation_supports_deepcopy_and_unwrap():
-    network = make("SmallResNet")
-    recompute_activations(network, "all")
-    twin = copy.deepcopy(network)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.zero_()
-    assert twin.eval()(torch.randn(2, *SHAPE)).any()
-    unwrap(twin)
-    assert not any("forward" in module.__dict__ for module in twin.modules())
-
-
 def test_find_blocks_works_for_many_networks():
+    wanted = {
+        "ResNet18": (["stages.0.0", "stages.0.1"], 8),
+        "torchvision/convnext_tiny": (["network.features.1.0", "network.features.1.1"], 18),
+        "torchvision/efficientnet_b0": (["network.features.1.0", "network.features.2.0"], 16),
+    }
     with torch.device("meta"):
-        wanted = {
-            "ResNet18": ["stages.0.0", "stages.0.1", "stages.1.0", 8],
-            "SmallResNet": ["stages.0.0", "stages.1.0", "stages.2.0", 4],
-            "torchvision/convnext_tiny": ["network.features.1.0", "network.features.1.1", 18],
-            "torchvision/efficientnet_b0": ["network.features.1.0", "network.features.2.0", 16],
-        }
-        for name, (*first, count) in wanted.items():
+        for name, (first, count) in wanted.items():
             blocks = find_blocks(build_model(name, 16))
-            assert blocks[: len(first)] == first
-            assert len(blocks) == count
+            assert (blocks[:2], len(blocks)) == (first, count)
 
 
 def test_patterns_select_the_outermost_modules():
     network = make("ResNet18")
-    assert select_modules(network, "none") == []
     assert select_modules(network, "stages.*") == [f"stages.{i}" for i in range(4)]
     assert select_modules(network, "stages.0.*, neck") == ["stages.0.0", "stages.0.1", "neck"]
 

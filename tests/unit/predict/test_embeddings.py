@@ -97,6 +97,7 @@ def test_the_columns_are_those_that_were_written(folder):
         ("columns", "embeddings", "dtype", "object"),
         ("columns", "embeddings", "shape", [2**39] * 1000),
         ("columns", "embeddings", "shape", [2**40, 2**40]),
+        ("model", "checkpoint", []),
     ],
 )
 def test_a_wrong_index_is_an_error_when_the_folder_is_opened(folder, to):

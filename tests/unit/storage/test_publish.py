@@ -13,7 +13,7 @@ from plsc.storage.urls import exists
 @pytest.fixture(params=["local", "memory"])
 def location(request, tmp_path) -> str:
     if request.param == "local":
-        return str(tmp_path / "file.bin")
+        return str(tmp_path / "new/inner/file.bin")
     fsspec.filesystem("memory").makedirs("/publish", exist_ok=True)
     fsspec.filesystem("memory").rm("/publish", recursive=True)
     return "memory://publish/file.bin"
@@ -67,18 +67,3 @@ def test_concurrent_writers_are_excluded_and_leftovers_are_removed(tmp_path, pub
         ):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "precious"]
-
-
-def test_missing_folders_are_created_and_obstacles_are_reported(tmp_path):
-    with publishing(tmp_path / "new/inner/file") as file:
-        file.write(b"1")
-    assert (tmp_path / "new/inner/file").read_bytes() == b"1"
-    with publishing_folder(tmp_path / "other/folder"):
-        pass
-    assert (tmp_path / "other/folder").is_dir()
-    for publish in (publishing, publishing_folder):
-        with (
-            pytest.raises(DataError, match=r"cannot write .*Not a directory"),
-            publish(tmp_path / "new/inner/file/below/a"),
-        ):
-            pass

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
+import shutil
 import signal
-import struct
 import sys
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from PIL import Image
 
 from plsc.errors import DataError, OptionError, TrainingInterrupted
-from plsc.train.log import LOGGERS, scalars
+from plsc.train.log import LOGGERS
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
@@ -51,6 +50,24 @@ def train_and_resume(dataset, folder, *loggers, **settings):
 
 def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """An empty one: MLflow takes seconds to make it."""
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def mlflow(database, tmp_path, monkeypatch):
+    found = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(database, tmp_path / "mlflow.db")
+    found.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    return found
 
 
 class Remember:
@@ -109,33 +126,22 @@ def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(datas
     assert b"train.batch_size" in b"".join(options.values())
 
 
-@pytest.mark.parametrize("logger", ["jsonl", "tensorboard", "mlflow"])
-def test_any_folder_and_any_name_works(logger, dataset, tmp_path, monkeypatch):
+def test_any_folder_and_any_name_works(dataset, tmp_path, mlflow, monkeypatch):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     # xdist cannot send what pytest captures of lines that are not UTF-8.
     monkeypatch.setattr(logging.getLogger("plsc"), "propagate", False)
-    if logger in ("tensorboard", "mlflow"):
-        pytest.importorskip(logger, reason=f"{logger} is not installed")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.chdir(tmp_path)
     folder = tmp_path / os.fsdecode(b"run\xff")
-    ins = entry(dataset, folder, set_train_epochs=1, set_with_test=True, set_callbacks="images")
-    ins.set_loggers(logger)
+    ins = entry(dataset, folder, set_with_test=True, set_callbacks="images")
+    ins.set_loggers("jsonl", "tensorboard", "mlflow")
     names = ("loss (ema)", "loss _ema_", "../a//b/", "", "n" * 400, "\udcff", 7)
     ins.add_callback(lambda context: [context.log(name, 1.0) for name in names], "after_step")
     assert ins.train().epochs == 1
-    if logger == "mlflow":
-        import mlflow
-
-        (run,) = mlflow.MlflowClient().search_runs(["0"])
-        assert {"loss _ema_", "loss _ema__", "_../a/_/b/_", "_", "7"} <= run.data.metrics.keys()
-    if logger == "tensorboard":
-        assert list(folder.glob("events.*"))
+    (run,) = mlflow.MlflowClient().search_runs(["0"])
+    assert {"loss _ema_", "loss _ema__", "_../a/_/b/_", "_", "7"} <= run.data.metrics.keys()
+    assert list(folder.glob("events.*"))
 
 
-def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, mlflow):
     train_and_resume(dataset, tmp_path / "run", "mlflow", set_callbacks="images")
     client = mlflow.MlflowClient()
     (run,) = client.search_runs(["0"])
@@ -178,39 +184,36 @@ def interrupt(context):
     raise KeyboardInterrupt
 
 
-ENDINGS = [(fail, 1, "FAILED"), (stop, 143, "KILLED"), (interrupt, 130, "KILLED"), (print, 0, "FINISHED")]
-
-
-@pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
-def test_mlflow_gets_the_status_of_the_run_and_that_of_a_script_is_joined_and_not_ended(
-    dataset, tmp_path, monkeypatch, action, code, status
-):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+@pytest.mark.parametrize(("action", "code"), [(fail, 1), (stop, 143), (interrupt, 130), (print, 0)])
+def test_a_logger_gets_the_exit_code(dataset, tmp_path, action, code):
     custom = Remember()
     custom.exit_code = 0
-    assert train_until(action, dataset, tmp_path / "own", "mlflow", custom) == (code > 0)
+    assert train_until(action, dataset, tmp_path / "own", custom) == (code > 0)
     assert custom.exit_code == code
+
+
+@pytest.mark.parametrize(("action", "status"), [(fail, "FAILED"), (stop, "KILLED")])
+def test_mlflow_gets_the_status_of_the_run(dataset, tmp_path, mlflow, action, status):
+    train_until(action, dataset, tmp_path / "own", "mlflow")
     (own,) = mlflow.MlflowClient().search_runs(["0"])
     assert own.info.status == status
     assert mlflow.active_run() is None
+
+
+def test_mlflow_joins_the_run_of_a_script_and_does_not_end_it(dataset, tmp_path, mlflow):
     with mlflow.start_run() as mine:
         for batch in (10, 12):  # a parameter keeps its first value
-            train_until(action, dataset, tmp_path / f"joined{batch}", "mlflow")
+            train_until(fail, dataset, tmp_path / f"joined{batch}", "mlflow")
             assert mlflow.active_run().info.run_id == mine.info.run_id
         mlflow.log_metric("after", 1)
     joined = mlflow.get_run(mine.info.run_id)
     assert joined.info.status == "FINISHED"
     assert joined.data.metrics["after"] == 1
     assert joined.data.metrics["loss_step"] > 0
-    assert len(mlflow.MlflowClient().search_runs(["0"])) == 2
+    assert len(mlflow.MlflowClient().search_runs(["0"])) == 1
 
 
-def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(dataset, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(dataset, tmp_path, mlflow):
     ins = entry(dataset, tmp_path / "run")
     ins.set_loggers("mlflow")
     ins.add_callback(lambda context: mlflow.start_run(nested=True, run_name="inner"), "epoch_end")
@@ -219,44 +222,6 @@ def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(datas
     assert status == {"run": "FINISHED", "inner": "RUNNING"}
     while mlflow.active_run():
         mlflow.end_run()
-
-
-def exit_code_of(record):
-    """Return the exit code in a file of W&B: chunks of at most 32 kB of Protobuf messages, as in LevelDB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, message = record.read_bytes(), 7, b""
-    while at + 7 < len(data):
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        if kind == 0 or at % 2**15 > 2**15 - 7:
-            at += 2**15 - at % 2**15
-            continue
-        message = (b"" if kind in (1, 2) else message) + data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4) and (found := Record.FromString(message)).HasField("exit"):
-            return found.exit.exit_code
-    return None
-
-
-@pytest.mark.parametrize(("action", "code", "status"), ENDINGS)
-def test_weights_and_biases_gets_the_exit_code_and_the_run_of_a_script_is_joined_and_not_ended(
-    dataset, tmp_path, monkeypatch, action, code, status
-):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    train_until(action, dataset, tmp_path / "own", "wandb")
-    assert wandb.run is None
-    mine = wandb.init(dir=tmp_path)
-    train_until(action, dataset, tmp_path / "joined", "wandb")
-    assert wandb.run is mine
-    mine.log({"after": 1})
-    mine.finish()
-    wandb.teardown()  # its process then has written everything
-    folders = tmp_path / "own", tmp_path
-    (own,), (joined,) = (list(folder.glob("wandb/offline-*/*.wandb")) for folder in folders)
-    assert (exit_code_of(own), exit_code_of(joined)) == (code, 0)
-    assert b"loss_step" in joined.read_bytes()
-    assert not list(tmp_path.glob("joined/wandb"))
 
 
 def test_weights_and_biases_does_not_write_through_a_link(tmp_path):
@@ -269,24 +234,27 @@ def test_weights_and_biases_does_not_write_through_a_link(tmp_path):
     assert not list(outside.iterdir())
 
 
-def test_weights_and_biases_continues_its_run_offline_and_gets_no_command_line(
+def test_weights_and_biases_continues_its_run_joins_that_of_a_script_and_gets_no_command_line(
     dataset, tmp_path, monkeypatch
 ):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint.upload_dir", "s3://me:geheim@host/runs"])
     train_and_resume(dataset, tmp_path, "wandb", set_callbacks="images")
+    assert wandb.run is None
+    with wandb.init(dir=tmp_path / "script") as mine:
+        train_until(fail, dataset, tmp_path / "joined", "wandb")
+        assert wandb.run is mine
     wandb.teardown()  # its process then has written everything
     records = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(records) == 2
     assert len({path.name for path in records}) == 1  # run-<id>.wandb
     for path in records:
         written = path.read_bytes()
-        assert all(
-            name in written for name in (b"loss_step", b"loss_epoch", b"eval/lfw/accuracy", b"batch_size")
-        )
+        assert b"eval/lfw/accuracy" in written
         assert b"geheim" not in written
     assert list(tmp_path.glob("wandb/**/media/images/batch_*.png"))
+    assert not list(tmp_path.glob("joined/wandb"))
 
 
 def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
@@ -295,8 +263,8 @@ def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
     assert mine.is_closed
     assert mine.entries == lines_of(tmp_path)
     only_mine = Remember()
-    train(dataset, tmp_path / "other", only_mine)
-    assert len([entry for entry in only_mine.entries if "loss" in entry]) == 2 * STEPS
+    train(dataset, tmp_path / "other", only_mine, epochs=1)
+    assert len([entry for entry in only_mine.entries if "loss" in entry]) == STEPS
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
@@ -331,7 +299,7 @@ def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset,
 
 def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     ins = entry(dataset, tmp_path)
-    with pytest.raises(OptionError, match=r"expected any of jsonl.*did you mean 'tensorboard'"):
+    with pytest.raises(OptionError, match="'tensorboard'"):
         ins.set_loggers("tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)  # Python then behaves as if it were not installed
     with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[wandb\]'"):
@@ -347,36 +315,23 @@ def test_secrets_of_options_reach_no_logger(dataset, tmp_path):
     assert not [path for path in files if b"geheim" in path.read_bytes()]
 
 
-def test_scalars_are_finite_and_named_by_step_and_target():
-    found = scalars(
-        {"step": 3, "loss": 1.5, "accuracy": None, "lr": math.inf, "eval": {"lfw": {"auc": 0.5, "fars": [1]}}}
-    )
-    assert found == {"loss_step": 1.5, "eval/lfw/auc": 0.5}
-
-
-@pytest.mark.parametrize("shards_itself", [False, True])
 def test_a_generator_of_unknown_length_logs_its_first_and_last_step_and_gets_advice_once(
-    dataset, tmp_path, messages, shards_itself
+    dataset, tmp_path, messages
 ):
-    def reader(*rank):
+    def reader():
         for number in range(20):
             yield np.full((3, 16, 16), number / 20, np.float32), number % 4
 
     def run(folder, **settings):
-        ins = entry(
-            dataset, folder, set_train_epochs=2, set_train_batch_size=4, set_log_period=200, **settings
-        )
-        reader.shards_itself = shards_itself
+        long = {"set_train_epochs": 2, "set_train_batch_size": 4, "set_log_period": 200, "set_class_num": 4}
+        ins = entry(dataset, folder, **long, **settings)
         ins.train_reader = reader
-        ins.set_class_num(4)
         messages.clear()
         ins.train()
         return {line["step"]: line for line in lines_of(folder) if "loss" in line}
 
     found = run(tmp_path / "unknown")
     assert list(found) == [1, 5, 10]
-    assert all(line["mean_loss"] is not None and line["lr"] for line in found.values())
-    assert sum("step 5 loss" in line for line in messages) == 1
     assert sum("data.train_image_num" in line for line in messages) == 1
     known = run(tmp_path / "known", set_train_image_num=20)
     assert list(known) == [5, 10]

@@ -7,16 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import yaml
 
 from plsc.checkpoint import load_weights, read_manifest
-from plsc.config.text import render_options
 from plsc.errors import CheckpointError, OptionError
+from plsc.optim import OPTIMIZERS
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, UserParts
-from plsc.train.run import build_run
 from plsc.train.snapshot import check_counts
-from tests.command_line import options_from
 from tests.images import write_dataset
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
 from tests.roles import role_of_key
@@ -104,12 +101,9 @@ class ForgetsInner(OwnStateDict):
         return super().step(closure)
 
 
-def timms(name, **arguments):
-    def make(groups):
-        optimizers = pytest.importorskip("timm.optim", reason="timm is not installed")
-        return optimizers.create_optimizer_v2(groups, name, lr=0.02, weight_decay=0.01, **arguments)
-
-    return make
+def lookahead(groups):
+    optimizers = pytest.importorskip("timm.optim", reason="timm is not installed")
+    return optimizers.create_optimizer_v2(groups, "lookahead_radam", lr=0.02, weight_decay=0.01)
 
 
 def falling(step, total_steps):
@@ -131,6 +125,11 @@ KINDS = {
         "optim__optimizer": f"{__name__}:Adapting", "optim__optimizer_arguments": {"lr": 0.05},
         "optim__groups": ({"pattern": "type:Linear", "lr_factor": 0.3},),
     },
+    **{name: {"optim__optimizer": name} for name in OPTIMIZERS if name != "adamw"},
+    "adam": {"optim__optimizer": "adam", "optim__optimizer_arguments": {"amsgrad": True}},
+    "adagrad": {
+        "optim__optimizer": "adagrad", "head__optimizer": "adagrad", "head__state_dtype": "bfloat16",
+    },
 }  # fmt: skip
 
 
@@ -144,17 +143,6 @@ class Unmade(torch.optim.Optimizer):
 
     def step(self, closure=None):
         return self.optimizer.step(closure)
-
-
-FOREIGN = {
-    "places": OfOthers,
-    "state dict": OwnStateDict,
-    "lamb": timms("lamb"),
-    "kron": timms("kron"),
-    "lookahead": timms("lookahead_radam"),
-    "inner": ForgetsInner,
-    "unmade": Unmade,
-}
 
 
 def start_foreign(dataset, folder, make, **more):
@@ -192,26 +180,22 @@ def test_attributes_that_change_and_cannot_be_saved_are_refused_after_the_first_
     assert (tmp_path / "run/0-step3").exists() is not is_refused
 
 
-@pytest.mark.parametrize("kind", ["places", "state dict", "lamb", "kron", "lookahead"])
-def test_a_run_with_an_optimizer_of_other_people_resumes_to_the_same_bits(kind, dataset, tmp_path):
-    start_foreign(dataset, tmp_path / "whole", FOREIGN[kind])
+@pytest.mark.parametrize("make", [OfOthers, OwnStateDict, lookahead])
+def test_a_run_with_an_optimizer_of_other_people_resumes_to_the_same_bits(make, dataset, tmp_path):
+    start_foreign(dataset, tmp_path / "whole", make)
     before = str(saved_at(tmp_path / "whole", 3))
-    start_foreign(dataset, tmp_path / "resumed", FOREIGN[kind], checkpoint__load_dir=before)
+    start_foreign(dataset, tmp_path / "resumed", make, checkpoint__load_dir=before)
     assert different(tmp_path / "resumed/1", tmp_path / "whole/1") == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "noun"),
-    [
-        ("unmade", OptionError, "super"),
-        ("inner", CheckpointError, "inner optimizer"),
-    ],
+    ("make", "error", "noun"), [(Unmade, OptionError, "super"), (ForgetsInner, CheckpointError, "inner")]
 )
 def test_an_optimizer_that_cannot_step_or_be_saved_is_refused_at_the_start(
-    kind, error, noun, dataset, tmp_path
+    make, error, noun, dataset, tmp_path
 ):
     with pytest.raises(error, match=noun):
-        start_foreign(dataset, tmp_path / "run", FOREIGN[kind])
+        start_foreign(dataset, tmp_path / "run", make)
     assert not (tmp_path / "run/0-step3").exists()
 
 
@@ -219,7 +203,7 @@ def test_what_is_no_state_of_an_optimizer_of_other_people_is_refused(dataset, tm
     start_foreign(dataset, tmp_path / "run", OfOthers, train__epochs=1)
     path = tmp_path / "run/0/manifest.json"
     manifest = json.loads(path.read_text())
-    for name, value in (("groups", 7), ("groups", [7]), ("attributes", [1]), ("own", "x")):
+    for name, value in (("groups", [7]), ("attributes", [1]), ("own", "x")):
         scalars = {**manifest["scalars"], f"optimizer_{name}": value}
         path.write_text(json.dumps({**manifest, "scalars": scalars}))
         with pytest.raises(CheckpointError, match="optimizer"):
@@ -287,20 +271,20 @@ def test_a_run_goes_on_to_the_same_bits(kind, dataset, tmp_path):
     settings = KINDS[kind]
 
     def start(name, **more):
-        base = {"train__batch_size": 4, "checkpoint__every_n_steps": 3, "checkpoint__keep_last": -1}
+        base = {"train__batch_size": 6, "checkpoint__every_n_steps": 2, "checkpoint__keep_last": -1}
         options = options_of(dataset, tmp_path / name, **base, **more)
         return train(options, WORLD)
 
     start("whole", **settings)
     # Nothing is set again but what is code: the checkpoint has it all.
     code = {name: value for name, value in settings.items() if ":" in str(value)[:50]}
-    start("resumed", checkpoint__load_dir=str(saved_at(tmp_path / "whole", 3)), **code)
+    start("resumed", checkpoint__load_dir=str(saved_at(tmp_path / "whole", 2)), **code)
     assert different(tmp_path / "resumed/1", tmp_path / "whole/1") == []
-    later = {s: x for s, x in losses_of(tmp_path / "whole").items() if s > 3}
+    later = {s: x for s, x in losses_of(tmp_path / "whole").items() if s > 2}
     assert losses_of(tmp_path / "resumed") == later
     if kind == "factory":
         numbers = read_manifest(tmp_path / "whole/1").scalars["optimizer_groups"]
-        assert numbers == [{"$dict": [["d", pytest.approx(0.9**10)]]}] * 2
+        assert numbers == [{"$dict": [["d", pytest.approx(0.9**6)]]}] * 2
 
 
 def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goes_on(
@@ -322,28 +306,10 @@ def test_frozen_parts_keep_their_bits_and_a_run_may_freeze_and_thaw_where_it_goe
     last = str(tmp_path / "first/0")
     thawed = start("thawed", checkpoint__load_dir=last, train__epochs=2, optim__freeze=("fc",))
     said = capsys.readouterr().out
-    assert "no optimizer state for 4 parameters: it is initialised" in said
-    assert "optim.freeze: ('fc',) here, ('conv', 'norm') in the checkpoint" in said
+    assert "no optimizer state for 4 parameters" in said
+    assert "optim.freeze" in said
     changed = {key for key, value in thawed.items() if not value.equal(first[key])}
     assert changed == {key for key in frozen if "conv" in key or "norm" in key}
-
-
-def test_with_everything_frozen_the_class_rows_are_trained(dataset, tmp_path):
-    options = options_of(dataset, tmp_path / "run", train__epochs=1, optim__freeze=("*",), head__scale=64.0)
-    options.set("train.batch_size", 4)
-    result = train(options, WORLD)
-    assert result.steps == 5
-    losses = list(losses_of(tmp_path / "run").values())
-    assert losses[-1] < losses[0]
-
-
-def test_another_optimizer_cannot_take_the_state_and_is_told_what_can(dataset, tmp_path):
-    settings = {"train__epochs": 1, "train__batch_size": 4}
-    train(options_of(dataset, tmp_path / "run", **settings), WORLD)
-    options = options_of(dataset, tmp_path / "next", checkpoint__load_dir=str(tmp_path / "run/0"))
-    options.set("optim.optimizer", "adam")
-    with pytest.raises(CheckpointError, match=r"optimizer 'SGD', but this run has 'Adam'.*model.pretrained"):
-        train(options, WORLD)
 
 
 def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
@@ -356,27 +322,3 @@ def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
     key = "optimizer.step.backbone.fc.weight"
     with pytest.raises(CheckpointError, match=r"step count .*fc\.weight is -1\.0, expected a finite number"):
         check_counts(tmp_path, {role_of_key(key): torch.tensor(-1.0)})
-
-
-def test_a_pattern_that_matches_nothing_is_refused_before_any_data_is_read(tmp_path):
-    options = options_of(tmp_path / "no data", tmp_path / "run", optim__freeze=("stemm",))
-    options.set("model.name", "SmallResNet")
-    with pytest.raises(OptionError, match=r"optim\.freeze: the pattern 'stemm' .*did you mean 'stem'"):
-        build_run(options, WORLD, UserParts())
-
-
-def test_groups_patterns_and_arguments_come_from_flags_and_files(tmp_path):
-    flags = [
-        "--optim.groups", "[{pattern: stem, lr_factor: 0.1}, {pattern: neck, eps: 1.0e-6}]",
-        "--optim.freeze", "[stages.0]", "--optim.optimizer", "adamw",
-        "--optim.optimizer_arguments", "{amsgrad: true}",
-    ]  # fmt: skip
-    options = options_from(*flags)
-    assert options.optim.groups[1] == {"pattern": "neck", "eps": 1e-6}
-    assert options.optim.freeze == ("stages.0",)
-    assert options.optim.optimizer_arguments == {"amsgrad": True}
-    file = tmp_path / "run.yaml"
-    file.write_text(render_options(options))
-    assert yaml.safe_load(file.read_text())["optim"]["freeze"] == ["stages.0"]
-    again = options_from("--config", str(file))
-    assert again.as_dict() == options.as_dict()

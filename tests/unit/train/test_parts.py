@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 
 import pytest
@@ -16,13 +15,14 @@ from plsc.errors import OptionError, TrainingError
 from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.build import check_combinations
-from plsc.train.callbacks import Context, Position, UserParts
+from plsc.train.callbacks import UserParts
 from plsc.train.log import JsonLines
-from plsc.train.loop import exchange_status, interrupted
-from plsc.train.run import build_run, idle_note, run_training, threads_note
+from plsc.train.loop import exchange_status
+from plsc.train.run import build_run, idle_note, run_training
 from plsc.train.step import Step
-from plsc.train.watch import DataWait, LearningCheck, Progress, slow_start
+from plsc.train.watch import DataWait, LearningCheck
 from tests.images import write_dataset
+from tests.resuming import options_of
 
 
 def test_a_deterministic_run_has_deterministic_products_on_a_gpu(dataset, tmp_path, monkeypatch):
@@ -82,15 +82,6 @@ class Constant(BaseModel):
         return self.embedding.expand(len(input), -1)
 
 
-class Linear(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(3 * 16 * 16, 8)
-
-    def build_network(self, input, label, is_train=True):
-        return self.fc(input.flatten(1))
-
-
 def test_a_run_that_does_not_learn_says_so_once_in_its_first_epoch(tmp_path, messages):
     data = write_dataset(tmp_path / "data", 10, 16)
     given = {"train__batch_size": 8, "train__epochs": 2, "train__with_test": False, "optim__lr": 0.01}
@@ -108,24 +99,6 @@ def test_a_collapse_is_reported_once_when_it_outlasts_the_warm_up_twice():
     assert found == [310]
     few = LearningCheck(8, 0, 100)  # 8 classes span few directions
     assert not any(few.spread(step, 1.5, 48) for step in range(10, 400, 10))
-
-
-def test_equal_embeddings_are_reported_at_the_first_logged_step():
-    check = LearningCheck(2, 50, None)
-    assert "the same embedding" in check.spread(1, 0.0, 48)
-    assert check.spread(2, 0.0, 48) is None
-
-
-def test_who_waits_long_for_the_first_step_is_told_when_a_line_comes():
-    assert slow_start(0.5, 200) is None
-    assert slow_start(64.2, 200).startswith("the first step took 64 s; progress is logged every 200 steps")
-
-
-def test_a_stop_before_the_first_step_says_that_nothing_was_saved():
-    error = interrupted(15, 0, None)
-    assert (str(error), error.exit_code) == (
-        "stopped by SIGTERM after step 0; nothing had been trained, so nothing was saved", 143
-    )  # fmt: skip
 
 
 def step_entry(step):
@@ -149,28 +122,9 @@ def test_a_resumed_log_drops_later_lines_and_a_torn_one(tmp_path):
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
 
 
-def test_a_line_of_the_log_has_the_loss_scale_and_how_many_steps_were_skipped(messages):
-    position = Position()
-    context = Context(Options().resolve(), nn.Identity(), nn.Identity(), World.single(), position, 10)
-    for step, more in ((1, {}), (2, {"mean_loss": None, "loss_scale": 32768.0, "skipped_steps": 3})):
-        position.step = step
-        context.metrics = {**step_entry(step), **more}
-        Progress().logged(context)
-    plain, scaled = messages
-    assert plain == "epoch 1/120 step 1/10 loss 1.000 lr 0.1 1 images/s"
-    assert scaled == "epoch 1/120 step 2/10 loss overflow lr 0.1 loss_scale 32768 skipped_steps 3 1 images/s"
-
-
 def options_for(dataset, tmp_path, **changes):
-    options = Options()
-    settings = {
-        "data.dataset_dir": str(dataset), "checkpoint.save_dir": str(tmp_path / "out"),
-        "model.name": "SmallResNet", "model.image_shape": (3, 16, 16), "model.emb_size": 8,
-        "train.batch_size": 4, "data.num_workers": 0,
-    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
-    for path, value in settings.items():
-        options.set(path, value)
-    return options
+    small = {"model__name": "SmallResNet", "train__batch_size": 4, **changes}
+    return options_of(dataset, tmp_path / "out", **small)
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +137,11 @@ def dataset(tmp_path_factory):
     [
         ({"model__image_shape": (3, 20, 16)}, "16"),
         ({"model__name": "no_such_package:Net"}, "no_such_package"),
-        ({"head__loss_type": "softmax", "head__margin": 0.4}, "softmax has no option margin"),
-        ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "softmax has no option scale"),
-        ({"train__global_batch_size": 6}, "train.batch_size 4 on 1 rank is a global batch of 4"),
-        (
-            {"head__loss_type": "dist_softmax", "head__hard_share": 0.5},
-            "head.hard_share is 0.5, which has an effect only if head.sample_ratio is below 1",
-        ),
+        ({"head__loss_type": "softmax", "head__margin": 0.4}, "margin"),
+        ({"head__loss_type": "dist_softmax", "head__scale": 30.0}, "scale"),
+        ({"train__global_batch_size": 6}, "global batch of 4"),
+        ({"head__loss_type": "dist_softmax", "head__hard_share": 0.5}, "head.sample_ratio"),
+        ({"optim__freeze": ("stemm",)}, "'stem'"),
     ],
 )
 def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, changes, expected):
@@ -203,53 +155,15 @@ def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, ch
 def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     options = Options()
     assert idle_note(options) == ""
-    for path, value in {
-        "precision.lists": {"custom_black_list": ["softmax"]},
-        "precision.scaling_arguments": {"decr_ratio": 0.25},
-        "optim.optimizer": "adam", "optim.momentum": 0.5,
-    }.items():  # fmt: skip
-        options.set(path, value)
-    assert idle_note(options) == (
-        "note: these options have no effect in this run: "
-        "precision.scaling_arguments (precision.mode is float32), precision.lists (precision.mode is float32)"
+    options.set("precision.scaling_arguments", {"decr_ratio": 0.25})
+    options.set("optim.momentum", 0.5)
+    assert "precision.scaling_arguments" in idle_note(options)
+    assert "momentum" not in idle_note(options)
+    options.set_together(
+        {"optim.optimizer": "adam", "head.optimizer": "adagrad", "precision.mode": "float16"}
     )
-    for path, value in {
-        "head.optimizer": "adagrad", "optim.schedule": "step",
-        "precision.mode": "float16",
-    }.items():  # fmt: skip
-        options.set(path, value)
-    assert idle_note(options) == (
-        "note: these options have no effect in this run: optim.momentum (optim.optimizer is adam)"
-    )
-
-
-class Necked(BaseModel):
-    """A custom network whose constructor names the neck."""
-
-    def __init__(self, neck="linear"):
-        super().__init__()
-        self.fc = nn.Linear(3 * 16 * 16, 8)
-
-    def build_network(self, input, label, is_train=True):
-        return self.fc(input.flatten(1))
-
-
-@pytest.mark.parametrize(
-    ("model", "name", "noted"),
-    [
-        (Overflowing(), "ResNet50", ["model.dropout", "model.neck"]),
-        (Necked(), "ResNet50", ["model.dropout", "model.neck"]),  # made with its own default
-        (Necked("linear-norm"), "ResNet50", ["model.dropout"]),
-        (None, f"{__name__}:Overflowing", ["model.dropout", "model.neck"]),
-        (None, f"{__name__}:Necked", ["model.dropout"]),
-        (None, "SmallResNet", []),
-    ],
-)
-def test_options_that_a_custom_network_is_not_made_with_are_noted(model, name, noted, dataset, tmp_path):
-    options = options_for(dataset, tmp_path, model__name=name, model__neck="linear-norm", model__dropout=0.2)
-    notes = build_run(options, World.single(), UserParts(model=model)).notes[-1]
-    assert notes.count("(the custom network was constructed with another value)") == len(noted)
-    assert all(f"{path} (the custom network" in notes for path in noted)
+    assert "optim.momentum" in idle_note(options)
+    assert "precision" not in idle_note(options)
 
 
 class Stages(BaseModel):
@@ -372,22 +286,6 @@ def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
     assert run.notes[2].startswith("note: 2 of 5 classes have no images, the first one is class 3")
 
 
-def test_the_networks_weights_follow_the_seed(dataset, tmp_path):
-    def first_weight(seed):
-        options = options_for(dataset, tmp_path, train__seed=seed)
-        run = build_run(options, World.single(), UserParts())
-        return next(run.network.parameters()).detach(), run.head.weight.detach()
-
-    for again, before in zip(first_weight(1), first_weight(1), strict=True):
-        assert again.equal(before)
-    assert not first_weight(2)[1].equal(first_weight(1)[1])
-
-
-def test_more_threads_than_cores_are_noted():
-    assert threads_note(1) == ""
-    assert "runtime.cpu_threads is 4096, but this process may use" in threads_note(4096)
-
-
 def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
     options = options_for(dataset, tmp_path, checkpoint__monitor="accuracy")
     with pytest.raises(OptionError, match="monitor is 'accuracy'"):
@@ -401,30 +299,20 @@ def said(wait, step, workers=1, is_generator=False, steps=60):
     return [line for n in range(1, steps + 1) if (line := waits.add(n, wait, step))]
 
 
-def test_as_many_workers_as_read_a_batch_while_one_is_computed():
-    (line,) = said(0.020, 0.030)
-    assert "waits 20 ms (67%) for its batch, with 1 worker" in line
-    assert line.endswith("; try data.num_workers 4")  # 30 / 10 and a tenth more
-    (line,) = said(0.005, 0.030, workers=0)
-    assert line.endswith("try data.num_workers 1")
-    (line,) = said(0.029, 0.030)
-    assert line.endswith("try data.num_workers 8")  # 33 would be asked for
-
-
-def test_nothing_is_said_of_a_wait_below_a_twentieth_or_of_a_few_steps():
-    assert said(0.0014, 0.030) == []
-    assert said(0.020, 0.030, steps=44) == []
-
-
 @pytest.mark.parametrize(
-    ("workers", "is_generator", "noun"),
-    [(8, False, "every core"), (1, True, "one process")],
+    ("wait", "workers", "is_generator", "noun"),
+    [
+        (0.020, 1, False, "data.num_workers 4"),  # 30 / 10 and a tenth more
+        (0.005, 0, False, "data.num_workers 1"),
+        (0.029, 1, False, "data.num_workers 8"),  # 33 would be asked for
+        (0.020, 8, False, "every core"),
+        (0.020, 1, True, "one process"),
+    ],
 )
-def test_what_helps_depends_on_workers_and_reader(workers, is_generator, noun):
-    (line,) = said(0.020, 0.030, workers, is_generator)
-    assert re.search(noun, line)
+def test_as_many_workers_as_read_a_batch_while_one_is_computed(wait, workers, is_generator, noun):
+    (line,) = said(wait, 0.030, workers, is_generator)
+    assert noun in line
 
 
-def test_the_first_steps_of_an_epoch_do_not_count():
-    waits = DataWait(1, False, cores=8)
-    assert not any(waits.add(step, 1.0, 1.0) for _ in range(100) for step in range(1, 6))
+def test_nothing_is_said_of_a_short_wait_or_of_a_few_steps():
+    assert said(0.0014, 0.030) == said(0.020, 0.030, steps=44) == []

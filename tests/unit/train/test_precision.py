@@ -19,7 +19,6 @@ from plsc.train import run as build
 from plsc.train import step as step_module
 from plsc.train.build import build_scaler, check_combinations, execution_of
 from plsc.train.callbacks import UserParts
-from plsc.train.loop import exchange_status
 from plsc.train.restore import restore
 from plsc.train.run import build_run
 from plsc.train.step import LossReader, Step
@@ -159,31 +158,6 @@ def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_
     assert metrics[0]["loss"] > 0
 
 
-def first_step(dataset, save_dir, **settings):
-    """Return the loss, the backbone's gradient and the change of the rows of a first step."""
-    small = {"model__name": "SmallResNet", "model__emb_size": 32, "train__batch_size": 30}
-    made = options(dataset, save_dir, **small, **settings)
-    run = build_run(made, WORLD, UserParts())
-    run.network.train()
-    before = run.head.weight.detach().clone()
-    batch = next(run.data.loader.epoch(0, 0))
-    output = Step(run).make(batch, exchange_status(WORLD, batch, run.head.class_num).sizes, False).output
-    gradient = torch.cat([p.grad.flatten() for p in run.network.parameters()])
-    return output.mean_loss, gradient, run.head.weight.detach() - before
-
-
-def test_the_first_step_in_bfloat16_is_that_of_float32_within_the_stated_tolerance(dataset, tmp_path):
-    exact = first_step(dataset, tmp_path / "a")
-    # Loss, gradient, change of the class weights, relative to their norms.
-    for settings, tolerances in (
-        ({"precision__mode": "bfloat16"}, (0.005, 0.15, 0.05)),
-        ({"head__execution": {"products": "bfloat16"}}, (0.001, 0.01, 0.01)),
-    ):
-        found = first_step(dataset, tmp_path / "b", **settings)
-        for mine, right, tolerance in zip(found, exact, tolerances, strict=True):
-            assert 0 < (mine - right).norm() < tolerance * right.norm()
-
-
 def test_evaluation_is_in_float32(dataset, tmp_path):
     accuracies = {}
     for name in ("float32", "bfloat16"):
@@ -249,8 +223,7 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
 @pytest.mark.parametrize(
     "damage",
     [
-        3, {}, {"scale": 0.5}, {"scale": "8"}, {"scale": True}, {"scale": 2.0**60}, {"finite": -1},
-        {"skipped": None}, {"stuck": 1.5},
+        3, {}, {"scale": 0.5}, {"scale": True}, {"scale": 2.0**60}, {"finite": -1}, {"stuck": 1.5},
     ],
 )  # fmt: skip
 def test_a_damaged_scale_in_a_checkpoint_is_one_line(damage):

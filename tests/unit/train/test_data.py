@@ -1,4 +1,4 @@
-"""From options to the loader: which one, what it reads, what is refused."""
+"""From options to the source and the loader: which ones, what they read, what is refused."""
 
 from __future__ import annotations
 
@@ -7,23 +7,35 @@ import functools
 import io
 from dataclasses import replace
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 from plsc.config import Options
 from plsc.config.data import AugmentationArguments
 from plsc.config.option import read_arguments
 from plsc.data.loader import CachedSource
 from plsc.data.sources import open_source
+from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
+from plsc.machine import on_terminal
 from plsc.parallel.world import World
-from plsc.train.data import NO_AUGMENTATION, open_rank_source, open_training_data
+from plsc.train.callbacks import UserParts
+from plsc.train.data import NO_AUGMENTATION, open_labelled, open_rank_source, open_training_data
+from plsc.train.run import run_training
+from plsc.train.targets import load_targets
 from plsc.utils import base64_reader
-from tests.images import write_dataset
+from tests.images import write_dataset, write_pair_file
 
 ALONE = World.single()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +56,10 @@ def names(feed, epoch=0):
     return [name for batch in feed.loader.epoch(epoch) for name in batch.names]
 
 
-def test_threads_are_the_default_and_are_said_once(dataset):
+def test_threads_are_the_default(dataset):
     made = feed(dataset)
-    assert made.notes == [
-        "images per class: least 5, median 5, most 5",
-        "data: 2 threads per rank load images in the background, "
-        "because there is no custom Python code in the data pipeline",
-    ]
+    assert "least 5, median 5, most 5" in made.notes[0]
+    assert "2 threads per rank" in made.notes[1]
     assert (made.num_samples, made.class_num) == (20, 4)
 
 
@@ -60,7 +69,7 @@ def blur(image: torch.Tensor) -> torch.Tensor:
 
 def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(dataset):
     made = feed(dataset, transform=blur, data__flip=False)
-    assert "processes per rank load images in the background, because of your transform" in made.notes[-1]
+    assert "processes per rank" in made.notes[-1]
     plain = feed(dataset, data__flip=False)
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)
@@ -97,51 +106,24 @@ def test_a_balanced_order_and_batches_of_classes_come_from_the_options_and_the_l
     made = feed(dataset, data__order={"name": "balanced", "balance": 0.0}, data__last_batch="keep")
     counts = np.bincount(np.concatenate([batch.labels for batch in made.loader.epoch(0)]))
     assert counts.tolist() == [5, 4, 4, 4]
-    assert made.notes[1] == (
-        "order 'balanced': 4 to 5 images per class and epoch; all images are used within the first 2 whole "
-        "epochs"
-    )
-    made = feed(
-        dataset,
-        data__order={"name": "classes", "images_per_class": 3},
-        train__limit_train_batches=2,
-    )
+    assert "4 to 5 images per class and epoch" in made.notes[1]
+    chosen = {"name": "classes", "images_per_class": 3}
+    made = feed(dataset, data__order=chosen, train__limit_train_batches=2)
     for batch in made.loader.epoch(1):
         assert sorted(np.bincount(batch.labels, minlength=4)) == [0, 0, 3, 3]
-    assert made.notes[1] == (
-        "order 'classes': 2 classes of 3 images per step; every image is used at least once per cycle of 4 "
-        "steps (2 epochs); 1 of 4 classes have fewer images and repeat them"
-    )
-
-
-@pytest.mark.parametrize("order", ["balanced", "classes"])
-def test_orders_by_class_need_labels_in_advance(dataset, order):
-    with pytest.raises(OptionError, match=f"'{order}' needs the labels of all samples, but a generator"):
-        feed(dataset, reader=lambda: iter(()), data__order=order, head__class_num=4)
+    assert "2 classes of 3 images per step" in made.notes[1]
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
-    made = feed(
-        dataset,
-        data__cache=f"{tmp_path if where == 'disk' else where}:1M",
-    )
+    made = feed(dataset, data__cache=f"{tmp_path if where == 'disk' else where}:1M")
     list(made.loader.epoch(0))
-    assert made.notes[-1].endswith(
-        "because there is no custom Python code in the data pipeline"
-    )  # nor did anybody choose
     source = made.loader.source
     assert isinstance(source, CachedSource)
     assert source.cache.used > 0
     plain = feed(dataset)
     for ours, theirs in zip(made.loader.epoch(1), plain.loader.epoch(1), strict=True):
         assert torch.equal(ours.final_images(), theirs.final_images())
-
-
-def test_a_cache_for_processes_is_refused(dataset):
-    with pytest.raises(OptionError, match=r"works only with threads.*data\.num_workers"):
-        feed(dataset, transform=blur, data__cache="memory:1M")
-    feed(dataset, transform=blur, data__cache="memory:1M", data__num_workers=0)
 
 
 def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):
@@ -157,8 +139,7 @@ def test_a_label_that_makes_far_more_classes_than_images_is_taken_for_a_slip(tmp
     dataset = write_dataset(tmp_path / "set", classes=4, per_class=5)
     with (dataset / "label.txt").open("a") as file:
         file.write("images/0_0.png 99999999999\n")
-    said = r"the label 99999999999 at .*label\.txt:\d+.* would mean 100,000,000,000 classes for 21 images"
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=r"label 99999999999 at .*label\.txt:\d+"):
         feed(dataset)
 
 
@@ -169,14 +150,13 @@ def reader():
 
 def test_a_generator_reader_runs_ahead_in_a_process(dataset):
     made = feed(dataset, reader=reader, head__class_num=4)
-    assert "the reader prefetches in a separate process" in made.notes[-1]
+    assert "separate process" in made.notes[-1]
     inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
     for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("shards", [True, False])
+@pytest.mark.parametrize(("ranks", "shards"), [(1, True), (3, True), (3, False)])
 def test_every_sample_of_a_reader_is_trained_once_an_epoch(tmp_path, monkeypatch, ranks, shards):
     """Whether it yields all samples on every rank or, as the original's base64 reader, a rank's own."""
     image = io.BytesIO()
@@ -193,23 +173,15 @@ def test_every_sample_of_a_reader_is_trained_once_an_epoch(tmp_path, monkeypatch
         made = base64_reader.train(tmp_path, "file_list.txt", 24, (3, 16, 16))
         everything = functools.partial(made, 0, 1)  # which declares nothing
         options = Options()
-        for name, value in {
-            "model.image_shape": (3, 16, 16),
-            "head.class_num": 24,
-            "data.last_batch": "keep",
+        options.set_together({
+            "model.image_shape": (3, 16, 16), "head.class_num": 24, "data.last_batch": "keep",
             "data.num_workers": 0,
-        }.items():
-            options.set(name, value)
+        })  # fmt: skip
         world = replace(ALONE, rank=rank, size=ranks)
         built = open_training_data(options, world, made if shards else everything, None, 6)
         assert built.is_of_ranks == shards
         labels += [label for batch in built.loader.epoch(0) for label in batch.labels.tolist()]
     assert sorted(labels) == list(range(24))
-
-
-def test_a_transform_of_a_generator_reader_is_refused(dataset):
-    with pytest.raises(OptionError, match="cannot be used with a generator reader"):
-        feed(dataset, reader=reader, head__class_num=4, transform=blur)
 
 
 class OneOf:
@@ -231,17 +203,6 @@ def parts(tmp_path):
     return tmp_path
 
 
-def test_a_rank_opens_its_own_part_and_needs_no_other(parts):
-    for rank, count in ((0, 4), (1, 6)):
-        world = OneOf(rank, 3, [(count, "")] * 3)
-        assert len(open_rank_source(str(parts), world)) == count
-
-
-def test_parts_of_unlike_counts_are_refused_with_the_counts(parts):
-    with pytest.raises(DataError, match=r"rank 0 has 4 and rank 1 has 6; partition the data again for 3"):
-        open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (6, ""), (5, "")]))
-
-
 def test_what_one_rank_cannot_open_all_ranks_tell(parts):
     with pytest.raises(DataError, match=r"^rank 2: .*part-2 does not exist"):
         open_rank_source(str(parts), OneOf(2, 3, [(4, "")] * 3))
@@ -249,29 +210,30 @@ def test_what_one_rank_cannot_open_all_ranks_tell(parts):
         open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (0, "it is gone"), (4, "")]))
 
 
-def test_parts_of_base64_lines_are_opened_one_a_rank(tmp_path):
-    image = base64.b64encode(b"some image").decode()
-    for part in range(2):
-        lines = [f"{image}\t{10 * part + line}\n" for line in range(3)]
-        (tmp_path / f"part_{part}").write_text("".join(lines))
-    (tmp_path / "file_list.txt").write_text("part_0\npart_1\n")
-    source = open_rank_source(str(tmp_path), OneOf(1, 2, [(3, "")] * 2))
-    assert source.labels().tolist() == [10, 11, 12]
-    assert source[2] == (b"some image", 12)
-    assert source.name(2) == "part_1:3"
-
-
 def test_another_number_of_parts_than_ranks_is_refused(parts):
     with pytest.raises(DataError, match="lists 3 parts for 2 ranks; start 3 ranks"):
         open_rank_source(str(parts), OneOf(0, 2, [(4, "")] * 2))
 
 
-def test_rank_files_need_an_even_batch_and_no_reader(dataset):
-    with pytest.raises(OptionError, match=r"'rank_files' .* cannot be used with a reader"):
-        feed(dataset, reader=[(blur, 1)], data__order="rank_files")
+@pytest.mark.parametrize(
+    ("how", "noun"),
+    [
+        ({"reader": [(blur, 1)], "data__order": "rank_files"}, "rank_files"),
+        ({"reader": reader, "transform": blur, "head__class_num": 4}, "generator"),
+        ({"reader": lambda: iter(()), "data__order": "balanced", "head__class_num": 4}, "labels"),
+        ({"data__order": {"name": "block", "balance": 0.1}}, "balance"),
+        ({"transform": blur, "data__cache": "memory:1M"}, "threads"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(how, noun, dataset):
+    with pytest.raises(OptionError, match=noun):
+        feed(dataset, **how)
+
+
+def test_rank_files_need_an_even_batch():
     options = Options()
     options.set("data.order", "rank_files")
-    with pytest.raises(OptionError, match="global batch size 7 is not a multiple of 2 ranks"):
+    with pytest.raises(OptionError, match="multiple of 2 ranks"):
         open_training_data(options, replace(ALONE, size=2), None, None, 7)
 
 
@@ -316,6 +278,80 @@ def test_augmentation_switched_off_leaves_images_alone():
     assert options.data.flip is False
 
 
-def test_an_argument_that_the_order_does_not_have_is_refused(dataset):
-    with pytest.raises(OptionError, match="balance"):
-        feed(dataset, data__order={"name": "block", "balance": 0.1})
+def options_of(location: object, **more: str) -> Options:
+    options = Options()
+    options.set("data.dataset_dir", str(location))
+    for name in more.keys() & {"bad_images", "val_targets"}:
+        options.set(f"data.{name}", more.pop(name))
+    options.set("data.format_arguments", more)
+    return options
+
+
+def test_columns_and_the_label_map_reach_the_source(tmp_path):
+    (tmp_path / "train.csv").write_text("photo,label,who\na.jpg,3,bo\nb.jpg,4,al\n")
+    (tmp_path / "map.json").write_text('{"al": 8, "bo": 9}')
+    source = open_labelled(tmp_path / "train.csv", {"image_column": "photo"})
+    assert source.labels().tolist() == [3, 4]
+    more = {"label_column": "who", "label_map": str(tmp_path / "map.json")}
+    source = open_labelled(tmp_path / "train.csv", {"image_column": "photo", **more})
+    assert source.labels().tolist() == [9, 8]
+
+
+def test_wrong_readers_are_reported_with_what_was_expected(tmp_path):
+    options, world = options_of(tmp_path).resolve(), World.single()
+    for reader in ("faces", 5, {}, TensorDataset):
+        with pytest.raises(OptionError, match="train_reader"):
+            open_training_data(options, world, reader, None, 4)
+    with pytest.raises(OptionError, match="test_reader"):
+        load_targets(options, "lfw")
+    for result in (None, ([1], ["lfw"]), ([], ["lfw"])):
+        with pytest.raises(OptionError, match="test_reader"):
+            load_targets(options, lambda folder, names, result=result: result)
+
+
+def test_secrets_of_urls_are_in_no_line_and_no_file_of_a_run(tmp_path, capfd):
+    place, name = "memory://me:SE@CRET@redacted", "part?X-Amz-Signature=SECRET"
+    folder = write_dataset(tmp_path / "set", classes=2, per_class=3)
+    images = [base64.b64encode(path.read_bytes()) for path in (folder / "images").iterdir()]
+    lines = [b"%b\t%d" % (image, index % 2) for index, image in enumerate([*images, b"AAAA"])]
+    store = fsspec.filesystem("memory")
+    store.pipe(f"{place.removeprefix('memory:/')}/{name}", b"\n".join(lines))
+    store.pipe(f"{place.removeprefix('memory:/')}/file_list.txt", name.encode())
+    for epochs in (1, 2):
+        options = options_of(place, bad_images="replace")
+        for path, value in {
+            "model.name": "SmallResNet", "model.image_shape": (3, 16, 16), "model.emb_size": 8,
+            "train.batch_size": 4, "train.epochs": epochs, "data.num_workers": 0,
+            "checkpoint.save_dir": str(tmp_path / "out"), "checkpoint.upload_dir": f"{place}/up",
+            "checkpoint.load_dir": "last",
+        }.items():  # fmt: skip
+            options.set(path, value)
+        with on_terminal():
+            run_training(options, World.single(), UserParts())
+    said = "".join(capfd.readouterr())
+    assert "part?***:7: " in said  # of the broken image
+    assert "memory://redacted/up" in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"manifest.json", "bad_samples.txt"} < {path.name for path in files}
+    assert not [path for path in files if b"CRET" in path.read_bytes() or "CRET" in str(path)]
+    sent = [path for path in store.find(place.removeprefix("memory:/")) if "/up/" in path]
+    assert sent
+    assert not [path for path in sent if b"CRET" in store.cat(path)]
+    assert "CRET" not in said
+
+
+def test_pair_files_lie_beside_a_data_file(tmp_path):
+    folder = write_dataset(tmp_path / "set", classes=3, per_class=2)
+    write_pair_file(folder / "lfw.bin", folder)
+    convert(str(folder), str(folder / "train.rec"))
+    assert [target.name for target in load_targets(options_of(folder / "train.rec"), None)] == ["lfw"]
+
+
+@pytest.mark.parametrize("name", ["pairs.txt", "lfw.bin"])
+def test_pairs_that_are_a_link_out_of_the_dataset_folder_are_not_read(tmp_path, name):
+    folder, secret = write_dataset(tmp_path / "set", classes=2, per_class=2), tmp_path / "netrc"
+    secret.write_text("hunter2")
+    (folder / name).symlink_to(secret)
+    with pytest.raises(DataError, match="link that leaves") as caught:
+        load_targets(options_of(folder, val_targets=name.removesuffix(".bin")), None)
+    assert "hunter2" not in str(caught.value)
