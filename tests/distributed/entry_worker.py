@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from plsc.train.callbacks import EVENTS
 from tests.spoiled import Spoiled, SpoilImage
 from tests.system.small_entry import entry
 
+CASE, DATASET, FOLDER = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 RANK, LAST = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
 
 
@@ -43,14 +45,24 @@ def stopped(ins):
 
 
 def failing(ins):
-    """A callback of the last rank raises."""
+    """A callback of the last rank raises; each rank writes what it got."""
 
     def fail(context):
         if RANK == LAST:
             raise ZeroDivisionError("on the last rank only")
 
     ins.add_callback(fail, "epoch_end")
-    ins.train()
+    if child := os.fork():  # all ranks are ended when the first one ends: it stays until another has written
+        _, status = os.waitpid(child, 0)
+        until = time.monotonic() + 20
+        while not (FOLDER / "0.json").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        os._exit(os.waitstatus_to_exitcode(status))
+    try:
+        ins.train()
+    except Exception as error:
+        write([type(error).__name__, str(error)])
+        raise
 
 
 def bad_loss(ins):
@@ -103,12 +115,16 @@ def logged(ins):
     return [logger.entries, norms.expected, norms.logged_norms]
 
 
+def write(seen):
+    part = FOLDER / f"{RANK}.part"
+    part.write_text(json.dumps(seen))
+    part.rename(FOLDER / f"{RANK}.json")
+
+
 def main():
-    case, dataset, folder = sys.argv[1], *map(Path, sys.argv[2:])
-    epochs = 2 if case in ("logged", "failing") else 5
-    ins = entry(dataset, folder / "run", set_train_epochs=epochs, set_train_batch_size=4)
-    seen = {one.__name__: one for one in (stopped, failing, bad_loss, logged)}[case](ins)
-    (folder / f"{RANK}.json").write_text(json.dumps(seen))
+    epochs = 2 if CASE in ("logged", "failing") else 5
+    ins = entry(DATASET, FOLDER / "run", set_train_epochs=epochs, set_train_batch_size=4)
+    write({one.__name__: one for one in (stopped, failing, bad_loss, logged)}[CASE](ins))
 
 
 if __name__ == "__main__":

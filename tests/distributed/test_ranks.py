@@ -88,10 +88,16 @@ def test_all_ranks_see_the_same_events_and_one_rank_stops_the_run(faces, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_epoch_is_saved_on_all_ranks_before_the_error_of_one(faces, tmp_path):
+def test_an_epoch_is_saved_on_all_ranks_before_the_error_of_one_and_the_others_get_its_message(
+    faces, tmp_path
+):
     done = launch("entry", 2, "failing", faces, tmp_path, check=False)
     assert done.returncode == 1
-    assert "on the last rank only" in done.stderr
+    first, last = seen(tmp_path, 2)
+    assert last == ["ZeroDivisionError", "on the last rank only"]
+    assert first[0] == "DistributedError"
+    assert "rank 1" in first[1]
+    assert " on the last rank only" in first[1]
     assert verify(tmp_path / "run/0").epoch == 1
     assert not (tmp_path / "run/1").exists()
 

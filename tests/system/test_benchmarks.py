@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.benchmark_forks import run_here, run_in_forks
 from tests.distributed.launch import run_ranks
 
 REPO = Path(__file__).parents[2]
@@ -20,7 +22,11 @@ sys.path.insert(0, str(BENCHMARKS))
 import accuracy_peer  # noqa: E402
 import checkpoint  # noqa: E402
 import head  # noqa: E402
+import kill  # noqa: E402
+import many_classes  # noqa: E402
 import measuring  # noqa: E402
+import run as table  # noqa: E402
+import train  # noqa: E402
 from ways import BASELINE, BY_NAME, WAYS  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -31,33 +37,6 @@ def run(*arguments: object) -> list[dict]:
     options = "--device", "cpu", "--threads", "1", *map(str, arguments)
     done = run_ranks(BENCHMARKS / "head.py", 0, *options, cwd=REPO)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def run_here(monkeypatch, script, *arguments: object) -> None:
-    """Run a benchmark in this process; the processes that it starts are its own."""
-    monkeypatch.setattr(head.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
-    script.main()
-
-
-def run_in_forks(monkeypatch, script, *arguments: object) -> None:
-    """Run a benchmark in this process, and its processes as forks, which start without seconds of imports."""
-    is_running = threading.Lock()
-
-    def fork(command: list[str], ranks: int = 0) -> str:
-        with is_running:
-            return run_ranks(command[0], ranks, *command[1:], cwd=REPO).stdout
-
-    def run_child(command: list[str], timeout: float | None, **_: str) -> tuple[list[dict], None]:
-        ranks = 0
-        if command[:2] == ["-m", "torch.distributed.run"]:
-            ranks, command = int(command[3].partition("=")[2]), command[4:]
-        return [json.loads(line) for line in fork(command, ranks).splitlines() if line.startswith("{")], None
-
-    for module in (measuring, checkpoint):
-        monkeypatch.setattr(module, "run_child", run_child)
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: fork(command[1:]))
-    run_here(monkeypatch, script, *arguments)
 
 
 def read(folder: Path, kind: str) -> list[dict]:
@@ -111,9 +90,9 @@ def test_every_way_to_keep_a_checkpoint_loads_what_it_saved_on_fewer_and_more_ra
     assert {sample["ranks"] for sample in samples if sample["act"] == "load"} == {1, 2, 3}
 
 
-def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path):
+def test_a_quick_training_benchmark_has_a_row_for_each_way_from_memory_and_from_files(tmp_path, monkeypatch):
     for arguments in ([], ["--files", "--workers", "0"]):
-        run_ranks(BENCHMARKS / "train.py", 0, str(tmp_path), "--quick", *arguments, cwd=REPO)
+        run_in_forks(monkeypatch, train, tmp_path, "--quick", *arguments)
     samples = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     timed = [(one["way"], one["round"], one["files"]) for one in samples if one["kind"] == "time"]
     ways = {way for way, _, _ in timed}
@@ -157,9 +136,23 @@ def test_the_capacity_benchmark_has_a_row_for_each_gallery_and_level(tmp_path):
     ]
 
 
-@pytest.mark.timeout(600)  # a dozen processes that import torch
-def test_the_table_of_all_benchmarks_has_a_row_with_figures_for_each(tmp_path):
-    done = run_ranks(BENCHMARKS / "run.py", 0, str(tmp_path), "--quick", cwd=REPO, timeout=600)
-    rows = [row.split("|")[1:-1] for row in done.stdout.partition("| compared with |")[2].splitlines()[2:]]
-    assert len(rows) == 5
-    assert not [cells for cells in rows if "failed" in cells[2]]
+def test_the_table_of_all_benchmarks_has_a_row_with_figures_for_each(tmp_path, monkeypatch, capsys):
+    here = {Path(script.__file__).name: script for script in (head, train, many_classes, kill)}
+
+    def start(command, **_):
+        name, arguments = Path(command[1]).name, command[2:]
+        if name in here:
+            run_in_forks(monkeypatch, here[name], *arguments)
+        else:
+            run_ranks(command[1], 0, *arguments, cwd=REPO)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("PLSC_CACHE_DIR", "")  # one of them sets it
+    monkeypatch.setattr(table, "subprocess", SimpleNamespace(run=start))
+    with pytest.raises(SystemExit) as ended:
+        run_here(monkeypatch, table, "--quick", tmp_path)
+    assert not ended.value.code
+    rows = capsys.readouterr().out.partition("| compared with |")[2].splitlines()[2:]
+    cells = [row.split("|")[3] for row in rows]
+    assert len(cells) == len(table.PARTS)
+    assert not [cell for cell in cells if not re.search(r"\d", cell)]

@@ -34,14 +34,6 @@ from pathlib import Path
 from plsc.cli import main
 from plsc.data.partition import spark
 
-results = {}
-for name, arguments in json.load(sys.stdin).items():
-    reports = io.StringIO()
-    with contextlib.redirect_stdout(reports), contextlib.redirect_stderr(reports):
-        results[name] = main(["data", "partition", *arguments]), reports.getvalue()
-with open(sys.argv[1], "w") as file:
-    json.dump(results, file)
-
 with spark.session(None, 2**29, sys.argv[2]) as context:
     context.parallelize(range(9), 2).groupBy(bool).collect()
     process = Path("/proc", str(context._jvm.java.lang.ProcessHandle.current().pid()))
@@ -53,6 +45,14 @@ with spark.session(None, 2**29, sys.argv[2]) as context:
     [folder] = Path(sys.argv[2]).iterdir()  # not in SPARK_LOCAL_DIRS
     print("shuffled", oct(folder.stat().st_mode)[-3:], len(list(folder.rglob("shuffle*.data"))))
     print("login", context.getConf().get("spark.authenticate"))
+
+results = {}
+for name, arguments in json.load(sys.stdin).items():
+    reports = io.StringIO()
+    with contextlib.redirect_stdout(reports), contextlib.redirect_stderr(reports):
+        results[name] = main(["data", "partition", *arguments]), reports.getvalue()
+with open(sys.argv[1], "w") as file:
+    json.dump(results, file)
 """
 
 
