@@ -43,12 +43,16 @@ def _exported():
     ins = entry(
         folder / "faces", folder / "out", set_val_targets="pairs", set_checkpoint_dir=result.checkpoint
     )
-    ins.convert_for_prediction(folder / "model", classes=True, thumbnails=True)
+    unseen = write_dataset(folder / "unseen", classes=24, per_class=3, seed=9)
+    ins.convert_for_prediction(folder / "model", classes=True, thumbnails=True, unseen=str(unseen))
     return folder
 
 
 def export_model(folder):
-    """Write a network with classes, thumbnails and thresholds to folder/model, its run to folder/run."""
+    """Write a network to folder/model, its run to folder/run, its data to folder/faces and folder/unseen.
+
+    The model has classes, thumbnails, thresholds, and the capacity measured on folder/unseen.
+    """
     shutil.copytree(_exported(), folder, dirs_exist_ok=True)
     return folder / "model"
 

@@ -1,7 +1,7 @@
 """A prediction on several ranks: predict_worker.py FOLDER OUTPUT [KILL_AT]
 
 FOLDER has a dataset, faces, and a checkpoint, run/0. With KILL_AT, all ranks and their launcher are killed
-when this image is read. OUTPUT `memory` is not written; the outputs are saved per rank.
+when this image is read. With OUTPUT `written`, what is predicted without a folder is saved per rank.
 """
 
 import os
@@ -45,18 +45,9 @@ if __name__ == "__main__":
     ins.set_test_batch_size(3)
     ins.set_bad_images("skip")
     ins.predict_reader = Faces(folder / "faces", int(sys.argv[3]) if len(sys.argv) > 3 else None)
-    fields = prediction.FIELDS
-    if output == "memory":
-        found = ins.predict(layers=LAYERS, field=fields)
-        rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        np.savez(
-            folder / f"memory{ranks}-{rank}.npz",
-            embeddings=found.embeddings,
-            names=found.names,
-            labels=found.labels,
-            ids=found.ids,
-            probs=found.probs,
-            **found.layers,
-        )
-    else:
-        ins.predict(layers=LAYERS, field=fields, output=folder / output)
+    how = {"layers": LAYERS, "field": prediction.FIELDS}
+    ins.predict(**how, output=folder / output)
+    if output == "written":
+        found = ins.predict(**how)
+        values = {name: getattr(found, name) for name in ("embeddings", "names", "labels", "ids", "probs")}
+        np.savez(folder / f"memory-{os.environ['RANK']}.npz", **values, **found.layers)

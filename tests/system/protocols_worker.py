@@ -15,11 +15,8 @@ from tests.system.small_entry import entry
 CASES = {
     "pairs": {"pairs": "pairs.txt"},
     "bin": {"pairs": "lfw.bin"},
-    "all_pairs": {},
-    "identify": {},
     "gallery": {"images": "", "gallery": "gallery", "distractors": "distractors"},
     "templates": {"images": "", "templates": "templates"},
-    "retrieval": {},
     "pairs_groups": {"pairs": "pairs.txt", "groups": "groups.tsv"},
     "all_pairs_groups": {"groups": "groups.tsv"},
     "identify_groups": {"groups": "groups.tsv"},

@@ -31,13 +31,12 @@ def weights(checkpoint):
     return plsc.load_network(checkpoint).state_dict()
 
 
+PADDED = {"set_augmentation": {"crop_padding": 2}}
+
+
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
-    return (
-        entry(folders[1], tmp_path_factory.mktemp("run"), set_augmentation={"crop_padding": 2})
-        .train()
-        .checkpoint
-    )
+    return entry(folders[1], tmp_path_factory.mktemp("run"), **PADDED).train().checkpoint
 
 
 @pytest.mark.parametrize(
@@ -47,9 +46,7 @@ def trained(folders, tmp_path_factory):
 def test_training_on_photos_is_training_on_their_aligned_faces(folders, trained, tmp_path, settings):
     if "set_val_dir" in settings:
         settings = {**settings, "set_val_dir": folders[0]}
-    ins = entry(
-        folders[0], tmp_path, set_landmarks="landmarks.txt", set_augmentation={"crop_padding": 2}, **settings
-    )
+    ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", **PADDED, **settings)
     found, expected = weights(ins.train().checkpoint), weights(trained)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -92,17 +89,17 @@ def test_lists_and_protocols_on_photos_are_those_on_their_aligned_faces(folders,
 
 def test_the_exported_model_and_the_log_say_that_faces_were_aligned(folders, trained, tmp_path, messages):
     run = entry(folders[0], tmp_path / "run", set_landmarks="landmarks.txt").train().checkpoint
-    assert not any("aligned by data.landmarks" in text for text in messages)
-    ins = entry(folders[1], tmp_path, set_checkpoint_dir=run)
-    about = json.loads((ins.convert_for_prediction(tmp_path / "model") / "model.json").read_text())
-    alignment = about["input"]["alignment"]
-    assert alignment["transform"] == "similarity"
-    assert alignment["landmarks"][0] == pytest.approx([38.2946 / 7, 51.6963 / 7], abs=1e-4)
-    ins.predict()
-    assert any("trained on faces aligned by data.landmarks" in text for text in messages)
-    ins = entry(folders[1], tmp_path, set_checkpoint_dir=trained)
-    about = json.loads((ins.convert_for_prediction(tmp_path / "plain") / "model.json").read_text())
-    assert "alignment" not in about["input"]
+    assert not any("data.landmarks" in text for text in messages)
+    for checkpoint in (run, trained):
+        ins = entry(folders[1], tmp_path, set_checkpoint_dir=checkpoint)
+        folder = ins.convert_for_prediction(tmp_path / checkpoint.parent.name / "model", graph="none")
+        alignment = json.loads((folder / "model.json").read_text())["input"].get("alignment")
+        assert (alignment is None) == (checkpoint is trained)
+        if alignment:
+            assert alignment["transform"] == "similarity"
+            assert alignment["landmarks"][0] == pytest.approx([38.2946 / 7, 51.6963 / 7], abs=1e-4)
+            ins.predict()
+            assert any("data.landmarks" in text for text in messages)
 
 
 def test_images_without_landmarks_stop_the_run_or_are_skipped(folders, tmp_path):
@@ -118,16 +115,15 @@ def test_images_without_landmarks_stop_the_run_or_are_skipped(folders, tmp_path)
 
 
 def test_readers_cannot_be_aligned(folders, trained, tmp_path):
-    ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_class_num=3)
-    with pytest.raises(OptionError, match=r"data\.landmarks is set, but a list of images does not use it"):
-        entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_checkpoint_dir=trained).predict(
-            [np.zeros((16, 16, 3), np.uint8)]
-        )
-    for reader in (lambda: iter(()), [(np.zeros((16, 16, 3), np.uint8), 0)] * 12):
+    images = [(np.zeros((16, 16, 3), np.uint8), 0)] * 12
+    for reader in (lambda: iter(()), images):
+        ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", set_class_num=3)
         ins.train_reader = ins.predict_reader = reader
-        with pytest.raises(OptionError, match=r"data\.landmarks is set, but a.* reader does not use it"):
+        with pytest.raises(OptionError, match=r"data\.landmarks"):
             ins.train()
         ins.set_checkpoint_dir(trained)
-        with pytest.raises(OptionError, match=r"data\.landmarks is set, but a.* reader does not use it"):
+        with pytest.raises(OptionError, match=r"data\.landmarks"):
             ins.predict()
-        ins.set_checkpoint_dir(None)
+    ins.predict_reader = None
+    with pytest.raises(OptionError, match=r"data\.landmarks"):
+        ins.predict([image for image, _ in images])

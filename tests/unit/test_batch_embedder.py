@@ -10,9 +10,11 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from plsc.errors import CheckpointError, OptionError
 from plsc.export import batch_embedder, open_model
+from tests.images import photo
 from tests.serving import export_model
 
 pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
@@ -37,33 +39,24 @@ def expected(model, paths):
 @pytest.mark.parametrize("make", [pa.table, pa.RecordBatch.from_pydict])
 def test_an_arrow_batch_gets_the_embeddings_of_open_model_and_the_fingerprint(model, paths, expected, make):
     images = [*(Path(path).read_bytes() for path in paths), b"no image", None]
+    images[0] = photo(Image.open(paths[0]), 6, "PNG")  # is turned upright
     embedder = pickle.loads(pickle.dumps(batch_embedder(model)))
-    found = embedder(make({"id": list(range(len(images))), "image": images}))
-    assert type(found) is type(make({"id": [0]}))
-    assert found.schema.names == ["id", "image", "embedding", "error"]
-    assert found.schema.metadata[b"plsc.fingerprint"].decode() == open_model(model).fingerprint
-    assert b"(x - 127.5) / 128" in found.schema.metadata[b"plsc.input"]
+    given = make({"error": ["old"] * len(images), "image": images, "embedding": [[1.0]] * len(images)})
+    found = embedder(given.replace_schema_metadata({"plsc.fingerprint": "old", "mine": "kept"}))
+    assert type(found) is type(given)
+    assert found.schema.names == ["image", "embedding", "error"]
+    about = found.schema.metadata
+    assert about[b"plsc.fingerprint"].decode() == open_model(model).fingerprint
+    assert about[b"mine"] == b"kept"
+    assert b"(x - 127.5) / 128" in about[b"plsc.input"]
     rows = found["embedding"].to_pylist()
     assert np.array_equal(np.array(rows[:-2], np.float32), expected)
     assert rows[-2:] == [None, None]
     *fine, damaged, missing = found["error"].to_pylist()
     assert set(fine) == {None}
-    assert "not readable" in damaged
-    assert "expected encoded bytes, or a path" in missing
+    assert damaged
+    assert missing
     assert embedder(found.slice(0, 0).select(["image"])).num_rows == 0
-
-
-def test_columns_and_a_fingerprint_of_another_model_are_replaced(model, paths, expected):
-    old = pa.table(
-        {"error": ["old"], "image": [Path(paths[0]).read_bytes()], "embedding": [[1.0]], "id": [7]}
-    )
-    old = old.replace_schema_metadata({"plsc.fingerprint": "old", "mine": "kept"})
-    found = batch_embedder(model)(old)
-    assert found.schema.names == ["image", "id", "embedding", "error"]
-    assert found["embedding"].to_pylist() == [expected[0].tolist()]
-    assert found["error"].to_pylist() == [None]
-    assert found.schema.metadata[b"plsc.fingerprint"].decode() == open_model(model).fingerprint
-    assert found.schema.metadata[b"mine"] == b"kept"
 
 
 def test_a_dict_takes_paths_urls_and_structs_and_marks_failures_by_nan(model, paths, expected, tmp_path):
@@ -73,7 +66,7 @@ def test_a_dict_takes_paths_urls_and_structs_and_marks_failures_by_nan(model, pa
     assert np.array_equal(found["embedding"][:-1], expected)
     assert np.isnan(found["embedding"][-1]).all()
     assert found["error"][:-1] == [""] * len(paths)
-    assert "is missing" in found["error"][-1]
+    assert "missing" in found["error"][-1]
 
 
 def test_a_cell_names_no_server_and_no_pipe_unless_it_is_allowed(model, paths, expected, tmp_path, s3):
@@ -95,23 +88,19 @@ def test_a_relative_path_shows_no_bytes_of_a_file_that_is_no_image(
     monkeypatch.chdir(tmp_path)
     Path("key").write_text("hunter2")
     found = batch_embedder(model)({"image": ["key", f"../{tmp_path.name}/key", os.path.relpath(paths[0])]})
-    assert found["error"] == ["the file is not an image"] * 2 + [""]
+    assert all("not an image" in error for error in found["error"][:2])
+    assert "hunter2" not in str(found["error"])
     assert np.array_equal(found["embedding"][2:], expected[:1])
 
 
-def test_what_is_wrong_with_all_images_stops_the_job(model):
-    embedder = batch_embedder(model)
+def test_what_is_wrong_with_all_images_or_with_the_model_stops_the_job(model, tmp_path):
+    embedder, moved = batch_embedder(model), batch_embedder(shutil.copytree(model, tmp_path / "model"))
     with pytest.raises(KeyError, match="image"):
         embedder({"images": [], "label": []})
-    with pytest.raises(OptionError, match="an image is ndarray; expected encoded bytes"):
+    with pytest.raises(OptionError, match="ndarray"):
         embedder({"image": [np.zeros((16, 16, 3), np.uint8)]})
-
-
-def test_a_machine_with_another_model_or_none_is_an_error(model, tmp_path):
-    other = replace(batch_embedder(model), metadata={"plsc.fingerprint": "0" * 64})
-    with pytest.raises(CheckpointError, match="another model on this machine"):
-        other({"image": []})
-    embedder = batch_embedder(shutil.copytree(model, tmp_path / "model"))
+    with pytest.raises(CheckpointError, match="another model"):
+        replace(embedder, metadata={"plsc.fingerprint": "0" * 64})({"image": []})
     shutil.rmtree(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"model\.json"):
-        embedder({"image": []})
+        moved({"image": []})

@@ -1,5 +1,6 @@
-"""The folder of an exported model: what it holds, how it is loaded and served, and what is refused."""
+"""The folder of an exported model: its files, card and layouts, how it is served, and what is refused."""
 
+import importlib.util
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -33,7 +35,8 @@ from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
 onnx = pytest.importorskip("onnx", reason="plsc-torch[export] is not installed")
-pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")
+hub = pytest.importorskip("huggingface_hub", reason="plsc-torch[timm] is not installed")
 
 
 class Flat(BaseModel):
@@ -43,6 +46,17 @@ class Flat(BaseModel):
 
     def build_network(self, input, label, is_train=True):
         return self.fc(input.flatten(1))
+
+
+class Large(BaseModel):
+    """Of the channels' means of 8 x 8 parts of an image."""
+
+    def __init__(self, emb_size=8):
+        super().__init__()
+        self.fc = nn.Linear(3 * 14 * 14, emb_size)
+
+    def build_network(self, input, label, is_train=True):
+        return self.fc(F.avg_pool2d(input, 8).flatten(1))
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +103,21 @@ def test_the_folder_describes_the_network_and_loads_as_the_checkpoint(trained):
         "preprocessing": "(x - 127.5) / 128",
     }  # fmt: skip
     assert about["output"] == {"shape": ["batch", 8], "normalised": False}
+    card = (folder / "README.md").read_text()
+    assert "Nothing was measured." in card
+    assert hub.ModelCard(card).data.eval_results is None
     images = torch.randn(5, 3, 16, 16)
     expected = plsc.load_network(run / "0")
     assert torch.equal(plsc.load_network(folder)(images), expected(images))
     assert load_file(folder / "model.safetensors").keys() == expected.state_dict().keys()
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # others may read what they can list
-    with pytest.raises(CheckpointError, match="already exists; remove it"):
+    with pytest.raises(CheckpointError, match="exists"):
         entry(dataset, run, set_checkpoint_dir=run / "0").convert_for_prediction(graph="none")
 
 
-def test_no_secret_of_a_location_is_exported(trained, tmp_path):
-    dataset, run = trained
+def test_no_secret_of_a_location_is_exported(trained, flat, tmp_path):
     secret = "https://me:geheim@host.example/x.safetensors?X-Amz-Signature=geheim"
-    ins = entry(dataset, tmp_path / "out", set_checkpoint_dir=run / "0", set_pretrained=secret)
+    ins = of_flat(trained, flat, set_pretrained=secret)
     folder = ins.convert_for_prediction(tmp_path / "model", graph="torch")
     assert not [path.name for path in folder.rglob("*") if path.is_file() and b"geheim" in path.read_bytes()]
     assert "host.example" in (folder / "model.json").read_text()
@@ -111,9 +127,7 @@ def test_names_of_predictions_have_no_secret(trained):
     files = fsspec.filesystem("memory")
     files.put(str(trained[0] / "images"), "/me:geheim@named/images", recursive=True)
     files.pipe("/me:geheim@named/label.txt", (trained[0] / "label.txt").read_bytes())
-    source = open_source("memory://me:geheim@named")
-    assert "geheim" in source.path(0)
-    assert "geheim" not in Samples(source, "images", 0).names([0])[0]
+    assert "geheim" not in Samples(open_source("memory://me:geheim@named"), "images", 0).names([0])[0]
 
 
 def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
@@ -129,7 +143,7 @@ def test_a_custom_network_is_named_by_whoever_loads_it(trained, tmp_path):
     ins = entry(dataset, tmp_path / "run", set_checkpoint_dir=checkpoint)
     ins.set_model(Local(8, bias=False))
     folder = ins.convert_for_prediction(tmp_path / "model", precision="float16")
-    with pytest.raises(CheckpointError, match=r"name its class"):
+    with pytest.raises(CheckpointError, match="class"):
         plsc.load_network(folder)
     network = plsc.load_network(folder, model=Local(8, bias=False))
     assert torch.equal(network.fc.weight, load_file(folder / "model.safetensors")["fc.weight"])
@@ -143,36 +157,27 @@ def test_without_a_dataset_a_graph_is_compared_on_random_images(
     trained, flat, tmp_path, messages, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    ins, checkpoint = plsc.Entry(), str(trained[1] / "0")
+    ins = plsc.Entry()
     ins.set_checkpoint_dir(flat)
     ins.set_model(Flat())
     model = plsc.export.open_model(ins.convert_for_prediction("model", classes=True))
-    assert any("no dataset is set, so the graph is compared on random images" in line for line in messages)
+    assert any("random images" in line for line in messages)
     assert model.class_weights()[0].shape == (3, 8)
     image = model.preprocess(pictures(trained[0])[0])[None]
     expected = F.normalize(plsc.load_network(flat, model=Flat())(torch.from_numpy(image)))
     assert np.abs(model.embed(image) - expected.detach().numpy()).max() < 1e-5
-    for flags in (["--thumbnails"], ["--data.dataset_dir", "missing"]):
-        assert main(["export", checkpoint, "other", *flags]) == 1
-        assert "does not exist" in messages[-1]
+    assert main(["export", str(trained[1] / "0"), "other", "--thumbnails"]) == 1
     assert not Path("other").exists()
 
 
-def test_a_damaged_folder_is_refused(trained, tmp_path):
-    dataset, run = trained
-    ins = entry(dataset, run, set_checkpoint_dir=run / "0")
-    folder = ins.convert_for_prediction(tmp_path / "model", graph="none")
-    about, weights = folder / "model.json", folder / "model.safetensors"
-    good, raw = about.read_text(), bytearray(weights.read_bytes())
-    raw[-5] ^= 1
-    weights.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        plsc.load_network(folder)
-    for bad, message in (
-        (good.replace('"version": 1', '"version": 2'), "version is 2"),
-        (good.replace("SmallResNet", "os:system"), "name its class"),
+def test_a_folder_of_another_version_or_with_a_network_of_another_module_is_refused(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    good = (folder / "model.json").read_text()
+    for old, new, message in (
+        ('"version": 1', '"version": 2', "version"),
+        ("SmallResNet", "os:system", "class"),
     ):
-        about.write_text(bad)
+        (folder / "model.json").write_text(good.replace(old, new))
         with pytest.raises(CheckpointError, match=message):
             plsc.load_network(folder)
 
@@ -185,9 +190,7 @@ def test_the_served_model_embeds_as_the_network_with_flip(trained, exported):
     dataset, run = trained
     model = plsc.export.open_model(exported)
     images = np.stack([model.preprocess(picture) for picture in pictures(dataset)])
-    network = plsc.load_network(run / "0")
-    eager = embed_images(network, pictures(dataset), (3, 16, 16), batch_size=7, device="cpu", flip=True)
-    assert np.abs(model.embed(images) - F.normalize(torch.from_numpy(eager)).numpy()).max() < 1e-5
+    assert np.abs(model.embed(images) - eager(run / "0", dataset, flip=True)).max() < 1e-5
     assert model.embed(images[:0]).shape == (0, 8)
     for wrong in (images[:, :1], images[0], images.astype(np.float64)):
         with pytest.raises(CheckpointError, match="images"):
@@ -261,14 +264,14 @@ def test_broken_images_are_skipped_by_option(trained, tmp_path):
     assert all((tmp_path / f"model/thumbnails/{label}.jpg").is_file() for label in range(3))
 
 
-def test_a_graph_of_torch_in_lower_precision(trained, flat, tmp_path, messages):
+def test_a_graph_of_torch_in_lower_precision_could_run_code_and_is_not_served(
+    trained, flat, tmp_path, messages
+):
     # Of a network that is exported quickly; tests/system/test_export_networks.py has others.
     how = {"graph": "torch", "precision": "bfloat16"}
     folder = of_flat(trained, flat).convert_for_prediction(tmp_path / "model", **how)
     assert any(line.startswith("torch bfloat16: largest difference") for line in messages)
-    saved, given = (plsc.load_network(place, model=Flat()).state_dict() for place in (folder, flat))
-    assert set(saved) == set(given)
-    with pytest.raises(CheckpointError, match=r"a .pt2 file could run code"):
+    with pytest.raises(CheckpointError, match="code"):
         plsc.export.open_model(folder)
 
 
@@ -284,17 +287,123 @@ def test_a_graph_that_differs_leaves_no_folder(trained, tmp_path):
     checkpoint = ins.train().checkpoint
     ins = entry(dataset, tmp_path / "run", set_checkpoint_dir=checkpoint)
     ins.set_model(Unstable())
-    with pytest.raises(CheckpointError, match="does not have norm 1; choose another precision"):
+    with pytest.raises(CheckpointError, match="norm 1"):
         ins.convert_for_prediction(tmp_path / "model", precision="float16")
     assert not [one for one in tmp_path.iterdir() if "model" in one.name]
 
 
+def test_the_card_shows_data_results_and_capacity_as_recorded(trained, exported):
+    model, text = plsc.export.open_model(exported), (exported / "README.md").read_text()
+    pairs = read_pairs(trained[0] / "lfw.bin")
+    measured = verify(model.embed(np.stack([model.preprocess(one) for one in pairs.images])), pairs.is_same)
+    accuracy, tar = hub.ModelCard(text).data.eval_results
+    low, high = measured.tar_intervals[0.1]
+    assert accuracy.metric_value == measured.accuracy
+    assert tar.metric_value == measured.tar_at_far[0.1]
+    assert tar.metric_name == f"TAR at FAR 0.1, 95% interval {low:.4f} to {high:.4f}"
+    assert "| faces | 24 | 3 |" in text
+    assert f"| thresholds | {json.dumps(model.about['thresholds'])} |" in text
+    assert f"{model.capacity.images:,} images of 24 classes" in text
+    assert "](" not in text  # neither pictures nor files of a report
+    assert str(trained[0].parent) not in text
+
+
+def test_the_card_names_pair_files_without_their_folders(trained, flat, tmp_path):
+    (tmp_path / "my faces").mkdir()
+    pairs = shutil.copy(trained[0] / "lfw.bin", tmp_path / "my faces")
+    folder = of_flat(trained, flat, set_val_targets=pairs).convert_for_prediction(tmp_path / "model")
+    text = (folder / "README.md").read_text()
+    result, *_ = hub.ModelCard(text).data.eval_results
+    assert (result.dataset_type, result.dataset_name) == ("lfw.bin", "lfw.bin")
+    assert "my faces" not in text
+
+
+def test_the_files_say_how_to_use_them(exported):
+    model, config = plsc.export.open_model(exported), json.loads((exported / "config.json").read_text())
+    expected = {
+        "fingerprint": model.fingerprint, "embedding_size": "8", "image_shape": "[3, 16, 16]",
+        "flip": "true", "normalised": "true", "channels": "RGB", "preprocessing": "(x - 127.5) / 128",
+        "resize": "turned upright by EXIF orientation; bilinear with antialiasing, without a crop",
+        "thresholds": json.dumps(model.about["thresholds"]),
+    }  # fmt: skip
+    graph = onnx.load(exported / "model.onnx")
+    assert {one.key: one.value for one in graph.metadata_props} == expected
+    assert (config["embedding_size"], config["channels"]) == (8, "RGB")
+    assert config["thresholds"] == model.about["thresholds"]
+    of_weights = {"fingerprint": model.about["fingerprint"], "flip": "false", "normalised": "false"}
+    for path in exported.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt", **expected, **of_weights}
+
+
+def eager(checkpoint, dataset, shape=(3, 16, 16), flip=False, **how):
+    """The embeddings of the network, of norm 1."""
+    network = plsc.load_network(checkpoint, **how)
+    found = embed_images(network, pictures(dataset), shape, batch_size=7, device="cpu", flip=flip)
+    return F.normalize(torch.from_numpy(found)).numpy()
+
+
+def test_triton_reads_the_configuration_and_serves_the_same_embeddings(trained, flat, tmp_path):
+    triton = pytest.importorskip("tritonclient", reason="tritonclient is not installed")
+    from google.protobuf import text_format
+
+    # The package of this file imports grpc, which the file does not need.
+    path = Path(triton.__path__[0]) / "grpc/model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
+    messages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(messages)
+    folder = of_flat(trained, flat).convert_for_prediction(tmp_path / "repository/faces", layout="triton")
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), messages.ModelConfig())
+    assert (config.backend, config.HasField("dynamic_batching")) == ("onnxruntime", True)
+    session = onnxruntime.InferenceSession(folder / "1/model.onnx")
+    for ours, theirs in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
+        assert [(one.name, ["batch", *one.dims]) for one in ours] == [(one.name, one.shape) for one in theirs]
+        assert [messages.DataType.Name(one.data_type) for one in ours] == ["TYPE_FP32"]
+    model = plsc.export.open_model(folder)
+    images = np.stack([model.preprocess(one) for one in pictures(trained[0])])
+    assert len(images) <= config.max_batch_size
+    found = session.run([config.output[0].name], {config.input[0].name: images})[0]
+    assert np.abs(found - eager(flat, trained[0], model=Flat())).max() < 1e-5
+    assert np.array_equal(model.embed(images), found)
+
+
+def as_insightface(path, pictures):
+    """Embed RGB pictures as `ArcFaceONNX` of insightface 2.1: __init__ and get_feat."""
+    names = [node.name for node in onnx.load(path).graph.node[:8]]
+    found = [any(name.startswith(parts) for name in names) for parts in (("Sub", "_minus"), ("Mul", "_mul"))]
+    mean, std = (0.0, 1.0) if all(found) else (127.5, 127.5)
+    session = onnxruntime.InferenceSession(path)
+    (given,), (output,) = session.get_inputs(), session.get_outputs()
+    assert given.shape[2:] == list(pictures.shape[1:3])
+    blob = ((pictures.astype(np.float32) - mean) * (1 / std)).transpose(0, 3, 1, 2)  # cv2.dnn.blobFromImages
+    return session.run([output.name], {given.name: np.ascontiguousarray(blob, np.float32)})[0]
+
+
+def test_insightface_computes_the_same_embeddings(trained, tmp_path):
+    large = {"set_image_shape": (3, 112, 112), "set_model_name": f"{__name__}:Large"}
+    run = entry(trained[0], tmp_path / "run", **large).train().checkpoint
+    ins = entry(trained[0], tmp_path / "out", set_checkpoint_dir=run, **large)
+    folder = ins.convert_for_prediction(tmp_path / "model", layout="insightface")
+    model, expected = plsc.export.open_model(folder), eager(run, trained[0], (3, 112, 112), model=Large())
+    images = np.stack([model.preprocess(one) for one in pictures(trained[0])])
+    pixels = (images * 128 + 127.5).round().astype(np.uint8).transpose(0, 2, 3, 1)
+    assert np.abs(as_insightface(folder / "model.onnx", pixels) - expected).max() < 1e-5
+    assert np.abs(model.embed(images) - expected).max() < 1e-5
+    props = {one.key: one.value for one in onnx.load(folder / "model.onnx").metadata_props}
+    assert props["preprocessing"] == "(x - 127.5) / 127.5"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata()["preprocessing"] == "(x - 127.5) / 128"  # of the weights
+
+
 def test_options_that_cannot_be_combined_are_refused(trained):
-    ins = entry(*trained)
+    ins = entry(*trained, set_checkpoint_dir=trained[1] / "0")
     for given, message in (
-        ({"graph": "onnx", "precision": "int8"}, "float16"),
-        ({"graph": "onx"}, "graph is 'onx'"),
+        ({"precision": "int8"}, "float16"),
+        ({"graph": "onx"}, "onx"),
         ({"graph": "none", "unseen": "images"}, "unseen"),
+        ({"layout": "trition"}, "'triton'"),
+        ({"layout": "triton", "graph": "torch"}, "ONNX"),
+        ({"layout": "insightface"}, r"\[3, 112, 112\]"),
     ):
         with pytest.raises(OptionError, match=message):
             ins.convert_for_prediction(**given)
@@ -376,6 +485,8 @@ def test_files_of_a_model_that_are_damaged_too_large_pipes_or_links_are_refused(
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     refused("damaged")
+    if name == "model.safetensors":
+        refused("", plsc.load_network)
     os.truncate(path, 8 * 10**12)
     refused("it has 8000000000000 bytes")
     about = json.loads((folder / "model.json").read_text())
@@ -405,22 +516,22 @@ RNN, ROI = ([2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024]), ([1, 9, 2, 2], [1, 4]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"change_graph": edited(climb_out)}, "is in another file"),
-        ({"change_graph": edited(name_foreign_operator)}, r"operators of \['', 'evil'\]"),
+        ({"change_graph": edited(climb_out)}, "another file"),
+        ({"change_graph": edited(name_foreign_operator)}, "evil"),
         ({"change_graph": edited(add_loop)}, "control flow"),
         ({"change_graph": edited(rename_input)}, "model.onnx"),
         ({"change_graph": run_for_days("RNN", *RNN, hidden_size=1024)}, "operations"),
         ({"change_graph": run_for_days("RoiAlign", *ROI, sampling_ratio=2000)}, "RoiAlign"),
-        ({"change_graph": edited(stretch)}, "an embedding of the graph does not have norm 1"),
+        ({"change_graph": edited(stretch)}, "norm 1"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
-        ({"output": {"shape": ["batch", 9]}}, r"returns float32 \[2, 8\]"),
-        ({"change_graph": edited(drop)}, r"returns float32 \[1, 8\] for 2 images"),
-        ({"input": {"shape": ["batch", 3, 10**9, 10**9]}}, "'shape' of input"),
-        ({"input": {"shape": ["batch", 3, 32, 32]}}, "model.onnx: its node"),
+        ({"output": {"shape": ["batch", 9]}}, r"\[2, 8\]"),
+        ({"change_graph": edited(drop)}, r"\[1, 8\]"),
+        ({"input": {"shape": ["batch", 3, 10**9, 10**9]}}, "input"),
+        ({"input": {"shape": ["batch", 3, 32, 32]}}, "model.onnx"),
         ({"fingerprint": "0" * 64}, "fingerprint"),
-        ({"thresholds": {"2": 0.5}}, "name in thresholds"),
+        ({"thresholds": {"2": 0.5}}, "thresholds"),
         ({"capacity": {"table": {"format": 1}}}, "capacity"),
-        ({"graph": {"file": "../../model.onnx"}}, "only model.onnx is served"),
+        ({"graph": {"file": "../../model.onnx"}}, "model.onnx"),
     ],
 )
 def test_a_hostile_folder_is_refused(exported, tmp_path, change, message):

@@ -9,7 +9,6 @@ from plsc.evaluate.capacity import (
     Capacity,
     Prediction,
     _fpir,
-    capacity_of_search,
     evaluate_capacity,
     measure_capacity,
 )
@@ -207,14 +206,6 @@ def test_a_warning_starts_above_the_identities_that_are_held(table):
     held = table.holds(0.2).identities
     assert table.warning(held, 0.2) is None
     assert f"{held + 1} images" in table.warning(held + 1, 0.2)
-
-
-def test_an_fpir_needs_a_capacity_and_images(table):
-    assert capacity_of_search(table, False, 0.1) is table
-    assert capacity_of_search(table, True, None) is None
-    for capacity, is_classes, fpir in ((table, True, 0.1), (None, False, 0.1), (table, False, 0.0)):
-        with pytest.raises(OptionError):
-            capacity_of_search(capacity, is_classes, fpir)
 
 
 @pytest.mark.parametrize("per_class", [1, 3])

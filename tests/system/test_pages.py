@@ -1,4 +1,4 @@
-"""The page of `plsc serve`, used in Debian's Chromium. PLSC_SHOTS=FOLDER keeps screenshots."""
+"""The pages of `plsc serve` and `plsc data clean` in Chromium. PLSC_SHOTS=FOLDER keeps screenshots."""
 
 import asyncio
 import os
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from plsc.clean.review import Part, Row, write_page
+from plsc.data.sources import open_source
 from plsc.evaluate.plots import plot_roc
 from tests import browser
-from tests.images import photo
+from tests.images import photo, write_dataset
 from tests.serving import export_model, serving
 
 pytest.importorskip("fastapi", reason="plsc-torch[serve] is not installed")
@@ -20,16 +22,18 @@ pytestmark = [
 ]
 
 
-async def visit(page, folder, noise, shots):
-    faces = sorted((folder / "faces/images").glob("*.png"))
+async def check_size(page, name):
+    """Check that the page fits its window; take screenshots."""
+    for width in (500, 1280):
+        for dark in (False, True):
+            await page.size(width, dark=dark)
+            assert await page.js("document.documentElement.scrollWidth") <= width
+            if shots := os.environ.get("PLSC_SHOTS"):
+                await page.screenshot(Path(shots) / f"{name}-{width}-{'dark' if dark else 'light'}.png")
 
-    async def shoot(name):
-        for width in (500, 1280):
-            for dark in (False, True):
-                await page.size(width, dark=dark)
-                assert await page.js("document.documentElement.scrollWidth") <= width
-                if shots:
-                    await page.screenshot(Path(shots) / f"{name}-{width}-{'dark' if dark else 'light'}.png")
+
+async def visit(page, folder, noise):
+    faces = sorted((folder / "faces/images").glob("*.png"))
 
     await page.until("!document.getElementById('login').hidden")  # the server has a key
     await page.js("document.getElementById('key').focus()")
@@ -37,14 +41,14 @@ async def visit(page, folder, noise, shots):
     await page.press("Enter")
     await page.until("document.getElementById('about').textContent.includes('8 values per embedding')")
     await page.until("document.getElementById('status').textContent === ''")
-    await shoot("start")
+    await check_size(page, "start")
 
     await page.choose("#files", noise)
     await page.until("document.getElementById('verdict').textContent === 'Unknown'")
     await page.until(
         "[...document.querySelectorAll('#results img')].filter(i => i.naturalWidth).length === 6"
     )
-    await shoot("unknown")
+    await check_size(page, "unknown")
 
     await page.js("document.getElementById('name').focus()")
     await page.call("Input.insertText", text="<b>Zoë</b>".replace("/", ""))
@@ -58,7 +62,7 @@ async def visit(page, folder, noise, shots):
     await page.until("document.querySelectorAll('#entries img')[0]?.naturalWidth === 16")
     await page.js("document.querySelector('#evaluation summary').click()")
     await page.until("document.getElementById('roc').naturalWidth > 100")
-    await shoot("found")
+    await check_size(page, "found")
 
     await page.js("document.querySelector('#entries button').click()")
     await page.until("document.getElementById('verdict').textContent === 'Unknown'")
@@ -68,7 +72,7 @@ async def visit(page, folder, noise, shots):
         await page.choose("#files", *others)
         await page.until(f"document.getElementById('verdict').textContent === '{verdict}'")
         assert await page.js("document.getElementById('meaning').textContent.startsWith('Cosine similarity')")
-    await shoot("different")
+    await check_size(page, "different")
 
     await page.js("document.getElementById('clear').click()")
     upright, plain = Image.open(faces[0]).resize((600, 800), Image.Resampling.NEAREST), folder / "upright.png"
@@ -96,7 +100,33 @@ def test_a_visitor_searches_enrols_finds_deletes_and_compares(tmp_path):
 
     async def main(port):
         async with browser.opened(f"http://127.0.0.1:{port}/", tmp_path / "profile") as page:
-            await visit(page, tmp_path, noise, os.environ.get("PLSC_SHOTS"))
+            await visit(page, tmp_path, noise)
 
     with serving(model, tmp_path / "s.sqlite", key="secret") as server:
         asyncio.run(main(server.port))
+
+
+def test_the_page_of_clean_fits_its_window_and_requests_nothing(tmp_path):
+    root = write_dataset(tmp_path / "set", classes=2, per_class=6)
+    long = "<img src=http://127.0.0.1/x>" * 9
+    broken = f"<img src=x>{'a' * 200}.png"
+    (root / broken).write_bytes(b"no image")
+    with (root / "label.txt").open("a") as file:
+        file.write(f"{broken}\t2\n")
+    source = open_source(root)
+    rows = [Row(long, source, range(start, 13, 4)) for start in range(3)] + [Row("All", source, range(13))]
+    part = Part("Many", long, [(1, long, rows)] * 9)
+    write_page(tmp_path / "page.html", long, [long], [part, part])
+
+    async def main():
+        async with browser.opened((tmp_path / "page.html").as_uri(), tmp_path / "profile") as page:
+            await page.until("document.readyState === 'complete'")
+            assert await page.js("[...document.images].every(i => i.naturalWidth === 96)")
+            await check_size(page, "clean")
+            await page.js("document.querySelectorAll('details')[1].open = false")
+            await page.js("document.querySelectorAll('nav a')[1].click()")
+            await page.until("document.querySelectorAll('details')[1].open")
+            assert not page.problems
+            assert all(url.startswith(("file:", "data:")) for url in page.urls)
+
+    asyncio.run(main())
