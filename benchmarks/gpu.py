@@ -288,11 +288,11 @@ def measure_ranks(here: Slice) -> list[str]:
     if here.toy:
         counts, network, classes, batch = [most], "SmallResNet", 400, 8
         timing = ["--rounds", 2, "--steps", 1, "--warm-up", 1, "--threads", 1]
+    words = ["--measure", "plsc, bf16", network, classes, batch, *timing]
     here.report.print(f"\n### {network} on 1 to {most} ranks: C = {classes:,}, B = {batch} per rank\n")
     here.report.header("ranks", "ms per step: median", "time / that of one rank")
     failed, alone = [], None
     for ranks in counts:
-        words = ["--measure", "plsc, bf16", network, classes, batch, *timing]
         found, trouble = here.child("train.py", *words, ranks=ranks)
         if trouble is None and "seconds" not in found[0]:
             trouble = found[0]["outcome"]

@@ -113,10 +113,11 @@ def main() -> None:
         arguments = [word.replace("FOLDER", str(folder)) for word in words]
         began = time.monotonic()
         done = subprocess.run([sys.executable, str(HERE / script), *arguments], check=False)
-        is_whole &= done.returncode == 0
-        cell = f"failed: {script}"
-        if done.returncode == 0:
-            cell = part.summarise(read_lines(folder / f"{folder.name}.jsonl"))
+        samples = read_lines(folder / f"{folder.name}.jsonl")
+        failed = [f"{one['way']}: {one['outcome']}" for one in samples if one.get("kind") == "failed"]
+        failed += ["failed"] * (done.returncode != 0)
+        cell = "; ".join(failed) or part.summarise(samples)
+        is_whole &= not failed
         rows.append((part.name, part.rival, cell, f"{time.monotonic() - began:.0f} s"))
     report = Report(options.folder, "run")
     report.print("TINY SIZES, not those of the names: the figures mean nothing\n" if options.quick else "")

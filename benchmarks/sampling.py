@@ -112,11 +112,12 @@ def train_classes(way: str, options: argparse.Namespace, seed: int) -> tuple[flo
     return 100 * float(right.float().mean()), seconds
 
 
-def compare_images(folder: Path) -> None:
+def compare_images(options: argparse.Namespace) -> None:
     """Train with every order of the images and every seed; print means and standard deviations."""
+    folder = options.folder
     counts = write_lists(folder / "glyphs", folder)
     print(f"{counts.sum():,} images; way | {' | '.join([*GROUPS, 'all'])}")
-    for way, options in ORDERS.items():
+    for way, changed in ORDERS.items():
         found = []
         for seed in SEEDS:
             run = folder / "runs" / f"{way.replace(' ', '_')}-{seed}"
@@ -124,7 +125,7 @@ def compare_images(folder: Path) -> None:
                 ins = glyph_entry(run, seed, EPOCHS)
                 images = str((folder / "glyphs").resolve())
                 ins.set_dataset_dir(str(folder / "train.tsv"), image_folder=images)
-                for path, value in options.items():
+                for path, value in changed.items():
                     ins.options.set(path, value)
                 ins.train()
             found.append(accuracies(folder, run, counts))
@@ -178,10 +179,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=10_000)
     parser.add_argument("--quick", action="store_true", help="classes: 200 of them, one seed")
     options = parser.parse_args()
-    if options.what == "classes":
-        compare_classes(options)
-    else:
-        compare_images(options.folder)
+    (compare_classes if options.what == "classes" else compare_images)(options)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python demo/report.py demo/output/glyphs demo/output/run
 
-Writes `embeddings.npz`, `unseen.npz`, `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt`
-and the reports of the protocols (`protocols/`) into the run's folder.
+Writes `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt` and the reports of the protocols
+(`protocols/`) into the run's folder.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from plsc import Entry
 from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
-from plsc.data.sources import open_source
-from plsc.evaluate.embed import ImagesOf, embed_images
+from plsc.evaluate.embed import embed_images
 from plsc.evaluate.plots import plot_hardest_pairs, plot_roc
 from plsc.evaluate.verification import scores, verify
 from plsc.models import build_model
@@ -60,23 +59,12 @@ def main() -> None:
     embeddings["trained"] = embed()
 
     figures = {name: judge(e, pairs.is_same, is_hard) for name, e in embeddings.items()}
-    arrays: dict[str, Any] = {"is_same": pairs.is_same, "is_hard": is_hard, **embeddings}
-    np.savez_compressed(options.run / "embeddings.npz", **arrays)
     (options.run / "figures.json").write_text(json.dumps(figures, indent=1))
     cosines = {name: scores(e) for name, e in embeddings.items()}
     plot_roc({name: (c, pairs.is_same) for name, c in cosines.items()}, options.run / "roc.png")
     plot_hardest_pairs(pairs.images, pairs.is_same, cosines["trained"], options.run / "hardest.png")
 
     protocols = run_protocols(options.data / "unseen", options.run, checkpoint)
-    source = open_source(options.data / "unseen")
-    images = ImagesOf(source, range(len(source)))
-    unseen_images: dict[str, Any] = {
-        "embeddings": embed_images(network, images, shape, batch_size=500, device="cpu", flip=False),
-        "labels": source.labels(),
-        "paths": np.array([source.name(index).split(" (")[0] for index in range(len(source))]),
-    }
-    np.savez_compressed(options.run / "unseen.npz", **unseen_images)
-
     table = make_table(figures)
     unseen = (options.data / "classes.tsv").read_text(encoding="utf-8").count("\nunseen\t")
     (options.run / "report.md").write_text(

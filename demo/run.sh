@@ -35,8 +35,6 @@ rm -rf "$run" "$model" "$gallery" # of an earlier run of this script
 python demo/make_glyphs.py "$data" ${glyphs[@]+"${glyphs[@]}"}
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} torchrun --standalone --nproc-per-node 2 demo/train_glyphs.py "$data" "$run" --epochs "$epochs"
 python demo/report.py "$data" "$run"
-python demo/recompute.py "$run"
-python demo/recompute_protocols.py "$data" "$run"
 
 plsc export last "$model" --checkpoint.save_dir "$run" --data.dataset_dir "$data" \
   --data.val_targets glyphs_unseen --classes --thumbnails --unseen "$data/unseen"

@@ -21,7 +21,7 @@ LONGEST = """
     distributed/test_interruption.py contract/test_stores.py system/test_serve.py distributed/test_saving.py
     distributed/test_elastic.py distributed/test_heads.py distributed/test_launch.py
     unit/gallery/test_postgres.py system/test_serve_postgres.py
-    system/test_embed_at_scale.py unit/models/test_compiled.py unit/train/test_acceleration.py
+    system/test_embed_at_scale.py unit/train/test_acceleration.py
     distributed/test_kill.py distributed/test_equal_ranks.py distributed/test_resume.py
     system/test_demo_data.py system/test_warm_start.py system/test_partition.py system/test_bad_input.py
     system/test_protocols.py system/test_data_options.py system/test_entry.py system/test_classes.py

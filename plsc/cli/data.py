@@ -199,7 +199,7 @@ GROUP = Group(
                     "broken",
                     str,
                     "stop",
-                    "what to do with a sample whose bytes cannot be read: stop or skip",
+                    "a sample that cannot be read: stop or skip, which decodes the images to try",
                 ),
             ),
         ),

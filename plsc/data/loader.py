@@ -250,7 +250,9 @@ class BatchReader:
                     return chosen, label, as_input(data, recipe.example)
             except DataError as error:
                 if recipe.bad_images == "stop":
-                    raise
+                    is_training = recipe.class_num is not None
+                    hint = "; to leave such samples out, set data.bad_images to skip" * is_training
+                    raise DataError(f"{error}{hint}", kind=error.kind) from None
                 batch.problems.append(BadSample.from_error(error))
             if recipe.bad_images == "skip":
                 batch.skipped += 1

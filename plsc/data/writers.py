@@ -17,11 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pybase64
 
+from plsc.data.decode import decode_image
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.columns import check_class_name
 from plsc.data.sources.parquet import class_label_metadata
 from plsc.data.sources.recordio import frame, pack_image
-from plsc.errors import DataError, OptionError, suggest
+from plsc.errors import DataError, OptionError, naming, suggest
 from plsc.machine import Counter
 from plsc.storage.publish import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown
@@ -204,8 +205,8 @@ def convert(location: str, destination: str, *, broken: str = "stop", **reading:
 
     Args:
         reading: options of `open_source`.
-        broken: what to do with a sample whose bytes cannot be read: ``stop``, or ``skip`` to leave it out.
-            Images are not decoded.
+        broken: ``stop`` at a sample whose bytes cannot be read; ``skip`` leaves it out, and images that
+            cannot be decoded, which ``stop`` does not try.
 
     Raises:
         DataError, OptionError: invalid data or arguments, or the destination cannot be written.
@@ -248,6 +249,9 @@ def _samples(source: Source, broken: str, done: Conversion) -> Iterator[tuple[An
         counter.add()
         try:
             image, label = source[index]
+            if broken == "skip":
+                with naming(source.name, index):
+                    decode_image(image, (3, 16, 16))
         except DataError as error:
             if broken == "stop":
                 raise

@@ -190,10 +190,11 @@ class Capacity:
         held = 0 if found is None else found.identities
         if identities <= held:
             return None
-        most = f"({held:,})" if held else f"(its {self.classes:,} unseen classes cannot show it for any)"
+        shown = f"only for {held:,}" if held else f"for none: {self.classes:,} unseen classes are too few"
         return (
-            f"a gallery of {identities:,} images is more than the model was shown to hold at FPIR "
-            f"{wanted:g} {most}: {self.expected(wanted, identities)[1]}, or more enrolled people are missed"
+            f"{identities:,} images are enrolled, but how many strangers the model accepts is known {shown} "
+            f"(FPIR {wanted:g}: {self.expected(wanted, identities)[1]}); export it with more classes for "
+            "--unseen"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -257,14 +257,14 @@ class StopSignal:
     Signals that are ignored when it is entered stay so. A second SIGINT raises KeyboardInterrupt at once. If
     the process is still inside the context `deadline_seconds` after the first signal, it exits: it may hang
     in a collective with a dead rank. Does nothing outside the main thread, because Python delivers signals
-    there only.
+    there only. shows: log the first signal at once.
 
     Attributes:
         number: the signal's number, or 0.
     """
 
-    def __init__(self, deadline_seconds: float) -> None:
-        self.number = 0
+    def __init__(self, deadline_seconds: float, shows: bool = True) -> None:
+        self.number, self._shows = 0, shows
         self._deadline_seconds = deadline_seconds
         self._exited = threading.Event()
         self._previous: dict[int, Any] = {}
@@ -302,6 +302,9 @@ class StopSignal:
                 number = received[0]
                 if number not in self._previous:
                     continue
+                if self._shows:
+                    name = signal.Signals(number).name
+                    logger.info(f"{name}: stopping after this step; once more SIGINT: stop at once, unsaved")
                 if not self._exited.wait(self._deadline_seconds):
                     logger.error(
                         "the current step did not end within %g s after %s; exiting without saving",

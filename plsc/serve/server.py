@@ -57,7 +57,9 @@ def serve(model: str, options: ServeOptions) -> None:
         if not has_key and not is_loopback(options.host):
             logger.warning(f"everyone who can reach {options.host} may use the server; set --api_key_file")
         if service.far is None and options.fpir is None:
-            logger.warning("the model has no thresholds, so nothing is called unknown; export it with pairs")
+            logger.warning(
+                "the model has no thresholds, so nothing is called unknown: export it with data.val_targets"
+            )
         host = f"[{options.host}]" if ":" in options.host else options.host
         logger.info(
             f"serving {model} on http://{host}:{listener.getsockname()[1]} (entries in {service.store.path})"

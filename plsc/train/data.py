@@ -44,8 +44,8 @@ from plsc.seeds import hash_key
 from plsc.storage.urls import shown
 
 # Labels that imply more classes than both limits are rejected as a likely typo.
-_MANY_CLASSES = 10**7
-_MUCH_EMPTIER = 1000  # classes per image
+_MANY_CLASSES = 10_000
+_MUCH_EMPTIER = 10  # classes per image
 
 Loader = SourceLoader | ReaderLoader
 NO_AUGMENTATION = {
@@ -386,8 +386,9 @@ def count_classes(
     if not count:
         raise DataError("the dataset contains no samples; check data.dataset_dir")
     labels = source.labels()
-    (largest,) = world.all_reduce_max(max(int(labels.max()), least - 1))
-    if class_num is None and largest >= max(_MANY_CLASSES, _MUCH_EMPTIER * count):
+    (highest,) = world.all_reduce_max(int(labels.max()))
+    largest = max(highest, least - 1)
+    if class_num is None and highest >= max(_MANY_CLASSES, _MUCH_EMPTIER * count, least):
         where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
         raise OptionError(
             f"the label {largest}{where} would mean {largest + 1:,} classes for {count:,} images, which is "

@@ -118,7 +118,7 @@ class Trainer:
             if self._saver is not None:
                 self._saver.check()
             self._stop_if_asked()
-            with StopSignal(STOP_SECONDS) as stop:
+            with StopSignal(STOP_SECONDS, shows=self._run.world.is_main) as stop:
                 while not self._is_over():
                     self._train_epoch(stop)
                 missing = self._saver.close() if self._saver is not None else ""

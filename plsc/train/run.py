@@ -62,6 +62,7 @@ from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
 from plsc.train.watch import DataWait, LearningCheck, Progress, WeightAverage
 
 MOST_ROWS = 12  # of the table of layers
+_LARGE_ON_CPU = 10**7  # parameters of a network
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
 
 
@@ -467,6 +468,8 @@ def _likely_mistakes(run: Run) -> list[str]:
         )
     return [
         other,
+        batch_note(run.global_batch, run.data.num_samples, options.data.last_batch),
+        slow_note(network, run.world.device),
         frozen_note(network),
         warmup_note(run.rate.warmup_steps, run.total_steps),
         threads_note(options.runtime.cpu_threads),
@@ -486,6 +489,24 @@ def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
     return (
         f"note: the warm-up takes {warmup_steps} steps and the run {total_steps}, so the learning rate "
         f"increases until the end; use a shorter warm-up, such as optim.warmup_steps {total_steps // 10}"
+    )
+
+
+def batch_note(global_batch: int, num_samples: int | None, last_batch: str) -> str:
+    """Return a line if images are repeated to fill even the first batch, else an empty string."""
+    if num_samples is None or global_batch <= num_samples or last_batch != "pad":
+        return ""
+    return f"note: a global batch of {global_batch:,} has each of the {num_samples:,} images more than once"
+
+
+def slow_note(network: nn.Module, device: torch.device) -> str:
+    """Return a line if each step of a network takes long on a CPU, else an empty string."""
+    total = sum(parameter.numel() for parameter in network.parameters())
+    if device.type != "cpu" or total < _LARGE_ON_CPU:
+        return ""
+    return (
+        f"note: a step of {total / 1e6:,.0f} million parameters takes long on a CPU; to try, set model.name "
+        "to SmallResNet"
     )
 
 

@@ -106,8 +106,9 @@ def load_targets(
         targets = []
         for name in filter(None, (part.strip() for part in names.split(","))):
             stored, listed = folder / f"{name}.bin", folder / name
-            is_list = listed.is_file() and not stored.is_file()
-            place = listed if is_list else stored
+            place = next(filter(Path.is_file, (stored, listed, Path(name))), None)
+            if place is None:
+                raise DataError(f"there is no pair file {stored}, {listed} or {name}")
             check_inside(place, folder)
             targets.append(open_pairs(str(place), name, **how))
     for target in targets:

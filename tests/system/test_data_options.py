@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torchvision.transforms import v2
 
 from plsc.checkpoint import read_manifest
 from tests.distributed.launch import run_ranks
@@ -36,35 +33,29 @@ def metrics_of(save_dir):
 
 def test_bad_samples_of_all_ranks_are_listed_once_and_the_steps_stay_equal(damaged, tmp_path):
     save_dir = tmp_path / "run"
-    done = run_ranks(JOB, 3, str(damaged), str(save_dir), "set_train_epochs=2", "set_bad_images='skip'")
+    done = run_ranks(JOB, 2, str(damaged), str(save_dir), "set_train_epochs=2", "set_bad_images='skip'")
+    assert done.stderr.count("skipped: images/4_2.png") == 1  # in its first epoch
     lines = sorted((save_dir / "bad_samples.txt").read_text().splitlines())
     assert [line.split(":")[0] for line in lines] == [
         "missing\timages/4_2.png (label.txt",
         "undecodable\timages/9_1.png (label.txt",
     ]
-    assert re.search(r"bad samples: 1 \w+, 1 \w+; listed in .*bad_samples\.txt", done.stdout)
+    assert "bad_samples.txt" in done.stdout
     last = metrics_of(save_dir)[-1]
     assert last["bad_samples"] == 2
     assert sum(metrics["skipped_images"] for metrics in metrics_of(save_dir)) >= 4
     assert read_manifest(save_dir / "1").step == last["step"]
 
 
-def losses(dataset, save_dir, transform=None, **settings):
-    ins = entry(dataset, save_dir, **settings)
-    ins.train_transform = transform
-    ins.train()
+def losses(dataset, save_dir, **settings):
+    entry(dataset, save_dir, **settings).train()
     return [metrics["loss"] for metrics in metrics_of(save_dir)]
 
 
-def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tmp_path, capsys):
+def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
     plain = losses(dataset, tmp_path / "0")
-    assert "data: 2 threads per rank load images in the background" in capsys.readouterr().out
-    same = [
-        {"set_num_workers": 0},
-        {"set_cache": "memory:1G"},
-        {"set_cache": f"{tmp_path}:1M"},
-    ]
+    same = [{"set_num_workers": 0, "set_cache": "memory:1G"}, {"set_cache": f"{tmp_path}:1M"}]
     for number, settings in enumerate(same):
         assert losses(dataset, tmp_path / f"same{number}", **settings) == plain, settings
     other = [
@@ -73,29 +64,6 @@ def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tm
     ]
     for number, settings in enumerate(other):
         assert losses(dataset, tmp_path / f"other{number}", **settings) != plain, settings
-
-
-def test_a_run_with_random_torchvision_transforms_resumes_bit_for_bit_in_worker_processes(tmp_path):
-    dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
-    transform = v2.Compose(
-        [
-            v2.RandomResizedCrop(16, scale=(0.5, 1)),
-            v2.RandAugment(2, 5),
-            v2.RandomApply([v2.GaussianBlur(3)], 0.5),
-            v2.RandomChoice([v2.RandomGrayscale(0.5), v2.ColorJitter(0.3, 0.3, 0.3, 0.1)]),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize([0.5] * 3, [0.5] * 3),
-            v2.RandomErasing(0.5),
-        ]
-    )
-    often = {"set_save_every_n_steps": 3, "set_train_epochs": 2}
-    whole = losses(dataset, tmp_path / "whole", transform, set_num_workers=2, **often)
-    assert len(whole) == 8
-    again = losses(
-        dataset, tmp_path / "resumed", transform, set_num_workers=1,
-        set_checkpoint_dir=tmp_path / "whole" / "0-step3", **often,
-    )  # fmt: skip
-    assert again == whole[3:]
 
 
 PARTS = """
@@ -186,10 +154,3 @@ def test_a_wrong_num_samples_of_a_reader_is_reported_once(tmp_path, capsys):
 
     assert count_warnings(20) == 0
     assert count_warnings(100) == 1
-
-
-def test_a_bad_sample_is_printed_only_in_its_first_epoch(tmp_path, capsys):
-    dataset = write_dataset(tmp_path / "set", classes=4, per_class=3)
-    (dataset / "images/1_0.png").unlink()
-    entry(dataset, tmp_path / "run", set_bad_images="skip", set_train_epochs=2).train()
-    assert capsys.readouterr().err.count("skipped: images/1_0.png") == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,53 +145,6 @@ def read_arrays(dataset):
             yield (array - 127.5) / 128, int(label)
 
     return reader
-
-
-class InMemory(torch.utils.data.Dataset):
-    def __init__(self, dataset):
-        lines = (dataset / "label.txt").read_text().splitlines()
-        self.items = [line.split("\t") for line in lines]
-        self.root = dataset
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        name, label = self.items[index]
-        return Image.open(self.root / name), int(label)
-
-
-def make_class_folders(dataset, folder):
-    for line in (dataset / "label.txt").read_text().splitlines():
-        name, label = line.split("\t")
-        target = folder / label / Path(name).name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(dataset / name, target)
-    return folder
-
-
-def test_every_kind_of_source_trains(dataset, tmp_path):
-    quiet = {"set_with_test": False, "set_train_epochs": 6, "set_log_period": 4}
-
-    def train(name, dataset=dataset, reader=None, **settings):
-        ins = entry(dataset, tmp_path / name, **quiet, **settings)
-        ins.train_reader = reader
-        result = ins.train()
-        first = metrics_of(tmp_path / name)[0]["loss"]
-        assert result.metrics["loss"] < 0.9 * first, name
-        return result.metrics["loss"]
-
-    from_file = train("label file")
-    assert train("dataset", reader=InMemory(dataset)) == from_file  # same order, same bits
-    folders = make_class_folders(dataset, tmp_path / "by class")
-    train("folders", dataset=folders)
-    train("generator", reader=read_arrays(dataset), set_class_num=6)
-    with pytest.raises(OptionError, match=r"head\.class_num"):
-        train("no classes", reader=read_arrays(dataset))
-    with pytest.raises(OptionError, match=r"data\.train_image_num"):
-        train("warm", reader=read_arrays(dataset), set_class_num=6, set_warmup_epochs=1)
-    original = jpeg_reader.arc_train(str(dataset), 6, image_shape=(3, 16, 16))
-    train("jpeg_reader", reader=original, set_class_num=6)
 
 
 def test_test_reader_and_predict_reader_replace_the_files(dataset, trained, tmp_path):

@@ -203,23 +203,6 @@ def test_rows_take_the_bytes_that_the_page_says(row_type, optimizer, size):
     assert sum(tensor.nbytes for tensor in tensors) == 10 * int(size)
 
 
-def test_the_page_has_no_code_that_is_not_run_here():
-    blocks = {heading: len(code) for heading, code in BLOCKS.items()}
-    assert blocks == {
-        alone.PLAIN: 1,
-        alone.SEVERAL: 2,
-        "GradScaler": 1,
-        "Gradient accumulation": 1,
-        alone.HEADS_EACH: 1,
-        "Gradient clipping": 1,
-        "Checkpoints": 1,
-        "Lightning": 1,
-        "Accelerate": 1,
-        "Sub-centres": 2,
-    }
-    assert len(table_of_bytes()) == 7
-
-
 def test_the_dominant_sub_centres_make_a_head_with_one_row_a_class():
     three, dominant = BLOCKS["Sub-centres"]
     run = train(SETUP, three, LOOP, dominant)

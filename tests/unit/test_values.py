@@ -46,15 +46,15 @@ def test_arrays_and_tensors_come_back():
     assert again["a"]["b"][0] is TENSORS["a"]["b"][0]
 
 
-@pytest.mark.parametrize("value", [object(), len, torch.ones(2).to_sparse(), np.array([None]), math])
-def test_other_types_are_refused_by_name(value):
-    with pytest.raises(CheckpointError, match=rf"me: a\.0 is of type {type(value).__name__}"):
+@pytest.mark.parametrize("value", [len, torch.ones(2).to_sparse(), np.array([None]), DataError("x")])
+def test_other_types_are_refused_by_name_and_where_they_are_sent(value):
+    with pytest.raises(CheckpointError, match=rf"me: a\.0 .*{type(value).__name__}"):
         encode({"a": [value]}, "me", {})
+    with pytest.raises(CheckpointError, match="type"):
+        to_bytes([value])
 
 
-@pytest.mark.parametrize(
-    "of", [{"$dict": 3}, {"$tensor": ["no", True]}, {"$array": ["O", [], 1]}, {"$set": [[]]}]
-)
+@pytest.mark.parametrize("of", [{"$dict": 3}, {"$tensor": ["no", True]}, {"$array": ["O", [], 1]}])
 def test_damaged_values_are_refused(of):
     with pytest.raises(CheckpointError, match="damaged"):
         decode(of, {})
@@ -71,12 +71,6 @@ def test_ranks_exchange_values_with_their_types():
     assert [(one.dtype, one.shape, one.tobytes()) for one in back] == [
         (one.dtype, one.shape, one.tobytes()) for one in ARRAYS
     ]
-
-
-@pytest.mark.parametrize("value", [DataError("x"), np.array([print]), print])
-def test_another_type_is_refused_where_it_is_sent(value):
-    with pytest.raises(CheckpointError, match="type"):
-        to_bytes([value])
 
 
 def test_bytes_of_others_run_no_code():

@@ -30,8 +30,8 @@ MANIFEST = Manifest("0.1.0", 1, 1, 0, 1, 1, {"": HeadInfo(1, [(0, 1)])})
 KILLED = -signal.SIGKILL
 
 
-def save(folder, name, step):
-    manifest = dataclasses.replace(MANIFEST, step=step)
+def save(folder, name, step, **metrics):
+    manifest = dataclasses.replace(MANIFEST, step=step, scalars={"metrics": metrics} if metrics else {})
     weights = {role_of_key("w"): torch.full((100,), float(step))}
     return save_checkpoint(folder, name, Snapshot(weights, manifest), World.single())
 
@@ -108,32 +108,20 @@ def kill_a_replacing_save(tmp_path):
     )  # fmt: skip
 
 
-def kill_a_new_save(tmp_path):
+def kill_a_new_save_and_a_prune(tmp_path):
     def check(folder, lived):
-        assert saved_step(folder / "1") == 1
-        assert names(folder) in ([["1", "2"]] if lived else [["1"], ["1", "2"]])
-        assert [manifest.step for _, manifest in list_checkpoints(folder)] == [1, 2][: len(names(folder))]
+        assert names(folder) in ([["2"]] if lived else [["1"], ["1", "2"], ["2"]])
+        assert all(saved_step(folder / name) == int(name) for name in names(folder))
 
-    every_moment(tmp_path, lambda f: save(f, "1", 1), lambda f: save(f, "2", 2), check)
+    def act(folder):
+        save(folder, "2", 2)
+        prune(Store(folder), Retention(1))
 
-
-def kill_a_prune(tmp_path):
-    def check(folder, lived):
-        assert saved_step(folder / "2") == 2
-        for name in names(folder):
-            saved_step(folder / name)
-        assert not lived or names(folder) == ["2"]
-
-    every_moment(
-        tmp_path,
-        lambda f: [save(f, "1", 1), save(f, "2", 2)],
-        lambda f: prune(Store(f), Retention(1)),
-        check,
-    )
+    every_moment(tmp_path, lambda f: save(f, "1", 1), act, check)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("test", ["kill_a_replacing_save", "kill_a_new_save", "kill_a_prune"])
+@pytest.mark.parametrize("test", ["kill_a_replacing_save", "kill_a_new_save_and_a_prune"])
 def test_a_kill_at_any_moment_leaves_only_complete_checkpoints(test, tmp_path):
     in_a_process_of_its_own(test, tmp_path)
 
@@ -164,3 +152,43 @@ def test_only_valid_checkpoints_are_listed_in_order_of_steps(tmp_path):
     (tmp_path / "broken" / "manifest.json").write_text("{")
     save(tmp_path, "hidden", 1).rename(tmp_path / ".saving-hidden-0123abcd")
     assert [path.name for path, _ in list_checkpoints(tmp_path)] == ["c", "a", "b"]
+
+
+# Which checkpoints are kept, and which is the best.
+
+
+def test_the_latest_and_the_protected_checkpoints_are_kept(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, str(step), step)
+    assert prune(Store(tmp_path), Retention(-1)) == []
+    deleted = prune(Store(tmp_path), Retention(2), protect=["2"])
+    assert deleted == ["1", "3"]
+    assert names(tmp_path) == ["2", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(0, 1, "loss"), ["3", "5"]),
+        (Retention(1, 2, "loss"), ["1", "3", "5"]),  # among equals the oldest
+        (Retention(1, 2, "lfw accuracy"), ["2", "5"]),  # only one has it
+        (Retention(1, -1, "loss"), ["1", "2", "3", "4", "5"]),
+        (Retention(0, 3, None), ["5"]),  # the newest always
+    ],
+)
+def test_the_best_by_a_metric_are_kept_too(retention, kept, tmp_path):
+    save(tmp_path, "1", 1, loss=2.0)
+    save(tmp_path, "2", 2, **{"lfw accuracy": 0.5})
+    save(tmp_path, "3", 3, loss=1.0)
+    save(tmp_path, "4", 4, loss="small")  # not a number
+    save(tmp_path, "5", 5, loss=2.0)
+    prune(Store(tmp_path), retention)
+    assert names(tmp_path) == kept
+
+
+def test_a_folder_with_other_files_is_kept(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, str(step), step)
+    (tmp_path / "1/model").mkdir()
+    assert prune(Store(tmp_path), Retention(1)) == ["2"]
+    assert names(tmp_path) == ["1", "3"]

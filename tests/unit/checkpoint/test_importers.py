@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from plsc.data.writers import convert
 from plsc.errors import PlscError
 from plsc.parallel.collectives import class_ranges
 from plsc.predict.importing import Network, import_checkpoint
+from tests.distributed.launch import run_code
 from tests.images import write_dataset
 from tests.system.small_entry import entry
 from tests.unit.checkpoint.external_files import (
@@ -296,6 +295,6 @@ import_checkpoint(sys.argv[1], sys.argv[2], ranks=3)
 def test_the_rows_are_streamed(tmp_path):
     rows = torch.randn(120_000, 256)  # 117 MiB
     source = save_plsc1(tmp_path / "old", rows, 2)
-    subprocess.run([sys.executable, "-c", WITH_LITTLE_MEMORY, source, tmp_path / "ck"], check=True)
+    run_code(WITH_LITTLE_MEMORY, str(source), str(tmp_path / "ck"))
     with safe_open(tmp_path / "ck" / "shard-00003-0.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("head.weight"), rows[80_000:])

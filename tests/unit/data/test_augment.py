@@ -5,20 +5,18 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import smooth_picture
 
 from plsc.data.augment import (
     Augmentation,
     Draws,
-    IsolatedRandom,
     Operation,
     apply_transform,
     are_mirrored,
     augment,
-    takes_image_by_name,
 )
 from plsc.errors import DataError
-from plsc.seeds import hash_key, splitmix64
+from plsc.seeds import splitmix64
+from tests.unit.data.conftest import smooth_picture
 
 IMAGE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PICTURE = np.array(smooth_picture(3, 40, 36))
@@ -42,11 +40,6 @@ def test_splitmix64_gives_the_published_sequence():
     gamma = 0x9E3779B97F4A7C15
     found = [splitmix64((1234567 + step * gamma) % 2**64) for step in range(3)]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-def test_the_random_numbers_of_a_seed_never_change():
-    assert Draws(7, 2, 9).uniform(Operation.FLIP) == (hash_key(7, 2, 9, Operation.FLIP) >> 11) / 2**53
-    assert Draws(7, 2, 9).uniform(Operation.CROP, 1) == (hash_key(7, 2, 9, Operation.CROP, 1) >> 11) / 2**53
 
 
 def test_the_flips_of_a_batch_are_those_of_its_samples():
@@ -168,17 +161,6 @@ def test_an_albumentations_transform_is_called_with_image_arrays_and_seeded():
     assert (first - mirrored).max() == 1
 
 
-def test_which_transforms_are_called_with_the_argument_image():
-    from torchvision.transforms import v2
-
-    pretended = type("Blur", (), {"__module__": "albumentations.core", "__call__": lambda s, *a: 0})
-    assert takes_image_by_name(pretended())
-    assert takes_image_by_name(Compose())
-    assert takes_image_by_name(lambda **data: data)
-    assert not takes_image_by_name(lambda image: image)
-    assert not takes_image_by_name(v2.Compose([v2.RandomHorizontalFlip()]))
-
-
 def fail(image: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such\ncolour")
 
@@ -197,22 +179,3 @@ def fail(image: torch.Tensor) -> torch.Tensor:
 def test_an_invalid_result_of_a_transform_is_refused(transform, message):
     with pytest.raises(DataError, match=message):
         transformed(transform)
-
-
-def test_isolated_random_state_continues_also_after_an_exception():
-    whole, parts = IsolatedRandom(9), IsolatedRandom(9)
-    with whole.active():
-        expected = [draws(), draws()]
-    found = []
-
-    def draw_and_fail() -> None:
-        with parts.active():
-            found.append(draws())
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        draw_and_fail()
-    random.random()
-    with parts.active():
-        found.append(draws())
-    assert found == expected

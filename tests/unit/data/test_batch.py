@@ -69,34 +69,23 @@ def sample(number: int, kind: str = "undecodable") -> BadSample:
     return BadSample(kind, f"images/{number}.jpg (label.txt:{number + 1}): is damaged")
 
 
-def test_each_bad_sample_is_listed_once_with_its_kind_file_and_line(tmp_path):
-    listing = BadSampleList(tmp_path)
-    listing.add([sample(1), sample(2, "missing")])
-    listing.add([sample(1), sample(3)])
-    assert listing.path.read_text().splitlines() == [
-        "undecodable\timages/1.jpg (label.txt:2): is damaged",
-        "missing\timages/2.jpg (label.txt:3): is damaged",
-        "undecodable\timages/3.jpg (label.txt:4): is damaged",
-    ]
-    assert listing.counts == Counter(undecodable=2, missing=1)
-    assert listing.summary() == "2 undecodable, 1 missing"
-
-
-def test_a_resumed_run_continues_the_list(tmp_path):
+def test_each_bad_sample_is_listed_once_also_when_a_run_resumes_and_up_to_a_limit(tmp_path, monkeypatch):
     (tmp_path / "bad_samples.txt").write_bytes(b"\xff\xfe\x00 what is this\n")
-    BadSampleList(tmp_path).add([sample(1)])
+    BadSampleList(tmp_path).add([sample(1), sample(2, "missing")])
     resumed = BadSampleList(tmp_path)
-    resumed.add([sample(1), sample(2)])
-    assert len(resumed.path.read_bytes().splitlines()) == 3
-    assert resumed.counts["undecodable"] == 2
-
-
-def test_the_list_is_limited_and_the_count_is_not(tmp_path, monkeypatch):
+    resumed.add([sample(1), sample(3)])
+    assert resumed.path.read_bytes().splitlines()[1:] == [
+        b"undecodable\timages/1.jpg (label.txt:2): is damaged",
+        b"missing\timages/2.jpg (label.txt:3): is damaged",
+        b"undecodable\timages/3.jpg (label.txt:4): is damaged",
+    ]
+    assert (resumed.counts["undecodable"], resumed.counts["missing"]) == (2, 1)
     monkeypatch.setattr("plsc.data.batch.MAX_LISTED", 5)
-    listing = BadSampleList(tmp_path)
-    listing.add([sample(number) for number in range(20)])
-    assert len(listing.path.read_text().splitlines()) == 5
-    assert listing.counts["undecodable"] == 20
+    (tmp_path / "other").mkdir()
+    limited = BadSampleList(tmp_path / "other")
+    limited.add([sample(number) for number in range(20)])
+    assert len(limited.path.read_text().splitlines()) == 5
+    assert limited.counts["undecodable"] == 20
 
 
 def test_replacements_are_distributed_over_all_samples():

@@ -3,18 +3,17 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
 import pytest
 import torch
-from conftest import encode, hostile_images, smooth_picture
 from PIL import Image, ImageOps, features
 
 from plsc.data.decode import count_pixels, decode_image, decode_into, decode_whole
 from plsc.errors import DataError
+from tests.distributed.launch import run_code
+from tests.unit.data.conftest import encode, hostile_images, smooth_picture
 
 SHAPE = (3, 24, 20)
 HOSTILE = hostile_images()
@@ -107,22 +106,24 @@ def test_a_narrow_image_is_resized_in_little_memory(tmp_path):
     Image.new("L", (1, 4_000_000), 77).save(tmp_path / "a.png")
     script = (
         "import sys, pathlib; from plsc.data.decode import decode_image\n"
+        "def peak():\n"
+        "    lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if 'VmHWM' in line)\n"
+        "before = peak()\n"
         "image = decode_image(pathlib.Path(sys.argv[1]).read_bytes(), (3, 112, 112))\n"
-        "lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
-        "print(image.min().item(), image.max().item(), *(l.split()[1] for l in lines if 'VmHWM' in l))"
+        "print(image.min().item(), image.max().item(), peak() - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "a.png")], check=True, capture_output=True, text=True
-    )
-    least, most, kilobytes = map(int, done.stdout.split())
+    least, most, kilobytes = map(int, run_code(script, str(tmp_path / "a.png")).stdout.split())
     assert (least, most) == (77, 77)
-    assert kilobytes < 1_000_000  # 2,300,000 if the width is resized first; 400,000 for torch
+    assert kilobytes < 600_000  # 1,900,000 if the width is resized first
 
 
-@pytest.mark.parametrize(("kind", "odd"), [("JPEG", 11), ("JPEG", None), ("PNG", None)])
-def test_a_damaged_header_gives_an_image_or_a_data_error(kind, odd):
+@pytest.mark.parametrize(
+    ("kind", "odd", "options"), [("JPEG", 11, {}), ("JPEG", None, {"progressive": True}), ("PNG", None, {})]
+)
+def test_damaged_bytes_give_an_image_in_its_slot_or_a_data_error(kind, odd, options):
     generator = np.random.default_rng(0)
-    good = encode(smooth_picture(0), kind)
+    good = encode(smooth_picture(0), kind, **options)
     for position in range(2, min(len(good), 700)):
         for value in (0, 1, 0x7F, 0x80, 0xFF):
             data = bytearray(good)
@@ -130,6 +131,8 @@ def test_a_damaged_header_gives_an_image_or_a_data_error(kind, odd):
             data[generator.integers(2, len(data))] = generator.integers(256)
             if odd is not None:
                 data[odd] = 0x7F
+            if value == 0x80:
+                del data[generator.integers(20, len(data)) :]
             for decode in (lambda data: decode_image(data, SHAPE), decoded_into):
                 try:
                     assert decode(bytes(data)).shape == SHAPE
@@ -198,22 +201,6 @@ def test_a_bad_file_is_refused_alike_alone_and_in_a_batch(kind):
     assert whole.value.kind in ("undecodable", "empty", "too large")
     assert "\n" not in str(whole.value)
     assert ("000" in kind) == (" pixels" in str(whole.value))
-
-
-@pytest.mark.parametrize("progressive", [False, True])
-def test_a_damaged_jpeg_never_writes_outside_its_slot(progressive):
-    generator = np.random.default_rng(5)
-    good = encode(smooth_picture(5), "JPEG", progressive=progressive)
-    for turn in range(300):
-        data = bytearray(good)
-        for position in generator.integers(2, len(data), 1 + turn % 5):
-            data[position] = generator.integers(256)
-        if turn % 3 == 0:
-            del data[generator.integers(2, len(data)) :]
-        try:
-            assert decoded_into(bytes(data)).shape == SHAPE
-        except DataError:
-            continue
 
 
 def test_a_jpeg_truncated_anywhere_is_refused():

@@ -4,12 +4,12 @@ import random
 
 import numpy as np
 import pytest
-from conftest import encode, smooth_picture
 
 from plsc.data.decode import decode_image
 from plsc.data.pairs import write_pairs
 from plsc.errors import DataError
 from plsc.utils import jpeg_reader
+from tests.unit.data.conftest import encode, smooth_picture
 
 
 def test_arc_train_yields_each_image_once_shuffled_normalised_and_randomly_mirrored(label_folder):

@@ -196,11 +196,12 @@ def test_files_that_the_held_out_images_do_not_suffice_for_are_absent_and_named(
     assert {one.name for one in (tmp_path / "out").iterdir()} == {"train.tsv", "held_out.tsv", "origin.json"}
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("pairs.txt", "gallery.tsv"))
-    split(faces, tmp_path / "halves", halves=True, image_folder="s3://me:SECRET@bucket/faces")
+    (tmp_path / "a.csv").write_text("path,label\n0000/0.jpg,0\n0000/1.jpg,0\n0001/0.jpg,1\n")
+    split(tmp_path / "a.csv", tmp_path / "halves", halves=True, image_folder="s3://me:SECRET@bucket/faces")
     origin = json.loads((tmp_path / "halves/origin.json").read_text())
-    assert origin["data"] == str(faces)
+    assert origin["data"] == str(tmp_path / "a.csv")
     assert origin["reading"] == {"image_folder": "s3://bucket/faces"}
-    assert origin["counts"]["half1.tsv"]["classes"] == 6
+    assert origin["counts"]["half1.tsv"] == {"images": 2, "classes": 2}
 
 
 def test_what_cannot_be_split_is_refused_and_writes_nothing(faces, tmp_path):

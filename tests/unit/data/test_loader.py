@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import hostile_images
 from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import v2
@@ -24,6 +23,7 @@ from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError
 from tests.distributed.launch import Ranks
 from tests.distributed.test_interruption import wait_for
+from tests.unit.data.conftest import hostile_images
 
 SHAPE = (3, 24, 20)
 
@@ -226,17 +226,6 @@ def test_batches_do_not_depend_on_the_kind_and_number_of_workers(damaged, kind, 
         expected, found = list(alone.epoch(epoch)), list(helped.epoch(epoch))
         assert same(expected, found)
         assert [batch.problems for batch in expected] == [batch.problems for batch in found]
-
-
-def test_a_batch_that_is_kept_does_not_change(label_folder):
-    source = open_source(label_folder(30))
-    reading = loader(source, batch=2, num_workers=2)
-    kept, copies = [], []
-    for epoch in range(3):
-        for batch in reading.epoch(epoch):
-            kept.append(batch.images[0])  # a view of its memory
-            copies.append(batch.images[0].clone())
-    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
 
 
 def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):

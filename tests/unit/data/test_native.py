@@ -15,20 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data import lines as lines_module
 from plsc.data import native
 from plsc.data.files import PathTable
-from plsc.data.lines import MAX_LINE_BYTES, parse_line
+from plsc.data.lines import MAX_LINE_BYTES, is_base64, parse_line
 from plsc.data.native import crc32, crc32_rows, move_blocks, read_files, read_ranges
-from plsc.data.partition import parts
-from plsc.data.partition.local import BucketWriter
 from plsc.data.partition.parts import (
-    LinePlaces,
     checksum,
     checksum_reference,
-    copy_lines,
-    copy_lines_reference,
-    line_keys,
 )
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="the C library is not built")
@@ -187,9 +180,12 @@ def test_lines_and_labels_equal_the_reference_implementation(data, at_end, begin
     if len(data) >= begin and not data.endswith(b"\n"):
         newlines = np.append(newlines, len(data))
     found, suspects = native.read_lines(array, begin, newlines, 7, longest)
-    padded = np.append(array, np.uint8(0))  # position of a missing last newline
-    expected, _ = lines_module._cut_reference(padded, begin, newlines, 7)
-    assert found[[0, 1, 4]].tolist() == expected[[0, 1, 4]].tolist()
+    expected, start = [], begin
+    for number, newline in enumerate(newlines.tolist(), start=7):
+        end = newline - (newline > start and data[newline - 1 : newline] == b"\r")
+        expected += [[start, end, number]] * (end > start)
+        start = newline + 1
+    assert found[[0, 1, 4]].T.tolist() == expected
     for start, end, tab, label, _ in found.T.tolist():
         if tab >= 0:
             assert parse_line(data[start:end]) == (tab - start, label)
@@ -213,7 +209,7 @@ def test_a_byte_that_is_not_of_base64_is_found_anywhere(text, other, at_end):
     for place in range(len(text) + 1):
         data = text[:place] + other + text[place:]
         expected = re.fullmatch(rb"[A-Za-z0-9+/=\t\r\n]*", data) is not None
-        assert lines_module.is_base64(FENCED.holding(data, at_end)) is expected
+        assert is_base64(FENCED.holding(data, at_end)) is expected
 
 
 @needs_library
@@ -221,82 +217,3 @@ def test_a_byte_that_is_not_of_base64_is_found_anywhere(text, other, at_end):
 def test_checksums_equal_the_reference_implementation(data, offset):
     ours = checksum(FENCED.holding(data), offset)
     assert ours == checksum_reference(np.frombuffer(data, dtype=np.uint8), offset)
-
-
-def some_places(lengths: list[int]) -> tuple[LinePlaces, list[bytes]]:
-    """Return lines of random bytes, in random order with gaps between, and their content."""
-    rng = np.random.default_rng(sum(lengths))
-    sizes = np.array(lengths, np.int64)
-    order = rng.permutation(len(lengths))
-    starts = np.empty_like(sizes)
-    starts[order] = np.cumsum(sizes[order] + 3) - sizes[order]
-    data = rng.integers(0, 256, sum(lengths) + 3 * len(lengths), np.uint8)
-    contents = [data[start:][:size].tobytes() for start, size in zip(starts.tolist(), lengths, strict=True)]
-    return LinePlaces.within(data, starts, sizes), contents
-
-
-def copied(copy, path: Path, offset: int) -> tuple[int, bytes]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        total = copy(handle, offset)
-        return total, path.read_bytes()
-    finally:
-        os.close(handle)
-
-
-@needs_library
-@pytest.mark.parametrize(
-    ("offset", "lengths"),
-    [
-        (5, [0, 1, 2, 7, 8, 9]),
-        (262_140, [5000] * 200),
-        (300_001, [300_000, 1, 600_000]),
-        (262_144, [262_143] * 2),
-    ],
-)
-def test_lines_are_copied_in_any_order_to_any_offset(tmp_path, lengths, offset):
-    lines, contents = some_places(lengths)
-    order = np.random.default_rng(1).permutation(len(lengths))
-    ours = copied(lambda handle, at: copy_lines(lines, order, handle, at), tmp_path / "ours", offset)
-    plain = copied(
-        lambda handle, at: copy_lines_reference(lines, order, handle, at), tmp_path / "plain", offset
-    )
-    assert ours == plain
-    assert ours[1][offset:] == b"".join(contents[i] + b"\n" for i in order)
-
-
-@needs_library
-@pytest.mark.parametrize(
-    ("above", "bits", "lengths"),
-    [(0, 0, [0, 1, 5, 40] * 9), (7, 3, [2000, 1500, 70_000] * 300), (56, 8, [0, 9] * 9)],
-)
-def test_buckets_have_the_lines_with_their_key_prefix_with_and_without_the_library(
-    tmp_path, monkeypatch, lengths, above, bits
-):
-    (lines, contents), numbers = some_places(lengths), np.arange(len(lengths)) * 3
-    found = {}
-    for name in ("ours", "plain"):
-        if name == "plain":
-            monkeypatch.setattr(parts, "function", lambda *_: None)
-        (tmp_path / name).mkdir()
-        spread = BucketWriter(tmp_path / name, 5, bits)
-        spread._above = above
-        with spread:
-            spread.add(lines, numbers)
-            spread.add(lines, numbers + 10_000)
-        found[name] = []
-        for index, bucket in enumerate(spread.buckets):
-            loaded = bucket.load()
-            keys = [int(key) for key in line_keys(5, loaded.numbers)]
-            assert {key << above >> (64 - bits) & (2**bits - 1) for key in keys} <= {index}
-            held = loaded.lines
-            places = zip(held.addresses.tolist(), held.lengths.tolist(), strict=True)
-            pieces = [ctypes.string_at(address, length) for address, length in places]
-            found[name].append(list(zip(loaded.numbers.tolist(), pieces, strict=True)))
-    assert found["ours"] == found["plain"]
-    expected = {
-        (number + more, content)
-        for number, content in zip(numbers.tolist(), contents, strict=True)
-        for more in (0, 10_000)
-    }
-    assert {line for bucket in found["ours"] for line in bucket} == expected

@@ -119,21 +119,6 @@ def test_a_reader_may_reuse_its_buffer():
     assert batch.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_an_unfinished_generator_is_closed():
-    closed = []
-
-    def reader():
-        try:
-            yield from shuffled(9)()
-        finally:
-            closed.append(True)
-
-    batches = loader(reader).epoch(0)
-    next(batches)
-    batches.close()
-    assert closed == [True]
-
-
 GOOD = np.zeros(SHAPE, dtype=np.float32)
 
 

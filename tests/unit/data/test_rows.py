@@ -11,7 +11,6 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import encode, smooth_picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -26,6 +25,7 @@ from plsc.data.sources.rows import CsvSource, JsonLinesSource
 from plsc.errors import DataError, OptionError
 from plsc.utils import base64_reader
 from tests.images import NAMES, UNSAFE_NAMES
+from tests.unit.data.conftest import encode, smooth_picture
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(range(100))
 IN_BASE64 = base64.b64encode(JPEG).decode()
@@ -84,18 +84,9 @@ def test_class_names_get_their_sorted_rank_or_the_id_of_a_label_map(tmp_path):
         CsvSource(path, label_map=tmp_path / "map.json")
 
 
-@pytest.mark.parametrize("odd", ["007", "0_0", "٣", "9" * 30, "seven"])
-def test_labels_that_are_not_all_canonical_integers_are_names(tmp_path, odd):
-    path = write(tmp_path, f"path,label\na.jpg,10\na.jpg,7\na.jpg,{odd}\na.jpg,7\n")
-    source = CsvSource(path)
-    names = sorted(["10", "7", odd])
-    assert [*source.class_names.values()] == names
-    assert [names[label] for label in source.labels()] == ["10", "7", odd, "7"]
-
-
 @pytest.mark.parametrize(
     "text",
-    ["1", "-1", "+.5", "5.", "1e9", "1.5E-3", ".5e+1", "5.e3", "1.", ".", "NaN", "inf", "1" * 10**5 + "x"],
+    ["1", "-1", "+.5", "1.5E-3", ".5e+1", "5.e3", "1.", ".", "NaN", "inf", "1" * 10**5 + "x"],
 )
 def test_numbers_that_are_no_labels_are_recognised_in_linear_time(tmp_path, text):
     source = write(tmp_path, f"path,label\na.jpg,{text}\n")
@@ -106,11 +97,20 @@ def test_numbers_that_are_no_labels_are_recognised_in_linear_time(tmp_path, text
         CsvSource(source)
 
 
-@pytest.mark.parametrize("labels", [["12e4", "7", "ab1"], ["Nan", "Bob"], ["-1", "x"], ["1e3", "007"]])
-def test_names_may_look_like_numbers_in_any_order_of_the_rows(tmp_path, labels):
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["12e4", "7", "ab1"],
+        ["Nan", "Bob"],
+        ["-1", "x"],
+        *([odd, "10", "7"] for odd in ("007", "0_0", "٣", "9" * 30)),
+    ],
+)
+def test_labels_that_are_not_all_canonical_integers_are_names_in_any_order_of_the_rows(tmp_path, labels):
     for order in (labels, labels[::-1]):
         source = CsvSource(write(tmp_path, "path,label\n" + "".join(f"a.jpg,{one}\n" for one in order)))
         assert [source.class_names[label] for label in source.labels()] == order
+        assert [*source.class_names.values()] == sorted(order)
     with pytest.raises(DataError, match=r"train.csv:3.*integer"):
         CsvSource(write(tmp_path, "path,label\na.jpg,1\na.jpg,1.5\na.jpg,2.5\n"))
 
@@ -214,17 +214,18 @@ def test_a_quoted_field_of_many_lines_is_read_in_linear_time(tmp_path):
 
 
 field = st.text(st.sampled_from('a",\n\r; é'), max_size=6)
+path = st.text(st.sampled_from('a",; é'), max_size=6).map("é".__add__)
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(field, st.integers(0, 9), field), min_size=1, max_size=8), st.booleans())
+@given(st.lists(st.tuples(path, st.integers(0, 9), field), min_size=1, max_size=8), st.booleans())
 def test_everything_the_csv_module_writes_is_read_back(rows, crlf):
     text = io.StringIO()
     # Outside quotes, a single CR does not end a row by the standard, but the module writes it there.
-    has_cr = any("\r" in path + note for path, _, note in rows)
+    has_cr = any("\r" in note for _, _, note in rows)
     quoting = csv.QUOTE_ALL if has_cr else csv.QUOTE_MINIMAL
     writer = csv.writer(text, lineterminator="\r\n" if crlf else "\n", quoting=quoting)
-    rows = [(f"é{path}", label, note) for path, label, note in rows]
+
     writer.writerow(["path", "label", "x"])
     writer.writerows(rows)
     filesystem = fsspec.filesystem("memory")

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -211,21 +210,6 @@ def test_a_group_of_one_rank_equals_no_group(device):
     torch.testing.assert_close(heads[0].weight, heads[1].weight)
 
 
-def test_a_schedule_uses_the_ratio_of_its_step_and_the_same_draws():
-    labels = torch.tensor([3, 17])
-    heads = [
-        ShardedHead(40, 4, build_margin("arcface"), sampling=Sampling(ratio))
-        for ratio in ({20: 0.1, 0: 1.0, 2: 0.5}, 1.0, 0.5)
-    ]
-    for step in range(5):
-        for head in heads:
-            head.weight.grad = None
-            head(torch.ones(2, 4, requires_grad=True), labels).loss.backward()
-        used = [head.weight.grad.any(dim=1) for head in heads]
-        assert torch.equal(used[0], used[1 if step < 2 else 2])
-    assert 2 < used[0].sum() <= 20 < used[1].sum()
-
-
 def test_evaluation_uses_all_classes_and_does_not_update_running_statistics():
     head = filled(build_head("dist_curricularface", 30, 6, sampling=Sampling(0.2), row_dtype=torch.float64))
     head.eval()
@@ -316,19 +300,6 @@ def test_embeddings_may_be_non_contiguous_or_bfloat16(loss_type):
             low = copy.deepcopy(head)(x.bfloat16(), labels).loss
     torch.testing.assert_close(transposed, expected)
     torch.testing.assert_close(low, expected, rtol=0.05, atol=0.5)
-
-
-def test_with_more_positives_than_samples_all_positives_are_used_with_one_warning():
-    head = ShardedHead(20, 4, build_margin("arcface"), sampling=Sampling(0.1))
-    labels = torch.arange(6)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            head(torch.randn(6, 4, requires_grad=True), labels).loss.backward()
-    warned = [str(w.message) for w in caught if "classes of this rank" in str(w.message)]
-    assert len(warned) == 1
-    assert "6 classes of this rank, more than the 2" in warned[0]
-    assert head.weight.grad.any(dim=1).nonzero()[:, 0].tolist() == labels.tolist()
 
 
 @settings(max_examples=20, deadline=None)

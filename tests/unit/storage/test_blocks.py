@@ -20,12 +20,6 @@ SIZE = 2 * BLOCK_BYTES + 12345
 CONTENT = np.random.default_rng(0).bytes(SIZE)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def local(tmp_path: Path) -> str:
     (tmp_path / "file.bin").write_bytes(CONTENT)
     return str(tmp_path / "file.bin")

@@ -17,8 +17,6 @@ from torch.utils.data import TensorDataset
 from plsc.config import Options
 from plsc.config.data import AugmentationArguments
 from plsc.config.option import read_arguments
-from plsc.data.loader import CachedSource
-from plsc.data.sources import open_source
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.machine import on_terminal
@@ -86,19 +84,6 @@ def test_the_augmentation_of_the_options_reaches_the_images(dataset):
         assert not torch.equal(next(feed(dataset, data__flip=False, **setting).loader.epoch(0)).images, plain)
 
 
-@pytest.mark.parametrize("order", ["global", "block", "sequential"])
-def test_each_order_reads_everything(dataset, order):
-    made = feed(
-        dataset,
-        data__order={"name": order, "block_samples": 3, "pool_samples": 7} if order == "block" else order,
-        data__last_batch="keep",
-    )
-    source = open_source(dataset)
-    expected = [source.name(index) for index in range(20)]
-    assert sorted(names(made)) == sorted(expected)
-    assert (names(made) == expected) == (order == "sequential")
-
-
 def test_a_balanced_order_and_batches_of_classes_come_from_the_options_and_the_log_describes_them(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=4, per_class=5)
     label = dataset / "label.txt"
@@ -112,18 +97,6 @@ def test_a_balanced_order_and_batches_of_classes_come_from_the_options_and_the_l
     for batch in made.loader.epoch(1):
         assert sorted(np.bincount(batch.labels, minlength=4)) == [0, 0, 3, 3]
     assert "2 classes of 3 images per step" in made.notes[1]
-
-
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_the_cache_is_filled_by_the_first_epoch(dataset, where, tmp_path):
-    made = feed(dataset, data__cache=f"{tmp_path if where == 'disk' else where}:1M")
-    list(made.loader.epoch(0))
-    source = made.loader.source
-    assert isinstance(source, CachedSource)
-    assert source.cache.used > 0
-    plain = feed(dataset)
-    for ours, theirs in zip(made.loader.epoch(1), plain.loader.epoch(1), strict=True):
-        assert torch.equal(ours.final_images(), theirs.final_images())
 
 
 def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):
@@ -220,6 +193,7 @@ def test_another_number_of_parts_than_ranks_is_refused(parts):
     [
         ({"reader": [(blur, 1)], "data__order": "rank_files"}, "rank_files"),
         ({"reader": reader, "transform": blur, "head__class_num": 4}, "generator"),
+        ({"reader": reader}, r"head\.class_num"),
         ({"reader": lambda: iter(()), "data__order": "balanced", "head__class_num": 4}, "labels"),
         ({"data__order": {"name": "block", "balance": 0.1}}, "balance"),
         ({"transform": blur, "data__cache": "memory:1M"}, "threads"),

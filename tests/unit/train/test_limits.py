@@ -17,18 +17,10 @@ from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from plsc.train.watch import MaxTime
 from tests.command_line import options_from
-from tests.images import write_dataset, write_pair_file
 from tests.resuming import different, options_of, saved_at, tensors_of, train
 from tests.system.small_entry import entry
 
 WORLD = World.single()
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = write_dataset(tmp_path_factory.mktemp("limits") / "faces", classes=4, per_class=6)
-    write_pair_file(folder / "lfw.bin", folder)
-    return folder
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(2, 2), (9, 6), (0.5, 3), (0.01, 1), (1.0, 6)])
@@ -186,7 +178,7 @@ def test_a_fast_run_of_several_steps_makes_these_and_as_many_batches_per_evaluat
     result = entry(dataset, tmp_path / "run", **several).train()
     assert (result.steps, result.epochs, result.evaluation["lfw"].pairs) == (3, 1, 15)
     checkpoint = entry(dataset, tmp_path / "run").train().checkpoint
-    assert entry(dataset, "", set_checkpoint_dir=checkpoint, **several).test()["lfw"].pairs == 15
+    assert entry(dataset, tmp_path, set_checkpoint_dir=checkpoint, **several).test()["lfw"].pairs == 15
     assert options_from("--train.fast_dev_run", "3").train.fast_dev_run == 3
     assert options_from("--train.fast_dev_run", "true").train.fast_dev_run is True
 

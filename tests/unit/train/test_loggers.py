@@ -15,17 +15,9 @@ from PIL import Image
 
 from plsc.errors import DataError, OptionError, TrainingInterrupted
 from plsc.train.log import LOGGERS
-from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
 STEPS = 3  # per epoch: 10, 10 and 4 images
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = write_dataset(tmp_path_factory.mktemp("loggers") / "faces", classes=4, per_class=6)
-    write_pair_file(folder / "lfw.bin", folder)
-    return folder
 
 
 def train(dataset, folder, *loggers, epochs=2, resume=None, **settings):
@@ -57,7 +49,9 @@ def database(tmp_path_factory):
     """An empty one: MLflow takes seconds to make it."""
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)  # where pictures of the default experiment are stored
+        mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
     return path
 
 
