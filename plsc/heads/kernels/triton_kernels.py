@@ -191,7 +191,7 @@ def _sgd(
             )  # fmt: skip
         else:
             _store(state + place, m, inside, row_number, column, key + 1)
-        g = g - momentum * m if nesterov else m
+        g = g + momentum * m if nesterov else m
     return w - lr * g
 
 
