@@ -39,8 +39,9 @@ python demo/report.py "$data" "$run"
 plsc export last "$model" --checkpoint.save_dir "$run" --data.dataset_dir "$data" \
   --data.val_targets glyphs_unseen --classes --thumbnails --unseen "$data/unseen"
 plsc index "$model" "$gallery" --images "$data/unseen/images"
-echo "search with a picture of a class that the network never saw:"
-echo "  .venv/bin/plsc search $model $gallery $(find "$data/unseen/images" -name '*.png' | sort | head -n 1)"
-echo "serve the trained classes; that picture is unknown there until its class is enrolled:"
+pictures=("$data"/unseen/images/0019/*.png) # of a character that is unlike the trained ones
+echo "search with a picture of a class that the network never saw; the first result is the picture itself:"
+echo "  .venv/bin/plsc search $model $gallery ${pictures[0]}"
+echo "serve the trained classes; ${pictures[1]} is unknown there until ${pictures[0]} is enrolled:"
 echo "  .venv/bin/plsc serve $model"
 cat "$run/summary.txt"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parent)
+_THREADS = str(Path(contextlib.__file__).parent / "concurrent")  # frames of a thread's result
 
 
 class PlscError(Exception):
@@ -159,7 +160,7 @@ def without_our_frames(error: PlscError) -> PlscError:
     part: BaseException | None = error
     while part is not None:
         trace = part.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_PACKAGE, _THREADS)):
             trace = trace.tb_next
         part.__traceback__ = trace
         part = part.__cause__

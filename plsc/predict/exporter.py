@@ -173,6 +173,8 @@ def run_conversion(
     exporter = Exporter(trained, user, conversion)
     as_graph = replace(trained, config=config.changed({"data.flip": conversion.flip}))
     results = exporter.evaluate(as_graph) if conversion.graph != "none" else []
+    if conversion.graph == "none" and "data.val_targets" in config.explicit:
+        world.log("data.val_targets has no effect: without a graph, a model has no thresholds")
     capacity = exporter.capacity(as_graph)
     on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results, capacity))
     world.log(f"wrote the network of {trained.path} to {folder}")
