@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from plsc.train.build import check_combinations
 from plsc.train.callbacks import UserParts
 from plsc.train.log import JsonLines
 from plsc.train.loop import exchange_status
-from plsc.train.run import build_run, idle_note, run_training
-from plsc.train.step import Step
+from plsc.train.run import batch_note, build_run, idle_note, run_training
+from plsc.train.step import Step, clip_gradients
 from plsc.train.watch import DataWait, LearningCheck
 from tests.images import write_dataset
 from tests.resuming import options_of
@@ -316,3 +317,18 @@ def test_as_many_workers_as_read_a_batch_while_one_is_computed(wait, workers, is
 
 def test_nothing_is_said_of_a_short_wait_or_of_a_few_steps():
     assert said(0.0014, 0.030) == said(0.020, 0.030, steps=44) == []
+
+
+@pytest.mark.parametrize(("limit", "norm"), [(0.0, 5.0), (10.0, 5.0), (1.0, 1.0)])
+def test_clipping_makes_gradients_shorter_but_never_longer(limit, norm):
+    network = nn.Linear(2, 1, bias=False)
+    network.weight.grad = torch.tensor([[3.0, -4.0]])
+    options = SimpleNamespace(optim=SimpleNamespace(clip_norm=limit))
+    clip_gradients(SimpleNamespace(options=options, network=network))
+    assert network.weight.grad.norm() == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_batch_larger_than_the_dataset_is_noted():
+    assert "600" in batch_note(5000, 600, "pad")
+    for fine in ((600, 600, "pad"), (5000, 600, "drop"), (5000, None, "pad")):
+        assert not batch_note(*fine)
