@@ -1,7 +1,7 @@
 """Names in options: those that are known, of objects to import, and patterns of parameters.
 
 The known names stand here without the modules that have what they name: those import torch.
-tests/unit/test_names.py compares them with the owners' tables.
+tests/unit/test_config.py compares them with the owners' tables.
 """
 
 from __future__ import annotations

@@ -283,8 +283,13 @@ class Context:
         return torch.cat(self.current.layers[name])
 
     def weight(self, name: str) -> Tensor:
-        """Return a parameter of the network, or with ``head.weight`` the class weights of this rank."""
+        """Return a parameter of the network, or with ``head.weight`` the class weights of this rank.
+
+        Raises OptionError for class weights in files, of which a step reads only its rows.
+        """
         weight = self._parameter(name).detach()
+        if weight.is_meta:
+            raise OptionError(f"{name} is in files (head.weights_file); read tiles of context.head.all_rows()")
         return decode_rows(weight) if name.startswith("head") else weight
 
     def gradient(self, name: str) -> Tensor | None:
