@@ -88,6 +88,7 @@ def train_scripted(options, world, script: str, network=Scripted):
         return find_overflow(self, output)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scripted, "kind", ".")  # and again afterwards
         patch.setattr(Step, "make", scripted)
         patch.setattr(Step, "_find_overflow", finding_overflow)
         return train(options, world, network)
