@@ -64,7 +64,7 @@ class ModelOptions:
     emb_size: int = of_model(512, "size of the embedding", "set_emb_size(size)", at_least(1))
     image_shape: tuple[int, int, int] = of_model(
         (3, 112, 112),
-        "channels, height and width of the input; on the command line [3,112,112]",
+        "channels, height and width of the input; on the command line 3,112,112",
         "set_image_shape(shape)",
         _image_shape,
     )

@@ -21,7 +21,7 @@ class Setters:
 
     def set_image_shape(self, shape: Sequence[int]) -> None:
         """Set ``model.image_shape``: channels, height and width of the input; on the command line
-        [3,112,112]. Default: (3, 112, 112).
+        3,112,112. Default: (3, 112, 112).
         """
 
     def set_dropout(self, ratio: float) -> None:

@@ -50,6 +50,9 @@ _Loader.add_implicit_resolver(
 )
 
 
+_NUMBERS = re.compile(r"[-\d.eE ]+(,[-\d.eE ]+)+")  # 3,112,112
+
+
 def from_text(text: str, kind: Any, where: str) -> Any:
     """Parse a string as a value of type `kind`; return the string itself if that is impossible.
 
@@ -68,6 +71,8 @@ def from_text(text: str, kind: Any, where: str) -> Any:
         return text
     if types.NoneType in kinds and text in ("None", "none"):
         return None
+    if any(typing.get_origin(one) is tuple for one in kinds) and _NUMBERS.fullmatch(text):
+        text = f"[{text}]"
     try:
         return _Loader(text, where).get_single_data()
     except OptionError:

@@ -289,7 +289,7 @@ class Context:
         """
         weight = self._parameter(name).detach()
         if weight.is_meta:
-            raise OptionError(f"{name} is in files (head.weights_file); read tiles of context.head.all_rows()")
+            raise OptionError(f"{name} is in files; read tiles of context.head.all_rows()")
         return decode_rows(weight) if name.startswith("head") else weight
 
     def gradient(self, name: str) -> Tensor | None:

@@ -25,7 +25,7 @@ def said_of(capsys, *arguments) -> str:
         ("train.batch_size", "abc", "train.batch_size"),
         ("optim.lr", "fast", "number"),
         ("data.flip", "maybe", "True or False"),
-        ("model.image_shape", "3,112", "integers"),
+        ("model.image_shape", "3x112", "integers"),
         ("train.epochs", "2.5", "train.epochs"),
         ("batch_size", "3", "--train.batch_size"),
         ("config", "/none.yaml", "'/none.yaml'"),
@@ -86,7 +86,7 @@ def test_numbers_lists_and_nulls_are_read_as_yaml_has_them(tmp_path):
         "train.epochs: 4\noptim:\n  lr: 1e-3\n  optimizer_arguments: {eps: 1e-7}\n"
         "data:\n  dataset_dir: 2020-01-01\n  val_targets: null\nhead:\ntrain:\n  batch_size: '8'\n"
     )
-    options = options_from("--config", str(file), "--model.image_shape=[1, 8, 8]", "--data.flip=no")
+    options = options_from("--config", str(file), "--model.image_shape=1,8,8", "--data.flip=no")
     assert options.values == {
         "train.epochs": 4, "optim.lr": 1e-3, "optim.optimizer_arguments": {"eps": 1e-7},
         "data.dataset_dir": "2020-01-01", "data.val_targets": None, "train.batch_size": 8,
