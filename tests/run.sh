@@ -20,10 +20,9 @@ wait $!
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi
-# A process per core or more, each with one thread: tests of several ranks bring their own processes, and slow
-# tests also wait.
+# More processes than cores, as tests also wait, each with one thread, as tests of several ranks bring their own.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-by_file=(-q --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
-python -m pytest "${by_file[@]}" -n 2 -m "not slow"
+by_file=(-q -n 3 --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
+python -m pytest "${by_file[@]}" -m "not slow"
 mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.slow' tests)  # the others need not be collected
-python -m pytest "${by_file[@]}" -n 3 -m slow --durations 25 "${files[@]}"
+python -m pytest "${by_file[@]}" -m slow --durations 25 "${files[@]}"
