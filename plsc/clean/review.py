@@ -37,7 +37,7 @@ from plsc.errors import CheckpointError, DataError, printable
 from plsc.evaluate.identification import check_finite
 from plsc.gallery.gallery import nearest
 from plsc.predict.embeddings import EMBEDDINGS, NAMES, Embeddings
-from plsc.predict.predict import Samples
+from plsc.predict.predict import LABELS, Samples
 from plsc.storage.publish import replacing
 from plsc.storage.urls import shown
 from plsc.train.data import check_unseen
@@ -89,7 +89,8 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
     """
     source, listing = read_listing(location, **reading)
     place = shown(str(location))
-    names = Samples(source, place, 0).names(range(len(source)))
+    samples = Samples(source, place, 0)
+    names = samples.names(range(len(source)))
     places = [{name: row for row, name in enumerate(one[NAMES][:])} for one in embeddings]
     numbers = np.array([n for n, name in enumerate(names) if all(name in rows for rows in places)], np.int64)
     if not len(numbers):
@@ -99,7 +100,13 @@ def open_images(location: str | Path, embeddings: Sequence[Embeddings], **readin
     unseen = [is_second, ~is_second] if len(places) == 2 else [np.ones(len(numbers), bool)]
     views = []
     for one, rows, judged in zip(embeddings, places, unseen, strict=True):
-        unit = one[EMBEDDINGS][np.array([rows[names[number]] for number in numbers.tolist()])]
+        places_of = np.array([rows[names[number]] for number in numbers.tolist()])
+        # An image that is named by its place in a file may be another one now. Classes may have new numbers.
+        stored, labels = one[LABELS][places_of], listing.labels[numbers]
+        most = max(len(np.unique(stored)), len(np.unique(labels)))
+        if not samples.has_paths and len(np.unique([stored, labels], axis=1).T) > most:
+            raise DataError(f"{one.folder} was predicted when {place} had other labels; predict it again")
+        unit = one[EMBEDDINGS][places_of]
         check_finite(unit, f"{one.folder}, image ", numbers)
         unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-9)
         views.append(View(unit, judged))

@@ -69,7 +69,7 @@ def grow_from_images(
     except OptionError:  # a format without class folders
         opened = open_source(os.fspath(images))
     first = manifest.head.class_num
-    labels = _new_labels(opened, first, count, os.fspath(images))
+    labels, base = _new_labels(opened, first, count, os.fspath(images))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")
     trained = load_trained(Path(source), model, world)
     with tempfile.TemporaryFile() as file:
@@ -80,7 +80,7 @@ def grow_from_images(
             destination,
             grow=count,
             directions=sums,
-            names=None if names is None else names.resized(count),
+            names=None if names is None else names.resized(base + count).take(base + np.arange(count)),
         )
 
 
@@ -100,8 +100,11 @@ def _sum_directions(
     return sums
 
 
-def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray:
-    """Return the new class of each image, in 0..count - 1. Raises DataError if a class has no image."""
+def _new_labels(source: Source, first: int, count: int, name: str) -> tuple[np.ndarray, int]:
+    """Return the new class of each image, in 0..count - 1, and the label of the first one.
+
+    Raises DataError if a class has no image.
+    """
     labels = source.labels()
     lowest, highest = int(labels.min()), int(labels.max())
     base = 0 if lowest == 0 else first
@@ -113,7 +116,7 @@ def _new_labels(source: Source, first: int, count: int, name: str) -> np.ndarray
     if not has_image.all():
         missing = first + int(np.argmin(has_image))
         raise DataError(f"{name} has no image for some of the {count} new classes, such as class {missing}")
-    return labels - base
+    return labels - base, base
 
 
 def run_dominant(options: Options, world: World, user: UserParts, output: Path) -> Path:

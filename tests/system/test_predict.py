@@ -144,6 +144,8 @@ def test_a_folder_of_another_dataset_or_of_other_labels_is_not_continued(trained
         return main([*words, "--data.dataset_dir", str(tmp_path / "list.tsv")])
 
     assert predict([0, 0, 1, 1]) == predict([0, 0, 1, 1]) == 0
+    # Not by the lines, which have other images in another order.
+    assert plsc.open_embeddings(tmp_path / "out")["names"][:].tolist() == list(map(str, images))
     assert predict([0, 1, 1, 1]) == 1
     assert "labels" in capsys.readouterr().err
     (tmp_path / "list.tsv").rename(tmp_path / "moved.tsv")
