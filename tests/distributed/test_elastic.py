@@ -9,16 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from plsc.checkpoint import list_checkpoints
 from tests.distributed.launch import clean_environment
-from tests.distributed.test_interruption import JOB, wait_for, worker_pids
+from tests.distributed.test_interruption import wait_for, worker_pids
 from tests.images import write_dataset
 from tests.resuming import losses_of
 
 pytestmark = pytest.mark.slow
+JOB = Path(__file__).with_name("elastic_job.py")
 
 
 def free_port() -> int:
@@ -31,13 +33,13 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-def start_node(port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
+def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
     """Start a launcher as one of at most two nodes; the host of the rendezvous must stay alive."""
     settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=3",
-            "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=elastic",
+            f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=elastic",
             f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
             f"--rdzv-conf=is_host={is_host},{settings}", str(JOB), *args,
         ],
@@ -48,34 +50,33 @@ def start_node(port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
 
 
 def test_an_elastic_job_resumes_when_a_node_joins_or_dies(tmp_path):
-    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)
+    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 23 steps per epoch
     save_dir, port = tmp_path / "run", free_port()
-    job = str(dataset), str(save_dir), "set_checkpoint_dir='last'", "set_train_epochs=100000"
-    nodes = [start_node(port, True, *job)]
+    nodes = [start_node(2, port, True, str(dataset), str(save_dir))]
 
-    def newest_is_of(ranks: int) -> bool:
-        found = list_checkpoints(save_dir)
-        return bool(found) and found[-1][1].world_size == ranks
+    def is_saved_by(ranks: int) -> bool:
+        return any(manifest.world_size == ranks for _, manifest in list_checkpoints(save_dir))
 
     try:
-        wait_for(lambda: newest_is_of(1), nodes[0])
-        nodes.append(start_node(port, False, *job))
-        wait_for(lambda: newest_is_of(2), nodes[0])
+        wait_for(lambda: is_saved_by(2), nodes[0])
+        nodes.append(start_node(1, port, False, str(dataset), str(save_dir)))
+        wait_for(lambda: is_saved_by(3), nodes[0])
         doomed = [nodes[1].pid, *worker_pids(nodes[1])]
         for pid in doomed:  # the launcher first, so that it does not restart ranks
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: newest_is_of(1), nodes[0])
-        nodes[0].send_signal(signal.SIGTERM)
-        output, _ = nodes[0].communicate(timeout=60)
+        (save_dir / "hurry").touch()
+        output, _ = nodes[0].communicate(timeout=150)
     finally:
         for node in nodes:
             if node.poll() is None:
                 for pid in worker_pids(node):
                     os.kill(pid, signal.SIGKILL)
                 node.kill()
-    grown = "ranks: 2 here, 1 in the checkpoint; the global batch size remains 8, with 4 images per rank"
+    assert nodes[0].returncode == 0, output
+    grown = "ranks: 3 here, 2 in the checkpoint; the global batch size remains 4, with 1 or 2 images per rank"
     assert grown in output, output
     assert "at step" in output.split(grown)[1], output
-    _, manifest = list_checkpoints(save_dir)[-1]
-    assert (manifest.world_size, manifest.scalars["global_batch"]) == (1, 8)
-    assert sorted(losses_of(save_dir)) == list(range(1, manifest.step + 1))
+    path, manifest = list_checkpoints(save_dir)[-1]
+    assert (path.name, manifest.step, manifest.world_size) == ("11", 276, 2)
+    assert manifest.scalars["global_batch"] == 4
+    assert sorted(losses_of(save_dir)) == list(range(1, 277))
