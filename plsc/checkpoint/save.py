@@ -305,18 +305,34 @@ def prune(store: Store, retention: Retention, run_id: str = "", protect: Collect
     with other files are unchanged. If the process is killed, no partial checkpoint keeps a published name.
     Raises DataError if one cannot be deleted.
     """
-    doomed = _doomed(store, retention, _of_run(store, run_id), protect)
+    doomed = [name for name, _ in _doomed(store, retention, _of_run(store, run_id), protect)]
     for name in doomed:
         withdraw(store, name)
     return doomed
 
 
+def name_best_and_prune(
+    store: Store, retention: Retention, run_id: str, protect: Collection[str]
+) -> tuple[str, float] | None:
+    """Name the best of the checkpoints that `prune` leaves in best.json, then prune; return the best.
+
+    In this order: after a kill, best.json names nothing that is deleted.
+    """
+    own = _of_run(store, run_id)
+    doomed = _doomed(store, retention, own, protect)
+    best = _best_of(retention, [one for one in own if one not in doomed])
+    write_best(store, retention.monitor, best)
+    for name, _ in doomed:
+        withdraw(store, name)
+    return best
+
+
 def _doomed(
     store: Store, retention: Retention, own: Sequence[tuple[str, Manifest]], protect: Collection[str]
-) -> list[str]:
+) -> list[tuple[str, Manifest]]:
     stay = {*retention.kept(own), *protect}
     return [
-        name
+        (name, manifest)
         for name, manifest in own
         if name not in stay
         and not store.is_link(name)
@@ -337,17 +353,13 @@ def prune_all(location: str, retention: Retention) -> list[str]:
         return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
 
 
-def best_in(
-    store: Store, retention: Retention, run_id: str, protect: Collection[str] | None = None
-) -> tuple[str, float] | None:
-    """Return name and value of a run's best checkpoint; None if none has the metric.
+def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
+    """Return name and value of a run's best checkpoint; None if none has the metric."""
+    return _best_of(retention, _of_run(store, run_id))
 
-    protect: only of those that `prune` with the same arguments leaves; None: of all.
-    """
-    own = _of_run(store, run_id)
-    doomed = [] if protect is None else _doomed(store, retention, own, protect)
-    ranking = retention.ranking([one for one in own if one[0] not in doomed])
-    return ranking[0] if ranking else None
+
+def _best_of(retention: Retention, own: Sequence[tuple[str, Manifest]]) -> tuple[str, float] | None:
+    return next(iter(retention.ranking(own)), None)
 
 
 def _of_run(store: Store, run_id: str) -> list[tuple[str, Manifest]]:

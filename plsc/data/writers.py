@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pybase64
 
-from plsc.data.decode import decode_image
+from plsc.data.decode import decode_whole
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.columns import check_class_name
 from plsc.data.sources.parquet import class_label_metadata
@@ -251,7 +251,7 @@ def _samples(source: Source, broken: str, done: Conversion) -> Iterator[tuple[An
             image, label = source[index]
             if broken == "skip":
                 with naming(source.name, index):
-                    decode_image(image, (3, 16, 16))
+                    decode_whole(image)
         except DataError as error:
             if broken == "stop":
                 raise

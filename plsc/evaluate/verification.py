@@ -38,7 +38,7 @@ from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result, Section, Table, stem_of
 from plsc.storage.blocks import streamed, text_lines
 from plsc.storage.publish import replacing
-from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, parent_of, shown
+from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, parent_of, place_of, shown
 
 GRID = 2**20  # scores per unit: on a grid, rounding errors do not order equal pairs
 THRESHOLDS = np.arange(0, 4, 0.01)  # squared L2 distance of unit vectors, 0..4
@@ -137,8 +137,7 @@ def read_pair_list(
         if number == 1 and line.startswith(IMAGES.encode()):
             named = os.fsdecode(line).removeprefix(IMAGES)
             if folder is None:
-                named, is_named_by_list = located(named, root, allowed, place), True
-                root = named if is_url(named) else join(root, named)
+                root, is_named_by_list = place_of(root, located(named, root, allowed, place)), True
             continue
         if lfw is None and not flags and _is_lfw_header(line):
             lfw = _Lfw(line, root)

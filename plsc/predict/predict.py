@@ -64,7 +64,7 @@ from plsc.predict.embeddings import (
 )
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.publish import HIDDEN
-from plsc.storage.urls import exists, is_url
+from plsc.storage.urls import is_url
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
@@ -352,7 +352,7 @@ class Samples:
 
     def __init__(self, source: Source, name: str, threads: int) -> None:
         self.source, self.name, self.count = source, name, len(source)
-        self.place = absolute(name) if exists(name) or is_url(name) or Path(name).is_dir() else name
+        self.place = absolute(name) if is_url(name) or os.path.exists(name) else name  # noqa: PTH110
         # A custom Dataset may not be thread-safe.
         self.threads = 0 if isinstance(source, TorchDatasetSource) else threads
         self._where: Callable[[int], Any] = source.name

@@ -190,7 +190,7 @@ def find_below(url: str) -> dict[str, str]:
     found: dict[str, str] = {}
     left = [inside]
     while left:
-        below = _list_folder(filesystem, left.pop())
+        below = _list(filesystem, left.pop())
         found |= below
         left += [path for path, kind in below.items() if kind == "directory"]
     return found
@@ -206,14 +206,19 @@ def find_matching(pattern: str) -> list[str]:
         found = [
             path
             for folder in found
-            for path, kind in _list_folder(filesystem, folder).items()
+            for path, kind in _list(filesystem, folder).items()
             if fnmatch.fnmatchcase(base_name(path), part) and (place == len(parts) or kind == "directory")
         ]
     return [filesystem.unstrip_protocol(path) for path in found]
 
 
-def _list_folder(filesystem: Any, folder: str) -> dict[str, str]:
-    place = shown(filesystem.unstrip_protocol(folder))
+def list_folder(url: str) -> dict[str, str]:
+    """Return the paths of the files and folders in a folder, with their types as `find_below`."""
+    return _list(*open_filesystem(url), url)
+
+
+def _list(filesystem: Any, folder: str, url: str = "") -> dict[str, str]:
+    place = shown(url or filesystem.unstrip_protocol(folder))
     entries = with_retries(lambda: filesystem.ls(folder, detail=True), f"{place} cannot be listed")
     kinds = {one["name"].rstrip("/"): one["type"] for one in entries}
     return {path: kind for path, kind in kinds.items() if path != folder.rstrip("/")}
@@ -279,6 +284,11 @@ def located(name: str, folder: str, allowed: Sequence[str] = (), listing: str = 
 def join(folder: str, name: str) -> str:
     """Return a path or URL below a folder."""
     return posixpath.join(folder, name)
+
+
+def place_of(folder: str, name: str) -> str:
+    """Return the path or URL of what `located` returned for a folder."""
+    return name if is_url(name) else join(folder, name)
 
 
 def exists(location: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -19,7 +19,7 @@ from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.manifest import manifest_in, rank_of_shard
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.rollback import mark_of
-from plsc.checkpoint.save import best_in, prune, write_best
+from plsc.checkpoint.save import best_in, name_best_and_prune
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.data.batch import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
@@ -138,17 +138,20 @@ class Saver:
 
         A failure to delete is only a problem to log: the newest checkpoint is saved.
         """
+        best = None
         if self.folder.is_owner:
             uploader = self._uploader
             # No other upload starts while this lock is held.
             with contextlib.nullcontext() if uploader is None else uploader.lock:
                 keep = {save.path.name, self.folder.resumed, "" if uploader is None else uploader.uploading}
-                tidying = partial(_tidy, Store(self.folder.path), self.retention, self.folder.run_id, keep)
-                save.problem = _problem_of(tidying) or save.problem
-        if not self._world.is_main:
-            return None
-        save.size = sum(file.bytes for file in read_manifest(save.path).files.values())
-        return self._find_best()
+                store = Store(self.folder.path)
+                try:
+                    best = name_best_and_prune(store, self.retention, self.folder.run_id, keep)
+                except (PlscError, OSError) as error:
+                    save.problem, best = str(error), self._find_best()
+        if self._world.is_main:
+            save.size = sum(file.bytes for file in read_manifest(save.path).files.values())
+        return best
 
     def _find_best(self) -> tuple[str, float] | None:
         return best_in(Store(self.folder.path), self.retention, self.folder.run_id)
@@ -284,7 +287,9 @@ class Uploader:
         """
         store, retention, folder = self._store, self._retention, self._folder
         keep = {newest, folder.resumed}
-        actions: list[Callable[[], object]] = [partial(_tidy, store, retention, folder.run_id, keep)]
+        actions: list[Callable[[], object]] = [
+            partial(name_best_and_prune, store, retention, folder.run_id, keep)
+        ]
         for path in (folder.path / name for name in _SMALL_FILES):
             if path.is_file():
                 actions.append(partial(self._send_file, path))
@@ -302,15 +307,6 @@ def _has_succeeded(future: Future[bool], give_up: float | None) -> bool:
         return future.result(None if give_up is None else max(0.0, give_up - time.monotonic()))
     except FutureTimeout:
         return False
-
-
-def _tidy(store: Store, retention: Retention, run_id: str, protect: Collection[str]) -> None:
-    """Name the best of the checkpoints that stay in best.json, then delete the others.
-
-    In this order: after a kill, best.json names nothing that is deleted.
-    """
-    write_best(store, retention.monitor, best_in(store, retention, run_id, protect))
-    prune(store, retention, run_id, protect)
 
 
 def _problem_of(action: Callable[[], object]) -> str | None:

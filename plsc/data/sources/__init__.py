@@ -23,7 +23,7 @@ from plsc.data.sources.rows import Base64Source, CsvSource, JsonLinesSource
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError
 from plsc.storage.regular import check_inside
-from plsc.storage.urls import base_name, is_url, local_path, open_filesystem, shown, with_retries
+from plsc.storage.urls import base_name, is_url, list_folder, local_path, shown
 
 # To add a format, add a line here, by its suffix. Keyword-only parameters of the class are its options.
 FORMATS: dict[str, Callable[..., Source]] = {
@@ -135,9 +135,7 @@ def _only_dataset(location: str, names: Iterable[str]) -> str | None:
 def _names_in(location: str) -> dict[str, bool]:
     if not is_url(location):
         return {path.name: path.is_dir() for path in Path(location).iterdir()}
-    filesystem, inside = open_filesystem(location)
-    found = with_retries(lambda: filesystem.ls(inside, detail=True), f"{shown(location)} cannot be listed")
-    return {base_name(one["name"]): one["type"] == "directory" for one in found}
+    return {base_name(path): kind == "directory" for path, kind in list_folder(location).items()}
 
 
 def _suffix(location: str) -> str:

@@ -272,7 +272,7 @@ def _walk(root: Path, folder: str, ignored: Ignored) -> Iterator[tuple[str, list
 
 
 def _walk_store(url: str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:
-    """Do the same for a URL, with one listing."""
+    """Do the same for a URL."""
     _, inside = open_filesystem(url)
     found = find_below(url)
     folders: dict[str, list[str]] = {"": []}

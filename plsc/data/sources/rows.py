@@ -28,7 +28,7 @@ from plsc.data.sources.columns import (
 from plsc.errors import DataError, OptionError, naming
 from plsc.storage.blocks import Bytes, BytesFile, buffered, text_lines
 from plsc.storage.regular import parse_json
-from plsc.storage.urls import base_name, is_url, join, located, parent_of, shown
+from plsc.storage.urls import base_name, is_url, located, parent_of, place_of, shown
 
 KIND = "base64-3"
 _BLOCK = 4 * 2**20
@@ -115,7 +115,7 @@ class RowSource(ColumnSource):
     def path(self, index: int) -> str:
         """Return the path or URL of an image that is no base64, which stays its own in another order."""
         path = self._located(self._image_text(self._stored_at(index)))
-        return join(self.root if is_url(self.root) else str(Path(self.root).absolute()), path)
+        return place_of(self.root if is_url(self.root) else str(Path(self.root).absolute()), path)
 
     def paths(self) -> list[str]:
         """Return the location of each image, as `located`; DataError if one may not be opened."""

@@ -68,6 +68,13 @@ def test_columns_are_chosen_by_name(tmp_path):
         CsvSource(path, label_column="who")
 
 
+def test_an_image_is_named_by_its_path_or_url_in_any_order(tmp_path):
+    (tmp_path / "a.csv").write_text(f"path,label\nx/1.png,0\nmemory://set/2.png,1\n{tmp_path}/3.png,1\n")
+    source = CsvSource(tmp_path / "a.csv", allowed=["memory://set/"])
+    places = [f"{tmp_path}/x/1.png", "memory://set/2.png", f"{tmp_path}/3.png"]
+    assert [source.path(index) for index in range(3)] == places
+
+
 def test_class_names_get_their_sorted_rank_or_the_id_of_a_label_map(tmp_path):
     path = write(tmp_path, 'label,path\n"Zoë, the 2nd",a.jpg\nAda,a.jpg\n"Zoë, the 2nd",a.jpg\n')
     source = CsvSource(path)

@@ -8,10 +8,9 @@ import shutil
 
 import pytest
 
-from plsc.checkpoint import list_checkpoints
+from plsc.checkpoint import list_checkpoints, save
 from plsc.cli import main
 from plsc.parallel.world import World
-from plsc.train import saving
 from tests.images import write_dataset
 from tests.resuming import options_of, train
 
@@ -142,7 +141,7 @@ def test_a_run_deletes_its_own_checkpoints_alone_and_not_the_one_it_resumed(star
 
 
 def test_a_kill_while_the_best_is_named_leaves_the_one_that_is_named(start, tmp_path, monkeypatch):
-    write, named = saving.write_best, []
+    write, named = save.write_best, []
 
     def killed(*arguments):
         named.append(arguments)
@@ -150,7 +149,7 @@ def test_a_kill_while_the_best_is_named_leaves_the_one_that_is_named(start, tmp_
             raise KeyboardInterrupt
         write(*arguments)
 
-    monkeypatch.setattr(saving, "write_best", killed)
+    monkeypatch.setattr(save, "write_best", killed)
     few = {"checkpoint__keep_last": 1, "checkpoint__save_top_k": 1, "checkpoint__monitor": "loss"}
     with pytest.raises(KeyboardInterrupt):
         start(train__epochs=6, **few)
