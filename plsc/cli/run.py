@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ from plsc.storage.urls import local_folder
 if TYPE_CHECKING:
     from plsc.entry import Entry
 
-logger = logging.getLogger(__name__)
-
 
 def _with_entry(action: Callable[..., None]) -> Callable[..., None]:
     """Return a command that calls an action with the Entry of the options, and of a checkpoint if given."""
@@ -35,12 +32,6 @@ def _with_entry(action: Callable[..., None]) -> Callable[..., None]:
         action(entry, **given)
 
     return run
-
-
-def _train(entry: Entry) -> None:
-    result = entry.train()
-    if entry.is_main:
-        logger.info("trained %d steps; last checkpoint %s", result.steps, result.checkpoint or "(none saved)")
 
 
 def _predict(entry: Entry, output: str, images: str | None, layers: str, field: str, **given: Any) -> None:
@@ -97,7 +88,7 @@ _READING = ("data.dataset_dir", "data.num_workers", "data.flip", "train.test_bat
 COMMANDS = {
     "train": Command(
         "train a network from scratch, or resume from --checkpoint.load_dir",
-        _with_entry(_train),
+        _with_entry(lambda entry: entry.train()),
         options=(
             "data.dataset_dir", "data.val_targets", "data.val_dir", "data.num_workers", *_NETWORK,
             "head.loss_type", "head.scale", "head.sample_ratio", "train.batch_size",

@@ -296,7 +296,7 @@ class Service:
         if data[:1] == b"P" and not _PPM.match(data):  # Pillow reads comments one byte at a time
             raise DataError("a PPM must be binary, without comments; send the image as JPEG")
         if data[:2] in _SLOW or data[4:8] == b"ftyp":
-            raise DataError("BMP, TIFF, GIF, AVIF and HEIC can take long to decode; send the image as JPEG")
+            raise DataError("this format can take long to decode; send the image as JPEG, PNG or WebP")
         if data.startswith(b"\x89PNG") and sum(map(data.count, _COMPRESSED)) > _MOST_CHUNKS:
             raise DataError(f"the image has more than {_MOST_CHUNKS} profiles and texts; save it again")
         channels, height, width = self.model.image_shape

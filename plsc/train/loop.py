@@ -124,6 +124,8 @@ class Trainer:
                 missing = self._saver.close() if self._saver is not None else ""
             self._update_result()
             self._run.call("run_end")
+            saved = self._result.checkpoint or "none saved"
+            run.world.log(f"trained {self._result.steps} steps; last checkpoint: {saved}")
         except BaseException as error:
             if isinstance(error, Exception) and self._saver is not None:  # not the second Ctrl-C
                 self._saver.wait(STOP_SECONDS)

@@ -39,6 +39,7 @@ class BadSampleReport:
         self._pending: list[BadSample] = []
         self._shown: set[str] = set()
         self._is_cut = False
+        self._summary = ""  # the last one logged
 
     def add(self, problems: list[BadSample]) -> None:
         """Add the bad samples of a batch of this rank; the first few are logged, each only once."""
@@ -66,9 +67,10 @@ class BadSampleReport:
         return sum(self._list.counts.values())
 
     def log_summary(self) -> None:
-        """Log the number of bad samples of each kind, if there are any."""
-        if self._list is not None and self._list.counts:
-            self._world.log(f"bad samples: {self._list.summary()}; listed in {self._list.path}")
+        """Log the number of bad samples of each kind, if it has changed."""
+        if self._list is not None and self._list.counts and self._list.summary() != self._summary:
+            self._summary = self._list.summary()
+            self._world.log(f"bad samples: {self._summary}; listed in {self._list.path}")
 
 
 class Meter:
@@ -116,7 +118,7 @@ class Meter:
         self._data_seconds = self._step_seconds = 0.0
 
 
-SLOW_STEP = 10.0  # seconds
+QUIET = 30.0  # seconds after which a step is logged that is not due, where there is no bar
 _BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
 _COUNT = "{desc} step {n_fmt}{postfix}"  # of unknown length
 
@@ -127,38 +129,38 @@ class Progress(Callback):
     def __init__(self) -> None:
         self._time_left = TimeLeft()
         self._bar: tqdm | None = None
-        self._first_step = 0
+        self._spoke = time.monotonic()
 
     def run_start(self, context: Context) -> None:
         """Open the progress bar."""
-        self._first_step = context.step + 1
+        self._spoke = time.monotonic()
         if context.is_main and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
             total = context.total_steps
             shape = _BAR if total else _COUNT
             self._bar = tqdm(total=total, initial=context.step, dynamic_ncols=True, bar_format=shape)
 
     def after_step(self, context: Context) -> None:
-        """Show the step in the progress bar; count it for the estimate of the time left."""
+        """Show the step, and count it for the estimate of the time left."""
         self._time_left.advance()
         if self._bar is not None:
-            loss = context.mean_loss  # unknown after an overflow, or if losses are read late
-            if loss is None:
-                loss = context.metrics.get("mean_loss")
             self._bar.set_description_str(_epoch_of(context, context.current_epoch), refresh=False)
-            self._bar.set_postfix_str(self._numbers(context, loss), refresh=False)
+            self._bar.set_postfix_str(self._numbers(context, self._loss(context)), refresh=False)
             self._bar.update()
-        if context.step == self._first_step:
-            period = context.options.train.log_period
-            context.world.log(slow_start(context.step_seconds, period) if period > 1 else None)
+        elif not context.is_logged and time.monotonic() - self._spoke > QUIET:
+            self._log(context, context.current_epoch, self._loss(context))
 
     def logged(self, context: Context) -> None:
         """Log the progress, the mean loss since the last line, and the time left."""
-        metrics, total = context.metrics, context.total_steps
-        steps = f"/{total}" if total else ""
-        epoch = _epoch_of(context, metrics["epoch"])
-        context.world.log(
-            f"{epoch} step {context.step}{steps} {self._numbers(context, metrics['mean_loss'])}"
-        )
+        self._log(context, context.metrics["epoch"], context.metrics["mean_loss"])
+
+    def _log(self, context: Context, epoch: int, loss: float | None) -> None:
+        self._spoke = time.monotonic()
+        steps = f"{context.step}/{context.total_steps}" if context.total_steps else f"{context.step}"
+        context.world.log(f"{_epoch_of(context, epoch)} step {steps} {self._numbers(context, loss)}")
+
+    def _loss(self, context: Context) -> float | None:
+        """Return the last known mean loss: that of a step is unknown if losses are read late."""
+        return context.metrics.get("mean_loss") if context.mean_loss is None else context.mean_loss
 
     def evaluated(self, context: Context) -> None:
         """Log the results."""
@@ -203,16 +205,6 @@ def _epoch_of(context: Context, epoch: int) -> str:
     """Return ``epoch 1/3``; the epoch counts from 1 here, from 0 in metrics.jsonl."""
     train = context.options.train
     return f"epoch {epoch + 1}" + ("" if train.steps else f"/{train.epochs}")
-
-
-def slow_start(seconds: float, log_period: int) -> str | None:
-    """Return a line about the next log line if the first step took long."""
-    if seconds < SLOW_STEP:
-        return None
-    return (
-        f"the first step took {seconds:.0f} s; progress is logged every {log_period} steps "
-        "(train.log_period) and at the end of each epoch"
-    )
 
 
 class TimeLeft:
