@@ -61,9 +61,7 @@ def _open(file: WeightsFile, world: World, checkpoint: OpenedCheckpoint | None) 
         return
     file.open()
     stored = OpenCheckpoint(*checkpoint).select((CLASS_WEIGHTS, CLASS_OPTIMIZER), world.rank, world.size)
-    _fill(file, stored)
-    file.begin(mark)
-    file.forget(mark)
+    _fill(file, stored)  # without a mark: that of a copy with other classes is the same
 
 
 def _fill(file: WeightsFile, stored: dict[Role, StoredTensor]) -> None:

@@ -35,7 +35,9 @@ _UNSAFE = (
 _TRUSTED = """
     WITH RECURSIVE ours AS (
         SELECT oid AS role FROM pg_roles WHERE rolname = current_user
-        UNION SELECT roleid FROM pg_auth_members JOIN ours ON member = role),
+        UNION SELECT roleid FROM pg_auth_members AS granted JOIN ours ON member = role
+        -- Who creates a role is a member that may only grant it, since PostgreSQL 16, which has this column.
+        WHERE coalesce((to_jsonb(granted) ->> 'inherit_option')::bool, true)),
     trusted AS (SELECT role FROM ours UNION SELECT oid FROM pg_roles WHERE rolsuper
         OR rolname = 'pg_database_owner' OR oid = (SELECT datdba FROM pg_database
             WHERE datname = current_database()))"""
@@ -61,6 +63,7 @@ _SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries 
 _COUNT_SECONDS = 60.0  # changes by other servers are counted so late
 _LOCK = 0x706C7363  # key of advisory locks: "plsc"
 _LIMITS = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}
+_LIMITS |= {"client_encoding": "utf8"}
 _POOL = {"min_size": 0, "max_size": 8, "timeout": 5, "reconnect_timeout": 5, "open": True}
 
 
@@ -94,6 +97,9 @@ class PostgresStore:
             raise OptionError(f"the URL of the database cannot be parsed; expected {expected}") from None
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
         with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
+            encoding = connection.info.parameter_status("server_encoding")
+            if encoding != "UTF8":  # one name that it lacks would fail the enrolments of all who wait
+                raise StoreError(f"{self.path} has the encoding {encoding}; expected UTF8")
             [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
             connection.execute(_SAFE)
             self._pgvector = _find_extension(connection, self.path)[0]

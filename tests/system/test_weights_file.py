@@ -10,6 +10,7 @@ import pytest
 from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.train.callbacks import Callback
 from tests.distributed import job
 from tests.distributed.launch import Ranks, run_ranks
 from tests.images import write_dataset
@@ -88,6 +89,28 @@ def test_a_complete_copy_resumes_on_other_ranks_in_files_and_in_memory(dataset, 
         assert weight.shape == (CLASSES, 16)
         changed = (weight != before).any(dim=1).float().mean()
         assert 0.3 <= changed < 0.9  # one step: the sampled classes only
+
+
+class Fails(Callback):
+    def run_start(self, context):
+        raise ZeroDivisionError
+
+
+def test_files_filled_from_another_copy_of_the_same_step_are_filled_again(dataset, tmp_path):
+    first = entry(dataset, tmp_path / "run", **CODED, set_train_steps=3).train().checkpoint
+    for name, order in (("other", reversed(range(CLASSES))), ("start", range(CLASSES))):
+        (tmp_path / "order.txt").write_text("".join(f"{number}\n" for number in order))
+        words = ["checkpoint", "classes", str(first), str(tmp_path / name)]
+        main([*words, "--reorder", str(tmp_path / "order.txt")])
+    files = {**CODED, "set_weights_file": str(tmp_path / "files"), "set_train_steps": 4}
+    failing = entry(dataset, tmp_path / "a", **files, set_checkpoint_dir=str(tmp_path / "other"))
+    failing.add_callback(Fails())  # once the files are filled
+    with pytest.raises(ZeroDivisionError):
+        failing.train()
+    run = entry(dataset, tmp_path / "b", **files, set_checkpoint_dir=str(tmp_path / "start")).train()
+    weight = load_weights(copy(run.checkpoint, tmp_path / "files"), "class_weights")["weight"]
+    before = load_weights(tmp_path / "start", "class_weights")["weight"]
+    assert 0.3 <= (weight != before).any(dim=1).float().mean() < 0.9  # one step: the sampled classes only
 
 
 def test_what_cannot_be_resumed_and_a_flipped_bit_are_refused(dataset, tmp_path, messages):

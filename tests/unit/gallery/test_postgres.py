@@ -128,7 +128,7 @@ def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(d
 
 
 @pytest.mark.parametrize(
-    "how", ["extension", "old", "rights", "size", "password", "port", "percent", "slash"]
+    "how", ["extension", "old", "rights", "size", "encoding", "password", "port", "percent", "slash"]
 )
 def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
     database, postgres, how, capsys, caplog
@@ -145,6 +145,9 @@ def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
             connection.execute("DROP ROLE IF EXISTS guest")
             connection.execute(f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD}'")
             url, message = postgres.url("one", f"guest:{PASSWORD}"), "permission denied for schema public"
+        elif how == "encoding":
+            connection.execute("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+            url, message = postgres.url("latin", f"plsc:{PASSWORD}"), "LATIN1"
         elif how == "size":
             with opened(database, size=SIZE + 1):
                 kind, message = CheckpointError, f"has vectors of {SIZE + 1} values; the model has {SIZE}"
@@ -245,6 +248,18 @@ def test_tables_of_our_roles_the_owner_of_the_database_and_superusers_are_opened
     with opened(roles["app"], size=0) as store:
         assert len(store.write(news(1))) == 1
         assert len(store.search(vectors(1), 9)[0]) == 4
+
+
+def test_a_role_that_we_only_created_is_not_trusted(roles):
+    with connected(roles["superuser"]) as connection:
+        connection.execute("DROP ROLE IF EXISTS made; ALTER ROLE app CREATEROLE")
+        with connected(roles["app"]) as of_app:
+            of_app.execute("CREATE ROLE made")  # PostgreSQL 16 makes app a member, which may grant it
+        connection.execute("ALTER TABLE plsc_m1 OWNER TO made; GRANT ALL ON plsc_m1 TO app")
+        connection.execute("ALTER ROLE app NOCREATEROLE")
+        with pytest.raises(CheckpointError):
+            open_store(roles["app"], "m1", 0)
+        connection.execute("ALTER TABLE plsc_m1 OWNER TO app; DROP ROLE made")
 
 
 def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles, postgres):
