@@ -336,14 +336,14 @@ def _known_shape(about: onnx.TypeProto) -> list[int]:
 def _multiplications(node: onnx.NodeProto, shapes: list[list[int]], written: int) -> int:
     """Return the multiplications of a node, or more; `written` is the number of values of its outputs."""
     kind, sizes = node.op_type, [*map(math.prod, shapes)]
+    if kind in ("Det", "MaxRoiPool", "RoiAlign") or (kind == "Einsum" and len(shapes) > 2):
+        raise ValueError(f"the time that a {kind} takes is known only when the graph runs")
     if "MatMul" in kind or kind in ("Einsum", "Gemm"):  # M * N * K, from M * K, K * N and M * N
         return math.isqrt(math.prod(sizes) * written)
     if kind in ("GRU", "LSTM", "RNN"):  # their weights are used once per element of each sequence
         return math.prod(shapes[0][:2]) * sum(sizes[1:3])
     if kind == "Attention":
         return max(sizes) * written
-    if kind in ("Det", "MaxRoiPool", "RoiAlign"):
-        raise ValueError(f"the time that a {kind} takes is known only when the graph runs")
     kernel = [one for about in node.attribute if about.name == "kernel_shape" for one in about.ints]
     if "Conv" in kind:
         kernel = shapes[3 if kind == "QLinearConv" else 1][1:]

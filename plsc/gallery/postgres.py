@@ -278,7 +278,8 @@ class PostgresStore:
     def _build(self, connection: Any) -> bool:
         query = "SELECT FROM pg_index WHERE indrelid = to_regclass(%s) AND indexrelid = to_regclass(%s)"
         index = psycopg.sql.Identifier(self._schema, self._index).as_string()
-        if not connection.execute(query, [self._table, index]).rowcount:  # one server builds it
+        if not connection.execute(query, [self._table, index]).rowcount:  # one server builds it, for minutes
+            connection.execute("SET LOCAL lock_timeout = 0")
             connection.execute(f"LOCK {self._table} IN SHARE UPDATE EXCLUSIVE MODE")
         if connection.execute(query, [self._table, index]).rowcount:
             return False
@@ -316,8 +317,10 @@ class PostgresStore:
 def _configure(connection: Any) -> None:
     connection.execute(_SAFE)
     register_vector_info(connection, psycopg.types.TypeInfo("vector", *_find_extension(connection)[1:]))
-    # What was answered is on disk. Stricter settings, for replicas, are kept.
+    # What was answered is on disk. Stricter settings, for replicas, are kept. Whoever holds a row stops one
+    # writer, for whom all others wait.
     connection.execute("""
+        SET lock_timeout = '5s';
         SET hnsw.iterative_scan = relaxed_order;
         SET timezone = 'UTC';
         SELECT set_config('synchronous_commit', 'on', false)

@@ -462,7 +462,8 @@ def run_for_days(kind, *shapes, **attributes):
             model.graph.initializer.append(shape)
             model.graph.node.add(op_type="ConstantOfShape", input=[shape.name], output=[f"x{number}"])
         inputs = [f"x{number}" for number in range(len(shapes))]
-        model.graph.node.append(onnx.helper.make_node(kind, inputs, ["", "y"], **attributes))
+        outputs = ["y"] if kind == "Einsum" else ["", "y"]
+        model.graph.node.append(onnx.helper.make_node(kind, inputs, outputs, **attributes))
 
     return edited(add)
 
@@ -522,6 +523,7 @@ RNN, ROI = ([2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024]), ([1, 9, 2, 2], [1, 4]
         ({"change_graph": edited(rename_input)}, "model.onnx"),
         ({"change_graph": run_for_days("RNN", *RNN, hidden_size=1024)}, "operations"),
         ({"change_graph": run_for_days("RoiAlign", *ROI, sampling_ratio=2000)}, "RoiAlign"),
+        ({"change_graph": run_for_days("Einsum", *[[300]] * 4, equation="a,b,c,d->a")}, "Einsum"),
         ({"change_graph": edited(stretch)}, "norm 1"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
         ({"output": {"shape": ["batch", 9]}}, r"\[2, 8\]"),

@@ -276,6 +276,14 @@ def test_a_role_that_may_only_connect_stops_neither_opening_nor_the_index(roles,
             open_store(roles["app"], "m2", SIZE)
 
 
+def test_a_row_that_another_session_holds_is_one_error_and_stops_nobody_for_long(roles):
+    with opened(roles["app"]) as store, connected(roles["superuser"]) as connection, connection.transaction():
+        connection.execute("SELECT FROM plsc_m1 WHERE id = 1 FOR UPDATE")
+        with pytest.raises(StoreError, match="lock"):
+            store.write([1])
+        assert len(store.write(news(1))) == 1
+
+
 def test_decoys_stop_nothing_and_functions_of_others_are_not_called(roles, postgres):
     with connected(postgres.url("one", f"other:{PASSWORD}")) as connection:
         connection.execute("CREATE TABLE decoy (vector vector(7))")
