@@ -349,6 +349,6 @@ def _as_jpeg(pixels: np.ndarray) -> bytes:
 def entry_name(name: Any) -> str:
     """Return the name of an entry. Raises DataError unless it is a short line of text, and no path."""
     text = name.strip() if isinstance(name, str) else ""
-    if not 1 <= len(text) <= 200 or set(text) & {"/", "\\"} or text in (".", ".."):
+    if not 1 <= len(text) <= 200 or set(text) & {"/", "\\", "\ufffd"} or text in (".", ".."):
         raise DataError("the name of an entry is missing or invalid; expected 1 to 200 characters, no slash")
     return check_name(text)

@@ -243,6 +243,7 @@ HOSTILE = [
     ("/entries", b"x", {}, "name"),
     ("/entries?name=" + "x" * 201, b"x", {}, "name"),
     ("/entries?name=..%2F..%2Fetc%2Fpasswd", b"x", {}, "name"),
+    ("/entries?name=Jos%E9", b"x", {}, "name"),
     ("/entries", b'{"image": "AAAA", "name": ["a"]}', JSON, "name"),
     ("/../../etc/passwd", b"x", {}, ""),
 ]
