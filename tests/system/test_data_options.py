@@ -6,7 +6,6 @@ import base64
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from plsc.checkpoint import read_manifest
@@ -137,20 +136,3 @@ def test_ranks_read_only_their_own_files_and_generators(tmp_path):
     assert done.stdout.count("READER 6") == 2  # three steps of 4 until rank 1 ends, two epochs
     assert done.returncode != 0
     assert "rank 0 has 10 and rank 1 has 11; partition the data" in done.stdout + done.stderr
-
-
-def test_a_wrong_num_samples_of_a_reader_is_reported_once(tmp_path, capsys):
-    def reader():
-        for number in range(20):
-            yield np.full((3, 16, 16), number / 20, np.float32), number % 4
-
-    def count_warnings(number):
-        ins = entry(tmp_path, tmp_path / str(number), set_class_num=4, set_num_workers=0)
-        ins.set_train_image_num(number)
-        ins.set_train_epochs(2)
-        ins.train_reader = reader
-        ins.train()
-        return capsys.readouterr().err.count("correct data.train_image_num")
-
-    assert count_warnings(20) == 0
-    assert count_warnings(100) == 1

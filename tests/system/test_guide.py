@@ -295,12 +295,6 @@ def test_a_distributed_sampler_is_refused(folder):
         ins.train()
 
 
-def test_train_steps_replace_the_epochs(folder):
-    ins = entry(folder / "train_data", folder / "run", set_train_epochs=1, set_train_steps=5)
-    result = ins.train()
-    assert (result.steps, result.epochs) == (5, 2)
-
-
 PAGE = (ROOT / "docs/migrate.md").read_text().partition("### HDFS")[0]
 SIGNATURES = re.findall(r"`(set_\w+)\(([^)`]*)\)`", PAGE)
 IMAGE = {"name": "image", "shape": [-1, 3, 32, 32], "dtype": "float32"}
