@@ -138,12 +138,14 @@ def test_of_two_runs_that_save_to_a_store_the_one_that_began_last_does(url, tmp_
         send(first, store, token=tokens[0])
     assert verify(f"{url}/1").step == 2
 
-    def clean_up(_: int) -> None:  # as a run on another machine would at its start
-        for name in [name for name in store.names() if "2" in name]:
-            store.delete(name)
+    class Cleaned(Store):
+        def put(self, *arguments) -> None:
+            super().put(*arguments)
+            for name in [name for name in self.names() if "2" in name]:  # as another run at its start
+                self.delete(name)
 
     with pytest.raises((CheckpointError, DataError)):
-        send(save(tmp_path / "b", "2", 3), store, clean_up, tokens[1])
+        send(save(tmp_path / "b", "2", 3), Cleaned(url), token=tokens[1])
     assert [name for name, _ in checkpoints_in(store)] == ["1"]
 
 
@@ -235,9 +237,8 @@ def test_push_uploads_missing_checkpoints_and_completes_partial_ones(url, tmp_pa
 
 
 def test_hdfs_killed_in_an_upload_and_in_a_download_loses_nothing(hdfs, tmp_path):
-    store = Store(f"{hdfs.url}/killed", total_seconds=3, silence=5)
-    whole = save(tmp_path, "1", 1)
-    send(whole, store)
+    send(save(tmp_path, "1", 1), Store(f"{hdfs.url}/killed"))
+    store = Store(f"{hdfs.url}/killed", total_seconds=2, silence=2)  # of a server that is dead anyhow
     big = save(tmp_path, "2", 2, rows=2_000_000)  # 32 MB
     with pytest.raises(CheckpointError, match="hdfs://") as failure:
         send(big, store, lambda count: hdfs.kill())  # the first call; a dead node stays dead
@@ -255,7 +256,7 @@ def test_hdfs_killed_in_an_upload_and_in_a_download_loses_nothing(hdfs, tmp_path
             failed.set()
             hdfs.kill("datanode")
 
-    impatient = Store(f"{hdfs.url}/killed", total_seconds=3, silence=5)
+    impatient = Store(f"{hdfs.url}/killed", total_seconds=2, silence=2)
     name = next(name for name in store.names("2") if name.endswith(".safetensors"))
     with contextlib.suppress(DataError):  # data in transit may have arrived
         impatient.get(f"2/{name}", tmp_path / "part", kill)
