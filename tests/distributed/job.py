@@ -1,9 +1,8 @@
 """A training script for tests: job.py DATASET SAVE_DIR [setter=value ...] [-- another run ...]
 
 Values are Python literals. `setter*=(1, 2)` passes several arguments; `transform=1` sets a transform that
-changes nothing; `NAME=text` sets an environment variable, `retry_seconds=3` how long a failing transfer is
-retried. `verb=test` or `verb=predict` runs that instead of train, with `arguments=(2,)`. Failures of all runs
-but the last are printed.
+changes nothing; `NAME=text` sets an environment variable. `verb=test` or `verb=predict` runs that instead of
+train, with `arguments=(2,)`. Failures of all runs but the last are printed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch.distributed as dist
 
 from plsc import Entry
 from plsc.errors import PlscError
-from plsc.train import folder as directories
 from tests.undrawn import draw_nothing
 
 
@@ -51,8 +49,6 @@ def run(dataset: str, save_dir: str, *settings: str) -> None:
             verb = value
         elif name == "arguments":
             arguments = ast.literal_eval(value)
-        elif name == "retry_seconds":
-            directories._RETRY_SECONDS = float(value)
         elif name == "transform":
             ins.train_transform = torch.clone
         elif name.isupper():
