@@ -65,6 +65,7 @@ LABEL_FILES = {
 BAD_IMAGES: dict[str, Callable[[Path], object]] = {
     "missing image": Path.unlink,
     "empty image": lambda path: path.write_bytes(b""),
+    "truncated image": truncate,
     "huge image": make_huge,
     "huge dimensions": lambda path: Image.new("1", (30000, 30000)).save(path),
 }
