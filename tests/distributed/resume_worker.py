@@ -117,23 +117,23 @@ ROUTE = (
     (2, 9),
 )  # number of ranks, and their last step; 3 steps per epoch
 CASES = {
-    "adaface-adamw": {
+    "adaface-adamw-balanced": {
         "head.loss_type": "dist_adaface", "head.optimizer": "adamw", "head.lr_factor": 0.05,
+        "data.order": {"name": "balanced", "balance": 0.0},
     },
     "sub-centres-adagrad-micro-batches": {
         "head.sub_centers": 2, "head.optimizer": "adagrad", "train.micro_batches": 2,
         "model.sync_batch_norm": False,
     },
-    "curricular-dense-clipped": {
+    "curricular-dense-clipped-classes": {
         "head.loss_type": "curricularface", "optim.clip_norm": 0.5,
+        "data.order": {"name": "classes", "images_per_class": 5},
     },
     "sampled-softmax": {"head.loss_type": "dist_softmax", "head.sample_ratio": {0: 1.0, 2: 0.5}},
     "block-order-keep": {
         "data.order": {"name": "block", "block_samples": 2, "pool_samples": 8},
         "data.last_batch": "keep", "head.loss_type": "dist_cosface",
     },
-    "balanced-order": {"data.order": {"name": "balanced", "balance": 0.0}},
-    "classes-order": {"data.order": {"name": "classes", "images_per_class": 5}},
 }  # fmt: skip
 
 

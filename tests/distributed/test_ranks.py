@@ -1,4 +1,4 @@
-"""What one launch of a worker shows: traffic of the head, pairs of options, callbacks, loggers, precision."""
+"""What one launch of a worker shows: heads, traffic, resuming, words, pairs of options, callbacks, precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from plsc.checkpoint.remote import verify
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_elastic import free_port
-from tests.images import write_dataset
+from tests.images import write_dataset, write_pair_file
 
 HERE = Path(__file__).parent
 
@@ -20,8 +20,22 @@ def launch(worker, ranks, *words, **how):
     return run_ranks(HERE / f"{worker}_worker.py", ranks, *map(str, words), **how)
 
 
+def test_every_head_equals_the_reference_with_uneven_shards_and_batches_of_one_to_four_ranks():
+    output = launch("heads", 4).stdout
+    assert [f"passed on {ranks}" in output for ranks in range(1, 5)] == [True] * 4, output
+
+
 def test_the_head_communicates_what_the_documentation_says():
     launch("traffic", 2)
+
+
+@pytest.mark.slow
+def test_resuming_is_exact_on_equal_ranks_and_up_to_rounding_on_others(tmp_path):
+    # 26 images in steps of 10: uneven shares on 4 and 3 ranks, and an uneven last batch.
+    dataset = write_dataset(tmp_path / "set", classes=13, per_class=2)
+    write_pair_file(dataset / "lfw.bin", dataset, pairs=20)
+    done = launch("resume", 4, dataset, tmp_path / "runs")
+    assert done.stdout.count("after the route") == 5, done.stdout
 
 
 @pytest.mark.slow
@@ -123,3 +137,8 @@ def test_only_rank_0_writes_and_the_gradient_norm_is_that_of_all_ranks(tmp_path)
         assert entries == ([json.loads(line) for line in lines] if rank == 0 else [])
         # Two epochs of three steps: every other step is logged, and the last one of an epoch.
         assert norms == pytest.approx([expected[step - 1] for step in (2, 3, 4, 6)], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_sparse_gradients_of_words_give_the_weights_of_a_plain_loop_and_resume_to_the_same_bits(tmp_path):
+    launch("words", 3, tmp_path)
