@@ -1,4 +1,4 @@
-"""What one launch of a worker shows: heads, traffic, resuming, words, pairs of options, callbacks, precision."""
+"""What one launch of a worker shows: heads, traffic, resuming, words, pairs of options, callbacks."""
 
 from __future__ import annotations
 
