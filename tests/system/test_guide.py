@@ -194,10 +194,8 @@ def test_parameters_are_uploaded_and_downloaded(hdfs, folder):
     ("fs_name", "directory", "url"),
     [
         ("you_hdfs_addr", "some_dir", "hdfs://you_hdfs_addr/user/name/some_dir"),
-        ("host:9000", "/runs/a", "hdfs://host:9000/runs/a"),
         ("hdfs://host:9000/", "runs/a", "hdfs://host:9000/user/name/runs/a"),
         ("s3://bucket", "runs/a", "s3://bucket/runs/a"),
-        ("memory://", "a", "memory://a"),
         ("host", "s3://bucket/a", "s3://bucket/a"),
     ],
 )
