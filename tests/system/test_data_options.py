@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,8 @@ import pytest
 from plsc.checkpoint import read_manifest
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
+from tests.overflowing import logged
+from tests.resuming import losses_of
 from tests.system.small_entry import entry
 
 JOB = Path(__file__).resolve().parents[1] / "distributed" / "job.py"
@@ -25,11 +26,6 @@ def damaged(tmp_path):
     return folder
 
 
-def metrics_of(save_dir):
-    entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
-    return [entry for entry in entries if "loss" in entry]
-
-
 def test_bad_samples_of_all_ranks_are_listed_once_and_the_steps_stay_equal(damaged, tmp_path):
     save_dir = tmp_path / "run"
     done = run_ranks(JOB, 2, str(damaged), str(save_dir), "set_train_epochs=2", "set_bad_images='skip'")
@@ -40,15 +36,15 @@ def test_bad_samples_of_all_ranks_are_listed_once_and_the_steps_stay_equal(damag
         "undecodable\timages/9_1.png (label.txt",
     ]
     assert "bad_samples.txt" in done.stdout
-    last = metrics_of(save_dir)[-1]
-    assert last["bad_samples"] == 2
-    assert sum(metrics["skipped_images"] for metrics in metrics_of(save_dir)) >= 4
-    assert read_manifest(save_dir / "1").step == last["step"]
+    found = logged(save_dir, "bad_samples", "skipped_images", "step")
+    assert found["bad_samples"][-1] == 2
+    assert sum(found["skipped_images"]) >= 4
+    assert read_manifest(save_dir / "1").step == found["step"][-1]
 
 
 def losses(dataset, save_dir, **settings):
     entry(dataset, save_dir, **settings).train()
-    return [metrics["loss"] for metrics in metrics_of(save_dir)]
+    return losses_of(save_dir)
 
 
 def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tmp_path):

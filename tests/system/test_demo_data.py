@@ -11,6 +11,7 @@ import pytest
 
 from plsc.data.pairs import read_pairs
 from tests.distributed.launch import run_ranks
+from tests.resuming import losses_of
 
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
@@ -143,9 +144,5 @@ def test_the_demo_trains_on_two_ranks_and_leaves_what_it_promises(trained: Path)
 def test_the_small_examples_learn(data: Path, script: str) -> None:
     folder = data.parent / script
     run(script, data, folder, "--steps", 10)
-    losses = [
-        line["loss"]
-        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        if "loss" in line
-    ]
+    losses = list(losses_of(folder).values())
     assert losses[-1] < losses[0]

@@ -13,7 +13,7 @@ import torch
 from plsc.parallel.collectives import PREFIX, span
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
-from tests.resuming import Drawing
+from tests.resuming import Drawing, losses_of
 from tests.system import small_entry
 
 JOB = Path(__file__).resolve().parents[1] / "distributed" / "job.py"
@@ -53,8 +53,7 @@ def test_a_profiled_run_learns_the_same_and_a_shorter_one_ends_well(dataset, tmp
         torch.manual_seed(5)
         ins.set_model(Drawing())
         ins.train()
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        losses[name] = [line["loss"] for line in lines if "loss" in line]
+        losses[name] = losses_of(tmp_path / name)
     assert losses["plain"] == losses["profiled"]
     assert not torch.autograd.profiler._is_profiler_enabled
 
