@@ -300,6 +300,8 @@ def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
         if checksum(file, manifest.files[MAP_NAME].bytes) != manifest.files[MAP_NAME]:
             raise ValueError("its checksum differs from the saved one")
         pairs = np.array(file.read_bytes().split(), dtype=np.int64).reshape(-1, 2)
+        if (pairs < 0).any():  # it would count from the last class
+            raise ValueError("a class number is negative")
         numbers = np.full(before, -1, dtype=np.int64)
         numbers[pairs[:, 0]] = pairs[:, 1]
     except (OSError, KeyError, ValueError, IndexError, MemoryError) as error:

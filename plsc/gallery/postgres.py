@@ -63,7 +63,6 @@ _SAMPLE, _NEAREST, _ROWS = 100, 10, 4096  # to measure recall: queries, entries 
 _COUNT_SECONDS = 60.0  # changes by other servers are counted so late
 _LOCK = 0x706C7363  # key of advisory locks: "plsc"
 _LIMITS = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}
-_LIMITS |= {"client_encoding": "utf8"}
 _POOL = {"min_size": 0, "max_size": 8, "timeout": 5, "reconnect_timeout": 5, "open": True}
 
 
@@ -96,6 +95,7 @@ class PostgresStore:
             expected = "postgresql://user:password@host:port/name, with %40 for @ and %2F for / in it"
             raise OptionError(f"the URL of the database cannot be parsed; expected {expected}") from None
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
+        how["client_encoding"] = "utf8"
         with self._refusing(), psycopg.connect(**how) as connection, connection.transaction():
             encoding = connection.info.parameter_status("server_encoding")
             if encoding != "UTF8":  # one name that it lacks would fail the enrolments of all who wait

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 import sys
 import threading
 from bisect import bisect_left
@@ -129,13 +130,15 @@ class Store:
             # A journal of another database deletes any file that it names. Stores use a write-ahead log.
             if os.path.lexists(f"{path}-journal"):
                 raise DataError(f"{path}-journal exists, of a killed start or another program; remove it")
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))  # only for its owner
+            with contextlib.suppress(FileExistsError):  # only for its owner; to close a file drops its locks
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             for file in (path, Path(f"{path}-wal")):
                 status = file.lstat() if os.path.lexists(file) else None
-                if status and (status.st_uid not in (os.geteuid(), 0) or status.st_nlink > 1):
+                is_own = status is None or (status.st_uid in (os.geteuid(), 0) and status.st_nlink == 1)
+                if not is_own or (status and not stat.S_ISREG(status.st_mode)):
                     raise DataError(
-                        f"{file} belongs to another user, who could read all entries, or has another name (a "
-                        "hard link); copy it"
+                        f"{file} belongs to another user, who could read all entries, is a link, or has "
+                        "another name (a hard link); copy it"
                     )
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
             try:

@@ -20,9 +20,10 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
+from weakref import WeakSet
 
 from plsc.errors import DataError, PlscError
 from plsc.storage.regular import Text, open_regular, read_record
@@ -64,10 +65,13 @@ def sync(path: str | os.PathLike[str]) -> None:
 # Locks.
 
 
-def _try_lock(lock: Callable[[int, int], None], descriptor: int) -> bool:
-    """Return whether the lock was acquired; also True on a file system that does not support locks."""
+def _try_lock(descriptor: int) -> bool:
+    """Return whether the lock was acquired; also True on a file system that does not support locks.
+
+    A record lock would go as soon as this process closes another descriptor of the file, such as to read it.
+    """
     try:
-        lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EAGAIN, errno.EACCES)
     return True
@@ -76,7 +80,7 @@ def _try_lock(lock: Callable[[int, int], None], descriptor: int) -> bool:
 class FolderLock:
     """Prevent a second run from using a folder while this process lives.
 
-    A context manager. The lock is a record lock: forked children do not inherit it.
+    A context manager. Forked children, which may live longer, close their descriptor of it.
 
     Args:
         folder: the folder to lock; created if missing.
@@ -90,8 +94,9 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
         with _as_data_error(folder / _LOCK_NAME):  # such as a pipe
             self._file = open_regular(folder / _LOCK_NAME, buffering=0, mode="ab")
+        _HELD.add(self)
         give_up = time.monotonic() + _PATIENCE
-        while not _try_lock(fcntl.lockf, self._file.fileno()):
+        while not _try_lock(self._file.fileno()):
             if time.monotonic() > give_up:
                 self.release()
                 there = lock_note(folder)
@@ -114,6 +119,17 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+_HELD: WeakSet[FolderLock] = WeakSet()
+
+
+def _release_in_child() -> None:
+    for lock in _HELD:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 class _Holder(TypedDict):
@@ -244,7 +260,7 @@ class Workspace:
                 lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
                 continue  # the run that held it has just ended
-            if not _try_lock(fcntl.flock, lock):
+            if not _try_lock(lock):
                 os.close(lock)
                 raise DataError(
                     f"another run is working on {self._name} (it holds {self.path}); wait for it or stop it"

@@ -3,6 +3,8 @@ import itertools
 import os
 import sqlite3
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,9 @@ def test_a_store_of_another_network_or_size_or_in_use_is_refused(store, tmp_path
     store.write(news(3))
     with pytest.raises(DataError, match="in use"):
         Store(tmp_path / "s.sqlite", "m1", SIZE)
+    opens = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('SELECT 1 FROM entries')"
+    asked = [sys.executable, "-c", opens, tmp_path / "s.sqlite"]  # the refused one must not drop the lock
+    assert b"locked" in subprocess.run(asked, capture_output=True, check=False).stderr
     store.close()
     for model, size in (("m2", SIZE), ("m1", 7)):
         with pytest.raises(CheckpointError, match=r"network|values"):
@@ -210,7 +215,7 @@ def test_a_store_with_another_schema_is_refused_and_nothing_of_it_runs(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("link", "said"), [(None, "-journal exists"), ("file", "symbolic links"), ("folder", "-journal exists")]
+    ("link", "said"), [(None, "-journal exists"), ("file", "link"), ("folder", "-journal exists")]
 )
 def test_a_journal_beside_a_store_deletes_no_other_file(tmp_path, link, said):
     (tmp_path / "data").mkdir()

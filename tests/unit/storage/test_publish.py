@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import time
 
 import fsspec
 import pytest
 
 from plsc.errors import DataError
-from plsc.storage.publish import publishing, publishing_folder
+from plsc.storage.publish import FolderLock, lock_note, publishing, publishing_folder
 from plsc.storage.urls import exists
 
 
@@ -67,3 +69,15 @@ def test_concurrent_writers_are_excluded_and_leftovers_are_removed(tmp_path, pub
         ):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "precious"]
+
+
+def test_a_lock_outlives_a_reader_of_its_note_but_not_its_process(tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    with FolderLock(tmp_path):
+        assert lock_note(tmp_path)["pid"]
+        with pytest.raises(DataError, match="another run"):
+            FolderLock(tmp_path)
+        child.start()
+    FolderLock(tmp_path).release()
+    child.kill()
+    child.join()
