@@ -222,10 +222,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             f"{folder} is not a checkpoint but a folder of checkpoints: {names}; use one of them, such as "
             f"{inside[-1][0]}"
         )
-    raise CheckpointError(
-        f"there is no complete checkpoint in {folder}: it has no {MANIFEST_NAME}; expected a folder such as "
-        "saved_model/5"
-    )
+    why = f"it has no {MANIFEST_NAME}" if folder.exists() else "it does not exist"
+    raise CheckpointError(f"{folder} is no complete checkpoint: {why}; expected a folder such as saved_model/5")
 
 
 def parse_manifest(data: bytes | Path, source: str) -> Manifest:
