@@ -60,16 +60,6 @@ def test_batches_have_the_images_labels_and_names_of_the_plan(label_folder):
         assert batch.skipped == 0
 
 
-def test_all_ranks_together_read_the_same_samples_and_flips_as_one_rank(label_folder):
-    source = open_source(label_folder(11))
-    whole = list(loader(source, batch=4).epoch(1))
-    parts = [list(loader(source, batch=4, rank=r, ranks=3).epoch(1)) for r in range(3)]
-    assert {len(part) for part in parts} == {3}
-    for step, batch in enumerate(whole):
-        assert torch.equal(torch.cat([part[step].final_images() for part in parts]), batch.final_images())
-        assert [name for part in parts for name in part[step].names] == batch.names
-
-
 def test_worker_processes_do_not_change_the_random_numbers_of_a_transform(label_folder):
     source = open_source(label_folder(9))
     transform = v2.Compose(

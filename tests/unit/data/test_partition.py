@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from pathlib import Path
 
 import fsspec
@@ -186,19 +186,6 @@ def test_keys_equal_those_of_plsc_seeds():
         assert line_keys(seed, np.array(numbers)).tolist() == [hash_key(seed, i) for i in numbers]
 
 
-def test_the_checksum_is_additive_and_detects_any_changed_byte():
-    rng = np.random.default_rng(0)
-    data = rng.integers(0, 256, 600_003, dtype=np.uint8).tobytes()
-    whole = checksum(data)
-    for cuts in ([0, 1, 600_003], [0, 8, 262_144, 262_145, 300_007, 600_003]):
-        pieces = [checksum(data[a:b], a) for a, b in pairwise(cuts)]
-        assert sum(pieces) % 2**64 == whole
-    for place in rng.integers(0, len(data), 50).tolist():
-        changed = bytearray(data)
-        changed[place] ^= 1
-        assert checksum(changed) != whole
-
-
 def compress(path: Path, kind: str) -> None:
     data = path.read_bytes()
     path.unlink()
@@ -245,13 +232,6 @@ def test_compressed_inputs_give_the_same_parts_and_damaged_ones_none(tmp_path, n
     assert not (folder / "partition_3").exists()
 
 
-def test_a_bad_line_is_reported_with_its_place_and_nothing_is_left(tmp_path, way):
-    folder = write_set(tmp_path, [*some_lines(20), b"no label", *some_lines(20)], files=1)
-    with pytest.raises(DataError, match=r"data0\.txt:21: "):
-        partition(PartitionOptions(str(folder), 2))
-    assert sorted(path.name for path in folder.iterdir()) == ["data0.txt", "file_list.txt"]
-
-
 def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messages):
     good = [b"data:image/png;base64,QU-_\t3", *some_lines(60)]
     others = {*range(256)} - {*(string.ascii_letters + string.digits + "+/-_=\n").encode()}
@@ -259,7 +239,7 @@ def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messag
     folder = write_set(tmp_path, good[:50] + bad + good[50:], files=1)
     with pytest.raises(DataError, match=r"data0\.txt:51: .*base64"):
         partition(PartitionOptions(str(folder), 2))
-    assert not (folder / "partition_2").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["data0.txt", "file_list.txt"]
     options = PartitionOptions(str(folder), 2, bad_lines="skip")
     manifest = partition(options)
     assert manifest["skipped_lines"] == len(bad)

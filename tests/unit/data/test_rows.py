@@ -261,17 +261,6 @@ def test_blank_lines_and_line_ends_are_accepted(tmp_path, text):
     assert [source[i] for i in range(len(source))] == [(b"a.jpg", 4)] * 2
 
 
-def test_labels_may_be_names_and_columns_are_chosen_by_name(tmp_path):
-    rows = [{"who": name, "file": "x", "photo": "a.jpg"} for name in ("bo", "al", "bo")]
-    path = write_json_lines(tmp_path, "\n".join(map(json.dumps, rows)))
-    source = JsonLinesSource(path, image_column="photo", label_column="who")
-    assert [source[i] for i in range(3)] == [(b"a.jpg", 1), (b"a.jpg", 0), (b"a.jpg", 1)]
-    assert [*source.class_names.values()] == ["al", "bo"]
-    assert source.name(2) == "train.jsonl:3"
-    with pytest.raises(OptionError, match="'gone'; the columns are: who, file, photo"):
-        JsonLinesSource(path, label_column="gone")
-
-
 def test_an_integer_and_a_string_with_zeros_are_different_classes(tmp_path):
     rows = ({"image": "a.jpg", "label": label} for label in (7, "7", "007"))
     source = JsonLinesSource(write_json_lines(tmp_path, "\n".join(map(json.dumps, rows))))
