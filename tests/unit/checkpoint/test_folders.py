@@ -139,11 +139,6 @@ def test_leftovers_are_removed_and_a_hidden_old_version_is_restored(tmp_path):
     assert saved_step(tmp_path / "8") == 2
 
 
-def test_cleaning_where_nothing_was_saved_does_nothing(tmp_path):
-    assert clean(Store(tmp_path / "absent")) == []
-    assert list_checkpoints(tmp_path / "absent") == []
-
-
 def test_only_valid_checkpoints_are_listed_in_order_of_steps(tmp_path):
     for name, step in (("b", 10), ("a", 9), ("c", 2)):
         save(tmp_path, name, step)

@@ -46,11 +46,6 @@ GOOD = Manifest(
 )
 
 
-def test_a_manifest_is_read_back(tmp_path):
-    (tmp_path / "manifest.json").write_text(GOOD.to_json())
-    assert read_manifest(tmp_path) == GOOD
-
-
 def refusal(folder):
     with pytest.raises(CheckpointError) as caught:
         read_manifest(folder)

@@ -8,12 +8,10 @@ import torch
 
 from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
-from plsc.checkpoint.manifest import LossScale
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.models.precision import MOST_SKIPS, LossScaler
 from plsc.parallel.world import World
-from plsc.storage.regular import read_record
 from plsc.train import build as network
 from plsc.train import run as build
 from plsc.train import step as step_module
@@ -218,18 +216,6 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     named.set("speed.compile", False)
     with pytest.raises(OptionError, match=r"black_list has 'norn'.*did you mean 'norm'"):
         build_run(named, WORLD, UserParts(model=Scripted()))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        3, {}, {"scale": 0.5}, {"scale": True}, {"scale": 2.0**60}, {"finite": -1}, {"stuck": 1.5},
-    ],
-)  # fmt: skip
-def test_a_damaged_scale_in_a_checkpoint_is_one_line(damage):
-    saved = {**LossScaler(8.0).state(), **damage} if isinstance(damage, dict) and damage else damage
-    with pytest.raises(CheckpointError, match="the manifest"):
-        read_record(LossScale, saved, "the manifest")
 
 
 def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, tmp_path):
