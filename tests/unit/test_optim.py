@@ -17,7 +17,6 @@ from plsc.models.base_model import Initialization, freeze, initialise_by_rule
 from plsc.names import find_parameters
 from plsc.optim import (
     OPTIMIZERS,
-    ExpectedStates,
     assign_parameters,
     build_custom,
     build_optimizer,
@@ -230,14 +229,6 @@ def test_wrong_arguments_and_groups_are_refused_when_the_optimizer_is_created(ch
         built([{"params": list(weights()), **group}], **changes)
 
 
-def test_expected_states_of_a_custom_optimizer_are_unknown():
-    class Mine(torch.optim.SGD):
-        pass
-
-    parameter = nn.Parameter(torch.ones(3))
-    assert ExpectedStates(Mine([parameter], 0.1, momentum=0.9)).of(parameter) is None
-
-
 class Small(BaseModel):
     def __init__(self):
         super().__init__()
@@ -268,12 +259,6 @@ PLAIN, FC = ["plain.0.weight", "plain.0.bias"], ["fc.weight", "fc.bias"]
 )
 def test_patterns_match_names_modules_types_and_regular_expressions(pattern, names):
     assert find_parameters(pattern, Small(), "here") == names
-
-
-def test_the_error_for_a_pattern_without_match_suggests_names():
-    for pattern, near in (("fc.weigth", "fc.weight"), ("type:BatchNorm3d", "type:BatchNorm2d")):
-        with pytest.raises(OptionError, match=f"'{near}'"):
-            find_parameters(pattern, Small(), "here")
 
 
 def assigned(network=None, freeze=(), groups=(), **settings):

@@ -8,7 +8,6 @@ from torch import nn
 
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import OptionError
-from plsc.inputs import split_sizes
 from plsc.models import BaseModel, build_model
 from plsc.models.dry_run import choose_memory_format
 from plsc.parallel.world import World
@@ -114,11 +113,6 @@ def test_what_excludes_each_other_says_so():
         check_combinations(options_with({**compiled, "memory.recompute": "all"}), 1)
     with pytest.raises(OptionError, match=r"train\.deterministic"):
         check_combinations(options_with({**compiled, "train.deterministic": True}), 1)
-
-
-def test_the_sizes_that_are_compiled_are_those_of_full_batches():
-    assert split_sizes(21, 2) == [11, 10]
-    assert split_sizes(10, 3) == [4, 3, 3]
 
 
 def test_batches_on_a_cpu_pass_as_they_are_and_their_reader_is_closed():

@@ -61,13 +61,6 @@ def names(feed, epoch=0):
     return [name for batch in feed.loader.epoch(epoch) for name in batch.names]
 
 
-def test_threads_are_the_default(dataset):
-    made = feed(dataset)
-    assert "least 5, median 5, most 5" in made.notes[0]
-    assert "2 threads per rank" in made.notes[1]
-    assert (made.num_samples, made.class_num) == (20, 4)
-
-
 def blur(image: torch.Tensor) -> torch.Tensor:
     return image // 2
 
@@ -113,14 +106,6 @@ def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):
     assert "note: 5 samples have labels outside 0..2" in made.notes
     batches = list(made.loader.epoch(0))
     assert {problem.kind for batch in batches for problem in batch.problems} == {"label"}
-
-
-def test_a_label_that_makes_far_more_classes_than_images_is_taken_for_a_slip(tmp_path):
-    dataset = write_dataset(tmp_path / "set", classes=4, per_class=5)
-    with (dataset / "label.txt").open("a") as file:
-        file.write("images/0_0.png 99999999999\n")
-    with pytest.raises(OptionError, match=r"label 99999999999 at .*label\.txt:\d+"):
-        feed(dataset)
 
 
 def reader():
