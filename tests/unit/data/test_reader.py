@@ -79,17 +79,6 @@ def test_epochs_differ_and_do_not_depend_on_the_global_generators():
     assert labels(batches.epoch(2)) != expected
 
 
-@pytest.mark.parametrize(("start", "last_batch"), [(0, "drop"), (1, "pad"), (2, "keep")])
-def test_an_epoch_resumes_at_any_step(last_batch, start):
-    batches = loader(shuffled(10), 1, 2, last_batch=last_batch)
-    whole = list(batches.epoch(6))
-    rest = list(batches.epoch(6, start_step=start))
-    assert len(rest) == len(whole) - start
-    for left, right in zip(rest, whole[start:], strict=True):
-        assert torch.equal(left.images, right.images)
-        assert left.names == right.names
-
-
 def test_a_reader_that_became_shorter_is_reported_on_resuming():
     with pytest.raises(DataError, match="ended after 2 steps, before step 5"):
         list(loader(shuffled(8)).epoch(0, start_step=5))
@@ -191,15 +180,6 @@ def test_self_sharding_readers_together_read_each_sample_once(count, share, rank
     ]
     assert sorted(value for part in parts for step in part for value in step) == list(range(count))
     assert all(len(step) == share for part in parts for step in part[:-1])
-
-
-@pytest.mark.parametrize("start", [1, 3])
-def test_a_self_sharding_reader_resumes_at_any_step(start):
-    rank = loader(own_shard(30), 1, 2, 7, shards_itself=True)
-    whole = labels(rank.epoch(1))
-    assert {len(step) for step in whole} == {4}  # of a global batch of 7, rank 1 takes 4
-    assert labels(rank.epoch(1, start)) == whole[start:]
-    assert rank.steps_per_epoch is None  # another rank may have fewer samples
 
 
 @pytest.mark.parametrize("start", [0, 2])

@@ -429,14 +429,6 @@ class TestReader:
             mirrored += is_mirrored
         assert 0 < mirrored < 20
 
-    def test_the_rank_is_read_from_the_launcher_s_environment(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        folder = write_images(tmp_path / "set", {"a": 2, "b": 2}, classes=4)
-        reader = base64_reader.train(folder, "file_list.txt", 4, (3, 24, 20))
-        assert [label for _, label in reader()] == [2, 3]
-        assert [label for _, label in reader(0, 1)] == [0, 1, 2, 3]
-
     def test_what_it_cannot_read_is_refused(self, tmp_path, monkeypatch):
         folder = write_images(tmp_path / "set", {"a": 3, "b": 1, "c": 3})
         with pytest.raises(DataError, match="label 2 at a:3"):

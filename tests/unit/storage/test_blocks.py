@@ -13,7 +13,7 @@ import pytest
 
 from plsc.errors import DataError, OptionError
 from plsc.storage import urls
-from plsc.storage.blocks import BLOCK_BYTES, BytesFile, buffered, cache_limit, open_bytes
+from plsc.storage.blocks import BLOCK_BYTES, cache_limit, open_bytes
 from plsc.storage.urls import cache_folder, with_retries
 
 SIZE = 2 * BLOCK_BYTES + 12345
@@ -75,21 +75,6 @@ def test_threads_a_pickled_copy_and_a_forked_process_read_the_same(location):
     process.start()
     process.join(60)
     assert process.exitcode == 0
-
-
-def test_bytes_work_as_a_file(location):
-    file = buffered(open_bytes(location), 1000)
-    assert file.read(7) == CONTENT[:7]
-    file.seek(-9, os.SEEK_END)
-    assert file.read() == CONTENT[-9:]
-    file.seek(SIZE + 5)
-    assert file.read(5) == b""
-    file.seek(BLOCK_BYTES - 3)
-    assert file.read(2000) == CONTENT[BLOCK_BYTES - 3 : BLOCK_BYTES + 1997]
-    raw = BytesFile(open_bytes(location))
-    raw.seek(-1)
-    with pytest.raises(DataError, match="cannot read"):
-        raw.read(1)
 
 
 def test_a_local_file_that_shrinks_or_changes_is_detected(tmp_path):
