@@ -1,7 +1,5 @@
 """The arguments of `plsc launch`, and which of several failures it prints."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Random checkpoints for changes of classes, and the reference implementation: everything in memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

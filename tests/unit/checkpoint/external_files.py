@@ -1,7 +1,5 @@
 """Write weights as other programs do: arcface_torch of insightface, PLSC 0.1 on Paddle 1.x."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

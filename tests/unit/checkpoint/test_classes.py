@@ -1,7 +1,5 @@
 """Every change of classes compared with the reference implementation, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

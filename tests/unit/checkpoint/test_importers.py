@@ -1,7 +1,5 @@
 """Weights of insightface, PLSC 0.1 and plain files are imported with the same numbers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Files of other programs are read with the same numbers; damaged or malicious ones are refused."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

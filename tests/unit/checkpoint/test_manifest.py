@@ -1,7 +1,5 @@
 """A manifest and shard files are read back, also by torch; damaged manifests are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

@@ -1,7 +1,5 @@
 """Class weights in a file: the same as in memory, bit for bit, and undone to the state of a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Faults that are planted into synthetic embeddings: noisy copies of a centre per class."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

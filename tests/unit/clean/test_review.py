@@ -1,7 +1,5 @@
 """Proposals that contradict each other: the file of changes never does."""
 
-from __future__ import annotations
-
 import base64
 import io
 from dataclasses import replace

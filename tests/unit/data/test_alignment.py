@@ -1,7 +1,5 @@
 """Alignment of faces: the transform, the interpolation, and the files of landmarks."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

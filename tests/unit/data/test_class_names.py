@@ -1,7 +1,5 @@
 """Packed class names compared with lists of strings."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Damaged files of every container are read or refused; they neither crash nor exhaust memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

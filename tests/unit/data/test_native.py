@@ -1,7 +1,5 @@
 """Reading many files or ranges in one call equals reading each of them."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Files of groups, and the rates per group against brute force."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

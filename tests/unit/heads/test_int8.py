@@ -1,7 +1,5 @@
 """8-bit class weights: codes and scale of each row, compared with float64 formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

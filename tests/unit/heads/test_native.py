@@ -1,7 +1,5 @@
 """Compare the C kernels with the formulas in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

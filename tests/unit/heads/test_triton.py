@@ -4,8 +4,6 @@ The interpreter runs the kernels' code on CPU tensors in NumPy. It shows that th
 the compiled code is; that needs the tests marked gpu, which have not run where there is none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests that test_triton.py runs in a separate process: in Triton's interpreter on a CPU, or on a GPU."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A fake driver reports the architecture, and every launch stops after compilation.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

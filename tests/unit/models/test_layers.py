@@ -1,7 +1,5 @@
 """`PReLU` and `Conv2d` give the results of torch's layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

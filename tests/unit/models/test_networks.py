@@ -1,7 +1,5 @@
 """Networks by name: our own, those of torchvision, timm and users, and the published iresnet."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

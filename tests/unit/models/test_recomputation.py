@@ -1,7 +1,5 @@
 """Recomputed and compiled networks train as others do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Layers whose results do not depend on the number of ranks: batch norm and dropout."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """DDP of the backbone, synchronised batch norms, class ranges, and ranks that restart with a used store."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

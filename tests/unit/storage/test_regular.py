@@ -1,7 +1,5 @@
 """Every reader of a data or model folder: pipes never block it, and links lead it nowhere else."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

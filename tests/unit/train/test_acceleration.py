@@ -1,7 +1,5 @@
 """Options of speed change a step by rounding alone, also two at a time; what excludes each other says so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

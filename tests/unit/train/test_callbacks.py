@@ -1,7 +1,5 @@
 """Callbacks: events, what they see and change; tables of layers, bad losses, averages of the weights."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

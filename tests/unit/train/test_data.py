@@ -1,7 +1,5 @@
 """From options to the source and the loader: which ones, what they read, what is refused."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import io
@@ -111,14 +109,6 @@ def test_bad_labels_stop_the_run_or_are_bad_samples(dataset):
 def reader():
     for value in range(12):
         yield np.full((3, 16, 16), value, dtype=np.float32), value % 4
-
-
-def test_a_generator_reader_runs_ahead_in_a_process(dataset):
-    made = feed(dataset, reader=reader, head__class_num=4)
-    assert "separate process" in made.notes[-1]
-    inline = feed(dataset, reader=reader, head__class_num=4, data__num_workers=0)
-    for ours, theirs in zip(made.loader.epoch(0), inline.loader.epoch(0), strict=True):
-        assert torch.equal(ours.images, theirs.images)
 
 
 @pytest.mark.parametrize(("ranks", "shards"), [(1, True), (3, True), (3, False)])

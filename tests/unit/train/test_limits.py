@@ -1,7 +1,5 @@
 """Limits of a run: batches per epoch and evaluation, time, one step without files."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 

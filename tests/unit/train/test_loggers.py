@@ -1,7 +1,5 @@
 """Loggers: what each writes in a run, and that a resumed run continues it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

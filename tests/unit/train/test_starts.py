@@ -1,7 +1,5 @@
 """Which run a start continues, where it saves, and what it may delete."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
