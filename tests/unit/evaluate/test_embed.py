@@ -1,4 +1,5 @@
 import io
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -6,10 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from plsc.data.pairs import write_pairs
-from plsc.errors import DataError
+from plsc.errors import DataError, PlscError
 from plsc.evaluate.embed import embed_images
+from plsc.parallel.world import World
 from tests.distributed.launch import run_ranks
+from tests.distributed.worker import run_worker
 
 SHAPE = (3, 16, 16)
 
@@ -86,16 +88,43 @@ def test_the_error_for_a_bad_image_or_embedding_has_its_index():
         embed(Diverged())
 
 
+class Pixels(torch.nn.Module):
+    """Returns the pixels, so that each image has a different embedding, or fails."""
+
+    def __init__(self, fails=False):
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, input, label, is_train):
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return input.flatten(1)[:, ::5]
+
+
+CASES = {
+    "good": [*IMAGES, IMAGES[0]], "few": IMAGES[:2], "bad": [*IMAGES, b"no image"], "bug": IMAGES,
+}  # fmt: skip
+
+
+def main():
+    """On a rank: save what is embedded, or the error, to FOLDER/RANK/CASE.npy or .txt."""
+    world = World.from_environment(device="cpu", timeout_seconds=60)
+    output = Path(sys.argv[1]) / str(world.rank)
+    output.mkdir()
+    for case, images in CASES.items():
+        network = Pixels(fails=case == "bug" and world.rank == 1)
+        how = {"batch_size": 2, "device": "cpu", "world": world, "name": "pairs.bin"}
+        try:
+            np.save(output / f"{case}.npy", embed_images(network, images, SHAPE, **how))
+        except (PlscError, RuntimeError) as error:
+            (output / f"{case}.txt").write_text(f"{type(error).__name__}: {error}")
+    world.close()
+
+
 @pytest.mark.slow
 def test_every_rank_returns_all_embeddings_in_order_or_an_error(tmp_path):
-    class Pixels(torch.nn.Module):
-        def forward(self, input, label, is_train):
-            return input.flatten(1)[:, ::5]
-
-    images = [*IMAGES, IMAGES[0]]
-    write_pairs(tmp_path / "pairs.bin", images, [True, False, True, False])
-    run_ranks(Path(__file__).with_name("embed_rank.py"), 3, str(tmp_path))
-    alone = embed(Pixels(), images)
+    run_ranks(__file__, 3, str(tmp_path))
+    alone = embed(Pixels(), CASES["good"])
     for rank in range(3):
         results = tmp_path / str(rank)
         assert np.array_equal(np.load(results / "good.npy"), alone)
@@ -103,3 +132,7 @@ def test_every_rank_returns_all_embeddings_in_order_or_an_error(tmp_path):
         assert (results / "bad.txt").read_text().startswith("DataError: image 7 of pairs.bin: ")
         bug = "RuntimeError: out of memory" if rank == 1 else "DistributedError: rank 1"
         assert (results / "bug.txt").read_text().startswith(bug)
+
+
+if __name__ == "__main__":
+    run_worker(main)
