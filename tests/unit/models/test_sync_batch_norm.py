@@ -108,37 +108,24 @@ def check_equalise(group: dist.ProcessGroup) -> None:
     assert module.scratch.tolist() == [rank] * (rank + 1)
 
 
-def check(group: dist.ProcessGroup) -> None:
-    ranks = group.size()
-    if ranks == 1:
-        network = make_network(2)
-        assert type(synchronise_batch_norm(network, group)[0]) is nn.BatchNorm2d
-        return
-    for sizes in ([3] * ranks, list(range(2, ranks + 2)), [0, 5, 1, 2][:ranks]):
+def main() -> None:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    for sizes in ([3, 3, 3], [2, 3, 4], [0, 5, 1]):
         for dims in range(4):
             compare(group, sizes, dims)
     check_far_from_zero(group)
     check_half_precision(group)
     check_too_little(group)
     check_equalise(group)
-
-
-def main() -> None:
-    """Check on a rank of four, of which the first one, two or three form groups of their own, too."""
-    dist.init_process_group("gloo")
-    groups = [dist.new_group(list(range(ranks))) for ranks in range(1, 5)]
-    for ranks, group in enumerate(groups, start=1):
-        if dist.get_rank() < ranks:
-            check(group)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"passed on {ranks}", flush=True)
+    dist.barrier()
+    print("passed", flush=True)
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_output_gradients_and_statistics_equal_batch_norm_on_the_global_batch_of_one_to_four_ranks():
-    assert run_ranks(__file__, 4).stdout.count("passed on") == 4
+def test_output_gradients_and_statistics_equal_batch_norm_on_the_global_batch():
+    assert run_ranks(__file__, 3).stdout.count("passed") == 3
 
 
 def reference_mask(numbers, count, p, key):
