@@ -213,13 +213,16 @@ def gallery(name: str) -> Callable[[Path], Case]:
 
 def embeddings(name: str) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
-        shard = write_shard(folder, 0, ["a", "b"], {"labels": np.arange(2)})
-        columns = {"labels": {"dtype": "int64", "shape": []}, "names": {"dtype": "object", "shape": []}}
+        shard = write_shard(folder, 0, ["a", "b"], {"embeddings": np.ones((2, 1), np.float32)})
+        columns = {
+            "embeddings": {"dtype": "float32", "shape": [1]},
+            "names": {"dtype": "object", "shape": []},
+        }
         about = {"format": FORMAT, "version": VERSION, "columns": columns, "count": 2, "complete": True}
         model = dict.fromkeys(("name", "checkpoint", "step", "weights"), "")
         shards = [{"file": shard, "rows": 2}]
         write_index(folder, {**about, "shards": shards, "model": model, "input": {}, "rows_per_shard": 2})
-        return Case(folder / (name or shard), lambda: open_embeddings(folder)["labels"][:].tolist())
+        return Case(folder / (name or shard), lambda: open_embeddings(folder)["embeddings"][:].tolist())
 
     make.__name__ = f"embeddings_{name or 'shard'}"
     return make
