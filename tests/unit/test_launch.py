@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from plsc.cli import doctor
-from plsc.cli.launch import COMMAND, _choose_devices, _failure, _nodes, _rank_logs, _set_threads
+from plsc.cli.launch import COMMAND, _failure, _rank_logs, run_launch
 from plsc.cli.parser import CommandParser
 from plsc.config import Options
 from plsc.entry import join_ranks
@@ -17,6 +18,28 @@ from plsc.errors import OptionError
 
 def read(*words: str) -> dict:
     return CommandParser("plsc launch", COMMAND).read(words)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a function that launches a script up to what torch is asked to start, and returns that."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(rendezvous_handler_registry, "register", lambda *_: None)
+
+    class Asked(Exception):
+        pass
+
+    def ask(**settings):
+        raise Asked(settings)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", ask)
+
+    def launch(words):
+        with pytest.raises(Asked) as caught:
+            run_launch(**read(*words.split(), "train.py"))
+        return caught.value.args[0]
+
+    return launch
 
 
 def test_what_follows_the_script_is_the_scripts():
@@ -51,45 +74,43 @@ def test_a_wrong_command_line_is_refused(words):
         ("0-2", None, None, None),
     ],
 )
-def test_devices_are_ids_or_all_or_the_cpu_and_nproc_a_count(devices, nproc, visible, expected, monkeypatch):
+def test_devices_are_ids_or_all_or_the_cpu_and_nproc_a_count(
+    devices, nproc, visible, expected, launched, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible or ""
+    words = f"--devices {devices} " * bool(devices) + f"--nproc {nproc}" * bool(nproc)
     if expected is None:
         with pytest.raises(OptionError, match="--devices"):
-            _choose_devices(devices, nproc)
+            launched(words)
         return
-    assert (_choose_devices(devices, nproc), os.environ["CUDA_VISIBLE_DEVICES"]) == expected
+    assert (launched(words)["nproc_per_node"], os.environ["CUDA_VISIBLE_DEVICES"]) == expected
 
 
-def test_without_gpus_the_ranks_are_on_the_cpu(monkeypatch):
+def test_without_gpus_the_ranks_are_on_the_cpu_and_share_its_cores_unless_threads_are_set(
+    launched, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert _choose_devices(None, 3) == 3
-    with pytest.raises(OptionError, match="--devices"):
-        _choose_devices("all", None)
-
-
-def test_the_cores_are_shared_unless_threads_are_set(monkeypatch):
     monkeypatch.setattr("plsc.machine.usable_cores", lambda: 8)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    _set_threads(None, 2)
-    assert os.environ["OMP_NUM_THREADS"] == "5"
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    _set_threads(None, 3)
-    assert os.environ["OMP_NUM_THREADS"] == "2"
-    _set_threads(4, 3)
-    assert os.environ["OMP_NUM_THREADS"] == "4"
+    with pytest.raises(OptionError, match="--devices"):
+        launched("--devices all")
+    os.environ["OMP_NUM_THREADS"] = "5"
+    for words, threads in (("--nproc 2", "5"), ("--nproc 3", "2"), ("--nproc 3 --cpu-threads 4", "4")):
+        assert launched(words)["nproc_per_node"] == int(words[8])
+        assert os.environ["OMP_NUM_THREADS"] == threads
+        os.environ.pop("OMP_NUM_THREADS")
 
 
-def test_machines_are_a_number_or_a_range_and_need_an_endpoint():
-    assert _nodes("1", None) == (1, 1)
-    assert _nodes("2:4", "host:29500") == (2, 4)
+def test_machines_are_a_number_or_a_range_and_need_an_endpoint(launched):
+    for words, machines in (("--nnodes 1", (1, 1)), ("--nnodes 2:4 --rdzv-endpoint 127.0.0.1:9", (2, 4))):
+        found = launched(f"--devices cpu {words}")
+        assert (found["min_nodes"], found["max_nodes"]) == machines
     for nnodes in ("0", "two", "3:2", "1:"):
         with pytest.raises(OptionError, match="--nnodes"):
-            _nodes(nnodes, "host:29500")
-    for endpoint in (None, "host", "host:", ":1"):
+            launched(f"--nnodes {nnodes} --rdzv-endpoint 127.0.0.1:9")
+    for endpoint in ("", "--rdzv-endpoint host", "--rdzv-endpoint host:", "--rdzv-endpoint :1"):
         with pytest.raises(OptionError, match="--rdzv-endpoint"):
-            _nodes("2", endpoint)
+            launched(f"--nnodes 2 {endpoint}")
 
 
 @pytest.mark.parametrize(("exitcode", "recorded", "expected"), [
