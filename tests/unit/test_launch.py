@@ -1,15 +1,14 @@
-"""The arguments of `plsc launch`, and which of several failures it prints."""
+"""The arguments of `plsc launch` and the checks of `plsc doctor`."""
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from plsc.cli import doctor
-from plsc.cli.launch import COMMAND, _failure, _rank_logs, run_launch
+from plsc.cli.launch import COMMAND, _rank_logs, run_launch
 from plsc.cli.parser import CommandParser
 from plsc.config import Options
 from plsc.entry import join_ranks
@@ -111,21 +110,6 @@ def test_machines_are_a_number_or_a_range_and_need_an_endpoint(launched):
     for endpoint in ("", "--rdzv-endpoint host", "--rdzv-endpoint host:", "--rdzv-endpoint :1"):
         with pytest.raises(OptionError, match="--rdzv-endpoint"):
             launched(f"--nnodes 2 {endpoint}")
-
-
-@pytest.mark.parametrize(("exitcode", "recorded", "expected"), [
-    (-9, "<NONE>", "rank 1 failed: ended by SIGKILL"),
-    (3, "<NONE>", "rank 1 failed: exit code 3"),
-    (1, "plsc: error: a", "rank 1 failed: a"),
-    (1, "plsc: error: rank 9 failed: a", "rank 9 failed: a"),  # which this rank was told
-    (1, "Traceback:\n  line\nValueError: x", "rank 1 failed: ValueError: x"),
-])  # fmt: skip
-def test_a_failure_is_what_the_rank_recorded_or_how_it_ended(exitcode, recorded, expected):
-    data = {"message": recorded if recorded == "<NONE>" else {"message": recorded}}
-    failure = SimpleNamespace(exitcode=exitcode, error_file_data=data, signal_name=lambda: "SIGKILL")
-    error = _failure(1, failure, {})
-    assert str(error).startswith(expected)
-    assert error.exit_code == (137 if exitcode == -9 else exitcode)
 
 
 @pytest.mark.parametrize(
