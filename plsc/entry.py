@@ -65,8 +65,25 @@ class Entry(OriginalSetters):
     User-fixable errors are subclasses of plsc.errors.PlscError.
     """
 
+    # So that a misspelt attribute is an error.
+    __slots__ = (
+        "_callbacks",
+        "_initializations",
+        "_loggers",
+        "_model",
+        "_optimizer",
+        "_schedule",
+        "_store",
+        "_world",
+        "predict_reader",
+        "test_reader",
+        "train_reader",
+        "train_transform",
+    )
+
     def __init__(self) -> None:
         self.options = Options()
+        self._model_parallel = False
         self.train_reader: Any = None
         self.train_transform: Transform | None = None
         self.test_reader: Any = None

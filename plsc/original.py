@@ -30,7 +30,7 @@ PLSC_NAMES = {
 class OriginalSetters(Setters):
     """The setters, with those of PLSC that differ from the option table; options as attributes."""
 
-    _model_parallel = False
+    __slots__ = ("_model_parallel",)
 
     def __getattr__(self, name: str) -> Any:
         """Return the value of the option of ``set_<name>``, such as ``ins.train_batch_size``."""

@@ -223,7 +223,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             f"{inside[-1][0]}"
         )
     why = f"it has no {MANIFEST_NAME}" if folder.exists() else "it does not exist"
-    raise CheckpointError(f"{folder} is no complete checkpoint: {why}; expected a folder such as saved_model/5")
+    raise CheckpointError(f"{folder} is no complete checkpoint: {why}; expected one such as saved_model/5")
 
 
 def parse_manifest(data: bytes | Path, source: str) -> Manifest:

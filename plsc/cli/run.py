@@ -136,7 +136,7 @@ COMMANDS = {
             Argument("output", str, "evaluation", "folder of the report"),
         ],
         options=("data.val_targets", "data.val_dir", *_READING, "model.name", "checkpoint.load_dir"),
-        example="saved_model/last --protocol pairs --pairs pairs.txt --images faces",
+        example="saved_model/7 --protocol pairs --pairs pairs.txt --images faces",
     ),
     "predict": Command(
         "write the embeddings of the dataset's images to an .npz file, or as shards to a folder",
@@ -150,7 +150,7 @@ COMMANDS = {
             Argument("flatten_result", bool, False, "join the outputs of the layers as one array"),
         ],
         options=(*_READING, "model.name", "checkpoint.load_dir"),
-        example="saved_model/last --images photos --output embeddings.npz",
+        example="saved_model/7 --images photos --output embeddings.npz",
     ),
     "export": Command(
         "write the network of a checkpoint as a folder for serving: weights, graph and description",
@@ -167,13 +167,13 @@ COMMANDS = {
             Argument("layout", str, "plain", "plain, triton (a model of a model repository) or insightface"),
         ],
         options=("data.dataset_dir", "data.val_targets", "data.val_dir", "model.name"),
-        example="saved_model/best model --classes --unseen others",
+        example="saved_model/7 model --classes --unseen others",
     ),
     "dominant": Command(
         "reduce a checkpoint to the dominant sub-centre of each class",
         _with_entry(lambda entry, output: entry.keep_dominant(output)),
         [_CHECKPOINT, Argument("output", str, REQUIRED, "checkpoint to write")],
         options=("data.dataset_dir", "model.name", "checkpoint.load_dir"),
-        example="saved_model/last --output dominant",
+        example="saved_model/7 --output dominant",
     ),
 }  # fmt: skip

@@ -179,7 +179,7 @@ class HeadOptions:
     )
     loss_arguments: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
-        "other arguments of the loss than margin and scale, such as {h: 0.3} of adaface; see the table below",
+        "other arguments of the loss than margin and scale, such as {h: 0.3} of adaface; see docs/options.md",
         "set_loss_type(**loss_arguments)",
         _loss_arguments,
     )

@@ -114,8 +114,8 @@ class PrecisionOptions:
 
     mode: str = of_run(
         "float32",
-        "dtype of the backbone's computation: float32, float16 (with loss scaling, on CPUs bfloat16) or "
-        "bfloat16",
+        "dtype of the backbone's computation: float32, bfloat16 or float16 (with loss scaling; on CPUs "
+        "bfloat16)",
         "set_precision(mode)",
         one_of("float32", "float16", "bfloat16"),
     )

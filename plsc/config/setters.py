@@ -14,6 +14,8 @@ from plsc.errors import OptionError, record_failure, without_our_frames
 class Setters:
     """Setters that check a value and put it into `options`; OptionError says what was expected."""
 
+    __slots__ = ("options",)
+
     options: Options
 
 

@@ -265,8 +265,8 @@ class Setters:
         """
 
     def set_precision(self, mode: str) -> None:
-        """Set ``precision.mode``: dtype of the backbone's computation: float32, float16 (with loss
-        scaling, on CPUs bfloat16) or bfloat16. Default: 'float32'.
+        """Set ``precision.mode``: dtype of the backbone's computation: float32, bfloat16 or float16 (with
+        loss scaling; on CPUs bfloat16). Default: 'float32'.
         """
 
     def set_loss_scaling(self, **arguments: Any) -> None:

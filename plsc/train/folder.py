@@ -119,8 +119,8 @@ class RunFolder:
         self._find()
         if self.checkpoint is None:
             raise OptionError(
-                f"no checkpoint is set, or {shown(self._save_dir)} contains none; set checkpoint.load_dir to the "
-                "folder of one, such as saved_model/7, or checkpoint.save_dir to that of the run"
+                f"no checkpoint is set, or {shown(self._save_dir)} contains none; set checkpoint.load_dir to "
+                "the folder of one, such as saved_model/7, or checkpoint.save_dir to that of the run"
             )
         return self.checkpoint
 

@@ -223,7 +223,8 @@ def test_entry_is_an_ordinary_object_whose_construction_changes_nothing():
     assert (sys.excepthook, dict(os.environ)) == (hook, environment)
     with pytest.raises(AttributeError, match=r"'set_bach_size'.*'set_train_batch_size'"):
         ins.set_bach_size(3)
-    ins.note = "a script's own"
+    with pytest.raises(AttributeError, match="train_transfrom"):
+        ins.train_transfrom = None
     assert not hasattr(ins, "set_nothing")
 
 
