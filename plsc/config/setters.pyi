@@ -197,8 +197,8 @@ class Setters:
         """
 
     def set_lr(self, lr: float | None) -> None:
-        """Set ``optim.lr``: learning rate, used as it is; None: 0.1 x global batch / 1024; only if no
-        optimizer factory decides it. Default: None.
+        """Set ``optim.lr``: learning rate, used as it is; None: 0.1 x global batch / 1024; only if the
+        optimizer has a name, or the class weights are sharded. Default: None.
         """
 
     def set_optimizer(self, optimizer: str) -> None:
@@ -218,8 +218,8 @@ class Setters:
         """
 
     def set_weight_decay(self, decay: float) -> None:
-        """Set ``optim.weight_decay``: weight decay (L2) of all parameters; only if no optimizer factory
-        decides it. Default: 0.0005.
+        """Set ``optim.weight_decay``: weight decay (L2) of all parameters; only if the optimizer has a
+        name, or the class weights are sharded. Default: 0.0005.
         """
 
     def set_l1_decay(self, decay: float) -> None:

@@ -376,7 +376,7 @@ _SGD = Need(
 )
 _NOT_ALL_OWN = Need(
     "optim.optimizer",
-    "no optimizer factory decides it",
+    "the optimizer has a name, or the class weights are sharded",
     lambda config: not names_code(config.optim.optimizer) or SHARDED.holds(config),
 )
 
