@@ -31,7 +31,7 @@ if [[ ! -e $folder/made_by_demo && ( -e $run || -e $model || -e $gallery ) ]]; t
   exit 1
 fi
 mkdir -p "$folder" && touch "$folder/made_by_demo"
-rm -rf "$run" "$model" "$gallery" # of an earlier run of this script
+rm -rf "$run" "$model" "$gallery" "$model".sqlite* # of an earlier run of this script
 python demo/make_glyphs.py "$data" ${glyphs[@]+"${glyphs[@]}"}
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} torchrun --standalone --nproc-per-node 2 demo/train_glyphs.py "$data" "$run" --epochs "$epochs"
 python demo/report.py "$data" "$run"
