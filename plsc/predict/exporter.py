@@ -175,6 +175,8 @@ def run_conversion(
     results = exporter.evaluate(as_graph) if conversion.graph != "none" else []
     if conversion.graph == "none" and "data.val_targets" in config.explicit:
         world.log("data.val_targets has no effect: without a graph, a model has no thresholds")
+    elif conversion.graph != "none" and not results:
+        world.log("the model has no thresholds: data.val_targets names no pair file")
     capacity = exporter.capacity(as_graph)
     on_main_rank(world, f"write {folder}", lambda: exporter.write(folder, results, capacity))
     world.log(f"wrote the network of {trained.path} to {folder}")

@@ -244,7 +244,8 @@ def read_image_file(path: bytes | str | Path, folder: bytes | str | None) -> byt
             return data
     except OSError as error:
         kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-        raise DataError(f"the image file is {kind}: {error.strerror}", kind=kind) from error
+        place = printable(os.fsencode(path))
+        raise DataError(f"the image file {place} is {kind}: {error.strerror}", kind=kind) from error
 
 
 def check_labels(source: Source, class_num: int) -> None:

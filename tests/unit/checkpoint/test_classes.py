@@ -246,7 +246,7 @@ def test_invalid_arguments_are_refused(small, tmp_path):
         ("folder", "s3://bucket/b"),
     ]:
         assert noun in refusal(folder, target, grow=1)
-    assert "manifest" in refusal(tmp_path / "none", new, grow=1)
+    assert "exist" in refusal(tmp_path / "none", new, grow=1)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["5"]
 
 

@@ -54,7 +54,8 @@ def refusal(folder):
 
 def test_a_folder_without_a_manifest_and_one_whose_manifest_is_a_pipe_or_huge_is_no_checkpoint(tmp_path):
     (tmp_path / "file").touch()
-    for path in (tmp_path / "absent", tmp_path / "file", tmp_path):
+    assert "exist" in refusal(tmp_path / "absent")
+    for path in (tmp_path / "file", tmp_path):
         assert "manifest.json" in refusal(path)
     os.mkfifo(tmp_path / "manifest.json")
     assert "manifest.json" in refusal(tmp_path)
