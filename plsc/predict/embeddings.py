@@ -213,8 +213,7 @@ def _is_sound(index: _Complete, names: set[str]) -> bool:
     row = 8 * sum(map(math.prod, shapes))
     order = [int(shard["file"].partition("-")[0]) for shard in shards]
     return (
-        EMBEDDINGS in columns
-        and columns.get(NAMES) == {"dtype": "object", "shape": []}
+        columns.get(NAMES) == {"dtype": "object", "shape": []}
         and all(name == NAMES or about["dtype"] != "object" for name, about in columns.items())
         and all(shard["file"] in names and 0 < shard["rows"] * row <= _MOST_SHARD for shard in shards)
         and all(first < second for first, second in itertools.pairwise(order))  # empty ones are left out
