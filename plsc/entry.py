@@ -299,7 +299,7 @@ class Entry(OriginalSetters):
         distractors: str | os.PathLike[str] | None = None,
         templates: str | os.PathLike[str] | None = None,
         groups: str | os.PathLike[str] | None = None,
-        output: str | os.PathLike[str] = "evaluation",
+        output: str | os.PathLike[str] | None = None,
     ) -> dict[str, Any]:
         """Return the results of a checkpoint: a VerificationResult per pair file, by its name.
 
@@ -315,7 +315,7 @@ class Entry(OriginalSetters):
             distractors: for ``identify``: a dataset of other classes, added to the gallery.
             templates: for ``templates``: the folder of the meta files.
             groups: file with a line ``<image><tab><group>`` per image; adds results such as ``lfw groups``.
-            output: folder of the report.
+            output: folder of the report, by default ``evaluation/<protocol>``.
         """
         data = {
             "images": images, "pairs": pairs, "gallery": gallery, "distractors": distractors,
@@ -326,7 +326,8 @@ class Entry(OriginalSetters):
             if places:
                 raise OptionError(f"{', '.join(places)} needs a protocol, such as test('pairs', pairs=...)")
             return self._run(run_test)
-        chosen, folder = ProtocolData(protocol, **places), local_folder(output, "output")
+        chosen = ProtocolData(protocol, **places)
+        folder = local_folder(output or Path("evaluation", protocol), "output")
         return self._run(partial(run_protocol, data=chosen, output=folder))
 
     @overload

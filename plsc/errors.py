@@ -136,7 +136,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'b'?``, or '' if no name is similar."""
     import difflib  # only needed for error messages
 
-    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
+    near = near or [one for one in known if len(one) > 3 and name.startswith(one)]  # nproc-per-node
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

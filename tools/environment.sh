@@ -26,9 +26,11 @@ ensure_environment() {
         "$python" -m pip install --quiet --user virtualenv && "$python" -m virtualenv --quiet "$root/.venv"
       } || return 1
     fi
-    # Of pip's lines, those on downloads of megabytes show that it works.
+    # Of pip's lines, those on downloads of megabytes show that it works; while it unpacks, it prints nothing.
     (
       set -o pipefail
+      (while sleep 10 && kill -0 $$; do echo "  $(du -sm "$root/.venv" | cut -f1) MB in .venv"; done) 2>/dev/null &
+      trap "kill $!" EXIT
       PYTHONUNBUFFERED=1 "$root/.venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
         --editable "$root${extra:+[$extra]}" | sed -un \
         -e 's/^ *Downloading \(.*\/\)*\([^ /-]*\)[^ /]* (\([0-9.]* [MG]B\)).*/  downloading \2, \3/p' \

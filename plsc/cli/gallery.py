@@ -41,8 +41,10 @@ def run_search(
     from plsc.evaluate.capacity import capacity_of_search
     from plsc.gallery import open_gallery
     from plsc.gallery.embedder import open_embedder, search_images
-    from plsc.gallery.gallery import is_postgres, open_store
+    from plsc.gallery.gallery import import_faiss, is_postgres, open_store
 
+    if not is_postgres(gallery):
+        import_faiss()  # fails here, before the model is opened
     embedder = open_embedder(model, options["model.name"])
     opened = (open_store if is_postgres(gallery) else open_gallery)(gallery, embedder.fingerprint)
     capacity = capacity_of_search(embedder.capacity, getattr(opened, "is_classes", False), fpir)

@@ -133,7 +133,7 @@ COMMANDS = {
             Argument("distractors", str, None, "identify: dataset of other classes, added to the gallery"),
             Argument("templates", str, None, "templates: folder of the meta files"),
             Argument("groups", str, None, "file with the group of each image, for results per group"),
-            Argument("output", str, "evaluation", "folder of the report"),
+            Argument("output", str, None, "folder of the report; default: evaluation/PROTOCOL"),
         ],
         options=("data.val_targets", "data.val_dir", *_READING, "model.name", "checkpoint.load_dir"),
         example="saved_model/7 --protocol pairs --pairs pairs.txt --images faces",

@@ -190,11 +190,11 @@ class Capacity:
         held = 0 if found is None else found.identities
         if identities <= held:
             return None
-        shown = f"only for {held:,}" if held else f"for none: {self.classes:,} unseen classes are too few"
+        shown = f"{held:,}" if held else f"none, as {self.classes:,} unseen classes are too few"
         return (
-            f"{identities:,} images are enrolled, but how many strangers the model accepts is known {shown} "
-            f"(FPIR {wanted:g}: {self.expected(wanted, identities)[1]}); export it with more classes for "
-            "--unseen"
+            f"{identities:,} images are enrolled, more than the model was measured for ({shown}; FPIR "
+            f"{wanted:g}): {self.expected(wanted, identities)[1]}; to know more, export it with more classes "
+            "for --unseen"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -487,8 +487,8 @@ class ShardedHead(Head):
         before, self.computed_by = self.computed_by, str(backend)
         if before not in (None, self.computed_by) and before == self.resumed_from:
             warnings.warn(
-                f"the checkpoint was computed by {before}, this run uses {self.computed_by}: the results "
-                "will differ from those of an uninterrupted run in the last bits",
+                "the results will differ from those of an uninterrupted run in the last bits: the checkpoint "
+                f"was computed by {before}, this run uses {self.computed_by}",
                 stacklevel=7,  # the caller of the head
             )
         return backend

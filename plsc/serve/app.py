@@ -390,6 +390,8 @@ async def _read(request: Request, count: int) -> tuple[Sequence[bytes], str | No
     """Return the images of a request, and the name, if any. Raises DataError unless there are `count`."""
     declared, body = request.headers.get("content-type", ""), await request.body()
     is_json = declared.partition(";")[0].strip().lower() == "application/json"
+    if declared.startswith("multipart/"):
+        raise DataError("the body is a form; send the content of the image as the body (curl --data-binary)")
     images, name = _from_json(body, count) if is_json else ([body], None)
     if len(images) != count:
         raise DataError(f"the request has {len(images)} images; expected {count}")

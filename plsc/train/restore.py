@@ -88,7 +88,9 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     check_counts(path, wanted)
     if isinstance(run.head, ShardedHead):
         run.head.step = manifest.step  # seeds sampling and rounding
-        run.head.computed_by = run.head.resumed_from = manifest.head.computed_by
+        run.head.computed_by = manifest.head.computed_by
+        if manifest.world_size == run.world.size:  # otherwise, the last bits differ in any case
+            run.head.resumed_from = run.head.computed_by
     position = run.position
     position.step, position.updates = manifest.step, scalars.get("updates", manifest.step)
     position.epoch, position.step_in_epoch = manifest.epoch, manifest.step_in_epoch
