@@ -168,9 +168,9 @@ class DataOptions:
     )
     bad_images: str = of_run(
         "stop",
-        "what to do with an unusable sample: stop, skip, or replace (by a random one)",
+        "what to do with an unusable sample: stop, or skip it",
         "set_bad_images(policy)",
-        one_of("stop", "skip", "replace"),
+        one_of("stop", "skip"),
     )
     augmentation: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,

@@ -174,9 +174,7 @@ class Setters:
         """
 
     def set_bad_images(self, policy: str) -> None:
-        """Set ``data.bad_images``: what to do with an unusable sample: stop, skip, or replace (by a random
-        one). Default: 'stop'.
-        """
+        """Set ``data.bad_images``: what to do with an unusable sample: stop, or skip it. Default: 'stop'."""
 
     def set_augmentation(self, **arguments: Any) -> None:
         """Set ``data.augmentation``: augmentation of training images: crop_padding (pad each side by this

@@ -70,7 +70,6 @@ class Operation(IntEnum):
     LOW_RESOLUTION = 4
     COLOUR = 5
     ERASE = 6
-    REPLACE = 7
 
 
 @lru_cache(maxsize=16)

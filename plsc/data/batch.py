@@ -27,7 +27,7 @@ _KEPT = 16  # free buffers kept for reuse; others are released
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that was skipped or replaced: kind of fault, and a message that names it."""
+    """A sample that was skipped: kind of fault, and a message that names it."""
 
     kind: str
     text: str
@@ -48,8 +48,7 @@ class Batch:
         labels: int64 [b].
         names: where each sample came from.
         mirrored: bool [b], images that `to_input` mirrors; None if none.
-        skipped: number of bad samples left out.
-        problems: the samples that were left out or replaced.
+        problems: the bad samples that were left out.
         is_input: whether the network gets `images` unchanged.
         all_labels: labels of the global batch, if the ranks exchanged them.
 
@@ -59,7 +58,6 @@ class Batch:
     images: Any
     labels: torch.Tensor
     names: Sequence[str]
-    skipped: int = 0
     problems: list[BadSample] = field(default_factory=list)
     mirrored: torch.Tensor | None = None
     is_input: bool = False

@@ -41,7 +41,6 @@ Request = tuple[int, np.ndarray]
 Sample = tuple[Image, int]
 """An image and its label."""
 
-MAX_REPLACEMENTS = 16  # if a tenth of the samples is bad, all of them fail with probability 1e-16
 _ENTRY_BYTES = 150  # largest overhead of a dict entry and a bytes object
 
 
@@ -50,7 +49,7 @@ class Recipe:
     """How samples become images of a batch.
 
     Attributes:
-        bad_images: ``stop``, ``skip`` or ``replace``.
+        bad_images: ``stop`` or ``skip``.
         class_num: samples with labels outside 0..class_num - 1 are bad; None disables the check.
         first_sample: offset added to the index of a sample wherever randomness depends on it.
         seed_reading: seed the global generators for each sample, for a source that draws from them. Not in
@@ -208,17 +207,22 @@ class BatchReader:
                 raise Stopped
             filled = len(used)
             out = slots[filled] if example is None else slots
-            good = self._first_good(index, sample, epoch, out, batch)
-            if good is None:
+            try:
+                label, image = self._decoded(index, sample, out)
+            except DataError as error:
+                if self.recipe.bad_images == "stop":
+                    is_training = self.recipe.class_num is not None
+                    hint = "; to leave such samples out, set data.bad_images to skip" * is_training
+                    raise DataError(f"{error}{hint}", kind=error.kind) from None
+                batch.problems.append(BadSample.from_error(error))
                 continue
-            chosen, label, image = good
             if example is None and (image is not None or self._changes_pixels):
-                image = self._augmented(chosen, epoch, out, image)
+                image = self._augmented(index, epoch, out, image)
             if image is not None:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
-                raise DataError(f"{self.source.name(chosen)}: the batch has uint8 and float32 images")
-            used.append(chosen)
+                raise DataError(f"{self.source.name(index)}: the batch has uint8 and float32 images")
+            used.append(index)
             labels.append(label)
         if example is not None:
             batch.images = stack_inputs(floats, example)
@@ -232,38 +236,18 @@ class BatchReader:
         batch.names = SampleNames(used, self.source)
         return batch
 
-    def _first_good(
-        self, index: int, sample: Sample | DataError, epoch: int, out: np.ndarray, batch: Batch
-    ) -> tuple[int, int, Any] | None:
-        """Return (index, label, image if it is float or no image), or None if the sample is skipped."""
-        recipe, chosen = self.recipe, index
-        for attempt in range(1, MAX_REPLACEMENTS + 2):
-            try:
-                if isinstance(sample, DataError):
-                    raise sample
-                data, label = sample
-                with naming(self.source.name, chosen):
-                    if recipe.class_num is not None and not 0 <= label < recipe.class_num:
-                        raise DataError(f"label {label} is outside 0..{recipe.class_num - 1}", kind="label")
-                    if recipe.example is None:
-                        return chosen, label, decode_into(data, out)
-                    return chosen, label, as_input(data, recipe.example)
-            except DataError as error:
-                if recipe.bad_images == "stop":
-                    is_training = recipe.class_num is not None
-                    hint = "; to leave such samples out, set data.bad_images to skip" * is_training
-                    raise DataError(f"{error}{hint}", kind=error.kind) from None
-                batch.problems.append(BadSample.from_error(error))
-            if recipe.bad_images == "skip":
-                batch.skipped += 1
-                return None
-            key = recipe.first_sample + index
-            chosen = replacement(recipe.seed, epoch, key, attempt, len(self.source))
-            sample = self._read_one(chosen, epoch)
-        raise DataError(
-            f"{self.source.name(index)} is bad, and so are its {MAX_REPLACEMENTS} replacements: "
-            f"{batch.problems[-1].text}"
-        )
+    def _decoded(self, index: int, sample: Sample | DataError, out: np.ndarray) -> tuple[int, Any]:
+        """Return (label, image if it is float or no image); DataError for a bad sample."""
+        if isinstance(sample, DataError):
+            raise sample
+        data, label = sample
+        recipe = self.recipe
+        with naming(self.source.name, index):
+            if recipe.class_num is not None and not 0 <= label < recipe.class_num:
+                raise DataError(f"label {label} is outside 0..{recipe.class_num - 1}", kind="label")
+            if recipe.example is None:
+                return label, decode_into(data, out)
+            return label, as_input(data, recipe.example)
 
     def _augmented(
         self, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
@@ -295,11 +279,6 @@ class BatchReader:
         except Exception as error:  # a bug in the source: keep the traceback
             add_note(error, f"while reading {self.source.name(index)}")
             raise
-
-
-def replacement(seed: int, epoch: int, sample: int, attempt: int, num_samples: int) -> int:
-    """Return the index of the sample that replaces a bad one; attempt: counts from 1."""
-    return hash_key(seed, epoch, sample, Operation.REPLACE, attempt) % num_samples
 
 
 # The cache.

@@ -130,7 +130,7 @@ def run_prediction(
     trained = open_trained(options, world, user.model)
     head = load_head(*trained.checkpoint, world) if {"id", "prob"} & set(request.fields) else None
     samples = open_samples(trained, images, user.predict_reader)
-    bad = BadSampleReport(world, output, "skip", _BAD_NAME)
+    bad = BadSampleReport(world, output, _BAD_NAME)
     predictor = Predictor(trained, head, request, samples, bad)
     return predictor.in_memory() if output is None else predictor.to_folder(output)
 

@@ -94,7 +94,7 @@ class Trainer:
         self._evaluated_at = -1
         self._saved_at = run.position.step
         self._has_warned_of_length = False
-        self._bad_samples = BadSampleReport(run.world, run.folder, run.options.data.bad_images)
+        self._bad_samples = BadSampleReport(run.world, run.folder)
         self._result = TrainResult(run.position.step, run.position.epoch, metrics={}, warm_start=warm_start)
         if saver is not None:
             run.checkpoint = saver.last
@@ -220,7 +220,7 @@ class Trainer:
         made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)
         position.advance(made.is_skipped)
-        window.end_step(made.output.batch, batch.skipped)
+        window.end_step(made.output.batch, len(batch.problems))
         run.data_seconds, run.step_seconds = window.wait, window.step
         self._read_losses(everything=is_logged)
         self._run.call("after_step")

@@ -31,9 +31,8 @@ _SHOWN = 10  # bad samples printed per rank: all samples of a dataset may be bad
 class BadSampleReport:
     """Collects the bad samples of all ranks; rank 0 writes them to a file in the folder, if there is one."""
 
-    def __init__(self, world: World, folder: Path | None, policy: str, name: str = LIST_NAME) -> None:
+    def __init__(self, world: World, folder: Path | None, name: str = LIST_NAME) -> None:
         self._world = world
-        self._done = "replaced" if policy == "replace" else "skipped"
         self._list = BadSampleList(folder, name) if world.is_main and folder is not None else None
         self._others = "not logged" if folder is None else f"only listed in {name}"
         self._pending: list[BadSample] = []
@@ -48,7 +47,7 @@ class BadSampleReport:
                 continue
             if len(self._shown) < _SHOWN:
                 self._shown.add(problem.text)
-                logger.warning(f"{self._done}: {problem.text}")
+                logger.warning(f"skipped: {problem.text}")
             elif not self._is_cut:
                 self._is_cut = True
                 logger.warning(f"more bad samples were found; they are {self._others}")

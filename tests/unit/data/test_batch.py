@@ -1,11 +1,8 @@
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 
 from plsc.data.batch import BadSample, BadSampleList, Batch, BufferRing
-from plsc.data.loader import replacement
 from tests.devices import GPU
 
 SHAPE = (3, 4, 5)
@@ -84,11 +81,3 @@ def test_each_bad_sample_is_listed_once_also_when_a_run_resumes_and_up_to_a_limi
     limited.add([sample(number) for number in range(20)])
     assert len(limited.path.read_text().splitlines()) == 5
     assert limited.counts["undecodable"] == 20
-
-
-def test_replacements_are_distributed_over_all_samples():
-    drawn = Counter(replacement(0, 0, index, 1, 10) for index in range(5000))
-    assert set(drawn) == set(range(10))
-    assert max(drawn.values()) < 1.3 * min(drawn.values())
-    assert replacement(0, 0, 1, 1, 10**6) != replacement(0, 0, 1, 2, 10**6)
-    assert replacement(0, 0, 1, 1, 10**6) != replacement(0, 1, 1, 1, 10**6)

@@ -55,7 +55,7 @@ def test_batches_have_the_images_labels_and_names_of_the_plan(label_folder):
         assert batch.labels.tolist() == [source[i][1] for i in indices]
         expected = torch.stack([decode_image(source[i][0], SHAPE) for i in indices])
         assert torch.equal(batch.images, expected)
-        assert batch.skipped == 0
+        assert not batch.problems
 
 
 def test_worker_processes_do_not_change_the_random_numbers_of_a_transform(label_folder):
@@ -104,7 +104,7 @@ def test_skip_leaves_out_counts_and_names_bad_images(damaged, kind, num_workers)
     kinds = {problem.kind for batch in batches for problem in batch.problems}
     assert kinds == {"undecodable", "missing", "empty", "too large", "unreadable"}
     assert sorted(good) == sorted(source.name(i) for i in range(len(source) - 2, len(source)))
-    assert sum(batch.skipped for batch in batches) == len(problems) == len(source) - 2
+    assert len(problems) == len(source) - 2
     for index in range(len(source) - 2):
         assert sum(problem.startswith(source.name(index) + ": ") for problem in problems) == 1
     assert all(len(batch.images) == len(batch.labels) == len(batch.names) for batch in batches)
@@ -198,16 +198,10 @@ EVERYTHING = Augmentation(
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_workers", "bad_images"), [("threads", 3, "skip"), ("processes", 2, "replace")]
-)
-def test_batches_do_not_depend_on_the_kind_and_number_of_workers(damaged, kind, num_workers, bad_images):
+@pytest.mark.parametrize(("kind", "num_workers"), [("threads", 3), ("processes", 2)])
+def test_batches_do_not_depend_on_the_kind_and_number_of_workers(damaged, kind, num_workers):
     source = open_source(damaged)
-    options = {"batch": 3, "augmentation": EVERYTHING, "bad_images": bad_images}
-    if bad_images == "replace":
-        good = (damaged / f"images/{len(source) - 2}.jpg").read_bytes()
-        for index in range(9):
-            (damaged / f"images/{index}.jpg").write_bytes(good)
+    options = {"batch": 3, "augmentation": EVERYTHING, "bad_images": "skip"}
     alone = loader(source, **options)
     helped = loader(source, kind=kind, num_workers=num_workers, **options)
     for epoch in (0, 3):
@@ -231,47 +225,10 @@ def test_the_input_is_normalised_mirrored_and_contiguous(label_folder):
         assert torch.equal(batch.final_images()[position], plain.flip(-1) if flip else plain)
 
 
-def test_replacements_fill_the_batch_and_depend_only_on_seed_epoch_and_index(label_folder):
-    folder = label_folder(12)
-    for index in (2, 5, 7):
-        (folder / f"images/{index}.jpg").write_bytes(b"\xff\xd8 no jpeg")
-    source = open_source(folder)
-    options = {"batch": 5, "bad_images": "replace"}
-    reading = loader(source, **options)
-    first, later = list(reading.epoch(0)), list(reading.epoch(1))
-    assert [len(batch) for batch in first] == [5, 5, 2]
-    assert same(first, list(loader(source, **options).epoch(0)))
-    bad = {source.name(index) for index in (2, 5, 7)}
-    plan = BatchPlan(12, 5, 1, 11, "keep")
-    standing_in = []
-    for epoch, batches in ((0, first), (1, later)):
-        for step, batch in enumerate(batches):
-            assert batch.skipped == 0
-            assert not bad & set(batch.names)
-            for index, name in zip(plan.global_indices(epoch, step), batch.names, strict=True):
-                if index in (2, 5, 7):
-                    standing_in.append(name)
-                else:
-                    assert name == source.name(index)
-        problems = {problem.text for batch in batches for problem in batch.problems}
-        assert {text.split(": ")[0] for text in problems} == bad
-    assert len(standing_in) == 6
-    assert standing_in[:3] != standing_in[3:]
-
-
-def test_when_all_samples_are_bad_replacing_them_gives_a_one_line_error(label_folder):
-    folder = label_folder(6)
-    for index in range(6):
-        (folder / f"images/{index}.jpg").unlink()
-    with pytest.raises(DataError, match="replacements"):
-        list(loader(open_source(folder), bad_images="replace").epoch(0))
-
-
-@pytest.mark.parametrize(("policy", "skipped"), [("skip", 4), ("replace", 0)])
-def test_a_label_out_of_range_is_a_bad_sample_of_kind_label(label_folder, policy, skipped):
+def test_a_label_out_of_range_is_a_bad_sample_of_kind_label(label_folder):
     source = open_source(label_folder(12))  # labels 0, 1, 2 in turn
-    batches = list(loader(source, bad_images=policy, class_num=2).epoch(0))
-    assert sum(batch.skipped for batch in batches) == skipped
+    batches = list(loader(source, bad_images="skip", class_num=2).epoch(0))
+    assert sum(len(batch.problems) for batch in batches) == 4
     assert {problem.kind for batch in batches for problem in batch.problems} == {"label"}
     assert all((batch.labels < 2).all() for batch in batches)
     with pytest.raises(DataError, match=r"label 2 is outside 0\.\.1"):

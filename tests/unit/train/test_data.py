@@ -274,7 +274,7 @@ def test_secrets_of_urls_are_in_no_line_and_no_file_of_a_run(tmp_path, capfd):
     store.pipe(f"{place.removeprefix('memory:/')}/{name}", b"\n".join(lines))
     store.pipe(f"{place.removeprefix('memory:/')}/file_list.txt", name.encode())
     for epochs in (1, 2):
-        options = options_of(place, bad_images="replace")
+        options = options_of(place, bad_images="skip")
         for path, value in {
             "model.name": "SmallResNet", "model.image_shape": (3, 16, 16), "model.emb_size": 8,
             "train.batch_size": 4, "train.epochs": epochs, "data.num_workers": 0,
