@@ -51,7 +51,6 @@ FORMAT = "plsc-partition-1"
 ALGORITHM = "splitmix64-order-1"  # must change whenever the output for the same seed and lines changes
 MOST_RANKS = 65_536
 _LEAST_OF_WORKER = 16 * 2**20  # bytes; with less, a worker's fixed memory would exceed its share
-_EXPANSION = 4  # assumed compression ratio of compressed inputs, until they have been read
 _MODULUS = 2**128
 _MOST_MANIFEST = 256 * 2**20  # bytes
 _open_store = partial(
@@ -141,7 +140,7 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
 def _write(options: PartitionOptions, inputs: list[Input], folder: Path, temporary: Path) -> dict[str, Any]:
     """Write the parts, their list and the manifest to `folder`, which is not published yet."""
     budget, seed, nranks, skip_bad = options.budget, options.seed, options.nranks, options.skip_bad
-    expected = sum(one.size * (_EXPANSION if one.compression else 1) for one in inputs)
+    expected = sum(one.size for one in inputs)
     spread = local.BucketWriter(temporary, seed, local.bits_for(expected, budget))
     with spread:
         counts = local.distribute(inputs, spread, budget, skip_bad, Counter("read", expected, "MB").add)

@@ -1,17 +1,15 @@
-"""Read the inputs of a partition (plain, gzip or zstd, local or remote) in bounded memory, and count."""
+"""Read the inputs of a partition, local or remote, in bounded memory, and count."""
 
 from __future__ import annotations
 
-import gzip
-import posixpath
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,12 +18,10 @@ from plsc.data.lines import Buffers, LineReader, Lines, Stream, is_base64
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import Fingerprint, fingerprint_of, streamed
-from plsc.storage.regular import open_regular
-from plsc.storage.urls import is_url, open_filesystem, reason_of, shown
+from plsc.storage.urls import is_url, open_filesystem, shown
 
 LEAST = 32 * 2**20  # bytes of memory
 BYTES_PER_LINE = 112  # of memory for its number, key, position and order, including temporary copies
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 MOST_MESSAGES = 20
 _HEAVY = 64  # bytes: the line numbers of shorter lines take more memory than the lines
 Result = TypeVar("Result")
@@ -69,7 +65,7 @@ class Input:
 
     @property
     def size(self) -> int:
-        """Stored size in bytes."""
+        """Size in bytes."""
         return self.fingerprint.size
 
     @property
@@ -77,18 +73,9 @@ class Input:
         """Name for messages."""
         return shown(self.location)
 
-    @property
-    def compression(self) -> str | None:
-        """'gzip', 'zstd' or None, from the file's suffix."""
-        return _COMPRESSED.get(posixpath.splitext(self.location)[1].lower())
-
-    @contextmanager
-    def open(self) -> Iterator[_NamedStream]:
-        """Open the file for reading, decompressed. Errors, here or later, are DataError with its name."""
-        with ExitStack() as stack:
-            with self.errors_named():
-                stream = self._open(stack)
-            yield _NamedStream(stream, self)
+    def open(self) -> BufferedReader:
+        """Open the file; errors of reading it have its name."""
+        return streamed(self.location, self.folder)
 
     def check_unchanged(self) -> None:
         """Raise DataError if the file changed since it was listed."""
@@ -96,44 +83,6 @@ class Input:
             open_filesystem(self.location)[0].invalidate_cache()
         if fingerprint_of(self.location) != self.fingerprint:
             raise DataError(f"{self.name} changed after it was listed, so lines are missing; start again")
-
-    def _open(self, stack: ExitStack) -> Any:
-        if is_url(self.location):
-            raw: Any = stack.enter_context(streamed(self.location))
-        else:
-            raw = stack.enter_context(open_regular(self.location, self.folder, buffering=0))
-        if self.compression == "gzip":
-            return stack.enter_context(gzip.GzipFile(fileobj=raw))
-        if self.compression == "zstd":
-            import pyarrow
-
-            plain = stack.enter_context(pyarrow.PythonFile(raw, mode="r"))
-            return stack.enter_context(pyarrow.CompressedInputStream(plain, "zstd"))
-        return raw
-
-    @contextmanager
-    def errors_named(self) -> Iterator[None]:
-        """Convert errors of reading to DataError with the name of the file."""
-        try:
-            yield
-        except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError is from pyarrow
-            reason = getattr(error, "strerror", None) or reason_of(error)
-            raise DataError(f"{self.name} cannot be read: {reason}; check the file") from error
-
-
-@dataclass(frozen=True)
-class _NamedStream:
-    stream: Any
-    source: Input
-
-    def readinto(self, buffer: memoryview, /) -> int | None:
-        with self.source.errors_named():
-            return self.stream.readinto(buffer)
-
-    def seek(self, position: int) -> None:
-        """Go to an offset in the content; for a compressed file this reads everything before it."""
-        with self.source.errors_named():
-            self.stream.seek(position)
 
 
 def list_inputs(data_dir: str, file_list: str, allowed: Sequence[str] = ()) -> list[Input]:

@@ -6,6 +6,7 @@ another: their lines are sorted in memory by their keys and copied to the parts.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -25,7 +26,7 @@ from plsc.data.partition.inputs import (
     pool_of,
     read_counted,
 )
-from plsc.data.partition.parts import LinePlaces, Parts, Run, line_keys, map_file, read_exactly, spread_lines
+from plsc.data.partition.parts import LinePlaces, Parts, Run, line_keys, read_exactly, spread_lines
 
 OnBytes = Callable[[int], object]
 
@@ -111,7 +112,9 @@ class Bucket:
         """Read the bucket into memory."""
         records = np.fromfile(self.path("records"), _RECORD)
         numbers, sizes = (records[name].astype(np.int64) for name in ("number", "size"))
-        data = map_file(self.path("lines"), self.size, populates=True)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all at once: as fast as a copy
+        with self.path("lines").open("rb") as file:
+            data = np.frombuffer(mmap.mmap(file.fileno(), self.size, flags, mmap.PROT_READ), np.uint8)
         return Loaded(LinePlaces.within(data, np.cumsum(sizes) - sizes, sizes - 1), numbers)
 
     def remove(self) -> None:

@@ -20,7 +20,6 @@ changes. (zlib.crc32 and sha256 would take longer than the shuffle.)
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +33,6 @@ from plsc.data.native import function
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError
 from plsc.seeds import hash_key, splitmix64
-from plsc.storage.regular import open_regular
 
 PADDING = 0x70616464696E67  # "padding"
 
@@ -159,19 +157,6 @@ class LinePlaces:
     def within(cls, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> LinePlaces:
         """Return the places of lines that start at `starts` in data (uint8, contiguous)."""
         return cls(starts + data.ctypes.data, lengths, [data])
-
-
-def map_file(path: str | Path, size: int, *, populates: bool = False) -> np.ndarray:
-    """Map the first `size` bytes of a file, uint8. populates: read all of them now.
-
-    Raises OSError, and ValueError if the file is shorter. If the file is truncated later, reading the map
-    causes SIGBUS.
-    """
-    if size == 0:  # cannot be mapped
-        return np.empty(0, dtype=np.uint8)
-    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
-    with open_regular(path) as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ), dtype=np.uint8)
 
 
 def copy_lines(lines: LinePlaces, order: np.ndarray, handle: int, offset: int) -> int:

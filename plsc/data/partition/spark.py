@@ -178,7 +178,7 @@ def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str)
 
 @dataclass(frozen=True)
 class Split:
-    """The lines of input `number` that start in bytes [begin, end); all lines if it is compressed."""
+    """The lines of input `number` that start in bytes [begin, end)."""
 
     source: Input
     number: int
@@ -195,9 +195,8 @@ def split_inputs(inputs: list[Input], split_bytes: int = _SPLIT_BYTES) -> list[S
     """Return the splits of all inputs, in the order of their lines."""
     splits = []
     for number, one in enumerate(inputs):
-        step = max(1, one.size) if one.compression else split_bytes
-        for begin in range(0, max(1, one.size), step):
-            splits.append(Split(one, number, begin, min(one.size, begin + step)))
+        for begin in range(0, max(1, one.size), split_bytes):
+            splits.append(Split(one, number, begin, min(one.size, begin + split_bytes)))
     return splits
 
 
@@ -205,9 +204,6 @@ def split_inputs(inputs: list[Input], split_bytes: int = _SPLIT_BYTES) -> list[S
 def open_split(split: Split) -> Iterator[tuple[Any, int]]:
     """Yield (a stream of the lines of a split, its offset in the content of the file)."""
     with split.source.open() as stream:
-        if split.source.compression:
-            yield stream, 0
-            return
         begin = _start_of_line(stream, split.begin, split.source.size)
         end = _start_of_line(stream, split.end, split.source.size)
         stream.seek(begin)

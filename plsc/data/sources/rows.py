@@ -288,7 +288,7 @@ class Base64Source(IndexedSource):
     """The samples of the files that ``file_list`` names, in its order, in a local folder or at an fsspec URL.
 
     All files are read once, to index the lines and labels; the index is stored (`load_or_build`). Blank lines
-    are ignored. Compressed files have no random access; `plsc data partition` can read them.
+    are ignored.
 
     Args:
         files: paths or URLs to use instead of those in the list.

@@ -1,4 +1,3 @@
-import gzip
 import json
 import os
 import string
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
-import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,25 +182,6 @@ def test_keys_equal_those_of_plsc_seeds():
         assert line_keys(seed, np.array(numbers)).tolist() == [hash_key(seed, i) for i in numbers]
 
 
-def compress(path: Path, kind: str) -> None:
-    data = path.read_bytes()
-    path.unlink()
-    if kind == "gz":
-        half = len(data) // 2  # two members, as `cat a.gz b.gz` produces
-        content = gzip.compress(data[:half]) + gzip.compress(data[half:])
-    else:
-        content = pyarrow.Codec("zstd").compress(data, asbytes=True)
-    path.with_name(f"{path.name}.{kind}").write_bytes(content)
-
-
-def write_compressed_set(folder: Path, lines: list[bytes]) -> Path:
-    write_set(folder, lines)
-    compress(folder / "data0.txt", "gz")
-    compress(folder / "data1.txt", "zst")
-    (folder / "file_list.txt").write_text("data0.txt.gz\ndata1.txt.zst\ndata2.txt\n")
-    return folder
-
-
 def test_the_parts_are_flushed_to_the_disk(tmp_path, monkeypatch):
     synced: list[str] = []
     monkeypatch.setattr("plsc.storage.publish.sync", lambda path: synced.append(Path(path).name))
@@ -211,23 +190,6 @@ def test_the_parts_are_flushed_to_the_disk(tmp_path, monkeypatch):
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
     expected = {*parts.part_names(3), "file_list.txt", "manifest.json", ".out.plsc-partial", tmp_path.name}
     assert set(synced) == expected
-
-
-@pytest.mark.parametrize(("name", "damage"), [("data0.txt.gz", "flipped"), ("data1.txt.zst", "cut")])
-def test_compressed_inputs_give_the_same_parts_and_damaged_ones_none(tmp_path, name, damage):
-    folder = write_compressed_set(tmp_path, lines := some_lines(300))
-    partition(PartitionOptions(str(folder), 2))
-    assert read_parts(folder / "partition_2") == expected_parts(lines, 2, 0)
-    verify(PartitionOptions(str(folder), 2))
-    data = bytearray((folder / name).read_bytes())
-    if damage == "cut":
-        del data[-20:]
-    else:
-        data[len(data) // 2] ^= 0xFF
-    (folder / name).write_bytes(data)
-    with pytest.raises(DataError, match=name):
-        partition(PartitionOptions(str(folder), 3))
-    assert not (folder / "partition_3").exists()
 
 
 def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messages):
