@@ -98,7 +98,6 @@ def run_protocols(unseen: Path, run: Path, checkpoint: Path) -> str:
     lists = {name: unseen / f"{name}.csv" for name in ("gallery", "distractors")}
     arguments: dict[str, dict[str, Any]] = {
         "pairs": {"pairs": unseen / "pairs.txt"},
-        "all_pairs": {"images": unseen},
         "identify": {"images": unseen / "probes.csv", **lists},
         "templates": {"images": unseen, "templates": unseen / "templates"},
     }

@@ -53,7 +53,6 @@ CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile
 
 PROTOCOLS = {
     "pairs": ("images", "pairs", "groups"),
-    "all_pairs": ("images", "groups"),
     "identify": ("images", "gallery", "distractors", "groups"),
     "templates": ("images", "templates", "groups"),
     "retrieval": ("images", "groups"),

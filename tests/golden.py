@@ -182,7 +182,6 @@ def results_of_partition(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def results_of_protocols() -> Iterator[tuple[str, Any]]:
     """Yield the result of every protocol for the same embeddings."""
-    from plsc.evaluate.all_pairs import all_pairs
     from plsc.evaluate.capacity import measure_capacity
     from plsc.evaluate.curves import area_under_roc, roc_curve, tar_at_far
     from plsc.evaluate.identification import identify, split_gallery
@@ -207,7 +206,6 @@ def results_of_protocols() -> Iterator[tuple[str, Any]]:
     yield "tar", tar_at_far(scores(rows), is_same, 0.01)
     yield "auc", area_under_roc(scores(rows), is_same)
     yield "roc", roc_curve(scores(rows), is_same)
-    yield "all pairs", all_pairs(embeddings, labels)
     yield "retrieval", retrieval(embeddings, labels)
     first = split_gallery(labels)
     yield "identify", identify(embeddings[first], labels[first], embeddings[~first], labels[~first])

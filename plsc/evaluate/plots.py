@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter
 from plsc.data.alignment import Face
 from plsc.data.decode import decode_image
 from plsc.errors import DataError, naming
-from plsc.evaluate.curves import area_under_roc, roc_curve
+from plsc.evaluate.curves import area_under, roc_curve
 from plsc.storage.publish import replacing
 
 # The palette of Okabe and Ito, suitable for colour-blind readers.
@@ -44,25 +44,18 @@ def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os
     Raises:
         DataError: a curve does not have both same and different pairs, or the file cannot be written.
     """
-    drawn = {}
-    for name, (cosines, is_same) in curves.items():
-        least = 1 / max(1, int(np.sum(~np.asarray(is_same, dtype=bool))))
-        drawn[f"{name}  (AUC {area_under_roc(cosines, is_same):.3f})"] = (*roc_curve(cosines, is_same), least)
-    plot_roc_curves(drawn, path)
-
-
-def plot_roc_curves(
-    curves: Mapping[str, tuple[np.ndarray, np.ndarray, float]], path: str | os.PathLike[str]
-) -> None:
-    """Plot ``{label: (far [K], tar [K], FAR of a single false accept)}`` with a logarithmic FAR axis."""
+    lowest = 0.1
     with _one_plot(path, columns=1 if len(curves) < 3 else 2) as axes:
-        for index, (label, (far, tar, least)) in enumerate(curves.items()):
+        for index, (name, (cosines, is_same)) in enumerate(curves.items()):
+            far, tar = roc_curve(cosines, is_same)
+            least = 1 / int(np.sum(~np.asarray(is_same, dtype=bool)))
+            lowest = min(lowest, least)
+            label = f"{name}  (AUC {area_under(far, tar):.3f})"
             # The left edge is the best TAR with at most one false accept.
             start = np.searchsorted(far, least, side="right") - 1
             far, tar = np.maximum(far[start:], least), tar[start:]
             # The space, because matplotlib ignores labels that start with an underscore.
             axes.plot(far, tar, label=f" {label}", linewidth=1.8, clip_on=False, **line_look(index))
-        lowest = min(0.1, *(least for _, _, least in curves.values()))
         chance = np.geomspace(lowest, 1, 200)
         axes.plot(chance, chance, color="#999999", linewidth=1, linestyle=(0, (2, 2)), label="chance")
         axes.set(xscale="log", xlim=(lowest, 1), ylim=(0, 1.0))
@@ -124,23 +117,12 @@ def plot_scores(
         path: the PNG file to write.
         threshold: a score to mark.
     """
-    is_same = np.asarray(is_same, dtype=bool)
-    plot_counted_scores(np.asarray(cosines), is_same.astype(int), (~is_same).astype(int), path, threshold)
-
-
-def plot_counted_scores(
-    scores: np.ndarray,
-    same: np.ndarray,
-    different: np.ndarray,
-    path: str | os.PathLike[str],
-    threshold: float | None = None,
-) -> None:
-    """Plot the histograms of `plot_scores` from the numbers of same and different pairs per score, [K]."""
+    is_same, cosines = np.asarray(is_same, dtype=bool), np.asarray(cosines)
     with _one_plot(path, height=3.2, columns=2) as axes:
-        edges = np.linspace(scores.min() - 1e-6, scores.max() + 1e-6, 61)
-        for pairs, name, colour in ((different, "different", COLOURS[1]), (same, "same", COLOURS[0])):
-            total = int(pairs.sum())
-            counts = np.histogram(scores, edges, weights=pairs)[0] / max(1, total)
+        edges = np.linspace(cosines.min() - 1e-6, cosines.max() + 1e-6, 61)
+        for chosen, name, colour in ((~is_same, "different", COLOURS[1]), (is_same, "same", COLOURS[0])):
+            total = int(chosen.sum())
+            counts = np.histogram(cosines[chosen], edges)[0] / max(1, total)
             axes.stairs(counts, edges, fill=True, alpha=0.35, color=colour)
             axes.stairs(counts, edges, color=colour, linewidth=1.4, label=f"{name} ({total:,} pairs)")
         if threshold is not None:

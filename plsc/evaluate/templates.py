@@ -249,15 +249,8 @@ def _integer(text: bytes) -> int:
 
 @dataclass(frozen=True)
 class TemplatePairs(PairRates):
-    """The result of the 1:1 protocol; rates are fractions, 0..1."""
+    """The result of the 1:1 protocol."""
 
-    tar_at_far: dict[float, float]
-    tar_intervals: dict[float, tuple[float, float]]  # 95% Wilson score interval
-    unresolved_fars: tuple[float, ...]  # FARs below 1 / negatives: their TAR is that of zero false accepts
-    auc: float
-    pairs: int
-    positives: int
-    negatives: int
     curve: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)  # FAR and TAR, thinned
     scores: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
@@ -219,11 +219,16 @@ class _Lfw:
         return stem + self._suffix
 
 
+@dataclass(frozen=True)
 class PairRates(Result):
-    """Rates of same and different pairs at FARs, which a dataclass has as fields."""
+    """What the results of pairs have in common; rates are fractions, 0..1."""
 
     tar_at_far: dict[float, float]
-    unresolved_fars: tuple[float, ...]
+    tar_intervals: dict[float, tuple[float, float]]  # 95% confidence interval of the TAR, by FAR
+    unresolved_fars: tuple[float, ...]  # FARs below 1 / negatives: their TAR is that of zero false accepts
+    auc: float
+    pairs: int
+    positives: int
     negatives: int
 
     def resolved_fars(self) -> list[float]:
@@ -244,22 +249,17 @@ class PairRates(Result):
             f"false accept; use at least {1 / min(self.unresolved_fars):,.0f}"
         )
 
-    def rates(self, digits: int = 4, title: str = "") -> Table:
-        """Return a row per FAR; with intervals and thresholds, if the result has them."""
-        intervals, thresholds = getattr(self, "tar_intervals", None), getattr(self, "threshold_at_far", None)
+    def rates(self, title: str = "", thresholds: Mapping[float, float | None] | None = None) -> Table:
+        """Return a row per FAR; thresholds: lowest accepted cosine by FAR, None if no pair is accepted."""
         rows = []
         for far, tar in self.tar_at_far.items():
-            rows.append([f"{far:g}", f"{tar:.{digits}f}"])
-            if intervals is not None:
-                rows[-1].append("{:.4f} to {:.4f}".format(*intervals[far]))
-            if thresholds is not None:  # above 1 or None: no pair is accepted
+            rows.append([f"{far:g}", f"{tar:.4f}", "{:.4f} to {:.4f}".format(*self.tar_intervals[far])])
+            if thresholds:
                 limit = thresholds[far]
-                rows[-1].append("none" if limit is None or limit > 1 else f"{limit:.{digits}f}")
+                rows[-1].append("none" if limit is None else f"{limit:.4f}")
             rows[-1].append("too few different pairs" if far in self.unresolved_fars else "")
-        columns = ["95% interval"] * (intervals is not None) + ["threshold (cosine)"] * (
-            thresholds is not None
-        )
-        return Table(["FAR", "TAR", *columns, "warning"], rows, title)
+        columns = ["threshold (cosine)"] if thresholds else []
+        return Table(["FAR", "TAR", "95% interval", *columns, "warning"], rows, title)
 
 
 @dataclass(frozen=True)
@@ -272,15 +272,8 @@ class VerificationResult(PairRates):
     accuracy_std: float  # population standard deviation over the folds
     threshold: float  # mean over the folds: pairs with a smaller squared L2 distance count as same
     threshold_cosine: float  # the same threshold as a cosine: 1 - threshold / 2
-    tar_at_far: dict[float, float]
-    tar_intervals: dict[float, tuple[float, float]]  # 95% confidence interval of the TAR, by FAR
     threshold_at_far: dict[float, float | None]  # lowest accepted cosine; None: no pair is accepted
-    unresolved_fars: tuple[float, ...]  # FARs below 1 / negatives: their TAR is that of zero false accepts
-    auc: float
     eer: float
-    pairs: int
-    positives: int
-    negatives: int
     mean_norm: float  # mean L2 norm of the embeddings before normalisation
     cosines: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
     is_same: np.ndarray = field(repr=False, compare=False)  # of each pair, bool [P]
@@ -305,7 +298,7 @@ class VerificationResult(PairRates):
             f"{self.accuracy:.4f} ± {self.accuracy_std:.4f}", f"{self.threshold_cosine:.4f}",
             f"{self.auc:.5f}", f"{self.eer:.4f}",
         ]  # fmt: skip
-        return [Table(header, [row]), self.rates()]
+        return [Table(header, [row]), self.rates(thresholds=self.threshold_at_far)]
 
     def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
         from plsc.evaluate.plots import plot_roc, plot_scores  # matplotlib is slow to import
@@ -375,7 +368,7 @@ def verify(
 
 
 def rates_of_curve(far: np.ndarray, tar: np.ndarray, is_same: np.ndarray) -> dict[str, Any]:
-    """Return what `VerificationResult` and `TemplatePairs` both say of a curve of `roc_curve`."""
+    """Return the fields of `PairRates` for a curve of `roc_curve`."""
     positives = int(is_same.sum())
     negatives = len(is_same) - positives
     at = {rate: float(tar[np.searchsorted(far, rate, side="right") - 1]) for rate in FARS}

@@ -15,7 +15,6 @@ from plsc.config import Options
 from plsc.data.class_names import ClassNames
 from plsc.data.sources.base import class_names_of
 from plsc.errors import DataError, OptionError, suggest
-from plsc.evaluate.all_pairs import all_pair_rates, all_pairs
 from plsc.evaluate.capacity import CapacityResult, evaluate_capacity
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
@@ -181,16 +180,6 @@ class Evaluator:
             if own is not None:
                 pairs = np.arange(len(target.images)).reshape(-1, 2) if target.pairs is None else target.pairs
                 yield _by_group(target.name, pair_rates(own, pairs, result.cosines, result.is_same))
-
-    def run_all_pairs(self) -> Iterator[Outcome]:
-        """Yield the verification of all pairs of the images."""
-        images, groups, embeddings = self._embedded()
-        result = all_pairs(embeddings, images.labels, self.trained.world)
-        choices = [f"Images: {images.place}."]
-        yield "all_pairs", result, _section(result, base_name(images.place), choices)
-        if groups is not None:
-            rates = all_pair_rates(embeddings, images.labels, groups, result, self.trained.world)
-            yield _by_group("all_pairs", rates)
 
     def run_identify(self) -> Iterator[Outcome]:
         """Yield the identification of probes in a gallery."""

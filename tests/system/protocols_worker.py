@@ -18,7 +18,6 @@ CASES = {
     "gallery": {"images": "", "gallery": "gallery", "distractors": "distractors"},
     "templates": {"images": "", "templates": "templates"},
     "pairs_groups": {"pairs": "pairs.txt", "groups": "groups.tsv"},
-    "all_pairs_groups": {"groups": "groups.tsv"},
     "identify_groups": {"groups": "groups.tsv"},
     "templates_groups": {"images": "", "templates": "templates", "groups": "groups.tsv"},
     "retrieval_groups": {"groups": "groups.tsv"},

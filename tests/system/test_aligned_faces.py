@@ -76,7 +76,7 @@ def test_lists_and_protocols_on_photos_are_those_on_their_aligned_faces(folders,
     }
     found, plain = (ins[folder].predict(folder).embeddings for folder in folders)
     assert np.array_equal(found, plain)
-    for data in ({"protocol": "pairs", "pairs": tmp_path / "pairs.txt"}, {"protocol": "all_pairs"}):
+    for data in ({"protocol": "pairs", "pairs": tmp_path / "pairs.txt"}, {"protocol": "retrieval"}):
         found, plain = (
             ins[folder].test(images=str(folder), output=tmp_path / folder.name / data["protocol"], **data)
             for folder in folders

@@ -134,7 +134,7 @@ def test_the_demo_trains_on_two_ranks_and_leaves_what_it_promises(trained: Path)
     figures = json.loads((trained / "figures.json").read_text())
     others = max(figures[name]["accuracy_without_hard"] for name in ("pixels", "untrained"))
     assert figures["trained"]["accuracy_without_hard"] > others
-    for protocol in ("pairs", "all_pairs", "identify", "templates"):
+    for protocol in ("pairs", "identify", "templates"):
         assert f"(protocols/{protocol}/report.md)" in (trained / "report.md").read_text()
         assert (trained / "protocols" / protocol / "report.md").stat().st_size > 0
     assert "$" not in (trained / "report.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plsc.errors import DataError
-from plsc.evaluate import all_pairs, identification, templates
+from plsc.evaluate import identification, templates
 from plsc.evaluate.groups import Groups
 from plsc.evaluate.identification import identify, retrieval
 from plsc.evaluate.report import write_report
@@ -203,30 +203,26 @@ def save_results(folder, world):
     assert found.non_mated == 2
     pooled = evaluate_templates(data["images"], read_protocol(folder), world)
     searched = retrieval(gallery, labels, world)
-    compared = all_pairs.all_pairs(gallery, labels, world)
-    rates = all_pairs.all_pair_rates(gallery, labels, Groups(("a", "b"), labels % 2), compared, world)
     np.savez(
         folder / f"{world.size}-{world.rank}.npz",
         ranks=found.ranks,
         mate_scores=found.mate_scores,
         top_scores=found.top_scores,
         retrieval=searched.values,
-        same=compared.same,
-        different=compared.different,
-        values=repr([result.as_dict() for result in (found, pooled, searched, compared, rates)]),
+        values=repr([result.as_dict() for result in (found, pooled, searched)]),
     )
 
 
 def main():
     identification._CHUNK = templates._CHUNK = 7
-    identification._CELLS = all_pairs.TILE = 20
+    identification._CELLS = 20
     world = World.from_environment(device="cpu", timeout_seconds=60)
     save_results(Path(sys.argv[1]), world)
     world.close()
 
 
 @pytest.mark.slow
-def test_results_are_identical_on_several_ranks(tmp_path, monkeypatch):
+def test_results_are_identical_on_several_ranks(tmp_path):
     images, *_ = write_protocol(tmp_path, 6)
     rng = np.random.default_rng(6)
     np.savez(
@@ -238,7 +234,6 @@ def test_results_are_identical_on_several_ranks(tmp_path, monkeypatch):
         probe_labels=np.append(rng.integers(0, 12, 48), [90, 91]),  # fewer non-mated searches than ranks
     )
     run_ranks(__file__, 4, str(tmp_path))
-    monkeypatch.setattr(all_pairs, "TILE", 20)
     save_results(tmp_path, World.single())
     alone = np.load(tmp_path / "1-0.npz")
     for rank in range(4):
