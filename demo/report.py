@@ -2,7 +2,7 @@
 
     python demo/report.py demo/output/glyphs demo/output/run
 
-Writes `figures.json`, `roc.png`, `hardest.png`, `report.md`, `summary.txt` and the reports of the protocols
+Writes `figures.json`, `roc.png`, `report.md`, `summary.txt` and the reports of the protocols
 (`protocols/`) into the run's folder.
 """
 
@@ -23,7 +23,7 @@ from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
 from plsc.data.decode import decode_image
 from plsc.data.pairs import read_pairs
 from plsc.evaluate.embed import embed_images
-from plsc.evaluate.plots import plot_hardest_pairs, plot_roc
+from plsc.evaluate.plots import plot_roc
 from plsc.evaluate.verification import scores, verify
 from plsc.models import build_model
 
@@ -62,7 +62,6 @@ def main() -> None:
     (options.run / "figures.json").write_text(json.dumps(figures, indent=1))
     cosines = {name: scores(e) for name, e in embeddings.items()}
     plot_roc({name: (c, pairs.is_same) for name, c in cosines.items()}, options.run / "roc.png")
-    plot_hardest_pairs(pairs.images, pairs.is_same, cosines["trained"], options.run / "hardest.png")
 
     protocols = run_protocols(options.data / "unseen", options.run, checkpoint)
     table = make_table(figures)

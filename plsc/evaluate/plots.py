@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from plsc.data.alignment import Face
-from plsc.data.decode import decode_image
-from plsc.errors import DataError, naming
+from plsc.errors import DataError
 from plsc.evaluate.curves import area_under, roc_curve
 from plsc.storage.publish import replacing
 
@@ -31,9 +29,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 LINE_STYLES = ("-", "--", "-.", ":")  # the next one whenever the colours repeat
 INK = "#333333"
 FAINT = "#D9D9D9"
-_SIDE = 128  # pixels per image side
-_GAP = 6  # pixels between the images of a pair
-_COLUMNS = 3
 
 
 def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os.PathLike[str]) -> None:
@@ -237,90 +232,6 @@ _PANELS: dict[str, tuple[str, float, Any]] = {
     "eval": ("Evaluation", 1.7, _draw_evaluations),
     "lr": ("Learning rate", 1.2, _draw_learning_rate),
 }
-
-
-def plot_hardest_pairs(
-    images: Sequence[bytes | Face],
-    is_same: np.ndarray,
-    scores: np.ndarray,
-    path: str | os.PathLike[str],
-    count: int = 12,
-) -> None:
-    """Plot the different pairs with the highest and the same pairs with the lowest cosines, worst first.
-
-    Args:
-        images: 2P encoded images, or faces, which are aligned; pair p is images 2p and 2p + 1.
-        is_same: bool [P].
-        scores: cosine of each pair, [P].
-        path: the PNG file to write.
-        count: maximum number of pairs of each kind; duplicates are left out.
-
-    Raises:
-        DataError: an image cannot be decoded, or the file cannot be written.
-    """
-    is_same, scores = np.asarray(is_same, dtype=bool), np.asarray(scores)
-    ranked = np.argsort(scores, kind="stable")
-    different = _distinct(images, ranked[~is_same[ranked]][::-1], count)
-    same = _distinct(images, ranked[is_same[ranked]], count)
-    blocks = (
-        ("Different classes, highest cosine", COLOURS[1], different),
-        ("Same class, lowest cosine", COLOURS[0], same),
-    )
-    rows = max(1, *(-(-len(pairs) // _COLUMNS) for _, _, pairs in blocks))
-    figure = new_figure(10, 0.6 + rows * 1.02)
-    halves = figure.subfigures(1, 2, squeeze=False, wspace=0.02)[0]
-    for half, (title, colour, pairs) in zip(halves, blocks, strict=True):
-        _draw_block(half, title, colour, [(_pair(images, p), float(scores[p])) for p in pairs], rows)
-    save_png(figure, path)
-
-
-def _distinct(images: Sequence[bytes | Face], pairs: np.ndarray, count: int) -> list[int]:
-    """Return the first `count` pairs, without pairs of the same two images in any order."""
-    chosen: dict[frozenset[bytes | Face], int] = {}
-    for pair in pairs.tolist():
-        if len(chosen) == count:
-            break
-        chosen.setdefault(frozenset((images[2 * pair], images[2 * pair + 1])), pair)
-    return list(chosen.values())
-
-
-def _draw_block(
-    half: SubFigure, title: str, colour: str, pairs: list[tuple[np.ndarray, float]], rows: int
-) -> None:
-    inches = 0.6 + rows * 1.02
-    half.text(0.5, 1 - 0.27 / inches, title, ha="center", va="center", size=12, color=colour,
-              weight="bold")  # fmt: skip
-    grid = half.subplots(
-        rows,
-        _COLUMNS,
-        squeeze=False,
-        gridspec_kw={
-            "left": 0.03, "right": 0.97, "bottom": 0.26 / inches, "top": 1 - 0.5 / inches,
-            "hspace": 0.32, "wspace": 0.08,
-        },
-    )  # fmt: skip
-    for axes in grid.flat:
-        axes.set_axis_off()
-    for axes, (picture, cosine) in zip(grid.flat, pairs, strict=False):
-        axes.imshow(picture, interpolation="antialiased")
-        caption = f"{cosine:.3f}".replace("-", "\N{MINUS SIGN}")
-        axes.text(0.5, -0.05, caption, transform=axes.transAxes, ha="center", va="top",
-                  size=9, color=INK)  # fmt: skip
-    if not pairs:
-        half.text(0.5, 0.5, "none", ha="center", size=10, color=INK)
-
-
-def _pair(images: Sequence[bytes | Face], pair: int) -> np.ndarray:
-    """Return both images side by side, resized to squares, with a thin frame, uint8 [H, W, 3]."""
-    sheet = np.full((_SIDE, 2 * _SIDE + _GAP, 3), 255, np.uint8)
-    for place, left in enumerate((0, _SIDE + _GAP)):
-        index = 2 * int(pair) + place
-        with naming("image {} of the pairs".format, index):
-            picture = decode_image(images[index], (3, _SIDE, _SIDE))
-        square = sheet[:, left : left + _SIDE]
-        square[:] = 200
-        square[1:-1, 1:-1] = picture.permute(1, 2, 0).numpy()[1:-1, 1:-1]
-    return sheet
 
 
 @contextmanager

@@ -309,24 +309,17 @@ class VerificationResult(PairRates):
             f"{stem}_scores.png": lambda path: plot_scores(*pairs, path, self.threshold_cosine),
         }
 
-    def section(
-        self, name: str, images: Sequence[Any] | None = None, labels: Sequence[str] | None = None
-    ) -> Section:
-        """Return the section of a report.
+    def section(self, name: str, labels: Sequence[str] | None = None) -> Section:
+        """Return the section of a report, with the file of the scores.
 
-        Args:
-            name: name of the pairs, which is part of the names of the files.
-            images: the encoded images, to draw the hardest pairs; pair p is images 2p and 2p + 1.
-            labels: names of the images for the score file, in the same order; by default their numbers.
+        name: of the pairs, which is part of the names of the files. labels: names of the images, in the order
+        of the pairs; by default their numbers.
         """
-        from plsc.evaluate.plots import plot_hardest_pairs
-
-        section, stem, pairs = super().section(name), stem_of(name), (self.cosines, self.is_same)
-        files = dict(section.files)
-        if images is not None:
-            files[f"{stem}_hardest.png"] = lambda path: plot_hardest_pairs(images, *pairs[::-1], path)
-        files[f"{stem}_scores.tsv"] = lambda path: write_scores(path, *pairs, labels)
-        return replace(section, files=files)
+        section = super().section(name)
+        scores_file = {
+            f"{stem_of(name)}_scores.tsv": lambda path: write_scores(path, self.cosines, self.is_same, labels)
+        }
+        return replace(section, files={**section.files, **scores_file})
 
 
 def verify(

@@ -29,7 +29,6 @@ from plsc.parallel.backbone import gradient_values
 from plsc.storage.publish import replacing
 from plsc.storage.regular import check_inside, open_regular, read_regular
 from plsc.train.callbacks import Callback, Context, Logger
-from plsc.train.targets import HeldOutSet, Target
 from plsc.version import install
 
 METRICS_NAME = "metrics.jsonl"
@@ -259,7 +258,6 @@ def _drop_later_lines(path: Path, step: int) -> None:
 
 PICTURES = "pictures"  # folder of pictures, in the folder of the run
 _RUN_ID = re.compile(r"[\w-]{1,128}")
-_UNSAFE = re.compile(r"[^\w.-]")  # in file names
 _GRID = (8, 8)  # rows and columns
 _ACCURACIES = ("accuracy", "accuracy_top5")
 
@@ -442,11 +440,7 @@ class GradientNorm(Callback):
 
 
 class Pictures(Callback):
-    """Draws the first batch of each epoch and the hardest pairs of each evaluation, on rank 0."""
-
-    def __init__(self, targets: Sequence[Target | HeldOutSet]) -> None:
-        pair_files = (target for target in targets if isinstance(target, Target))
-        self._targets = [(target, target.pictures) for target in pair_files if target.pictures]
+    """Draws the first batch of each epoch, on rank 0."""
 
     def batch_start(self, context: Context) -> None:
         """Draw the first images of the first batch of this rank, after augmentation."""
@@ -457,16 +451,6 @@ class Pictures(Callback):
             with replacing(path) as temporary:
                 Image.fromarray(grid_of(images)).save(temporary, "PNG")
             context.log_picture("batch", path)
-
-    def evaluated(self, context: Context) -> None:
-        """Draw the hardest pairs of each pair file."""
-        for target, images in self._targets if context.is_main else ():
-            from plsc.evaluate.plots import plot_hardest_pairs  # matplotlib is slow to import
-
-            cosines = context.evaluation[target.name].cosines
-            path = _picture_path(context, f"{_UNSAFE.sub('_', target.name)}_hardest_{context.step}.png")
-            plot_hardest_pairs(images, target.is_same, cosines, path)
-            context.log_picture(f"hardest pairs/{target.name}", path)
 
 
 def _picture_path(context: Context, name: str) -> Path:

@@ -394,7 +394,7 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
             min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
         ),
         Progress(),
-        *map(partial(named_callback, targets=run.targets), listed_names(train.callbacks)),
+        *map(named_callback, listed_names(train.callbacks)),
     ]
     run.world.log(folder.note)
     if loggers is not None:
@@ -404,10 +404,10 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     run.callbacks = Callbacks(callbacks, run.network)
 
 
-def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Callback:
+def named_callback(name: str) -> Callback:
     """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
     if not names_code(name):
-        return CALLBACKS[name](targets)
+        return CALLBACKS[name]()
     create = load_function(name, "train.callbacks", "add_callback")
     with refusing(
         f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
@@ -418,12 +418,12 @@ def named_callback(name: str, targets: Sequence[Target | HeldOutSet] = ()) -> Ca
     return callback
 
 
-CALLBACKS: dict[str, Callable[[Sequence[Target | HeldOutSet]], Callback]] = {
-    "gradient_norm": lambda _: GradientNorm(),
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "gradient_norm": GradientNorm,
     "images": Pictures,
-    "check_shape": lambda _: LayerTable(with_content=False),
-    "check_content": lambda _: LayerTable(with_content=True),
-    "profile": lambda _: Profile(),
+    "check_shape": partial(LayerTable, with_content=False),
+    "check_content": partial(LayerTable, with_content=True),
+    "profile": Profile,
 }
 
 

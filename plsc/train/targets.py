@@ -11,7 +11,6 @@ import numpy as np
 
 from plsc.config import Config
 from plsc.config.option import shown_value
-from plsc.data.alignment import Face
 from plsc.data.class_names import ClassNames
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
@@ -46,21 +45,6 @@ class Target:
     is_same: np.ndarray
     pairs: np.ndarray | None = None
     names: Sequence[str] | None = None
-
-    def by_pair(self, items: Sequence[Any] | None) -> Sequence[Any] | None:
-        """Return images or names in the order of the pairs: those of pair p are 2p and 2p + 1."""
-        return items if self.pairs is None or items is None else _chosen(items, self.pairs.reshape(-1))
-
-    @property
-    def pictures(self) -> Sequence[Any] | None:
-        """The images in the order of the pairs; None if they are arrays."""
-        return self.by_pair(self.images if isinstance(self.images[0], (bytes, Face)) else None)
-
-
-def _chosen(items: Sequence[Any], numbers: np.ndarray) -> Sequence[Any]:
-    if isinstance(items, ImagesOf):
-        return items[numbers]
-    return [items[number] for number in numbers.tolist()]
 
 
 def open_pairs(
@@ -135,6 +119,12 @@ def _limited(target: Target, chosen: np.ndarray) -> Target:
     names = None if target.names is None else _chosen(target.names, numbers)
     images = _chosen(target.images, numbers)
     return Target(target.name, images, target.is_same[chosen], rows.reshape(-1, 2), names)
+
+
+def _chosen(items: Sequence[Any], numbers: np.ndarray) -> Sequence[Any]:
+    if isinstance(items, ImagesOf):
+        return items[numbers]
+    return [items[number] for number in numbers.tolist()]
 
 
 def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:

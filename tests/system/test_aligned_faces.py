@@ -84,7 +84,6 @@ def test_lists_and_protocols_on_photos_are_those_on_their_aligned_faces(folders,
         assert [one.as_dict() for one in found.values()] == [one.as_dict() for one in plain.values()]
         report = (tmp_path / "photos" / data["protocol"] / "report.md").read_text()
         assert "aligned by landmarks.txt" in report
-    assert (tmp_path / "photos" / "pairs" / "pairs_hardest.png").stat().st_size > 0
 
 
 def test_the_exported_model_and_the_log_say_that_faces_were_aligned(folders, trained, tmp_path, messages):

@@ -1,4 +1,3 @@
-import io
 import json
 
 import numpy as np
@@ -8,7 +7,7 @@ from PIL import Image
 
 from plsc.errors import DataError
 from plsc.evaluate import plots
-from plsc.evaluate.plots import plot_hardest_pairs, plot_metrics, plot_roc
+from plsc.evaluate.plots import plot_metrics, plot_roc
 
 
 def assert_picture(path):
@@ -93,45 +92,13 @@ def test_a_long_run_is_plotted_with_its_running_mean(tmp_path, drawn):
     assert smooth == pytest.approx(naive)
 
 
-@pytest.fixture
-def captions(monkeypatch):
-    """Record the strings that are drawn."""
-    drawn, text = [], Axes.text
-    monkeypatch.setattr(
-        Axes, "text", lambda *args, **options: drawn.append(args[3]) or text(*args, **options)
-    )
-    return drawn
-
-
-def grey(level):
-    file = io.BytesIO()
-    Image.new("L", (20, 30), level).save(file, "PNG")
-    return file.getvalue()
-
-
-def test_hardest_pairs_are_sorted_worst_first_without_duplicates(tmp_path, captions):
-    is_same = np.array([True, False, True, False, True, False])
-    cosines = np.array([0.9, 0.1, -0.2, 0.8, 0.3, 0.5])
-    images = [grey(20 * index) for index in range(12)]
-    plot_hardest_pairs(images, is_same, cosines, tmp_path / "hardest.png", count=2)
-    assert captions == ["0.800", "0.500", "\N{MINUS SIGN}0.200", "0.300"]
-    assert_picture(tmp_path / "hardest.png")
-    captions.clear()
-    a, b, c = grey(10), grey(20), grey(30)
-    images = [a, b, b, a, a, c, a, b]
-    cosines = np.array([0.9, 0.8, 0.7, 0.6])
-    plot_hardest_pairs(images, np.zeros(4, bool), cosines, tmp_path / "hardest.png", count=3)
-    assert captions == ["0.900", "0.700"]
-
-
 def test_what_cannot_be_drawn_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lr": 0.1}\n')
-    pair, bad = (np.ones(2), np.arange(2) > 0), [grey(9), b"bad", grey(9), grey(9)]
+    pair = (np.ones(2), np.arange(2) > 0)
     for draw, message in (
         (lambda: plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "out.png"), "loss"),
         (lambda: plot_roc({"net": (np.ones(3), np.ones(3, bool))}, tmp_path / "out.png"), "only same"),
         (lambda: plot_roc({"net": pair}, tmp_path / "missing" / "out.png"), "cannot write"),
-        (lambda: plot_hardest_pairs(bad, pair[1], [0, 1], tmp_path / "out.png"), "image 1"),
     ):
         with pytest.raises(DataError, match=message):
             draw()

@@ -112,7 +112,6 @@ def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(datas
         assert [one.step for one in board.Scalars(name)] == list(range(1, 3 * STEPS + 1)), name
     for name in ("loss_epoch", "eval/lfw/accuracy"):
         assert [one.step for one in board.Scalars(name)] == [STEPS, 2 * STEPS, 3 * STEPS], name
-    assert [one.step for one in board.Images("hardest pairs/lfw")] == [STEPS, 2 * STEPS, 3 * STEPS]
     assert len(board.Images("batch")) == 3
     options = board.PluginTagToContent("hparams")
     assert b"train.batch_size" in b"".join(options.values())
@@ -143,7 +142,7 @@ def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(da
     assert steps == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9]
     assert run.data.metrics["loss_epoch"] > 0
     names = {one.path for one in client.list_artifacts(run.info.run_id, "pictures")}
-    assert {"pictures/batch_0.png", "pictures/lfw_hardest_9.png"} <= names
+    assert {"pictures/batch_0.png", "pictures/batch_2.png"} <= names
     train(dataset, tmp_path / "other", "mlflow", resume=tmp_path / "run" / "0")
     assert len(client.search_runs(["0"])) == 2
 
@@ -262,7 +261,7 @@ def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
 
 def test_pictures_show_the_batch_after_augmentation(dataset, tmp_path):
     batches = []
-    ins = entry(dataset, tmp_path, set_callbacks="images", set_with_test=True)
+    ins = entry(dataset, tmp_path, set_callbacks="images")
     ins.add_callback(lambda context: batches.append(context.batch.final_images()), "batch_start")
     ins.train()
     pixels = np.asarray(Image.open(tmp_path / "pictures" / "batch_0.png"))
@@ -272,7 +271,6 @@ def test_pictures_show_the_batch_after_augmentation(dataset, tmp_path):
         place = pixels[16 * row : 16 * (row + 1), 16 * column : 16 * (column + 1)]
         assert np.array_equal(place, image.permute(1, 2, 0).numpy())
     assert (pixels[16:, 4 * 16 :] == 255).all()
-    assert (tmp_path / "pictures" / "lfw_hardest_2.png").stat().st_size > 0
 
 
 def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset, tmp_path):
