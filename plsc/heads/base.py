@@ -52,12 +52,6 @@ class HeadOutput:
         accuracy: fraction of the global batch whose label has the highest logit without margin; None if
             not requested.
         accuracy_top5: fraction whose label has one of the five highest logits without margin, or None.
-        left_out: share of the softmax over all classes that classes have which were not sampled, estimated
-            mean over the images; None if not requested, or if all classes are used, or if class weights are
-            in a file. left_out_error: half the width of its 95 % interval.
-        hard_recall: share of the 16 nearest other classes of an image that were sampled, mean over 128
-            images; None if `left_out` is, or without hard negatives. hard_age: mean age of the lists of hard
-            negatives that were used, in steps; 0 if there was none.
         effective_rank: see `effective_rank`, for the embeddings of the global batch: near 1 when the network
             collapses, 0 if all embeddings are equal; None if not requested.
         finite: bool scalar, whether all embeddings of the global batch are finite.
@@ -70,10 +64,6 @@ class HeadOutput:
     effective_rank: Tensor | None
     finite: Tensor
     accuracy_top5: Tensor | None = None
-    left_out: Tensor | None = None
-    left_out_error: Tensor | None = None
-    hard_recall: Tensor | None = None
-    hard_age: Tensor | None = None
 
 
 class Head(nn.Module):
@@ -97,8 +87,8 @@ class Head(nn.Module):
 
     is_sharded: bool
     execution = Execution()
-    # (batch, embeddings, labels, with_accuracy, with_gauge); batch: of all ranks, the tensors: of this one.
-    _loss_of: Callable[[GlobalBatch, Tensor, Tensor, bool, bool], HeadOutput]
+    # (batch, embeddings, labels, with_accuracy); batch: of all ranks, the tensors: of this one.
+    _loss_of: Callable[[GlobalBatch, Tensor, Tensor, bool], HeadOutput]
 
     def __init__(
         self,
@@ -157,7 +147,7 @@ class Head(nn.Module):
             embeddings: [b, D], floating point; b may differ between ranks.
             labels: int64 [b], in 0..C-1; also an array or a list.
             with_accuracy: compute `HeadOutput.accuracy` and `accuracy_top5`.
-            with_gauge: compute `HeadOutput.effective_rank` and `left_out`.
+            with_gauge: compute `HeadOutput.effective_rank`.
             sizes: b of every rank, if the caller knows it and has checked the labels; this avoids a
                 synchronisation with the GPU.
             all_labels: with `sizes`, the labels of the global batch [B] on the CPU, if the caller knows them;
@@ -168,7 +158,7 @@ class Head(nn.Module):
         """
         labels = check_batch(embeddings, labels, self.emb_size)
         batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes, all_labels)
-        output = self._loss_of(batch, embeddings, labels, with_accuracy, with_gauge)
+        output = self._loss_of(batch, embeddings, labels, with_accuracy)
         if with_gauge:
             with torch.autocast(embeddings.device.type, enabled=False):
                 output.effective_rank = effective_rank(batch.embeddings)
@@ -374,7 +364,7 @@ class DenseHead(Head):
     is_sharded = False
 
     def _loss_of(
-        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool, with_gauge: bool
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
         """Return the output; its `loss` is the sum of the local losses over the GLOBAL batch size."""
         total = len(batch.labels)

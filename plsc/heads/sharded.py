@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ from plsc.heads.softmax import (
     Sums,
     TorchBackend,
     count_hits,
-    tile_size,
     top_of_ranks,
     top_of_rows,
 )
@@ -54,7 +53,6 @@ from plsc.parallel.collectives import ScatteredSum, gather_together, span, sum_o
 from plsc.seeds import hash_key
 
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the largest float32 and bfloat16
-_MEASURED = 128  # samples of `HeadOutput.left_out`
 
 
 @dataclass
@@ -181,7 +179,7 @@ class ShardedHead(Head):
         self.contexts.step = step
 
     def _loss_of(
-        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool, with_gauge: bool
+        self, batch: GlobalBatch, embeddings: Tensor, labels: Tensor, with_accuracy: bool
     ) -> HeadOutput:
         """Return the output for the global batch; the accuracies are over the sampled classes.
 
@@ -192,9 +190,7 @@ class ShardedHead(Head):
         products = self._products(embeddings.device.type)
         accuracy = top5 = None
         with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-            mean_loss, finite, context, gradient, gauges = self._forward(
-                batch, products, wants_gradient, with_gauge
-            )
+            mean_loss, finite, context, gradient = self._forward(batch, products, wants_gradient)
             if with_accuracy:
                 accuracy, top5 = self._accuracies(context, batch)
         loss = mean_loss
@@ -204,7 +200,7 @@ class ShardedHead(Head):
             if weight.dtype is torch.int8:  # has no gradient, but backward() must be called
                 weight = mean_loss.new_zeros((), requires_grad=True)
             loss = HeadLoss.apply(embeddings, weight, self.bias, self, mean_loss, context, gradient)
-        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5, **gauges)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5)
 
     def extra_repr(self) -> str:
         """Return the class range, dtype and sampling for repr()."""
@@ -239,9 +235,9 @@ class ShardedHead(Head):
         return self.execution.products
 
     def _forward(
-        self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool, with_gauge: bool
-    ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None, dict[str, Any]]:
-        """Return the mean loss, whether all embeddings are finite, what backward() needs, and gauges."""
+        self, batch: GlobalBatch, products: torch.dtype, wants_gradient: bool
+    ) -> tuple[Tensor, Tensor, ForwardContext, EmbeddingGradient | None]:
+        """Return the mean loss, whether all embeddings are finite, and what backward() needs."""
         compute = torch.float64 if self.weight.dtype is torch.float64 else torch.float32
         x = batch.embeddings.to(compute).contiguous()
         unit, length = normalised(x) if self.margin.is_cosine else (x, norms(x))
@@ -301,68 +297,9 @@ class ShardedHead(Head):
         gradient = None
         if wants_gradient:
             gradient = self._scatter_gradient(batch, context, sums, target, length, radial)
-        gauges: dict[str, Any] = {}
-        if with_gauge and self._is_sampled and self.file is None:
-            chosen = None if chosen is None else chosen.to(all_rows.device)
-            gauges = self._gauges(all_rows, chosen, target, context, batch.labels, listed)
         if neighbours is not None and near is not None:
             neighbours.update(batch.labels_on_host, merge(*near, batch.labels), self.step)
-        return losses.mean(), length.isfinite().all(), context, gradient, gauges
-
-    def _gauges(
-        self,
-        rows: Rows,
-        classes: Tensor | None,
-        target: _Target,
-        context: ForwardContext,
-        labels: Tensor,
-        listed: Tensor | None,
-    ) -> dict[str, Any]:
-        """Return `left_out`, its error, and what hard negatives miss, as in `HeadOutput`; a collective.
-
-        Measured on 128 samples with all class weights: sampled classes cannot tell, as a rare hard class is
-        either among them or not seen at all.
-        """
-        queries, log_total, device = target.queries, context.log_total, rows.device
-        some = torch.linspace(0, len(log_total) - 1, min(_MEASURED, len(log_total)), device=log_total.device)
-        some = some.round().long()
-        place = queries.target[some].to(device)
-        if classes is not None and len(classes):
-            place = classes[place.clamp(min=0)].where(place >= 0, -1)
-        measured = Queries(
-            queries.unit[some].to(device),
-            place,
-            queries.scale,
-            None if queries.threshold is None else queries.threshold[some].to(device),
-            None if queries.hard_factor is None else queries.hard_factor.to(device),
-        )
-        backend = context.backend
-        if device != log_total.device:
-            backend = TorchBackend(tile=tile_size(device, len(some)))
-        found = backend.forward(rows, measured, fixed_shift=self._fixed_shift(), want_weighted=False)
-        sums = Sums(found.shift.to(log_total), found.total.to(log_total))
-        local = None
-        if listed is not None:
-            local = nearest(
-                rows,
-                len(some),
-                lambda tile: backend.class_logits(rows, measured, tile),
-                backend.tile,
-                labels.device,
-            )
-        target = replace(target, logit=target.logit[some], radial=None)
-        log_others, logit, _, of_ranks = self._reduce(sums, target, local)
-        shares = 1 - (log_total[some] - torch.logaddexp(log_others, logit)).exp()
-        gauges = {"left_out": shares.mean(), "left_out_error": 1.96 * shares.std() / len(some) ** 0.5}
-        if listed is not None and of_ranks is not None:
-            near = merge(*of_ranks, labels[some])
-            used = near.new_empty(0) if classes is None else classes.to(near) + self.class_range[0]
-            hits = sum_over_ranks(torch.isin(near, used).sum(), self.group)
-            gauges["hard_recall"] = hits / (near >= 0).sum().clamp(min=1)
-            updated = listed[:, 0]
-            ages = (self.step + 1 - updated)[updated > 0].float()
-            gauges["hard_age"] = ages.mean() if len(ages) else ages.new_zeros(())
-        return gauges
+        return losses.mean(), length.isfinite().all(), context, gradient
 
     @property
     def reads_labels(self) -> bool:

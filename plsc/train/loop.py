@@ -33,15 +33,7 @@ STOP_SECONDS = 60.0
 """How long a run may take to save and upload its state after a signal to stop."""
 
 # Metrics that only logged steps compute.
-_GAUGES = (
-    "accuracy",
-    "accuracy_top5",
-    "effective_rank",
-    "left_out",
-    "left_out_error",
-    "hard_recall",
-    "hard_age",
-)
+_GAUGES = ("accuracy", "accuracy_top5", "effective_rank")
 
 
 @dataclass

@@ -191,8 +191,6 @@ class Progress(Callback):
 _NUMBERS = {
     "accuracy": "accuracy {:.3f}",
     "accuracy_top5": "top-5 {:.3f}",
-    "left_out": "left out {:.3f}",
-    "hard_recall": "hard recall {:.3f}",
     "lr": "lr {:.4g}",
     "loss_scale": "loss_scale {:g}",
     "skipped_steps": "skipped_steps {}",
