@@ -10,8 +10,8 @@ The sets: the demo's glyphs; and up to 750 characters that the fonts of the demo
 Plantings of a set, as hard links in class folders:
 
 - clean: nothing.
-- dirty: an eighth of the characters are two classes, each with half of the images; an eighth of pairs of
-  characters are one class; then 20 % of all images are in another class, drawn at random; as many images as
+- dirty: an eighth of the characters are two classes, each with half of the images; then 20 % of all images
+  are in another class, drawn at random; as many images as
   divided characters have a near duplicate in another class: shifted by up to one pixel, brighter or darker by
   up to 10 %, and saved as JPEG.
 - similar: 5 % of the images are in one of the five classes that look most alike.
@@ -58,7 +58,7 @@ from plsc.clean.review import open_images
 
 EIGHTH, FLIPPED, SIMILAR, ALIKE, VOTERS = 8, 0.2, 0.05, 0.85, 10
 RIVAL, SCALE = "vote of ten neighbours", 32
-KINDS = ("wrong label", "duplicate", "two classes that are one", "class that is two")
+KINDS = ("wrong label", "duplicate", "two classes that are one")
 CHARACTERS, FAMILIES, PER_CLASS = 750, 8, 36
 PACKAGES = """
 fonts-symbola fonts-noto-extra fonts-noto-ui-core fonts-noto-mono fonts-lxgw-wenkai fonts-migmix fonts-klee
@@ -81,7 +81,6 @@ class Truth:
     right: dict[str, str] = field(default_factory=dict)
     doubled: set[frozenset[str]] = field(default_factory=set)
     one: set[frozenset[str]] = field(default_factory=set)
-    two: set[str] = field(default_factory=set)
     alike: set[frozenset[str]] = field(default_factory=set)
 
     def judge(self, change: Change) -> tuple[str, bool, bool]:
@@ -90,8 +89,6 @@ class Truth:
         if change["change"] == "merge":
             is_right = frozenset((of, to)) in self.one
             return KINDS[2], is_right, is_right or not self.is_alike(of, to)
-        if reason.startswith("two classes"):
-            return KINDS[3], of in self.two, True
         if "duplicate of " in reason:
             other = reason.partition("duplicate of ")[2]
             is_right = frozenset((image, other)) in self.doubled
@@ -109,11 +106,10 @@ def plant(paths: dict[str, list[Path]], kind: str, near: np.ndarray, folder: Pat
     truth.alike = {frozenset((names[i], names[j])) for i, j in np.argwhere(near >= ALIKE)}
     count = len(names) // EIGHTH if kind == "dirty" else 0
     order = rng.permutation(names).tolist()
-    halved, merged = order[:count], order[count : 3 * count]
-    into = {name: merged[place // 2 * 2] for place, name in enumerate(merged)}
-    truth.one, truth.two = {frozenset((name, f"{name}-2")) for name in halved}, set(merged[::2])
+    halved = order[:count]
+    truth.one = {frozenset((name, f"{name}-2")) for name in halved}
     images = [
-        (file, f"{name}-2" if name in halved and number % 2 else into.get(name, name))
+        (file, f"{name}-2" if name in halved and number % 2 else name)
         for name in names
         for number, file in enumerate(paths[name])
     ]
@@ -237,7 +233,7 @@ def measure(
     data, work = options.folder / kind, options.folder / f"{kind}-work"
     truth = plant(paths, kind, near, data)
     models = clean(data, work, options.epochs)
-    planted = dict(zip(KINDS, map(len, (truth.right, truth.doubled, truth.one, truth.two)), strict=True))
+    planted = dict(zip(KINDS, map(len, (truth.right, truth.doubled, truth.one)), strict=True))
     report.print(f"\n### {kind}\n")
     report.header("wrong labels", "recall at precision 0.95", "at 0.85")
     for way, ranked in rankings(data, work, models, options.cleanlab).items():
@@ -252,8 +248,8 @@ def measure(
         with (work / "clean" / f"{title}.tsv").open(newline="", encoding="utf-8") as file:
             for change in csv.DictReader(file, delimiter="\t"):
                 name, is_right, counts = truth.judge(change)
-                if counts:  # the changes that divide a class count once
-                    subject = change["class"], "" if name == KINDS[3] else change["image"] + change["to"]
+                if counts:
+                    subject = change["class"], change["image"] + change["to"]
                     proposals[name].setdefault(subject, is_right)
         for name, found in proposals.items():
             right = sum(found.values())

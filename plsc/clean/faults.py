@@ -1,4 +1,4 @@
-"""Find faults of a dataset from embeddings: wrong labels, classes that are one or two, duplicates.
+"""Find faults of a dataset from embeddings: wrong labels, classes that are one, duplicates.
 
 The network must not have learned the labels that it judges. A dataset may have two views, of networks that
 were each trained on one half of the images: a view judges the images that its network has not seen.
@@ -32,14 +32,11 @@ from plsc.errors import naming
 from plsc.gallery.gallery import RECALL, SAMPLE, import_faiss, nearest, recall_of
 
 _CLASSES = 10  # neighbours of a class that may be the same
-_MEMBERS = 256  # images of a class that are compared with each other
 _ROWS, _CHUNK = 2**14, 2**11
 _KEPT = 100_000  # images that tell how often the nearest class is right
 _VOTERS, _WEIGHT = 10, 0.3  # neighbours of an image, and what they count, next to a cosine
 _HEAVIER = 0.9  # exponent: the tails of images fall slower than between small scores
 _FAR = 2  # times the 1 % quantile of the halves of classes
-_PART = 3  # images of a part of a class: the cosine of only two is often high
-_WORST_FIT, _LEAST, _ODD = 2.5, 3, 0.01  # of planted faults to subjects; least number; share of odd ones
 LEAST_SURE, SHOWN = 0.5, 100  # of what is proposed; suspects that are shown without a proposal
 
 
@@ -368,75 +365,6 @@ def _halves(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes
     parts = [_Centres.of(view.unit, halves, kept, 2 * classes) for view in views]
     has_two = 2 * np.flatnonzero(parts[0].counts[1::2] > 1)
     return np.mean([one.sameness(has_two, has_two + 1) for one in parts], 0)
-
-
-def mixed_classes(
-    views: Sequence[View], labels: np.ndarray, kept: np.ndarray, classes: int
-) -> tuple[Found, dict[int, np.ndarray]]:
-    """Find classes that are two, and the images of the smaller part of each; planted: two classes as one."""
-    rng = np.random.default_rng(3)
-    order = np.flatnonzero(kept)[np.argsort(labels[kept], kind="stable")]
-    members = np.split(order, np.cumsum(np.bincount(labels[kept], minlength=classes))[:-1])
-    judged = np.array([number for number, rows in enumerate(members) if len(rows) >= 2 * _PART], np.int64)
-    some = [rng.permutation(members[number])[:_MEMBERS] for number in judged]
-    scores, planted, parts = np.empty(len(judged)), np.empty(len(judged)), {}
-    for place, (number, rows) in enumerate(zip(judged.tolist(), some, strict=True)):
-        scores[place], side = _two(views, rows)
-        parts[number] = rows[side]
-        if len(rest := np.setdiff1d(members[number], rows)):  # they belong to the part that is nearer
-            lean = [v.unit[rest] @ (v.unit[rows[side]].mean(0) - v.unit[rows[~side]].mean(0)) for v in views]
-            parts[number] = np.concatenate([rows[side], rest[np.mean(lean, 0) > 0]])
-        other = some[(place + rng.integers(1, max(len(some), 2))) % len(some)]
-        both = [rows[: (len(rows) + 1) // 2], other[: (len(other) + 1) // 2]]
-        planted[place] = _two(views, np.concatenate(both))[0] if len(some) > 1 else -1
-    return Found.of(scores, judged[:, None], _unlike(scores, planted)), parts
-
-
-def _unlike(scores: np.ndarray, planted: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Return how many subjects are above levels, apart from faults that score like the planted ones.
-
-    If there are E faults, E times the share of the planted ones above a level are above it: E is the largest
-    number that never exceeds the subjects (compare Storey 2002, on the number of true null hypotheses). A
-    network that was trained with the faults shows them weaker: the distances of the planted scores from the
-    median subject are multiplied by the factor from 1 to 0.6 that fits best. If none fits within a factor of
-    2.5, the data cannot say, and E is 0; nor for 1 % of the subjects: a few of any dataset are odd. Levels
-    above which fewer than 3 faults would be are left out.
-    """
-    ascending = np.sort(scores)
-    best, number, faults, middle = _WORST_FIT, 0.0, np.zeros(1), np.median(scores) if len(scores) else 0.0
-    for factor in np.linspace(1, 0.6, 41) if len(planted) and np.median(planted) > middle else ():
-        weaker = np.sort(middle + factor * (planted - middle))
-        levels = np.quantile(weaker, np.linspace(0.05, 0.95, 19))
-        counts, shares = _above(ascending, levels), _above(weaker, levels) / len(weaker)
-        is_sound = shares * counts[0] >= _LEAST
-        numbers = (counts[is_sound] + 1e-9) / shares[is_sound]
-        if len(numbers) and (fit := numbers.max() / numbers.min()) < best:
-            best, number, faults = fit, numbers.min(), weaker
-    number *= number > _ODD * len(scores)
-    return lambda levels: _above(ascending, levels) - number * _above(faults, levels) / len(faults)
-
-
-def _two(views: Sequence[View], rows: np.ndarray) -> tuple[float, np.ndarray]:
-    """Divide images in two; return how distinct the parts are, and which images the smaller one has.
-
-    By the first principal component, then by the mean cosine with each part. Distinct: the lower mean cosine
-    within a part minus the one between the parts; -1 if a part has fewer than three images.
-    """
-    cosines = np.mean([view.unit[rows] @ view.unit[rows].T for view in views], 0)
-    centred = cosines - cosines.mean(0) - cosines.mean(1)[:, None] + cosines.mean()
-    moved = np.linalg.eigh(centred)[1][:, -1] > 0
-    for _ in range(10):
-        own = np.stack([~moved, moved], 1)
-        sizes = own.sum(0)
-        if sizes.min() < _PART:
-            return -1.0, moved
-        sums = cosines @ own
-        moved = np.argmax((sums - own) / (sizes - own), 1).astype(bool)
-        if (moved == own[:, 1]).all():
-            break
-    within = (np.sum(sums * own, 0) - sizes) / (sizes * (sizes - 1))
-    between = sums[own[:, 1], 0].sum() / sizes.prod()
-    return float(within.min() - between), own[:, np.argmin(sizes)]
 
 
 # Duplicates.

@@ -10,7 +10,7 @@ import html
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +143,11 @@ def clean(
     kept[wrong.subjects[is_proposed, 0]] = False
     copies = planted_copies(images.source, images.numbers, images.pixels)
     doubled = find_duplicates(first.near, images.pixels, copies)
-    mixed, smaller = faults.mixed_classes(views, labels, kept, classes)
     parts = [
         proposals.duplicates(doubled, first.scores()),
         proposals.same(faults.same_classes(views, labels, kept, classes), kept),
-        proposals.mixed(mixed, smaller),
     ]
-    divided = proposals.divided
-    again = faults.compare_labels(views, divided.labels, kept, len(divided.listing.classes), first)
+    again = faults.compare_labels(views, labels, kept, classes, first)
     right = faults.sure_of_class(again, kept, wrong.subjects[:, 0])
     parts.insert(0, proposals.wrong(wrong, again.likely, right, kept))
     judged = first.scores()[~np.isnan(first.own)]
@@ -222,13 +219,11 @@ def overlap(
 class Proposals:
     """Collects changes and questions, one per image and per class, and the part of the page for each kind.
 
-    A question is a change that is not sure. divided: the images after the divisions of classes; new classes
-    follow those of the dataset.
+    A question is a change that is not sure.
     """
 
     def __init__(self, images: _Images) -> None:
         self._images, self._names = images, images.listing.classes
-        self.divided = images
         self.changes: dict[tuple[str, str], Change] = {}
         self.questions: dict[tuple[str, str], Change] = {}
 
@@ -273,33 +268,13 @@ class Proposals:
             )
         return part
 
-    def mixed(self, found: Found, smaller: dict[int, np.ndarray]) -> Part:
-        """Move the smaller part of each class to a new class."""
-        images, names, labels = self._images, list(self._names), self._images.labels.copy()
-        known = set(names)
-        part = Part("Classes that are two", "The changes move the smaller part to a new class.")
-        for sure, (label,) in found:
-            name = names[label]
-            new = next(one for number in count(2) if (one := f"{name}_{number}") not in known)
-            if sure >= LEAST_SURE:
-                known.add(new)
-                labels[smaller[label]] = len(names)
-                names.append(new)
-            for row in smaller[label].tolist():
-                self._add(Change("move", sure, images.path(row), name, new, "two classes in one"))
-            others = np.setdiff1d(np.flatnonzero(images.labels == label), smaller[label])
-            rows = images.row(name, others), images.row(new, smaller[label])
-            part.proposals.append((sure, f"divide {name} into {name} and {new}", rows))
-        self.divided = replace(images, labels=labels, listing=replace(images.listing, classes=names))
-        return part
-
     def wrong(self, found: Found, likely: np.ndarray, right: np.ndarray, kept: np.ndarray) -> Part:
         """Move each image to the likely class, or remove it if that is probably not the right one."""
         text = "The changes move each image to the likely class, or remove it if several are as likely."
-        images, part = self.divided, Part("Wrong labels", text)
+        images, part = self._images, Part("Wrong labels", text)
         for (sure, (row,)), share in zip(found, right.tolist(), strict=True):
-            own, new = self._images.labels.item(row), likely.item(row)
-            path, of, to = images.path(row), self._names[own], images.listing.classes[new]
+            own, new = images.labels.item(row), likely.item(row)
+            path, of, to = images.path(row), self._names[own], self._names[new]
             change = Change("move", sure, path, of, to, f"wrong label; {share:.0%} {to}")
             if share < 0.5:
                 change = Change("remove", sure, path, of, "", f"wrong label; perhaps {to} ({share:.0%})")

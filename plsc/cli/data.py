@@ -230,7 +230,7 @@ GROUP = Group(
             ),
         ),
         "clean": Command(
-            "find wrong labels, duplicates, classes to merge or to divide; write a page and changes",
+            "find wrong labels, duplicates, classes to merge; write a page and changes",
             run_clean,
             (
                 _MODEL,

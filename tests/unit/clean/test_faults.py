@@ -13,7 +13,6 @@ from plsc.clean.faults import (
     agreeing,
     compare_labels,
     find_duplicates,
-    mixed_classes,
     neighbours,
     planted_copies,
     read_pixels,
@@ -50,12 +49,11 @@ def flipped(truth, share, seed):
 
 
 def find(views, labels):
-    """Return what `plsc data clean` finds: wrong, same, mixed, smaller parts."""
+    """Return what `plsc data clean` finds: wrong labels, classes that are one."""
     classes, kept = labels.max() + 1, np.ones(len(labels), bool)
     wrong = wrong_labels(compare_labels(views, labels, kept, classes))
     kept[proposed(wrong)[:, 0]] = False
-    given = views, labels, kept, classes
-    return wrong, same_classes(*given), *mixed_classes(*given)
+    return wrong, same_classes(views, labels, kept, classes)
 
 
 TRUTH = np.repeat(np.arange(100), 12)
@@ -125,8 +123,8 @@ def test_shared_classes_are_found_by_the_distance_of_different_classes():
 
 @pytest.mark.parametrize("noise", [0.7, 1.2])
 def test_nothing_is_proposed_for_a_dataset_without_faults(noise):
-    wrong, same, mixed, _ = find(one_view(embed(TRUTH, noise)), TRUTH)
-    assert [len(proposed(one)) for one in (wrong, same, mixed)] == [0, 0, 0]
+    wrong, same = find(one_view(embed(TRUTH, noise)), TRUTH)
+    assert [len(proposed(one)) for one in (wrong, same)] == [0, 0]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2])
@@ -177,35 +175,6 @@ def test_two_classes_that_are_one_are_asked_about_first():
     first, second = same.subjects.T
     assert np.mean(second == first + 100) > 0.85
     assert len(same.subjects) > 0.85 * pairs
-
-
-@pytest.mark.parametrize(("per_class", "count"), [(12, 8), (60, 5)])
-def test_classes_that_are_two_are_found_with_all_images_of_the_smaller_part(monkeypatch, per_class, count):
-    """60 + 30 images: more than are compared with each other."""
-    monkeypatch.setattr(faults, "_MEMBERS", 40)
-    sizes = np.full(40, per_class)
-    sizes[:count] //= 2
-    truth = np.repeat(np.arange(40), sizes)
-    labels = np.where(truth < count, truth + count, truth) - count
-    kept = np.ones(len(labels), bool)
-    mixed, smaller = mixed_classes(one_view(embed(truth, 0.8)), labels, kept, 40 - count)
-    found = proposed(mixed)[:, 0].tolist()
-    assert set(range(count)) <= set(found)
-    assert len(found) <= count + 1
-    for label in range(count):
-        assert set(smaller[label].tolist()) == set(np.flatnonzero(truth == label).tolist())
-
-
-def test_less_than_one_percent_of_the_classes_and_parts_of_two_images_are_not_divided():
-    truth = np.repeat(np.arange(403), 8)
-    labels, kept = truth % 400, np.ones(len(truth), bool)
-    mixed, _ = mixed_classes(one_view(embed(truth, 0.8)), labels, kept, 400)
-    assert len(proposed(mixed)) == 0
-    assert set(mixed.subjects[:3, 0].tolist()) == {0, 1, 2}  # they are shown first
-    few = labels.copy()
-    few[(truth < 40) & (np.arange(len(truth)) % 8 < 2)] += 100  # two images of another class
-    mixed, _ = mixed_classes(one_view(embed(truth, 0.8)), few, kept, 400)
-    assert len(proposed(mixed)) == 0
 
 
 def test_a_network_does_not_judge_the_images_that_it_has_learned():
@@ -271,9 +240,8 @@ def test_a_row_is_repeated_if_the_inverted_lists_have_too_few(monkeypatch):
     ],
 )  # fmt: skip
 def test_unusual_datasets_have_no_faults(labels):
-    wrong, same, mixed, smaller = find(one_view(embed(labels, 0.5)), labels)
-    assert [len(proposed(one)) for one in (wrong, same, mixed)] == [0, 0, 0]
-    assert smaller.keys() <= set(labels.tolist())
+    wrong, same = find(one_view(embed(labels, 0.5)), labels)
+    assert [len(proposed(one)) for one in (wrong, same)] == [0, 0]
 
 
 # Duplicates among drawn pictures: some shapes and colours per picture, as of one family.

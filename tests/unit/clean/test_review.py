@@ -54,31 +54,18 @@ def several(draw, most, width):
     return found(*draw(st.lists(numbers, max_size=8, unique_by=tuple)), width=width)
 
 
-@st.composite
-def parts(draw):
-    rows = draw(several(6, 1))
-    return rows, {
-        label: 3 * label + np.array(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True)))
-        for label in rows.subjects[:, 0].tolist()
-    }
-
-
 @settings(max_examples=50)
 @given(
     several(ROWS, 2),
     several(6, 2),
-    parts(),
     several(ROWS, 1),
     st.lists(st.floats(0, 1), min_size=ROWS, max_size=ROWS),
     st.lists(st.integers(1, 5), min_size=ROWS, max_size=ROWS),
 )
-def test_apply_accepts_what_clean_proposes(
-    images, tmp_path_factory, doubled, same, mixed, wrong, scores, steps
-):
+def test_apply_accepts_what_clean_proposes(images, tmp_path_factory, doubled, same, wrong, scores, steps):
     proposals, scores = Proposals(images), np.array(scores)
     proposals.duplicates(doubled, scores)
     proposals.same(same, KEPT)
-    proposals.mixed(*mixed)
     proposals.wrong(wrong, (LABELS + np.array(steps)) % 6, scores[wrong.subjects[:, 0]], KEPT)
     folder = tmp_path_factory.mktemp("changes")
     write_changes(folder / "changes.tsv", proposals.changes.values())
@@ -99,13 +86,10 @@ def test_of_images_that_are_the_same_one_is_left_and_the_likely_wrong_one_is_rem
         assert described(proposals) == {("remove", gone, "")}
 
 
-def test_merges_end_in_the_largest_class_and_new_classes_have_a_name_that_the_dataset_lacks(images):
+def test_merges_end_in_the_largest_class(images):
     proposals = Proposals(images)
     proposals.same(pairs((0, 1), (1, 2), (0, 2), (4, 5)), KEPT)
     assert described(proposals) == {("merge", "a_2", "a"), ("merge", "b", "a_2"), ("merge", "d", "c")}
-    proposals = Proposals(images)
-    proposals.mixed(found(0, 2), {0: np.array([1]), 2: np.array([6])})
-    assert described(proposals) == {("move", "a/1.jpg", "a_3"), ("move", "b/0.jpg", "b_2")}
 
 
 def test_an_image_is_moved_only_if_its_class_is_sure(images):
@@ -119,27 +103,12 @@ def test_what_is_not_sure_is_shown_and_changes_nothing(images):
     proposals, unsure = Proposals(images), np.full(1, 0.49)
     parts = [
         proposals.same(Found(unsure, np.array([[0, 1]])), KEPT),
-        proposals.mixed(Found(unsure, np.array([[2]])), {2: np.array([6])}),
         proposals.wrong(Found(unsure, np.array([[4]])), LABELS[::-1], np.ones(1), KEPT),
     ]
     assert not proposals.changes
-    assert (proposals.divided.labels == LABELS).all()
-    assert [(part.total, len(part.proposals)) for part in parts] == [(0, 1)] * 3
+    assert [(part.total, len(part.proposals)) for part in parts] == [(0, 1)] * 2
     questions = {(one.change, one.image or one.of, one.score) for one in proposals.questions.values()}
-    assert questions == {("merge", "a_2", 0), ("move", "b/0.jpg", 0), ("move", "a_2/1.jpg", 0)}
-
-
-def test_an_image_is_moved_to_the_part_of_a_divided_class_that_is_nearest(images):
-    proposals = Proposals(images)
-    proposals.mixed(found(0), {0: np.array([1, 2])})  # a is a, and a_3
-    assert proposals.divided.labels.tolist()[:4] == [0, 6, 6, 1]
-    likely = np.where(np.arange(ROWS) == 6, 6, LABELS)
-    proposals.wrong(found(6), likely, np.ones(1), KEPT)
-    assert described(proposals) == {
-        ("move", "a/1.jpg", "a_3"),
-        ("move", "a/2.jpg", "a_3"),
-        ("move", "b/0.jpg", "a_3"),
-    }
+    assert questions == {("merge", "a_2", 0), ("move", "a_2/1.jpg", 0)}
 
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\u202e\n"
