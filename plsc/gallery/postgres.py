@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import CheckpointError, OptionError, shown
-from plsc.gallery.store import Change, Found, New, Replacement, StoreError, check_entries, rank
+from plsc.gallery.store import Change, Found, New, StoreError, check_entries, rank
 from plsc.version import install
 
 try:
@@ -124,14 +124,6 @@ class PostgresStore:
                 raise StoreError(f"{self.path}: {self._table} {_UNSAFE}")
             cursor.execute(f"DELETE FROM {self._table} WHERE id = ANY(%s) RETURNING id", [gone])
             deleted = {number for (number,) in cursor}
-            changed = set()
-            for one in changes:
-                if isinstance(one, Replacement):
-                    command = (
-                        f"UPDATE {self._table} SET vector = %s, thumbnail = %s, mapped = '' WHERE id = %s"
-                    )
-                    cursor.execute(command, [one.vector, one.thumbnail, one.id])
-                    changed |= {one.id} if cursor.rowcount else set()
             cursor.execute(f"SELECT nextval({self._ids}), now() FROM generate_series(1, %s)", [len(news)])
             free = cursor.fetchall()
             ids = [one.id or number for one, (number, _) in zip(news, free, strict=True)]
@@ -148,9 +140,6 @@ class PostgresStore:
         self._count += len(news) - len(deleted)
         numbers, results = iter(ids), list[int | bool | Exception]()
         for change in changes:
-            if isinstance(change, Replacement):
-                results.append(change.id in changed)
-                continue
             results.append(change in deleted if isinstance(change, int) else next(numbers))
             deleted -= {change} if isinstance(change, int) else set()  # given twice, it is deleted once
         return results

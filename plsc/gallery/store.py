@@ -8,7 +8,6 @@ import sqlite3
 import stat
 import sys
 import threading
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -58,16 +57,7 @@ class New:
         check_name(self.name)
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """The embedding and picture of another image for an entry, as of `New`."""
-
-    id: int
-    vector: np.ndarray
-    thumbnail: bytes
-
-
-Change: TypeAlias = "New | Replacement | int"  # an int: the id of an entry to delete
+Change: TypeAlias = "New | int"  # an int: the id of an entry to delete
 
 
 @dataclass(frozen=True)
@@ -152,10 +142,10 @@ class Store:
         return len(self._entries)
 
     def write(self, changes: Sequence[Change]) -> list[int | bool | Exception]:
-        """Enrol, replace and delete entries in one transaction.
+        """Enrol and delete entries in one transaction.
 
-        Returns, per change, the id of the new entry; whether the entry to replace or delete existed; or a
-        DataError if there are too many entries.
+        Returns, per change, the id of the new entry; whether the entry to delete existed; or a DataError
+        if there are too many entries.
         """
         results: list[int | bool | Exception] = []
         with self._lock:
@@ -165,10 +155,6 @@ class Store:
                     if isinstance(change, int):
                         cursor = self._database.execute("DELETE FROM entries WHERE id = ?", (change,))
                         results.append(cursor.rowcount > 0)
-                    elif isinstance(change, Replacement):
-                        values = _stored(change.vector), change.thumbnail, self.model, change.id
-                        command = "UPDATE entries SET vector = ?, thumbnail = ?, model = ? WHERE id = ?"
-                        results.append(self._database.execute(command, values).rowcount > 0)
                     elif room < 1:
                         results.append(DataError(f"the store has {MOST_ENTRIES} entries; delete some first"))
                     else:
@@ -292,10 +278,6 @@ class Store:
         for change, result in zip(changes, results, strict=True):
             if isinstance(change, New) and isinstance(result, int):
                 self._append(result, change.name, change.mapped, change.vector)
-            elif isinstance(change, Replacement) and result is True:
-                row = bisect_left(self._entries, (change.id,))
-                self._entries[row] = (*self._entries[row][:2], "")
-                self._vectors[row] = change.vector
             elif result is True:
                 deleted.add(change)
         if deleted:

@@ -301,13 +301,6 @@ def _add_entries(app: FastAPI, service: Service) -> None:
         listed = [dict(zip(fields, (*row[:3], bool(row[3])), strict=True)) for row in rows]
         return JSONResponse({"entries": listed, "count": len(service.store)})
 
-    @app.post("/entries/{number}/image", summary="Replace the image of an enrolled entry")
-    async def replace(request: Request, number: int) -> Response:
-        images, _ = await _read(request, 1)
-        if not 0 < number <= _LARGEST_ID or not await service.replace(number, images[0]):
-            return _missing(f"there is no entry {number}")
-        return JSONResponse({"id": number})
-
     @app.delete("/entries/{number}", summary="Delete an enrolled entry")
     async def delete(number: int) -> Response:
         if not 0 < number <= _LARGEST_ID or not await service.delete(number):

@@ -81,10 +81,6 @@ class Client:
         """Enrol an image under a name, and return the id of the entry; it is on disk then."""
         return self._typed(_Entry, "POST", _query("/entries", name=name), _content(image))["id"]
 
-    def replace(self, number: int, image: Image) -> None:
-        """Replace the image of an enrolled entry: a mapped one becomes a real one."""
-        self._typed(_Entry, "POST", f"/entries/{int(number)}/image", _content(image))
-
     def delete(self, number: int) -> None:
         """Delete an enrolled entry by its id."""
         self._typed(_Entry, "DELETE", f"/entries/{int(number)}")

@@ -24,7 +24,7 @@ from plsc.export import ServedModel, open_model
 from plsc.export.served import are_normalised
 from plsc.gallery import Gallery, build_gallery, open_gallery
 from plsc.gallery.gallery import open_store
-from plsc.gallery.store import Change, Found, New, Replacement, Store
+from plsc.gallery.store import Change, Found, New, Store
 from plsc.machine import usable_cores
 from plsc.serve import ServeOptions
 
@@ -245,12 +245,6 @@ class Service:
         number = int(await self._writes.submit(New(name, embedding, _as_jpeg(pixels))))
         self._warn()
         return number
-
-    async def replace(self, number: int, data: bytes) -> bool:
-        """Replace embedding and picture of an enrolled entry; return whether it exists."""
-        pixels = await self._pixels(data)
-        embedding = await self.embeddings.submit(pixels)
-        return bool(await self._writes.submit(Replacement(number, embedding, _as_jpeg(pixels))))
 
     async def delete(self, number: int) -> bool:
         """Delete an enrolled entry; return whether it existed."""

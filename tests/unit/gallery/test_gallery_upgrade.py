@@ -15,7 +15,7 @@ from plsc.export.folder import checksum_of
 from plsc.gallery import open_gallery, write_gallery
 from plsc.gallery.embedder import open_embedder
 from plsc.gallery.gallery import open_store
-from plsc.gallery.store import New, Replacement
+from plsc.gallery.store import New
 from tests.images import write_dataset
 from tests.postgres_server import PASSWORD
 from tests.system.small_entry import entry
@@ -137,13 +137,6 @@ def test_a_mapped_store_keeps_ids_and_continues_and_is_copied_but_not_mapped_aga
     with contextlib.closing(open_store(str(places[1]), models[1], 8)) as store:
         [new] = store.write([New("new", real[0] / np.linalg.norm(real[0]), b"")])
         assert store.read(new - 1, 1)[0].mapped == ""
-        image = Replacement(before[1].id, -real[1] / np.linalg.norm(real[1]), b"jpeg")
-        assert store.write([image, Replacement(999, image.vector, b""), 1]) == [True, False, True]
-        [found] = store.search(image.vector[None], 1)[0]
-        assert (found.id, found.name, found.mapped) == (image.id, before[1].name, "")
-        assert found.similarity == pytest.approx(1, abs=1e-6)
-        assert store.thumbnail(image.id) == b"jpeg"
-        assert [row[3] for row in store.entries(image.id - 1, 2)] == [False, True]
     assert main(["gallery", "copy", str(places[1]), str(tmp_path / "mixed"), *how]) == 1
     assert "mapped" in messages[-1]
     assert PASSWORD not in "".join(messages)
