@@ -32,7 +32,6 @@ from plsc.export.folder import (
     DIVISORS,
     MODEL_NAME,
     ONNX_NAME,
-    ROC_NAME,
     THUMBNAILS_NAME,
     TORCH_NAME,
     TRITON_NAME,
@@ -210,13 +209,7 @@ class ServedModel:
 
     def thumbnail(self, number: int) -> Path | None:
         """Return the JPEG file of a class; None if there is none."""
-        return self._picture(f"{THUMBNAILS_NAME}/{int(number)}.jpg")
-
-    def roc(self) -> Path | None:
-        """Return the PNG file of the ROC; None if there is none."""
-        return self._picture(ROC_NAME)
-
-    def _picture(self, name: str) -> Path | None:
+        name = f"{THUMBNAILS_NAME}/{int(number)}.jpg"
         path = self.folder / name
         # A link could name any file of the machine.
         return path if path.is_file() and path.resolve() == self.folder.resolve() / name else None

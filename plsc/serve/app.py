@@ -343,16 +343,10 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 "enrolled": len(service.store),
                 "gallery": 0 if service.gallery is None else len(service.gallery),
                 "gallery_is_classes": service.is_classes,
-                "roc": model.roc() is not None,
                 "max_bytes": options.max_bytes,
                 "max_pixels": options.max_pixels,
             }
         )
-
-    @app.get("/roc.png", summary="Return the ROC of the evaluation")
-    def roc() -> Response:
-        path = service.model.roc()
-        return FileResponse(path) if path is not None else _missing("the model has no ROC")
 
     for path, name in _FILES.items():
         app.add_route(path, _file(PAGE / name), include_in_schema=False)

@@ -10,7 +10,6 @@ from PIL import Image
 
 from plsc.clean.review import Part, Row, write_page
 from plsc.data.sources import open_source
-from plsc.evaluate.plots import plot_roc
 from tests import browser
 from tests.images import photo, write_dataset
 from tests.serving import export_model, serving
@@ -60,8 +59,6 @@ async def visit(page, folder, noise):
     await page.js("document.querySelector('#enrolled summary').focus()")
     await page.press("Enter")
     await page.until("document.querySelectorAll('#entries img')[0]?.naturalWidth === 16")
-    await page.js("document.querySelector('#evaluation summary').click()")
-    await page.until("document.getElementById('roc').naturalWidth > 100")
     await check_size(page, "found")
 
     await page.js("document.querySelector('#entries button').click()")
@@ -96,7 +93,6 @@ def test_a_visitor_searches_enrols_finds_deletes_and_compares(tmp_path):
     rng = np.random.default_rng(0)
     noise = tmp_path / "noise.png"
     Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(noise)
-    plot_roc({"pairs": (rng.random(100), np.arange(100) < 50)}, model / "roc.png")
 
     async def main(port):
         async with browser.opened(f"http://127.0.0.1:{port}/", tmp_path / "profile") as page:

@@ -199,7 +199,6 @@ async function start() {
   if (model.fpir !== null) options.unshift(new Option(`Search: FPIR ${model.fpir} of the entries enrolled now; comparison: ${model.far === null ? "no threshold" : `FAR ${model.far}`}`, "", true, true));
   byId("far").replaceChildren(...options);
   byId("choice").hidden = !fars.length;
-  byId("evaluation").hidden = !model.roc;
   await listEntries();
 }
 
@@ -218,7 +217,6 @@ byId("clear").onclick = () => {
 };
 byId("far").onchange = () => attempt(answer);
 byId("enrolled").ontoggle = () => attempt(() => listEntries());
-byId("evaluation").ontoggle = () => attempt(() => fill(byId("roc"), "roc.png"));
 byId("enrol").onsubmit = (event) => {
   event.preventDefault();
   const name = byId("name").value;
