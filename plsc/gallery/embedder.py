@@ -115,13 +115,11 @@ def index_classes(embedder: Embedder, gallery: StrPath) -> Gallery:
     """Write the class weights of a model as a gallery, whose entries are the classes.
 
     Args:
-        embedder: of a checkpoint, or a folder of ``plsc export --classes``.
+        embedder: of a checkpoint, or a folder of ``plsc export --classes``; one vector per class.
         gallery: the folder to write.
     """
     weight, names = embedder.classes()
-    centers = weight.shape[1] if weight.ndim == 3 else 1
-    rows = weight.reshape(-1, weight.shape[-1])
-    return write_gallery(gallery, rows, names, model=embedder.fingerprint, centers=centers, of="classes")
+    return write_gallery(gallery, weight, names, model=embedder.fingerprint, of="classes")
 
 
 def index_images(

@@ -54,7 +54,7 @@ class _About(TypedDict):
     kind: Literal["float32"]
     count: Size
     size: Size
-    centers: Size
+    centers: Literal[1]
     file: FileInfo
 
 
@@ -76,11 +76,10 @@ class Gallery:
         self.about = about
         self.model = str(about.get("model", ""))
         self.mapped = str(about.get("mapped", ""))
-        self.centers = int(about.get("centers", 1))
 
     def __len__(self) -> int:
         """Return the number of entries."""
-        return self._vectors.shape[0] // self.centers
+        return self._vectors.shape[0]
 
     @property
     def size(self) -> int:
@@ -138,18 +137,15 @@ class Gallery:
     def _search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         faiss, vectors = import_faiss(), self._vectors
         # A few more than wanted: the products of equal vectors differ by rounding errors.
-        count = min(k * self.centers + 16, len(vectors))
+        count = min(k + 16, len(vectors))
         rows = faiss.knn(queries, vectors, count, faiss.METRIC_INNER_PRODUCT)[1]
         # A sum per row in float64: it does not depend on the position of the row, unlike a product.
         pairs = zip(rows, queries, strict=True)
         scores = np.stack([(vectors[row].astype(np.float64) * query).sum(axis=1) for row, query in pairs])
         scores = scores.astype(np.float32)
         order = np.lexsort((rows, -scores))
-        scores, entries = (np.take_along_axis(one, order, 1) for one in (scores, rows // self.centers))
-        if self.centers > 1:  # keep the nearest of the vectors of each entry
-            kept = np.stack([np.sort(np.unique(one, return_index=True)[1])[:k] for one in entries])
-            scores, entries = (np.take_along_axis(one, kept, 1) for one in (scores, entries))
-        return scores[:, :k], entries[:, :k]
+        scores, rows = (np.take_along_axis(one, order[:, :k], 1) for one in (scores, rows))
+        return scores, rows
 
 
 def build_gallery(vectors: np.ndarray, names: Sequence[str] | ClassNames | None = None) -> Gallery:
@@ -167,7 +163,6 @@ def write_gallery(
     names: Sequence[str] | ClassNames | None = None,
     *,
     model: str,
-    centers: int = 1,
     of: str = "images",
     mapped: str = "",
     mode: int = 0,
@@ -180,7 +175,6 @@ def write_gallery(
             times.
         names: a name per entry.
         model: fingerprint of the network that computed the vectors: the SHA-256 of its weights.
-        centers: consecutive vectors per entry, such as sub-centres of a class.
         of: ``images``, or ``classes``: class weights.
         mapped: as `New.mapped`.
         mode: permissions of the files; 0: 0600 if there are names, otherwise as the umask says.
@@ -191,9 +185,7 @@ def write_gallery(
     chunks = _chunks(vectors)
     sizes = [part.shape for part in chunks()]
     count, size = sum(rows for rows, _ in sizes), sizes[0][1]
-    if type(centers) is not int or centers < 1 or count % centers:
-        raise OptionError(f"centers is {centers!r} for {count} vectors; expected a divisor of their number")
-    packed = _packed(names, count // centers)
+    packed = _packed(names, count)
     entries = [Entry("vectors", torch.float32, (count, size), 0, _as_bytes(chunks))]
     if packed is not None:
         for (name, dtype), array in zip(_NAMES.items(), (packed.text, packed.ends), strict=True):
@@ -210,7 +202,7 @@ def write_gallery(
             "kind": "float32",
             "count": count,
             "size": size,
-            "centers": centers,
+            "centers": 1,
             "of": of,
             **({"mapped": mapped} if mapped else {}),
             "file": asdict(write_shard(temporary / VECTORS_NAME, entries)),
@@ -236,8 +228,6 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     """
     path = Path(folder)
     about = read_record(_About, path / ABOUT_NAME, path / ABOUT_NAME, DataError, _MOST_BYTES)
-    if about["count"] % about["centers"]:
-        raise _wrong(path / ABOUT_NAME, "its count is not that of its centers")
     if model is not None and about["model"] != model:
         both = f"weights {about['model']:.16}, not {model:.16}"
         raise CheckpointError(f"{path} was made with another network ({both}); index the images again")
@@ -245,9 +235,7 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     try:
         parts = {part.key: part for part in read_header(file)}
         dtypes = {"vectors": "float32", **(_NAMES if "names" in parts else {})}
-        shapes = {
-            "vectors": (about["count"], about["size"]), "name_ends": (about["count"] // about["centers"],)
-        }  # fmt: skip
+        shapes = {"vectors": (about["count"], about["size"]), "name_ends": (about["count"],)}
         opened = {name: _mapped(file, parts.get(name), dtypes[name], shapes.get(name)) for name in dtypes}
         vectors = opened["vectors"]
         _check_file(file, about["file"], vectors, parts["vectors"])
@@ -386,9 +374,8 @@ def opened_gallery(place: str, fingerprint: str = "") -> Iterator[Any]:
     network = fingerprint if is_postgres(place) else ""  # a file has one network
     opened: Any = nullcontext(open_gallery(place)) if in_folder else closing(open_store(place, network))
     with opened as origin:
-        if in_folder and (origin.is_classes or origin.centers > 1):
-            what = "the classes of a model" if origin.is_classes else "several vectors per entry"
-            raise DataError(f"{place} has {what}; expected a gallery of images, a vector each")
+        if in_folder and origin.is_classes:
+            raise DataError(f"{place} has the classes of a model; expected a gallery of images")
         yield origin
 
 

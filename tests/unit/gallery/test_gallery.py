@@ -8,9 +8,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from plsc.checkpoint.manifest import checksum, entry_of, write_shard
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from plsc.gallery import build_gallery, open_gallery, write_gallery
-from plsc.gallery.gallery import copy_gallery
 from tests.images import UNSAFE_NAMES
 
 pytest.importorskip("faiss", reason="plsc-torch[search] is not installed")
@@ -51,21 +50,6 @@ def test_search_finds_the_highest_cosines_and_of_equal_ones_the_lower_numbers_fi
         assert k == 1 or is_equal.any()
 
 
-def test_entries_with_several_centres_are_found_once_by_their_nearest_centre(tmp_path):
-    centres = RANDOM.standard_normal((60, 3, 16))
-    asked = RANDOM.standard_normal((20, 16))
-    truth = cosines(centres.reshape(-1, 16), asked).reshape(20, 60, 3).max(axis=2)
-    names = [f"class {i}" for i in range(60)]
-    gallery = write_gallery(tmp_path / "g", centres.reshape(-1, 16), names, model="a", centers=3)
-    assert len(gallery) == 60
-    scores, numbers = gallery.search(asked, 10)
-    assert np.array_equal(numbers, np.argsort(-truth, axis=1)[:, :10])
-    np.testing.assert_allclose(scores, -np.sort(-truth, axis=1)[:, :10], atol=1e-6)
-    assert gallery.name(59) == "class 59"
-    with pytest.raises(DataError, match="several vectors"):
-        copy_gallery(str(tmp_path / "g"), str(tmp_path / "copy"))
-
-
 def test_a_gallery_is_written_from_parts_and_opened_again_with_its_names(tmp_path):
     vectors = RANDOM.standard_normal((20_000, 16)).astype(np.float32)
     names = [f"images/é\u200c\u3000{i}.jpg" for i in range(20_000)]
@@ -91,9 +75,6 @@ def test_what_cannot_be_searched_is_refused_and_nothing_is_written(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             write_gallery(tmp_path / "gallery", vectors, model="a")
-    for centers in (2, 0, 2.5):
-        with pytest.raises(OptionError, match="centers"):
-            write_gallery(tmp_path / "gallery", np.ones((5, 2)), model="a", centers=centers)
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="1 names for 2 entries"):
         build_gallery(np.ones((2, 2)), ["one"])
