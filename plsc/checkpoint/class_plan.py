@@ -284,11 +284,11 @@ def set_directions(weight: StoredTensor, plan: Plan, directions: Directions) -> 
 
 
 def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
-    """Return a change that sets the row, or bias, of each merged class to the mean over its members.
+    """Return a change that sets the row [D], or bias, of each merged class to the mean over its members.
 
-    The direction of a row is the mean of the normalised rows, its norm the mean of the norms. Sub-centres
-    are paired by similarity first. If the directions cancel, the class keeps its own row. The change raises
-    CheckpointError for values that are not finite.
+    The direction of a row is the mean of the normalised rows, its norm the mean of the norms. If the
+    directions cancel, the class keeps its own row. The change raises CheckpointError for values that are not
+    finite.
     """
     is_bias = len(tensor.shape) == 1
 
@@ -308,11 +308,8 @@ def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
         total = summand(own)
         for low in range(0, len(members), tensor.rows_per_piece):
             some = slice(low, low + tensor.rows_per_piece)
-            into = torch.from_numpy(index[some])
             values = _finite(tensor, tensor.values(members[some]))
-            if own.ndim == 3:
-                values = _paired(values, own[into])
-            total.index_add_(0, into, summand(values))
+            total.index_add_(0, torch.from_numpy(index[some]), summand(values))
         mean = total / torch.from_numpy(counts + 1.0).view(-1, *[1] * (own.ndim - 1))
         if not is_bias:
             direction, length = mean[..., :-1], mean[..., -1:]
@@ -321,21 +318,6 @@ def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
         rows[targets - first] = _rows_as_bytes(_stored(tensor, mean))
 
     return average
-
-
-def _paired(others: Tensor, own: Tensor) -> Tensor:
-    """Return the sub-centres [n, K, D], ordered to pair with `own`; the most similar pairs first."""
-    n, centers, _ = own.shape
-    closeness = _unit(own) @ _unit(others).transpose(1, 2)
-    order = torch.zeros(n, centers, dtype=torch.int64)
-    every = torch.arange(n)
-    for _ in range(centers):
-        best = closeness.flatten(1).argmax(dim=1)
-        mine, theirs = best // centers, best % centers
-        order[every, mine] = theirs
-        closeness[every, mine] = -torch.inf
-        closeness[every, :, theirs] = -torch.inf
-    return others[every[:, None], order]
 
 
 def _mean_length(weight: StoredTensor) -> float:

@@ -43,7 +43,6 @@ from plsc.checkpoint.manifest import (
     Role,
     TensorInfo,
     checksum,
-    read_manifest,
     tensor_chunks,
 )
 from plsc.checkpoint.save import check_destination, class_name_tensors, info_of, write_shards
@@ -68,7 +67,6 @@ def change_classes(
     drop: ClassNumbers | None = None,
     merge: ClassNumbers | None = None,
     reorder: ClassNumbers | None = None,
-    rows: str = "mean",
     directions: Directions | None = None,
     names: ClassNames | None = None,
 ) -> Manifest:
@@ -77,16 +75,15 @@ def change_classes(
     Give exactly one of `grow`, `drop`, `merge` and `reorder`. A list of classes is a text file with one
     number per line (`merge`: two), or a Python sequence (`merge`: also a mapping). The training position is
     kept, so a run can resume from the new checkpoint. If class numbers changed, the new checkpoint has a file
-    ``classes.tsv`` with a line ``old<TAB>new`` per remaining class (see `read_class_map`).
+    ``classes.tsv`` with a line ``old<TAB>new`` per remaining class.
 
     Args:
         grow: number of classes to append. Their optimizer state is zero.
         drop: classes to remove. The others are renumbered densely, in their order.
         merge: pairs (from, to) of classes; each `from` is merged into `to`, which keeps its optimizer state.
+            Its row becomes the mean of the normalised rows, scaled to their mean norm; sub-centres are kept.
             The others are renumbered densely, in their order.
         reorder: for each new class 0, 1, ... its old number; every class once.
-        rows: row of a merged class: 'mean' of the normalised rows, scaled to their mean norm, or 'target',
-            the row of `to`.
         directions: [grow, D]: directions of the new rows, scaled to the mean norm of the old rows. With
             sub-centres they set the first one. Without it, new rows are initialised as in a new head.
         names: [grow] class names of the new classes, for a checkpoint that has class names.
@@ -102,8 +99,6 @@ def change_classes(
         raise OptionError(
             f"{' and '.join(given) or 'no change'} given; expected one of grow, drop, merge and reorder"
         )
-    if rows != "mean" and (rows != "target" or merge is None):
-        raise OptionError(f"rows is {rows!r}; expected 'mean', or with merge 'target'")
     old, new = Path(source), Path(destination)
     check_destination(old, new)
     opened = OpenCheckpoint(old)
@@ -111,13 +106,19 @@ def change_classes(
     classes = manifest.head.class_num
     moved = _with_class_rows(old, manifest)
     plan = make_plan(given[0], classes, wanted[given[0]])
-    changes = _changes(opened, plan, rows, directions)
+    changes = _changes(opened, plan, directions)
     check_checksums(old, manifest, sorted(manifest.files))
     named = _new_names(old, manifest, plan, names)
     tensors = _new_tensors(manifest, plan, moved)
     tensors |= {role.key: info_of(role, tensor) for role, tensor in named.items()}
     replaced = {role.key: tensor for role, tensor in named.items()}
-    entry = _lineage(old, plan, rows, directions is not None)
+    entry = {
+        "what": plan.what,
+        "source": old.resolve().name,
+        "classes_before": plan.before,
+        "classes_after": plan.after,
+        "plsc_version": __version__,
+    }
     with publishing_folder(new) as temporary:
         shards = _entries(opened, tensors, plan, moved, changes, replaced)
         files = write_shards(temporary, shards)
@@ -125,7 +126,6 @@ def change_classes(
             with (temporary / MAP_NAME).open("xb") as file:
                 file.writelines(plan.label_map())
             files[MAP_NAME] = checksum(temporary / MAP_NAME)
-            entry["map"] = {"file": MAP_NAME, **dataclasses.asdict(files[MAP_NAME])}
         result = _new_manifest(manifest, plan, tensors, files, entry)
         (temporary / MANIFEST_NAME).write_text(result.to_json(), encoding="utf-8")
     return result
@@ -150,7 +150,7 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
 
 
 def _changes(
-    opened: OpenCheckpoint, plan: Plan, rows: str, directions: Directions | None
+    opened: OpenCheckpoint, plan: Plan, directions: Directions | None
 ) -> dict[str, tuple[Change, ...]]:
     """Return the changes to tensors other than moving rows, by key."""
     weight = opened.tensors[_WEIGHT]
@@ -164,7 +164,7 @@ def _changes(
         changes[_WEIGHT] = (initialise_new(weight, plan, _seed(opened.manifest)),)
         if directions is not None:
             changes[_WEIGHT] += (set_directions(weight, plan, directions),)
-    if plan.what == "merge" and rows == "mean":
+    if plan.what == "merge" and len(weight.shape) == 2:
         for key in {_WEIGHT, _BIAS} & opened.tensors.keys():
             changes[key] = (average_merged(opened.tensors[key], plan),)
     return changes
@@ -235,21 +235,6 @@ def _entries(
     return list(files.values())
 
 
-def _lineage(source: Path, plan: Plan, rows: str, by_directions: bool) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "what": plan.what,
-        "source": source.resolve().name,
-        "classes_before": plan.before,
-        "classes_after": plan.after,
-        "plsc_version": __version__,
-    }
-    if plan.what == "grow":
-        entry["rows"] = "directions" if by_directions else "initial"
-    if plan.what == "merge":
-        entry["rows"] = rows
-    return entry
-
-
 def _new_manifest(
     manifest: Manifest,
     plan: Plan,
@@ -279,31 +264,3 @@ def _new_manifest(
         files=files,
         lineage=[*manifest.lineage, entry],
     )
-
-
-class _Renumbering(TypedDict):
-    classes_before: Annotated[int, (1, 2**33)]
-
-
-def read_class_map(path: str | os.PathLike[str]) -> np.ndarray:
-    """Return the new number of each old class for the last change of a checkpoint, int64 [old classes].
-
-    Dropped classes are -1. ``labels = read_class_map(path)[labels]`` converts labels; remove those of -1.
-
-    Raises:
-        CheckpointError: the last change did not renumber classes, or the map is damaged.
-    """
-    file, manifest = Path(path, MAP_NAME), read_manifest(path)
-    last = manifest.lineage[-1] if manifest.lineage else {}
-    before = read_record(_Renumbering, last, f"the last change of {path}")["classes_before"]
-    try:
-        if checksum(file, manifest.files[MAP_NAME].bytes) != manifest.files[MAP_NAME]:
-            raise ValueError("its checksum differs from the saved one")
-        pairs = np.array(file.read_bytes().split(), dtype=np.int64).reshape(-1, 2)
-        if (pairs < 0).any():  # it would count from the last class
-            raise ValueError("a class number is negative")
-        numbers = np.full(before, -1, dtype=np.int64)
-        numbers[pairs[:, 0]] = pairs[:, 1]
-    except (OSError, KeyError, ValueError, IndexError, MemoryError) as error:
-        raise CheckpointError(f"{file} is missing or damaged: {error}") from error
-    return numbers

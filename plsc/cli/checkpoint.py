@@ -113,7 +113,7 @@ def run_classes(source: str, destination: str, images: str | None, model: str | 
             raise OptionError("--images can only be used with --grow; remove the other flags or --images")
         manifest = grow_from_images(source, destination, given["grow"], images, model)
     change = manifest.lineage[-1]
-    where = f"; labels: {destination}/{MAP_NAME}" if "map" in change else ""
+    where = f"; labels: {destination}/{MAP_NAME}" if change["what"] != "grow" else ""
     print(f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}")
     print(_training_from(destination, manifest.options))
 
@@ -255,9 +255,6 @@ GROUP = Group(
                 Argument("model", str, None, "with --images: class of a custom network, as module:Class"),
                 Argument("drop", str, None, "file of classes to drop, one per line"),
                 Argument("merge", str, None, "file of classes to merge, in lines 'from to'"),
-                Argument(
-                    "rows", str, "mean", "with --merge: class weights to use: mean, or target (those of 'to')"
-                ),
                 Argument("reorder", str, None, "file of all classes in their new order, one per line"),
             ),
         ),

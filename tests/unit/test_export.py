@@ -246,9 +246,7 @@ def test_class_weights_and_thumbnails(trained, exported, tmp_path):
     assert model.thumbnail(3) is None
     folder = Path(shutil.copytree(exported, tmp_path / "model"))
     (folder / "thumbnails/0.jpg").unlink()
-    (folder / "thumbnails/0.jpg").symlink_to(
-        dataset / "label.txt"
-    )  # a model from anyone may link to any file
+    (folder / "thumbnails/0.jpg").symlink_to(dataset / "label.txt")  # a model may link to any file
     linked = plsc.export.open_model(folder)
     assert linked.thumbnail(0) is None
     assert linked.thumbnail(1).is_file()

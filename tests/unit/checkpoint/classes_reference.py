@@ -1,5 +1,7 @@
 """Random checkpoints for changes of classes, and the reference implementation: everything in memory."""
 
+import json
+
 import numpy as np
 import torch
 
@@ -109,11 +111,11 @@ def reordered(tensors, order):
     return {key: tensor[torch.tensor(list(order))] for key, tensor in tensors.items()}
 
 
-def merged(tensors, pairs, rows):
+def merged(tensors, pairs):
     """pairs: from -> to."""
     out = {key: tensor.clone() for key, tensor in tensors.items()}
     stay = [c for c in range(len(tensors["head.weight"])) if c not in pairs]
-    for target in set(pairs.values()) if rows == "mean" else ():
+    for target in set(pairs.values()) if tensors["head.weight"].ndim == 2 else ():
         group = [target, *(source for source, to in pairs.items() if to == target)]
         weight = tensors["head.weight"].double()
         out["head.weight"][target] = mean_of(weight[group]).to(out["head.weight"].dtype)
@@ -123,24 +125,19 @@ def merged(tensors, pairs, rows):
 
 
 def mean_of(group):
-    """group: [n, D] or [n, K, D], the remaining class first."""
-    if group.ndim == 2:
-        unit = group / group.norm(dim=1, keepdim=True)
-        mean = unit.mean(dim=0)
-        return mean / mean.norm() * group.norm(dim=1).mean()
-    target = group[0]
-    centers = len(target)
-    columns = [[row] for row in target]
-    for other in group[1:]:
-        cosines = torch.nn.functional.cosine_similarity(target[:, None], other[None], dim=2)
-        free, taken = set(range(centers)), set()
-        for _ in range(centers):
-            pairs = [(float(cosines[i, j]), i, j) for i in free for j in range(centers)]
-            _, i, j = max(pair for pair in pairs if pair[2] not in taken)
-            columns[i].append(other[j])
-            free.discard(i)
-            taken.add(j)
-    return torch.stack([mean_of(torch.stack(column)) for column in columns])
+    """group: [n, D], the remaining class first."""
+    unit = group / group.norm(dim=1, keepdim=True)
+    mean = unit.mean(dim=0)
+    return mean / mean.norm() * group.norm(dim=1).mean()
+
+
+def class_map(folder):
+    """Return the new number of each old class, -1 if it has none, from classes.tsv."""
+    pairs = np.loadtxt(folder / "classes.tsv", np.int64, ndmin=2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    numbers = np.full(manifest["lineage"][-1]["classes_before"], -1)
+    numbers[pairs[:, 0]] = pairs[:, 1]
+    return numbers
 
 
 def ends_of(rng, classes, files):
