@@ -37,7 +37,7 @@ from plsc.errors import CheckpointError, OptionError, shown
 from plsc.parallel.collectives import host_copies
 from plsc.parallel.failure import on_every_rank
 from plsc.parallel.world import World
-from plsc.storage.publish import MANIFEST_NAME, FolderLock, hidden_name
+from plsc.storage.publish import MANIFEST_NAME, hidden_name
 from plsc.storage.store import Store, publish, withdraw
 
 BEST_NAME = "best.json"
@@ -298,68 +298,34 @@ class Retention:
         return {*names[-max(1, self.last) :], *best}
 
 
-def prune(store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()) -> list[str]:
-    """Delete the checkpoints of a run that the retention does not keep; return their names, oldest first.
+def prune(
+    store: Store, retention: Retention, run_id: str = "", protect: Collection[str] = ()
+) -> tuple[str, float] | None:
+    """Delete the checkpoints of a run that the retention does not keep; return name and value of the best.
 
     Call from one process. Checkpoints of other runs, those named in `protect`, linked folders and folders
     with other files are unchanged. If the process is killed, no partial checkpoint keeps a published name.
     Raises DataError if one cannot be deleted.
     """
-    doomed = [name for name, _ in _doomed(store, retention, _of_run(store, run_id), protect)]
-    for name in doomed:
-        withdraw(store, name)
-    return doomed
-
-
-def name_best_and_prune(
-    store: Store, retention: Retention, run_id: str, protect: Collection[str]
-) -> tuple[str, float] | None:
-    """Name the best of the checkpoints that `prune` leaves in best.json, then prune; return the best.
-
-    In this order: after a kill, best.json names nothing that is deleted.
-    """
     own = _of_run(store, run_id)
-    doomed = _doomed(store, retention, own, protect)
-    best = _best_of(retention, [one for one in own if one not in doomed])
-    write_best(store, retention.monitor, best)
-    for name, _ in doomed:
-        withdraw(store, name)
-    return best
-
-
-def _doomed(
-    store: Store, retention: Retention, own: Sequence[tuple[str, Manifest]], protect: Collection[str]
-) -> list[tuple[str, Manifest]]:
     stay = {*retention.kept(own), *protect}
-    return [
-        (name, manifest)
+    doomed = [
+        name
         for name, manifest in own
         if name not in stay
         and not store.is_link(name)
         and manifest.files.keys() | {MANIFEST_NAME} >= set(store.names(name))
     ]
-
-
-def prune_all(location: str, retention: Retention) -> list[str]:
-    """Delete the checkpoints in a folder or at a URL that the retention does not keep; return their names.
-
-    Each run's checkpoints are counted separately; those without a run id count as one run's.
-    Raises DataError if a run is saving to the folder.
-    """
-    store = Store(location)
-    runs = {manifest.run_id for _, manifest in checkpoints_in(store)}
-    is_here = runs and not store.is_remote
-    with FolderLock(Path(location)) if is_here else contextlib.nullcontext():
-        return [name for run_id in sorted(runs) for name in prune(store, retention, run_id)]
+    best = next(iter(retention.ranking([one for one in own if one[0] not in doomed])), None)
+    write_best(store, retention.monitor, best)  # before: after a kill, it names nothing that is deleted
+    for name in doomed:
+        withdraw(store, name)
+    return best
 
 
 def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
     """Return name and value of a run's best checkpoint; None if none has the metric."""
-    return _best_of(retention, _of_run(store, run_id))
-
-
-def _best_of(retention: Retention, own: Sequence[tuple[str, Manifest]]) -> tuple[str, float] | None:
-    return next(iter(retention.ranking(own)), None)
+    return next(iter(retention.ranking(_of_run(store, run_id))), None)
 
 
 def _of_run(store: Store, run_id: str) -> list[tuple[str, Manifest]]:

@@ -36,7 +36,7 @@ def run_list(folder: str) -> None:
         )
 
 
-def run_show(checkpoint: str, tensors: bool) -> None:
+def run_show(checkpoint: str) -> None:
     """Print the manifest of a checkpoint as YAML."""
     import yaml
 
@@ -46,16 +46,8 @@ def run_show(checkpoint: str, tensors: bool) -> None:
     manifest = manifest_in(Store(checkpoint))
     content = dataclasses.asdict(manifest)
     content["files"] = {name: file["bytes"] for name, file in content.pop("files").items()}
-    held = content.pop("tensors")
-    content["tensors"] = len(held)
+    content["tensors"] = len(content.pop("tensors"))
     print(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100), end="")
-    if tensors:
-        lines = {
-            key: f"{one['dtype']} {list(one['shape'])}{' sharded' * one['sharded']}"
-            for key, one in held.items()
-        }
-        listing = {"tensor_list": lines}
-        print(yaml.safe_dump(listing, sort_keys=False, default_flow_style=False, width=1000), end="")
 
 
 def run_verify(checkpoint: str) -> None:
@@ -69,15 +61,6 @@ def run_verify(checkpoint: str) -> None:
     verify_weights(manifest)
     size = format_bytes(sum(file.bytes for file in manifest.files.values()))
     print(f"{shown(checkpoint)} is intact: {len(manifest.files)} file(s), {size}, step {manifest.step}")
-
-
-def run_prune(folder: str, keep_last: int, save_top_k: int, monitor: str) -> None:
-    """Delete old checkpoints."""
-    from plsc.checkpoint.save import Retention, prune_all
-    from plsc.errors import printable
-
-    deleted = prune_all(folder, Retention(keep_last, save_top_k, monitor))
-    print(f"deleted {len(deleted)} checkpoint(s){': ' * bool(deleted)}{printable(', '.join(deleted))}")
 
 
 def run_push(source: str, url: str) -> None:
@@ -198,23 +181,9 @@ GROUP = Group(
             ),
         ),
         "list": Command("list the checkpoints of a run", run_list, (_RUN,)),
-        "show": Command(
-            "print the manifest of a checkpoint",
-            run_show,
-            (_CHECKPOINT, Argument("tensors", bool, False, "also list all tensors")),
-        ),
+        "show": Command("print the manifest of a checkpoint", run_show, (_CHECKPOINT,)),
         "verify": Command(
             "read all files of a checkpoint and compare their checksums", run_verify, (_CHECKPOINT,)
-        ),
-        "prune": Command(
-            "delete old checkpoints of each run in a folder, except the newest and the best",
-            run_prune,
-            (
-                _RUN,
-                Argument("keep_last", int, REQUIRED, "number of newest checkpoints to keep"),
-                Argument("save_top_k", int, 0, "number of best checkpoints to keep in addition"),
-                Argument("monitor", str, "loss", "metric that decides which checkpoints are best"),
-            ),
         ),
         "push": Command(
             "upload a checkpoint, or all checkpoints of a run that are not in the store yet",

@@ -19,7 +19,7 @@ from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
 from plsc.checkpoint.manifest import manifest_in, rank_of_shard
 from plsc.checkpoint.remote import upload
 from plsc.checkpoint.rollback import mark_of
-from plsc.checkpoint.save import best_in, name_best_and_prune
+from plsc.checkpoint.save import best_in, prune
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.data.batch import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
@@ -146,7 +146,7 @@ class Saver:
                 keep = {save.path.name, self.folder.resumed, "" if uploader is None else uploader.uploading}
                 store = Store(self.folder.path)
                 try:
-                    best = name_best_and_prune(store, self.retention, self.folder.run_id, keep)
+                    best = prune(store, self.retention, self.folder.run_id, keep)
                 except (PlscError, OSError) as error:
                     save.problem, best = str(error), self._find_best()
         if self._world.is_main:
@@ -287,9 +287,7 @@ class Uploader:
         """
         store, retention, folder = self._store, self._retention, self._folder
         keep = {newest, folder.resumed}
-        actions: list[Callable[[], object]] = [
-            partial(name_best_and_prune, store, retention, folder.run_id, keep)
-        ]
+        actions: list[Callable[[], object]] = [partial(prune, store, retention, folder.run_id, keep)]
         for path in (folder.path / name for name in _SMALL_FILES):
             if path.is_file():
                 actions.append(partial(self._send_file, path))

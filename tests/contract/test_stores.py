@@ -125,7 +125,7 @@ def test_a_checkpoint_is_uploaded_fetched_and_replaced_atomically(url, tmp_path)
     assert verify(fetch(f"{url}/2", WORLD)).step == 7
     assert [name.count("step2") for name in store.names("2")] == [0, 0]  # no old file is left
     assert verify(f"{url}/1").step == 1
-    assert prune(store, Retention(1), "r") == ["1"]
+    prune(store, Retention(1), "r")
     assert store.names() == ["2"]
 
 

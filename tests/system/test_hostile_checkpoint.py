@@ -187,7 +187,6 @@ def test_metrics_that_are_not_finite_are_left_out(work, capsys):
         change(work / "foreign", scalars={"metrics": metrics})
         assert main(["checkpoint", "list", "."]) == 0
         assert "foreign: step 2" in capsys.readouterr().out
-        assert main(["checkpoint", "prune", ".", "--keep_last", "1", "--save_top_k", "1"]) == 0
 
 
 def test_a_numpy_random_state_with_an_invalid_position_is_refused():

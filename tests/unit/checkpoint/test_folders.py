@@ -153,9 +153,9 @@ def test_only_valid_checkpoints_are_listed_in_order_of_steps(tmp_path):
 def test_the_latest_and_the_protected_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         save(tmp_path, str(step), step)
-    assert prune(Store(tmp_path), Retention(-1)) == []
-    deleted = prune(Store(tmp_path), Retention(2), protect=["2"])
-    assert deleted == ["1", "3"]
+    prune(Store(tmp_path), Retention(-1))
+    assert len(names(tmp_path)) == 5
+    prune(Store(tmp_path), Retention(2), protect=["2"])
     assert names(tmp_path) == ["2", "4", "5"]
 
 
@@ -176,12 +176,12 @@ def test_the_best_by_a_metric_are_kept_too(retention, kept, tmp_path):
     save(tmp_path, "4", 4, loss="small")  # not a number
     save(tmp_path, "5", 5, loss=2.0)
     prune(Store(tmp_path), retention)
-    assert names(tmp_path) == kept
+    assert [name for name in names(tmp_path) if name != "best.json"] == kept
 
 
 def test_a_folder_with_other_files_is_kept(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, str(step), step)
     (tmp_path / "1/model").mkdir()
-    assert prune(Store(tmp_path), Retention(1)) == ["2"]
+    prune(Store(tmp_path), Retention(1))
     assert names(tmp_path) == ["1", "3"]

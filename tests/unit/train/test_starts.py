@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 from plsc.checkpoint import list_checkpoints, save
-from plsc.cli import main
 from plsc.parallel.world import World
 from tests.images import write_dataset
 from tests.resuming import options_of, train
@@ -132,10 +131,6 @@ def test_a_run_deletes_its_own_checkpoints_alone_and_not_the_one_it_resumed(star
     start(checkpoint__load_dir=str(run / "5"), train__epochs=7, **few)
     assert saved(run) == {"0": "", "1": "", "2": own, "5": own, "other": "another"}
     assert list(saved(run / "version_1")) == ["6"]
-
-    # The command counts each run's checkpoints by themselves.
-    assert main(["checkpoint", "prune", str(run), "--keep_last", "1"]) == 0
-    assert saved(run) == {"1": "", "5": own, "other": "another"}
 
 
 def test_a_kill_while_the_best_is_named_leaves_the_one_that_is_named(start, tmp_path, monkeypatch):
