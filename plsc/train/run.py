@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +24,6 @@ from plsc.config import Config, Options, find_option
 from plsc.config.option import name_and_arguments
 from plsc.config.options import CHECKPOINT
 from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
-from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError, OptionError, refusing, suggest
 from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
@@ -59,7 +57,7 @@ from plsc.train.saving import Saver
 from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
 from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
-from plsc.train.watch import DataWait, LearningCheck, Progress, WeightAverage
+from plsc.train.watch import LearningCheck, Progress, WeightAverage
 
 MOST_ROWS = 12  # of the table of layers
 _LARGE_ON_CPU = 10**7  # parameters of a network
@@ -385,11 +383,6 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
-        DataWait(
-            run.options.data.num_workers,
-            isinstance(run.data.loader, ReaderLoader),
-            max(1, usable_cores() // run.world.all_gather_object(platform.node()).count(platform.node())),
-        ),
         LearningCheck(
             min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
         ),

@@ -1,9 +1,8 @@
-"""Callbacks that watch a run: log lines, speed, limits, advice; and the average of its weights."""
+"""Callbacks that watch a run: log lines, speed, limits, collapse; and the average of its weights."""
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -331,56 +330,6 @@ class LearningCheck(Callback):
             f"{effective_rank:.1f} (8 or more in a good run), and the network will not separate unseen "
             "classes even if the loss falls. Start again with a third of the rate, optim.clip_norm 5, "
             f"or a longer warm-up ({_PAGE})"
-        )
-
-
-class DataWait(Callback):
-    """Measures how long the first steps of rank 0 wait for their batches, and suggests a remedy once.
-
-    workers: workers per rank. is_generator: whether one process makes all batches, for any `workers`. cores:
-    per rank.
-    """
-
-    SHARE = 0.05  # smallest share of a step that is reported
-    SKIPPED = 5  # steps at the start of the run and of each epoch, while workers fill their queue
-    MEASURED = 40  # steps
-
-    def __init__(self, workers: int, is_generator: bool, cores: int) -> None:
-        self._workers, self._is_generator, self._cores = workers, is_generator, cores
-        self._passed = self._measured = 0
-        self._wait = self._step = 0.0
-
-    def after_step(self, context: Context) -> None:
-        """Add a step, and log the hint."""
-        context.world.log(self.add(context.step_in_epoch, context.data_seconds, context.step_seconds))
-
-    def add(self, step_in_epoch: int, wait: float, step: float) -> str | None:
-        """Add a step and return a tuning hint after the last measured one, if there is one.
-
-        step_in_epoch: counts from 1. wait, step: seconds of waiting for the batch, and of the whole step.
-        """
-        self._passed += 1
-        if min(self._passed, step_in_epoch) <= self.SKIPPED or self._measured == self.MEASURED:
-            return None
-        self._measured += 1
-        self._wait += wait / self.MEASURED
-        self._step += step / self.MEASURED
-        if self._measured < self.MEASURED or self._wait < self.SHARE * self._step:
-            return None
-        wait, step, workers = self._wait, self._step, self._workers
-        if self._is_generator:
-            remedy = "a generator reader runs in one process: make it faster, or use a map-style Dataset"
-        elif workers < self._cores:
-            # Time of a worker per batch, if all are busy, divided by the rest of the step; plus 10 %.
-            reading = step * workers if workers else wait
-            wanted = max(workers + 1, math.ceil(1.1 * reading / max(step - wait, 1e-6)))
-            remedy = f"try data.num_workers {min(wanted, self._cores)}"
-        else:
-            remedy = "every core has a worker already; see docs/data.md for other remedies"
-        return (
-            f"data loading is slow: a step of {1e3 * step:.3g} ms waits {1e3 * wait:.3g} ms "
-            f"({wait / step:.0%}) for its batch, with {workers} worker(s) and {self._cores} core(s) per "
-            f"rank; {remedy}"
         )
 
 

@@ -1,10 +1,9 @@
-"""The callback profile: its table and traces, and the advice for a run that waits for its data."""
+"""The callback profile: its table and traces."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -79,34 +78,3 @@ def test_spans_are_in_the_trace_of_any_torch_profiler():
         inner()
     found = {one.name: one.cpu_parent for one in recorded.events()}
     assert found[PREFIX + "inner"].name == PREFIX + "outer"
-
-
-class Slow(torch.utils.data.Dataset):
-    """Takes its time for each image."""
-
-    def __len__(self):
-        return 8 * 47
-
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        return torch.full((3, 16, 16), index % 5, dtype=torch.float32), index % 5
-
-
-def test_a_run_that_waits_for_its_data_is_told_once_what_to_try(tmp_path, capsys):
-    ins = entry("unused", tmp_path / "run")
-    ins.set_model(Tiny())
-    ins.set_train_batch_size(8)
-    ins.train_reader = Slow()
-    ins.set_log_period(1000)
-    ins.train()
-    said = [line for line in capsys.readouterr().out.splitlines() if ") for its batch, with " in line]
-    assert len(said) == 1
-    assert "0 worker(s) and " in said[0]
-    assert "try data.num_workers " in said[0]
-
-
-class Tiny(Drawing):
-    """Takes no time worth speaking of."""
-
-    def build_network(self, input, label, is_train=True):
-        return self.fc(torch.nn.functional.avg_pool2d(input, 4).flatten(1).repeat(1, 2))

@@ -21,7 +21,7 @@ from plsc.train.log import JsonLines
 from plsc.train.loop import exchange_status
 from plsc.train.run import batch_note, build_run, idle_note, run_training
 from plsc.train.step import Step, clip_gradients
-from plsc.train.watch import DataWait, LearningCheck
+from plsc.train.watch import LearningCheck
 from tests.images import write_dataset
 from tests.resuming import options_of
 
@@ -293,30 +293,6 @@ def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
         build_run(options, World.single(), UserParts())
     options.set("checkpoint.monitor", "loss")
     assert build_run(options, World.single(), UserParts()).retention.monitor == "loss"
-
-
-def said(wait, step, workers=1, is_generator=False, steps=60):
-    waits = DataWait(workers, is_generator, cores=8)
-    return [line for n in range(1, steps + 1) if (line := waits.add(n, wait, step))]
-
-
-@pytest.mark.parametrize(
-    ("wait", "workers", "is_generator", "noun"),
-    [
-        (0.020, 1, False, "data.num_workers 4"),  # 30 / 10 and a tenth more
-        (0.005, 0, False, "data.num_workers 1"),
-        (0.029, 1, False, "data.num_workers 8"),  # 33 would be asked for
-        (0.020, 8, False, "every core"),
-        (0.020, 1, True, "one process"),
-    ],
-)
-def test_as_many_workers_as_read_a_batch_while_one_is_computed(wait, workers, is_generator, noun):
-    (line,) = said(wait, 0.030, workers, is_generator)
-    assert noun in line
-
-
-def test_nothing_is_said_of_a_short_wait_or_of_a_few_steps():
-    assert said(0.0014, 0.030) == said(0.020, 0.030, steps=44) == []
 
 
 @pytest.mark.parametrize(("limit", "norm"), [(0.0, 5.0), (10.0, 5.0), (1.0, 1.0)])
