@@ -88,6 +88,11 @@ class Config:
             if unmet and self.get(spec.path) != spec.default:
                 yield spec.path, unmet[0]
 
+    def idle_note(self) -> str:
+        """Return a line that lists options without effect, with the reasons, or an empty string."""
+        idle = [f"{path} ({unmet.path} is {self.get(unmet.path)})" for path, unmet in self.without_effect()]
+        return f"note: these options have no effect in this run: {', '.join(idle)}" if idle else ""
+
     def check_needs(self) -> None:
         """Raise OptionError for an option that was set although a strict need of it does not hold."""
         for path, unmet in self.without_effect():

@@ -20,7 +20,7 @@ from plsc.checkpoint.load import check_files
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, OpenedCheckpoint
 from plsc.checkpoint.tensor_files import shorten
 from plsc.checkpoint.weights_file import WeightsFile
-from plsc.config import Config, Options, find_option
+from plsc.config import Config, Options
 from plsc.config.option import name_and_arguments
 from plsc.config.options import CHECKPOINT
 from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
@@ -30,9 +30,8 @@ from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
 from plsc.inputs import split_sizes
-from plsc.machine import usable_cores
 from plsc.models import BaseModel, build_model, describe
-from plsc.models.base_model import Custom, constructor_arguments, safe_arguments
+from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import load_function, names_code
 from plsc.parallel.world import World
 from plsc.train.build import (
@@ -307,7 +306,7 @@ def build_run(
     mode = training_mode(options.precision.mode, world.device)
     evaluated = [f"{target.name} {metric}" for target in targets for metric in target.METRICS]
     saved = options.checkpoint
-    run = Run(
+    return Run(
         options=options,
         world=world,
         network=network,
@@ -327,15 +326,15 @@ def build_run(
         targets=targets,
         samples=samples,
         settings=[dict(values) for values in (vars(optimizer), *optimizer.param_groups)],
-        notes=list(filter(None, (layers, *data.notes))),
+        notes=list(
+            filter(None, (layers, *data.notes, slow_note(network, world.device), options.idle_note()))
+        ),
         is_custom=user.model is not None or names_code(options.model.name),
         length=length,
         global_batch=global_batch,
         retention=_retention(saved.keep_last, saved.save_top_k, saved.monitor, evaluated),
         callbacks=Callbacks(user.callbacks, network),
     )
-    run.notes += filter(None, _likely_mistakes(run))
-    return run
 
 
 def _use_deterministic_algorithms(device: torch.device) -> None:
@@ -423,6 +422,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
 def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     """Return the log lines that are printed before training."""
     parameters = sum(p.numel() for p in run.network.parameters())
+    frozen = sum(p.numel() for p in run.network.parameters() if not p.requires_grad)
     samples = run.data.num_samples
     images = "images from a reader" if samples is None else f"{samples:,} images"
     network = type(run.network).__name__ if run.is_custom else run.options.model.name
@@ -433,7 +433,8 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
         backend = choose_backend(how.kernels, run.world.device, head.weight.dtype, how.products, None, 1)
         kernels = f", kernels {backend.describe()}"
     text = (
-        f"training {network} ({parameters:,} parameters), loss {run.options.head.loss_type}, "
+        f"training {network} ({parameters:,} parameters{f', {frozen:,} frozen' * bool(frozen)}), "
+        f"loss {run.options.head.loss_type}, "
         f"{head.class_num:,} classes, {images}, "
         f"{run.world.size} rank{'s' * (run.world.size > 1)} on {run.world.device.type}, "
         f"{run.mode}{kernels}"
@@ -450,48 +451,6 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     return [text, *resumed, _rates(run), *run.notes]
 
 
-def _likely_mistakes(run: Run) -> list[str]:
-    """Return a line per option that is unlikely to be meant so; empty strings for the others."""
-    options, network = run.options, run.network
-    arguments = constructor_arguments(network) if run.is_custom else None
-    mode, other = options.precision.mode, ""
-    if run.mode != mode:
-        other = (
-            f"note: precision.mode {mode} is only for GPUs: this CPU uses {run.mode}, without loss scaling"
-        )
-    return [
-        other,
-        batch_note(run.global_batch, run.data.num_samples, options.data.last_batch),
-        slow_note(network, run.world.device),
-        frozen_note(network),
-        warmup_note(run.rate.warmup_steps, run.total_steps),
-        threads_note(options.runtime.cpu_threads),
-        idle_note(options, (arguments or {}) if run.is_custom else None),
-    ]
-
-
-def warmup_note(warmup_steps: int, total_steps: int | None) -> str:
-    """Return a line if the warm-up may not be shorter than the run, else an empty string."""
-    if total_steps is None:
-        return (
-            f"note: the length of the reader is unknown, so the warm-up takes {warmup_steps} steps, however "
-            "short the run is, and the default learning rate is constant after it; set data.train_image_num"
-        )
-    if warmup_steps < max(2, total_steps):
-        return ""
-    return (
-        f"note: the warm-up takes {warmup_steps} steps and the run {total_steps}, so the learning rate "
-        f"increases until the end; use a shorter warm-up, such as optim.warmup_steps {total_steps // 10}"
-    )
-
-
-def batch_note(global_batch: int, num_samples: int | None, last_batch: str) -> str:
-    """Return a line if images are repeated to fill even the first batch, else an empty string."""
-    if num_samples is None or global_batch <= num_samples or last_batch != "pad":
-        return ""
-    return f"note: a global batch of {global_batch:,} has each of the {num_samples:,} images more than once"
-
-
 def slow_note(network: nn.Module, device: torch.device) -> str:
     """Return a line if each step of a network takes long on a CPU, else an empty string."""
     total = sum(parameter.numel() for parameter in network.parameters())
@@ -500,24 +459,6 @@ def slow_note(network: nn.Module, device: torch.device) -> str:
     return (
         f"note: a step of {total / 1e6:,.0f} million parameters takes long on a CPU; to try, set model.name "
         "to SmallResNet"
-    )
-
-
-def frozen_note(network: nn.Module) -> str:
-    """Return a line if the network has no trainable parameters, else an empty string."""
-    if any(parameter.requires_grad for parameter in network.parameters()):
-        return ""
-    return f"note: {type(network).__name__} has no trainable parameters; only the head is trained"
-
-
-def threads_note(threads: int) -> str:
-    """Return a line if there are more CPU threads than cores, else an empty string."""
-    cores = usable_cores()
-    if threads <= cores:
-        return ""
-    return (
-        f"note: runtime.cpu_threads is {threads}, but this process may use only {cores} "
-        "core(s); too many threads can make a step many times slower"
     )
 
 
@@ -542,20 +483,3 @@ def _rates(run: Run) -> str:
     if run.head.margin.is_auto_scale:
         parts.append(f"scale {run.head.margin.scale:.4g} (auto, {run.head.class_num:,} classes)")
     return ", ".join(parts)
-
-
-def idle_note(options: Config, made_with: Mapping[str, Any] | None = None) -> str:
-    """Return a line that lists options without effect, with the reasons, or an empty string.
-
-    made_with: constructor arguments of a custom network. Options that are set to their default are ignored,
-    because `set_mixed_precision` sets many.
-    """
-    idle: dict[str, str] = {}
-    for path in ("model.dropout", "model.neck"):
-        mine, usual = options.get(path), find_option(path).default
-        is_other = made_with is not None and mine not in (usual, made_with.get(path.removeprefix("model.")))
-        if is_other and path in options.explicit:
-            idle[path] = "the custom network was constructed with another value"
-    idle |= {path: f"{unmet.path} is {options.get(unmet.path)}" for path, unmet in options.without_effect()}
-    listed = ", ".join(f"{path} ({reason})" for path, reason in idle.items())
-    return f"note: these options have no effect in this run: {listed}" if idle else ""

@@ -19,7 +19,7 @@ from plsc.train.build import check_combinations
 from plsc.train.callbacks import UserParts
 from plsc.train.log import JsonLines
 from plsc.train.loop import exchange_status
-from plsc.train.run import batch_note, build_run, idle_note, run_training
+from plsc.train.run import build_run, run_training
 from plsc.train.step import Step, clip_gradients
 from plsc.train.watch import LearningCheck
 from tests.images import write_dataset
@@ -155,16 +155,16 @@ def test_names_and_combinations_are_refused_before_any_data_is_read(tmp_path, ch
 
 def test_what_is_set_and_has_no_effect_is_said_in_a_line():
     options = Options()
-    assert idle_note(options) == ""
+    assert options.idle_note() == ""
     options.set("precision.scaling_arguments", {"decr_ratio": 0.25})
     options.set("optim.momentum", 0.5)
-    assert "precision.scaling_arguments" in idle_note(options)
-    assert "momentum" not in idle_note(options)
+    assert "precision.scaling_arguments" in options.idle_note()
+    assert "momentum" not in options.idle_note()
     options.set_together(
         {"optim.optimizer": "adam", "head.optimizer": "adagrad", "precision.mode": "float16"}
     )
-    assert "optim.momentum" in idle_note(options)
-    assert "precision" not in idle_note(options)
+    assert "optim.momentum" in options.idle_note()
+    assert "precision" not in options.idle_note()
 
 
 class Stages(BaseModel):
@@ -200,13 +200,10 @@ def two_steps(network, dataset, tmp_path, **changes):
 
 
 @pytest.mark.parametrize("loss_type", ["arcface", "dist_arcface"])
-def test_without_a_trainable_parameter_the_head_alone_is_trained_after_a_warning(
-    loss_type, dataset, tmp_path
-):
+def test_without_a_trainable_parameter_the_head_alone_is_trained(loss_type, dataset, tmp_path):
     changes = {"optim__freeze": ("*",), "head__loss_type": loss_type, "train__epochs": 1}
     options = options_for(dataset, tmp_path, train__with_test=False, **changes)
     run = build_run(options, World.single(), UserParts(model=Stages()))
-    assert "note: Stages has no trainable parameters; only the head is trained" in run.notes
     before = [p.detach().clone() for p in (*run.network.parameters(), *run.head.parameters())]
     batch = next(iter(run.data.loader.epoch(0)))
     Step(run).make(batch, exchange_status(run.world, batch, run.head.class_num).sizes, False)
@@ -302,9 +299,3 @@ def test_clipping_makes_gradients_shorter_but_never_longer(limit, norm):
     options = SimpleNamespace(optim=SimpleNamespace(clip_norm=limit))
     clip_gradients(SimpleNamespace(options=options, network=network))
     assert network.weight.grad.norm() == pytest.approx(norm, rel=1e-5)
-
-
-def test_a_batch_larger_than_the_dataset_is_noted():
-    assert "600" in batch_note(5000, 600, "pad")
-    for fine in ((600, 600, "pad"), (5000, 600, "drop"), (5000, None, "pad")):
-        assert not batch_note(*fine)
