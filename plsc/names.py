@@ -45,7 +45,7 @@ OPTIMIZERS = (
 SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
 """Of plsc/train/build.py."""
 
-LOGGERS = ("jsonl", "tensorboard", "mlflow", "wandb")
+LOGGERS = ("jsonl", "tensorboard")
 """Of plsc/train/log.py."""
 
 CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile")

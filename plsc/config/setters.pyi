@@ -313,8 +313,8 @@ class Setters:
         """Set ``train.log_period``: steps between log lines. Default: 200."""
 
     def set_loggers(self, loggers: str | Sequence[str]) -> None:
-        """Set ``train.loggers``: where metrics are written: jsonl, tensorboard, mlflow, wandb; separated
-        by commas, or a list. Default: 'jsonl'.
+        """Set ``train.loggers``: where metrics are written: jsonl, tensorboard; separated by commas, or a
+        list. Default: 'jsonl'.
         """
 
     def set_callbacks(self, callbacks: str | Sequence[str]) -> None:

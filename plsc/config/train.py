@@ -80,7 +80,7 @@ class TrainOptions:
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
     loggers: str | tuple[str, ...] = declare(
         "jsonl",
-        "where metrics are written: jsonl, tensorboard, mlflow, wandb; separated by commas, or a list",
+        "where metrics are written: jsonl, tensorboard; separated by commas, or a list",
         "set_loggers(loggers)",
         _loggers,
     )

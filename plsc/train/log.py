@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: files and tracking tools, and the callbacks that write to them."""
+"""Where the metrics of a run go: files and TensorBoard, and the callbacks that write to them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class JsonLines:
 class TensorBoard:
     """Writes TensorBoard events to the folder. Events after `step` are hidden by TensorBoard."""
 
-    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
+    def __init__(self, folder: Path, step: int, options: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -121,98 +121,12 @@ class TensorBoard:
         self._writer.close()
 
 
-_REFUSED = re.compile(r"[^/\w.\- :]|(?<![^/])(?=\.{0,2}(/|$))")  # MLflow's rule: characters, '', '.', '..'
-
-
-class MLflow:
-    """Writes to a run of MLflow, at MLFLOW_TRACKING_URI. A resumed run continues the run `run_id`.
-
-    Within ``mlflow.start_run()`` of a script, it writes to that run, and does not end it.
-    """
-
-    exit_code = 0
-
-    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
-        import mlflow
-
-        self._mlflow = mlflow
-        active = mlflow.active_run()
-        self._is_own = active is None
-        run = active or mlflow.start_run(run_id or None, run_name=_text(folder.name))
-        self.run_id: str = run.info.run_id
-        # A parameter cannot change.
-        known = mlflow.get_run(self.run_id).data.params
-        values = [(name, value) for name, value in flat_options(options).items() if name not in known]
-        for start in range(0, len(values), 100):  # the limit of MLflow's servers
-            mlflow.log_params(dict(values[start : start + 100]))
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """Write scalars and pictures."""
-        metrics: dict[str, float] = {}
-        for given, value in scalars(entry).items():
-            name = _REFUSED.sub("_", given)[:240]  # MLflow allows 250 characters
-            while name in metrics:
-                name += "_"
-            metrics[name] = value
-        self._mlflow.log_metrics(metrics, step=entry["step"], run_id=self.run_id)
-        for path in entry.get("pictures", {}).values():
-            self._mlflow.log_artifact(path, "pictures", run_id=self.run_id)
-
-    def close(self) -> None:
-        """End the run, unless it is the script's."""
-        active = self._mlflow.active_run()
-        status = "KILLED" if self.exit_code > 128 else "FAILED" if self.exit_code else "FINISHED"
-        if self._is_own and active is not None and active.info.run_id == self.run_id:
-            self._mlflow.end_run(status)
-        elif self._is_own:  # the script has ended it, or has started another one within it
-            self._mlflow.MlflowClient().set_terminated(self.run_id, status)
-
-
-class WandB:
-    """Writes to a run of Weights & Biases. A resumed run continues the run `run_id`.
-
-    If the script has started a run, it writes to that run, and does not end it.
-    """
-
-    exit_code = 0
-
-    def __init__(self, folder: Path, step: int, options: Mapping[str, Any], run_id: str = "") -> None:
-        check_inside(folder / "wandb", folder)
-        import wandb
-
-        self._wandb = wandb
-        self._is_own = wandb.run is None
-        self._run = wandb.run or wandb.init(
-            dir=_reachable(folder),
-            id=run_id or None,
-            resume="allow",
-            settings=wandb.Settings(x_disable_meta=True),  # the command line, with URLs and passwords
-        )
-        config = json.loads(json.dumps(options, ensure_ascii=False).encode("utf-8", "replace"))
-        self._run.config.update(config, allow_val_change=True)
-        if self._is_own:
-            self._run.define_metric("*", step_metric="step")  # W&B's steps cannot be repeated after a resume
-        self.run_id: str = self._run.id
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """Write scalars and pictures."""
-        pictures = {name: self._wandb.Image(path) for name, path in entry.get("pictures", {}).items()}
-        self._run.log({"step": entry["step"], **scalars(entry), **pictures})
-
-    def close(self) -> None:
-        """End the run, unless it is the script's."""
-        if self._is_own:
-            self._run.finish(self.exit_code)
-
-
-LOGGERS: dict[str, Callable[[Path, int, Mapping[str, Any], str], Logger]] = {
+LOGGERS: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
     "jsonl": JsonLines,
     "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": WandB,
 }
 """The loggers by name; called with the folder of the run, the step from which it resumes (0: from scratch),
-its options without secrets, and the `run_id` that the logger had before the resume."""
+and its options without secrets."""
 
 
 def check_packages(names: Iterable[str]) -> None:
@@ -257,7 +171,6 @@ def _drop_later_lines(path: Path, step: int) -> None:
 
 
 PICTURES = "pictures"  # folder of pictures, in the folder of the run
-_RUN_ID = re.compile(r"[\w-]{1,128}")
 _GRID = (8, 8)  # rows and columns
 _ACCURACIES = ("accuracy", "accuracy_top5")
 
@@ -265,17 +178,12 @@ _ACCURACIES = ("accuracy", "accuracy_top5")
 class Logging(Callback):
     """Writes metrics, evaluations, means of epochs and pictures to the loggers, on rank 0.
 
-    Args:
-        custom: the user's loggers, in addition to those of `train.loggers`.
-        is_same_run: whether a resumed run saves to the folder of its checkpoint; then it continues the runs
-            of tracking tools.
+    custom: the user's loggers, in addition to those of `train.loggers`.
     """
 
-    def __init__(self, custom: Sequence[Logger] = (), is_same_run: bool = True) -> None:
+    def __init__(self, custom: Sequence[Logger] = ()) -> None:
         self._custom = custom
-        self._is_same_run = is_same_run
         self._open: dict[str, Logger] = {}
-        self._run_ids: dict[str, str] = {}
         self._epoch = EpochMeans()
         self._context: Context | None = None
 
@@ -287,8 +195,7 @@ class Logging(Callback):
         context.folder.mkdir(parents=True, exist_ok=True)
         options = without_secrets(context.options.as_dict())
         for name in listed_names(context.options.train.loggers):
-            run_id = self._run_ids.get(name, "")
-            self._open[name] = LOGGERS[name](context.folder, context.step, options, run_id)
+            self._open[name] = LOGGERS[name](context.folder, context.step, options)
         self._open |= {f"{type(one).__name__} {number}": one for number, one in enumerate(self._custom)}
 
     def epoch_start(self, context: Context) -> None:
@@ -336,25 +243,15 @@ class Logging(Callback):
                 context.world.log(f"closing the logger {name} failed: {error}", logging.WARNING)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run ids of tracking tools, and the means of an unfinished epoch."""
-        state: dict[str, Any] = {}
-        run_ids = {name: getattr(one, "run_id", "") for name, one in self._open.items() if name in LOGGERS}
-        if any(run_ids.values()):
-            state["run_ids"] = {name: run_id for name, run_id in run_ids.items() if run_id}
-        if self._context is not None and self._context.step_in_epoch:
-            state["epoch"] = self._epoch.state(self._context.losses)
-        return state
+        """Return the means of an unfinished epoch."""
+        context = self._context
+        if context is None or context.step_in_epoch == 0:
+            return {}
+        return {"epoch": self._epoch.state(context.losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the run ids and the means."""
-        saved = {name: values for name, values in state.items() if isinstance(values, dict)}
-        self._epoch.load(saved.get("epoch", {}))
-        if self._is_same_run:
-            self._run_ids = {
-                name: run_id
-                for name, run_id in saved.get("run_ids", {}).items()
-                if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)
-            }
+        """Restore the means."""
+        self._epoch.load(state.get("epoch", {}))
 
     def _write(self, entry: dict[str, Any]) -> None:
         for logger in self._open.values():

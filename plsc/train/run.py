@@ -390,7 +390,7 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     ]
     run.world.log(folder.note)
     if loggers is not None:
-        callbacks.append(Logging(loggers, is_same_run=bool(folder.resumed)))
+        callbacks.append(Logging(loggers))
     else:
         run.world.log("train.fast_dev_run: a few batches of training and evaluation; nothing is saved")
     run.callbacks = Callbacks(callbacks, run.network)

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.errors import DataError, OptionError, TrainingInterrupted
-from plsc.train.log import LOGGERS
+from plsc.errors import OptionError, TrainingInterrupted
 from tests.system.small_entry import entry
 
 STEPS = 3  # per epoch: 10, 10 and 4 images
@@ -40,26 +38,6 @@ def train_and_resume(dataset, folder, *loggers, **settings):
 
 def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-
-
-@pytest.fixture(scope="module")
-def database(tmp_path_factory):
-    """An empty one: MLflow takes seconds to make it."""
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path.parent)  # where pictures of the default experiment are stored
-        mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
-@pytest.fixture
-def mlflow(database, tmp_path, monkeypatch):
-    found = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(database, tmp_path / "mlflow.db")
-    found.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    return found
 
 
 class Remember:
@@ -117,34 +95,17 @@ def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(datas
     assert b"train.batch_size" in b"".join(options.values())
 
 
-def test_any_folder_and_any_name_works(dataset, tmp_path, mlflow, monkeypatch):
+def test_any_folder_and_any_name_works(dataset, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     # xdist cannot send what pytest captures of lines that are not UTF-8.
     monkeypatch.setattr(logging.getLogger("plsc"), "propagate", False)
     folder = tmp_path / os.fsdecode(b"run\xff")
     ins = entry(dataset, folder, set_with_test=True, set_callbacks="images")
-    ins.set_loggers("jsonl", "tensorboard", "mlflow")
+    ins.set_loggers("jsonl", "tensorboard")
     names = ("loss (ema)", "loss _ema_", "../a//b/", "", "n" * 400, "\udcff", 7)
     ins.add_callback(lambda context: [context.log(name, 1.0) for name in names], "after_step")
     assert ins.train().epochs == 1
-    (run,) = mlflow.MlflowClient().search_runs(["0"])
-    assert {"loss _ema_", "loss _ema__", "_../a/_/b/_", "_", "7"} <= run.data.metrics.keys()
     assert list(folder.glob("events.*"))
-
-
-def test_mlflow_gets_one_run_which_a_run_resumed_in_the_same_folder_continues(dataset, tmp_path, mlflow):
-    train_and_resume(dataset, tmp_path / "run", "mlflow", set_callbacks="images")
-    client = mlflow.MlflowClient()
-    (run,) = client.search_runs(["0"])
-    assert (run.info.status, run.data.params["train.batch_size"]) == ("FINISHED", "10")
-    steps = sorted(one.step for one in client.get_metric_history(run.info.run_id, "loss_step"))
-    # Those of the second epoch twice: MLflow deletes no values.
-    assert steps == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 9]
-    assert run.data.metrics["loss_epoch"] > 0
-    names = {one.path for one in client.list_artifacts(run.info.run_id, "pictures")}
-    assert {"pictures/batch_0.png", "pictures/batch_2.png"} <= names
-    train(dataset, tmp_path / "other", "mlflow", resume=tmp_path / "run" / "0")
-    assert len(client.search_runs(["0"])) == 2
 
 
 class Broken(Exception):
@@ -181,71 +142,6 @@ def test_a_logger_gets_the_exit_code(dataset, tmp_path, action, code):
     custom.exit_code = 0
     assert train_until(action, dataset, tmp_path / "own", custom) == (code > 0)
     assert custom.exit_code == code
-
-
-@pytest.mark.parametrize(("action", "status"), [(fail, "FAILED"), (stop, "KILLED")])
-def test_mlflow_gets_the_status_of_the_run(dataset, tmp_path, mlflow, action, status):
-    train_until(action, dataset, tmp_path / "own", "mlflow")
-    (own,) = mlflow.MlflowClient().search_runs(["0"])
-    assert own.info.status == status
-    assert mlflow.active_run() is None
-
-
-def test_mlflow_joins_the_run_of_a_script_and_does_not_end_it(dataset, tmp_path, mlflow):
-    with mlflow.start_run() as mine:
-        for batch in (10, 12):  # a parameter keeps its first value
-            train_until(fail, dataset, tmp_path / f"joined{batch}", "mlflow")
-            assert mlflow.active_run().info.run_id == mine.info.run_id
-        mlflow.log_metric("after", 1)
-    joined = mlflow.get_run(mine.info.run_id)
-    assert joined.info.status == "FINISHED"
-    assert joined.data.metrics["after"] == 1
-    assert joined.data.metrics["loss_step"] > 0
-    assert len(mlflow.MlflowClient().search_runs(["0"])) == 1
-
-
-def test_mlflow_ends_its_run_and_not_one_that_the_script_started_within_it(dataset, tmp_path, mlflow):
-    ins = entry(dataset, tmp_path / "run")
-    ins.set_loggers("mlflow")
-    ins.add_callback(lambda context: mlflow.start_run(nested=True, run_name="inner"), "epoch_end")
-    ins.train()
-    status = {one.info.run_name: one.info.status for one in mlflow.MlflowClient().search_runs(["0"])}
-    assert status == {"run": "FINISHED", "inner": "RUNNING"}
-    while mlflow.active_run():
-        mlflow.end_run()
-
-
-def test_weights_and_biases_does_not_write_through_a_link(tmp_path):
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    run.mkdir()
-    outside.mkdir()
-    (run / "wandb").symlink_to(outside)
-    with pytest.raises(DataError, match="link"):
-        LOGGERS["wandb"](run, 0, {}, "")
-    assert not list(outside.iterdir())
-
-
-def test_weights_and_biases_continues_its_run_joins_that_of_a_script_and_gets_no_command_line(
-    dataset, tmp_path, monkeypatch
-):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint.upload_dir", "s3://me:geheim@host/runs"])
-    train_and_resume(dataset, tmp_path, "wandb", set_callbacks="images")
-    assert wandb.run is None
-    with wandb.init(dir=tmp_path / "script") as mine:
-        train_until(fail, dataset, tmp_path / "joined", "wandb")
-        assert wandb.run is mine
-    wandb.teardown()  # its process then has written everything
-    records = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(records) == 2
-    assert len({path.name for path in records}) == 1  # run-<id>.wandb
-    for path in records:
-        written = path.read_bytes()
-        assert b"eval/lfw/accuracy" in written
-        assert b"geheim" not in written
-    assert list(tmp_path.glob("wandb/**/media/images/batch_*.png"))
-    assert not list(tmp_path.glob("joined/wandb"))
 
 
 def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
@@ -291,9 +187,9 @@ def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     ins = entry(dataset, tmp_path)
     with pytest.raises(OptionError, match="'tensorboard'"):
         ins.set_loggers("tensorbord")
-    monkeypatch.setitem(sys.modules, "wandb", None)  # Python then behaves as if it were not installed
-    with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[wandb\]'"):
-        train(dataset, tmp_path / "run", "wandb")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # Python then behaves as if it were not installed
+    with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[tensorboard\]'"):
+        train(dataset, tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run").exists()
 
 
