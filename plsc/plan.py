@@ -10,11 +10,10 @@ rank used in a step.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,28 +46,6 @@ _LOGITS = (3, 4)
 _UPDATE, _ROUNDED_UPDATE = 6, 11
 _DEVICE = "on the device"
 _DRAW_INDICES = 6  # int64 values per selected row while the classes of a step are sampled
-
-# Changes of options that reduce memory; those that make a run fit are suggested.
-_SMALLER_BACKBONE = {
-    "precision.mode": "bfloat16",
-    "memory.recompute": "all",
-    "train.micro_batches": 4,
-}
-_SMALLER: tuple[dict[str, Any], ...] = (
-    {"head.row_dtype": "bfloat16", "head.state_dtype": "bfloat16"},
-    {"head.row_dtype": "bfloat16", "head.state_dtype": "float32", "head.optimizer": "adagrad"},
-    {"head.row_dtype": "int8", "head.state_dtype": "float32", "head.optimizer": "adagrad"},
-    {"head.sample_ratio": 0.1, "head.offload": True},
-    {
-        "head.row_dtype": "int8",
-        "head.state_dtype": "float32",
-        "head.optimizer": "adagrad",
-        "head.sample_ratio": 0.01,
-        "head.weights_file": "FOLDER",
-    },
-    *({path: value} for path, value in _SMALLER_BACKBONE.items()),
-    _SMALLER_BACKBONE,
-)
 
 
 @dataclass(frozen=True)
@@ -114,14 +91,9 @@ class HeadPlan(PartPlan):
 
     Attributes:
         bytes_per_class: class weights and their optimizer state.
-        operations: floating-point operations of the matrix products per step and rank.
-        rows_moved: bytes of class weights, states and cached softmax terms that a step reads and writes, or
-            with offload copies between CPU and device.
     """
 
     bytes_per_class: int
-    operations: int
-    rows_moved: int
 
 
 @dataclass(frozen=True)
@@ -131,14 +103,12 @@ class Plan:
     Attributes:
         device_limit: memory of a device.
         most_classes: number of classes that fit, at most; 0: none.
-        smaller: if the run does not fit: flags that make it fit, and its memory with them.
     """
 
     head: HeadPlan
     backbone: PartPlan
     device_limit: int
     most_classes: int
-    smaller: dict[str, int]
 
     @property
     def device_bytes(self) -> int:
@@ -151,7 +121,7 @@ class Plan:
         return self.device_bytes <= self.device_limit
 
     def render(self) -> str:
-        """Return the plan as text: whether the run fits, what would fit, and the sizes."""
+        """Return the plan as text: whether the run fits, how many classes would, and the sizes."""
         needed, limit = format_bytes(self.device_bytes), format_bytes(self.device_limit)
         # Three digits, rounded down.
         most = self.most_classes - self.most_classes % 10 ** max(0, len(str(self.most_classes)) - 3)
@@ -159,7 +129,6 @@ class Plan:
             [
                 f"{'fits' if self.fits else 'does not fit'}: {needed} of {limit} per rank; "
                 f"at most {most:,} classes fit",
-                *(f"fits with {flags}: {format_bytes(size)}" for flags, size in self.smaller.items()),
                 "",
                 self.head.render(),
                 "",
@@ -182,9 +151,7 @@ def plan(options: Mapping[str, Any], ranks: int | None = None, device_gb: float 
     ranks = ranks or _config_of(options).runtime.world_size or 1
     limit = int(device_gb * 1e9)
     head, backbone = plan_head(options, ranks), _plan_backbone(options, ranks)
-    room = limit - backbone.device_bytes
-    smaller = {} if head.device_bytes <= room else dict(_what_fits(options, ranks, backbone, limit))
-    return Plan(head, backbone, limit, _most_classes(options, ranks, room), smaller)
+    return Plan(head, backbone, limit, _most_classes(options, ranks, limit - backbone.device_bytes))
 
 
 def _config_of(options: Mapping[str, Any]) -> Config:
@@ -200,29 +167,6 @@ def _config_of(options: Mapping[str, Any]) -> Config:
             f"head.loss_type is {loss_type}; a plan supports only sharded heads (a loss dist_...)"
         )
     return config
-
-
-def _what_fits(
-    options: Mapping[str, Any], ranks: int, backbone: PartPlan, limit: int
-) -> Iterator[tuple[str, int]]:
-    """Yield flags that make head and backbone fit, with the memory then needed."""
-    more = 2 * ranks
-    while more <= _MOST_RANKS:
-        needed = plan_head(options, more).device_bytes + backbone.device_bytes
-        if needed <= limit:
-            yield f"--ranks {more}", needed
-            break
-        more *= 2
-    for changes in _SMALLER:
-        # Not with other options of the run, or such as a network without blocks to recompute.
-        with contextlib.suppress(OptionError):
-            needed = plan_head({**options, **changes}, ranks).device_bytes
-            if needed <= limit and changes.keys() & _SMALLER_BACKBONE.keys():
-                needed += _plan_backbone({**options, **changes}, ranks).device_bytes
-            else:
-                needed += backbone.device_bytes
-            if needed <= limit:
-                yield " ".join(f"--{path} {value}" for path, value in changes.items()), needed
 
 
 def _most_classes(options: Mapping[str, Any], ranks: int, room: int) -> int:
@@ -275,19 +219,13 @@ def plan_head(options: Mapping[str, Any], ranks: int | None = None) -> HeadPlan:
     is_copied = head.offload or head.weights_file is not None
     if ratio < 1 or is_copied:
         step["indices of the sampled classes"] = n * _INDEX * (_DRAW_INDICES if ratio < 1 else 1)
-    copies = n // k * sum(per_class.values())
     if is_copied:
         step |= {f"copy of {name}": n // k * size for name, size in per_class.items()}
-        moved = 2 * copies
-    else:  # forward pass and update read the class weights; states are read once; the update writes both
-        moved = n // k * per_class["weight"] + 2 * copies + 2 * kept
     return HeadPlan(
         f"Head: {head.class_num:,} classes; ranks: {ranks:,}; per rank: {local:,}; global batch: {b:,}",
         {name: local * size for name, size in (per_class | lists).items()},
         step,
         bytes_per_class=sum((per_class | lists).values()),
-        operations=(6 if kept else 8) * b * n * d,  # without kept terms, the update computes the logits again
-        rows_moved=moved,
         place="in CPU memory" if head.offload else _DEVICE if head.weights_file is None else "in a file",
     )
 

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
 from plsc.cli import main
 from plsc.errors import OptionError
@@ -120,18 +118,6 @@ def test_softmax_terms_are_kept_exactly_if_the_head_keeps_them(missing):
     assert (kept is None) == (missing == 1)
 
 
-@pytest.mark.parametrize(("keep_mb", "factor"), [(0, 8), (1, 6)])
-def test_operations_of_the_head_equal_those_of_the_real_products(keep_mb, factor):
-    execution = Execution(keep_bytes=keep_mb * 2**20, kernels="torch", tile=20)
-    head, updates = make(50, 16, execution=execution)
-    with FlopCounterMode(display=False) as counter:
-        step(head, 6, 16)
-        updates.step()
-    sizes = {"head.class_num": 50, "model.emb_size": 16, "train.batch_size": 6}
-    planned = plan_head({**sizes, "head.execution": {"keep_mb": float(keep_mb)}})
-    assert planned.operations == counter.get_total_flops() == factor * 6 * 50 * 16
-
-
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
 def test_stored_bytes_of_the_backbone_equal_those_of_real_tensors(name):
     network = build_model("SmallResNet", 64, (3, 32, 32))
@@ -180,21 +166,14 @@ def test_a_moving_average_is_stored_too():
     assert planned.stored["moving average"] == planned.stored["parameters"] + planned.stored["buffers"]
 
 
-def test_the_answer_lists_changes_that_make_the_run_fit():
+def test_the_answer_says_how_many_classes_would_fit():
     options = {**SMALL, "head.class_num": 10**8, "model.emb_size": 512}
     big = plan(options, ranks=4)  # 102 GB of class weights and momentum per rank
     assert not big.fits
     assert big.device_bytes == big.head.device_bytes + big.backbone.device_bytes
-    assert len(big.smaller) == 6
-    for flags, device_bytes in [*big.smaller.items()][::5]:
-        words = flags.removeprefix("--").replace("ranks", "runtime.world_size").split()
-        change = dict(zip(words[::2], map(yaml.safe_load, words[1::2]), strict=True))
-        change = {path.removeprefix("--"): value for path, value in change.items()}
-        assert plan({"runtime.world_size": 4, **options, **change}).device_bytes == device_bytes
-    first, second, *_ = big.render().splitlines()
+    first, *_ = big.render().splitlines()
     assert "77,800,000 classes" in first
     assert 77_800_000 <= big.most_classes < 77_900_000
-    assert "--ranks 8" in second
 
 
 def test_the_largest_number_of_classes_fits_and_one_more_does_not():
