@@ -117,7 +117,7 @@ class Meter:
 
 
 QUIET = 30.0  # seconds after which a step is logged that is not due, where there is no bar
-_BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix}"
+_BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} {remaining} left{postfix}"
 _COUNT = "{desc} step {n_fmt}{postfix}"  # of unknown length
 
 
@@ -125,7 +125,6 @@ class Progress(Callback):
     """Logs the metrics and evaluations of a run, and shows a progress bar on a terminal; on rank 0."""
 
     def __init__(self) -> None:
-        self._time_left = TimeLeft()
         self._bar: tqdm | None = None
         self._spoke = time.monotonic()
 
@@ -138,8 +137,7 @@ class Progress(Callback):
             self._bar = tqdm(total=total, initial=context.step, dynamic_ncols=True, bar_format=shape)
 
     def after_step(self, context: Context) -> None:
-        """Show the step, and count it for the estimate of the time left."""
-        self._time_left.advance()
+        """Show the step, or log it if no line was logged for long."""
         if self._bar is not None:
             self._bar.set_description_str(_epoch_of(context, context.current_epoch), refresh=False)
             self._bar.set_postfix_str(self._numbers(context, self._loss(context)), refresh=False)
@@ -148,7 +146,7 @@ class Progress(Callback):
             self._log(context, context.current_epoch, self._loss(context))
 
     def logged(self, context: Context) -> None:
-        """Log the progress, the mean loss since the last line, and the time left."""
+        """Log the progress and the mean loss since the last line."""
         self._log(context, context.metrics["epoch"], context.metrics["mean_loss"])
 
     def _log(self, context: Context, epoch: int, loss: float | None) -> None:
@@ -174,16 +172,12 @@ class Progress(Callback):
     exception = run_end
 
     def _numbers(self, context: Context, loss: float | None) -> str:
-        """Return ``loss 5.876 accuracy 0.912 lr 0.1 429 images/s 23s left``, as far as known."""
+        """Return ``loss 5.876 accuracy 0.912 lr 0.1 429 images/s``, as far as known."""
         metrics = context.metrics
         parts = [f"loss {'overflow' if loss is None else f'{loss:#.4g}'}"]
         for key, text in _NUMBERS.items():
             if metrics.get(key) is not None:
                 parts.append(text.format(metrics[key]))
-        steps_left = (context.total_steps or 0) - context.step
-        seconds = self._time_left.seconds(steps_left)
-        if steps_left > 0 and seconds is not None:
-            parts.append(f"{format_duration(seconds)} left")
         return " ".join(parts)
 
 
@@ -201,41 +195,6 @@ def _epoch_of(context: Context, epoch: int) -> str:
     """Return ``epoch 1/3``; the epoch counts from 1 here, from 0 in metrics.jsonl."""
     train = context.options.train
     return f"epoch {epoch + 1}" + ("" if train.steps else f"/{train.epochs}")
-
-
-class TimeLeft:
-    """Estimates the remaining time of a run from the wall-clock time per step so far.
-
-    Evaluation and stalls between the steps count. The first step does not: it includes start-up work.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._first = self._last = 0.0
-        self._steps = -1
-
-    def advance(self) -> None:
-        """Count a step that has just ended."""
-        self._last = self._clock()
-        if self._steps < 0:
-            self._first = self._last
-        self._steps += 1
-
-    def seconds(self, steps_left: int) -> float | None:
-        """Return the estimate for `steps_left` steps, None before two steps were measured."""
-        return steps_left * (self._last - self._first) / self._steps if self._steps > 0 else None
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration as two units at most: ``42s``, ``5m12s``, ``3h05m`` or ``2d07h``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_rest = divmod(minutes, 60)
-    days, hours_rest = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours_rest:02d}h"
-    if hours:
-        return f"{hours}h{minutes_rest:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 class MaxTime(Callback):
@@ -257,7 +216,7 @@ class MaxTime(Callback):
         """Stop the run if its time is over."""
         self._used = self._clock() - self._started
         if context.is_main and self._used >= self._seconds:
-            context.stop(f"the maximum time of {format_duration(self._seconds)} is over")
+            context.stop(f"the maximum time of {self._seconds:g} s is over")
 
     epoch_end = after_step
 

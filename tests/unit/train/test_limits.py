@@ -208,5 +208,5 @@ def test_the_time_before_a_resume_counts(dataset, tmp_path, messages):
     result = run(9)
     assert result.steps == 5
     assert result.checkpoint.name == "2-step5"
-    assert "stopped after step 5: the maximum time of 45s is over" in messages
+    assert "stopped after step 5: the maximum time of 45 s is over" in messages
     assert run(9).steps == 5
