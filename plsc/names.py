@@ -48,7 +48,7 @@ SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "const
 LOGGERS = ("jsonl", "tensorboard")
 """Of plsc/train/log.py."""
 
-CALLBACKS = ("gradient_norm", "images", "check_shape", "check_content", "profile")
+CALLBACKS = ("gradient_norm", "check_shape", "check_content", "profile")
 """Of plsc/train/run.py."""
 
 PROTOCOLS = {

@@ -86,9 +86,8 @@ class TrainOptions:
     )
     callbacks: str | tuple[str, ...] = declare(
         (),
-        "callbacks: gradient_norm (log the norm of the network's gradient), images (draw the first batch of "
-        "each epoch), check_shape (print the shapes of parameters and outputs of each "
-        "layer), check_content (also values and statistics), "
+        "callbacks: gradient_norm (log the norm of the network's gradient), check_shape (print the shapes of "
+        "parameters and outputs of each layer), check_content (also values and statistics), "
         "profile (trace steps 6 to 15 with torch.profiler), or 'package.module:Class'; separated by "
         "commas, or a list",
         "set_callbacks(callbacks)",

@@ -127,7 +127,7 @@ class Logger(Protocol):
     """
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Write the metrics of a step, an evaluation or an epoch, or the paths of pictures by name.
+        """Write the metrics of a step, an evaluation or an epoch.
 
         ``entry["step"]`` is the step. `scalars` returns the numbers of an entry by name.
         """
@@ -220,7 +220,6 @@ class Context:
     error: BaseException | None = field(default=None, init=False)
     stop_reason: str = field(default="", init=False)
     scalars: dict[str, float] = field(default_factory=dict, init=False)
-    pictures: dict[str, Path] = field(default_factory=dict, init=False)
     current: CurrentStep = field(init=False)
 
     def __post_init__(self) -> None:
@@ -302,11 +301,6 @@ class Context:
     def log(self, name: str, value: float) -> None:
         """Add a scalar to the metrics of the next log line; only values of rank 0 are written."""
         self.scalars[str(name)] = float(value)
-
-    def log_picture(self, name: str, path: Path) -> None:
-        """Pass a PNG file to the loggers with the next log line or evaluation; only on rank 0."""
-        if self.is_main:
-            self.pictures[name] = path
 
     def stop(self, reason: str) -> None:
         """End the run after this step, with evaluation and a checkpoint. One rank suffices."""

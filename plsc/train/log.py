@@ -7,7 +7,6 @@ import importlib.util
 import json
 import logging
 import math
-import re
 import shutil
 import signal
 import tempfile
@@ -17,9 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from plsc.config.option import is_finite_number
@@ -27,7 +23,7 @@ from plsc.config.train import listed_names
 from plsc.errors import OptionError, without_secrets
 from plsc.parallel.backbone import gradient_values
 from plsc.storage.publish import replacing
-from plsc.storage.regular import check_inside, open_regular, read_regular
+from plsc.storage.regular import open_regular, read_regular
 from plsc.train.callbacks import Callback, Context, Logger
 from plsc.version import install
 
@@ -108,12 +104,9 @@ class TensorBoard:
             self._writer._get_file_writer().add_summary(summary)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Write scalars and pictures."""
+        """Write scalars."""
         for name, value in scalars(entry).items():
             self._writer.add_scalar(name, value, entry["step"])
-        for name, path in entry.get("pictures", {}).items():
-            pixels = np.asarray(Image.open(path).convert("RGB"))
-            self._writer.add_image(_text(name), pixels, entry["step"], dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:
@@ -170,13 +163,11 @@ def _drop_later_lines(path: Path, step: int) -> None:
         temporary.write_text("".join(kept), encoding="utf-8")
 
 
-PICTURES = "pictures"  # folder of pictures, in the folder of the run
-_GRID = (8, 8)  # rows and columns
 _ACCURACIES = ("accuracy", "accuracy_top5")
 
 
 class Logging(Callback):
-    """Writes metrics, evaluations, means of epochs and pictures to the loggers, on rank 0.
+    """Writes metrics, evaluations and means of epochs to the loggers, on rank 0.
 
     custom: the user's loggers, in addition to those of `train.loggers`.
     """
@@ -213,13 +204,11 @@ class Logging(Callback):
         """Write the metrics of a step."""
         self._epoch.add_accuracies(context.metrics, context.output.batch)
         self._write(context.metrics)
-        self._write_pictures(context)
 
     def evaluated(self, context: Context) -> None:
         """Write the results of an evaluation."""
         results = {name: result.as_dict() for name, result in context.evaluation.items()}
         self._write({**_position(context), "eval": results})
-        self._write_pictures(context)
 
     def epoch_end(self, context: Context) -> None:
         """Write the means of the epoch."""
@@ -256,12 +245,6 @@ class Logging(Callback):
     def _write(self, entry: dict[str, Any]) -> None:
         for logger in self._open.values():
             logger.write(entry)
-
-    def _write_pictures(self, context: Context) -> None:
-        if context.pictures:
-            pictures = {name: str(path) for name, path in context.pictures.items()}
-            self._write({**_position(context), "pictures": pictures})
-            context.pictures = {}
 
 
 def _position(context: Context) -> dict[str, Any]:
@@ -334,41 +317,3 @@ class GradientNorm(Callback):
         if context.is_logged:
             gradients = [p.grad for p in context.network.parameters() if p.grad is not None]
             context.log("gradient_norm", float(get_total_norm(map(gradient_values, gradients))))
-
-
-class Pictures(Callback):
-    """Draws the first batch of each epoch, on rank 0."""
-
-    def batch_start(self, context: Context) -> None:
-        """Draw the first images of the first batch of this rank, after augmentation."""
-        if context.is_main and context.step_in_epoch == 0 and not context.batch.is_input:
-            images: Any = context.batch.final_images()
-            images = images[: _GRID[0] * _GRID[1]]
-            path = _picture_path(context, f"batch_{context.epoch}.png")
-            with replacing(path) as temporary:
-                Image.fromarray(grid_of(images)).save(temporary, "PNG")
-            context.log_picture("batch", path)
-
-
-def _picture_path(context: Context, name: str) -> Path:
-    folder = context.folder / PICTURES
-    folder.mkdir(exist_ok=True)
-    check_inside(folder, context.folder)
-    return folder / name
-
-
-def grid_of(images: Tensor) -> np.ndarray:
-    """Return images [n, C, H, W], uint8 or normalised floats, side by side: uint8 [rows * H, 8 * W, 3]."""
-    if images.is_floating_point():
-        images = (images * 128 + 127.5).clamp(0, 255).byte()
-    pixels = images.cpu().numpy()
-    pixels = pixels if pixels.shape[1] == 3 else pixels[:, :1].repeat(3, axis=1)
-    rows, columns = -(-len(pixels) // _GRID[1]), min(len(pixels), _GRID[1])
-    height, width = pixels.shape[2:]
-    grid = np.full((rows * columns, 3, height, width), 255, np.uint8)
-    grid[: len(pixels)] = pixels
-    return (
-        grid.reshape(rows, columns, 3, height, width)
-        .transpose(0, 3, 1, 4, 2)
-        .reshape(rows * height, columns * width, 3)
-    )

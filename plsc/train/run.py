@@ -49,7 +49,7 @@ from plsc.train.callbacks import Callback, Callbacks, Length, Logger, Position, 
 from plsc.train.data import open_training_data
 from plsc.train.folder import RunFolder
 from plsc.train.layers import LayerTable, Profile
-from plsc.train.log import GradientNorm, Logging, Pictures, check_packages
+from plsc.train.log import GradientNorm, Logging, check_packages
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
@@ -412,7 +412,6 @@ def named_callback(name: str) -> Callback:
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "gradient_norm": GradientNorm,
-    "images": Pictures,
     "check_shape": partial(LayerTable, with_content=False),
     "check_content": partial(LayerTable, with_content=True),
     "profile": Profile,

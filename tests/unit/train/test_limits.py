@@ -158,7 +158,6 @@ def test_a_fast_run_makes_one_step_and_leaves_no_file(dataset, tmp_path, monkeyp
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     fast = {"set_fast_dev_run": True, "set_with_test": True, "set_test_batch_size": 20, "set_train_epochs": 5}
-    fast |= {"set_callbacks": "images"}
     result = entry(dataset, tmp_path / "run", **fast).train()
     assert (result.steps, result.checkpoint, result.evaluation["lfw"].pairs) == (1, None, 10)
     assert not (tmp_path / "run").exists()

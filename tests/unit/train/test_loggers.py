@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from plsc.errors import OptionError, TrainingInterrupted
 from tests.system.small_entry import entry
@@ -80,17 +79,16 @@ def test_a_run_that_resumes_within_an_epoch_has_the_same_loss_of_the_epoch(datas
     assert parts[-1] == last
 
 
-def test_tensorboard_shows_scalars_pictures_and_options_and_each_step_once(dataset, tmp_path):
+def test_tensorboard_shows_scalars_and_options_and_each_step_once(dataset, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train_and_resume(dataset, tmp_path, "tensorboard", set_callbacks="images,gradient_norm")
-    board = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    train_and_resume(dataset, tmp_path, "tensorboard", set_callbacks="gradient_norm")
+    board = EventAccumulator(str(tmp_path)).Reload()
     for name in ("loss_step", "mean_loss", "lr", "images_per_second", "data_seconds", "gradient_norm"):
         assert [one.step for one in board.Scalars(name)] == list(range(1, 3 * STEPS + 1)), name
     for name in ("loss_epoch", "eval/lfw/accuracy"):
         assert [one.step for one in board.Scalars(name)] == [STEPS, 2 * STEPS, 3 * STEPS], name
-    assert len(board.Images("batch")) == 3
     options = board.PluginTagToContent("hparams")
     assert b"train.batch_size" in b"".join(options.values())
 
@@ -100,7 +98,7 @@ def test_any_folder_and_any_name_works(dataset, tmp_path, monkeypatch):
     # xdist cannot send what pytest captures of lines that are not UTF-8.
     monkeypatch.setattr(logging.getLogger("plsc"), "propagate", False)
     folder = tmp_path / os.fsdecode(b"run\xff")
-    ins = entry(dataset, folder, set_with_test=True, set_callbacks="images")
+    ins = entry(dataset, folder, set_with_test=True)
     ins.set_loggers("jsonl", "tensorboard")
     names = ("loss (ema)", "loss _ema_", "../a//b/", "", "n" * 400, "\udcff", 7)
     ins.add_callback(lambda context: [context.log(name, 1.0) for name in names], "after_step")
@@ -146,27 +144,13 @@ def test_a_logger_gets_the_exit_code(dataset, tmp_path, action, code):
 
 def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
     mine = Remember()
-    train(dataset, tmp_path, "jsonl", mine, set_callbacks="images")
+    train(dataset, tmp_path, "jsonl", mine)
     assert mine.is_closed
     assert mine.entries == lines_of(tmp_path)
     only_mine = Remember()
     train(dataset, tmp_path / "other", only_mine, epochs=1)
     assert len([entry for entry in only_mine.entries if "loss" in entry]) == STEPS
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
-
-
-def test_pictures_show_the_batch_after_augmentation(dataset, tmp_path):
-    batches = []
-    ins = entry(dataset, tmp_path, set_callbacks="images")
-    ins.add_callback(lambda context: batches.append(context.batch.final_images()), "batch_start")
-    ins.train()
-    pixels = np.asarray(Image.open(tmp_path / "pictures" / "batch_0.png"))
-    assert pixels.shape == (2 * 16, 8 * 16, 3)  # 12 images in rows of 8
-    for number, image in enumerate(batches[0]):
-        row, column = divmod(number, 8)
-        place = pixels[16 * row : 16 * (row + 1), 16 * column : 16 * (column + 1)]
-        assert np.array_equal(place, image.permute(1, 2, 0).numpy())
-    assert (pixels[16:, 4 * 16 :] == 255).all()
 
 
 def test_a_failing_logger_ends_the_run_and_the_checkpoints_are_complete(dataset, tmp_path):
