@@ -49,9 +49,10 @@ from plsc.predict.predict import Samples, open_samples
 from plsc.predict.protocols import open_dataset
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown
+from plsc.train.build import open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.data import check_unseen
-from plsc.train.targets import Target, evaluate_targets, load_targets
+from plsc.train.targets import Target, evaluate_targets
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +197,9 @@ class Exporter:
 
     def evaluate(self, trained: Trained) -> Results:
         """Return the results of the network on the first pair file, if there is one; a collective."""
-        targets = load_targets(trained.config, self.user.test_reader, ranks=trained.world.size)[:1]
+        targets = open_targets(trained.config, trained.world, self.user.test_reader)[:1]
         results = evaluate_targets(trained.evaluated, targets)
-        return [(target, results[target.name]) for target in targets]
+        return [(target, results[target.name]) for target in targets if isinstance(target, Target)]
 
     def capacity(self, trained: Trained) -> CapacityResult | None:
         """Return what a gallery holds, from the unseen classes; None if none are given; a collective."""

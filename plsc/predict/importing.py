@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ from plsc.checkpoint.tensor_files import (
     refuse_no_match,
 )
 from plsc.config import Options
+from plsc.config.model import ModelOptions
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
 from plsc.parallel.collectives import class_ranges
@@ -128,17 +130,23 @@ def import_checkpoint(
     classes = weights.rows[WEIGHT].shape[0] if WEIGHT in weights.rows else 0
     if class_num is not None and classes != class_num:
         raise CheckpointError(f"{source} has {classes} classes; expected {class_num}; are files missing?")
-    tensors, options, match = _network_of(weights, str(source))
-    _check_head(weights, options)
-    _write(target, tensors, weights, options, class_ranges(classes, max(1, ranks)), path.name)
+    named = weights.network
+    values = {
+        **weights.options,
+        "head.loss_type": weights.loss_type,
+        "head.class_num": classes or None,
+        "model.name": named.name,
+        "model.emb_size": named.emb_size,
+        "model.image_shape": named.image_shape,
+    }
+    options = Options()
+    options.set_together({path: value for path, value in values.items() if value is not None})
+    model = options.model
+    tensors, match = _network_of(weights, model, options.train.seed, str(source))
+    _check_head(weights, model.emb_size)
+    _write(target, tensors, weights, options.as_dict(), class_ranges(classes, max(1, ranks)), path.name)
     return Imported(
-        target,
-        weights.layout,
-        options.model.name if match else None,
-        match,
-        classes,
-        options.model.emb_size,
-        weights.notes,
+        target, weights.layout, model.name if match else None, match, classes, model.emb_size, weights.notes
     )
 
 
@@ -177,24 +185,14 @@ def _read_named(path: Path, layout: str, given: Network) -> Source:
     return source
 
 
-def _network_of(weights: Source, source: str) -> tuple[dict[str, Tensor], Options, Match | None]:
-    """Return the tensors of the network, the options of the network, and what matched."""
-    options = Options()
-    for path, value in weights.options.items():
-        options.set(path, value)
-    options.set("head.loss_type", weights.loss_type)
-    for path, value in (
-        ("model.name", weights.network.name),
-        ("model.emb_size", weights.network.emb_size),
-        ("model.image_shape", weights.network.image_shape),
-    ):
-        if value is not None:
-            options.set(path, value)
+def _network_of(
+    weights: Source, model: ModelOptions, seed: int, source: str
+) -> tuple[dict[str, Tensor], Match | None]:
+    """Return the tensors of the network, and what matched."""
     if not weights.backbone:
-        return {}, options, None
-    model = options.model
+        return {}, None
     with torch.random.fork_rng(devices=[]):  # missing tensors get the values of a new run with this seed
-        torch.manual_seed(options.train.seed)
+        torch.manual_seed(seed)
         built = build_model(model.name, model.emb_size, model.image_shape, model.dropout, model.neck)
     state = built.state_dict()
     with torch.no_grad():
@@ -203,34 +201,35 @@ def _network_of(weights: Source, source: str) -> tuple[dict[str, Tensor], Option
     lost = [name for name in match.missing if not name.endswith("num_batches_tracked")]
     if weights.is_whole and (lost or match.shapes):
         raise CheckpointError(f"{source} is not a complete {model.name}: {'; '.join(match.lines()[1:])}")
-    return state, options, match
+    return state, match
 
 
-def _check_head(weights: Source, options: Options) -> None:
+def _check_head(weights: Source, emb_size: int) -> None:
     if WEIGHT not in weights.rows:
         weights.notes.append("no class weights found; a new head will be initialised")
         return
     shape, bias = weights.rows[WEIGHT].shape, weights.rows.get(BIAS)
-    is_softmax = options.head.loss_type.removeprefix("dist_") == "softmax"
-    if shape[1:] != (options.model.emb_size,) or (bias and bias.shape) != (shape[:1] if is_softmax else None):
+    is_softmax = weights.loss_type.removeprefix("dist_") == "softmax"
+    if shape[1:] != (emb_size,) or (bias and bias.shape) != (shape[:1] if is_softmax else None):
         raise CheckpointError(
             f"the class weights have the shape {list(shape)!s:.80}, the biases {bias and list(bias.shape)}; "
-            f"expected [classes, {options.model.emb_size}], and biases only for softmax: the loss type is "
-            f"{options.head.loss_type}"
+            f"expected [classes, {emb_size}], and biases only for softmax: the loss type is "
+            f"{weights.loss_type}"
         )
-    options.set("head.class_num", shape[0])
 
 
 def _write(
     target: Path,
     tensors: dict[str, Tensor],
     weights: Source,
-    options: Options,
+    saved: dict[str, dict[str, Any]],
     ranges: list[tuple[int, int]],
     source: str,
 ) -> None:
-    """Write the data files and then the manifest to a hidden folder, and publish it as the target."""
-    saved = options.as_dict()
+    """Write the data files and then the manifest to a hidden folder, and publish it as the target.
+
+    saved: the options, by group and name.
+    """
     for name in ("lr", "schedule", "warmup_steps"):  # a run uses its own values
         del saved["optim"][name]
     shards = [[_part(key, parts, *some) for key, parts in weights.rows.items()] for some in ranges]
@@ -249,8 +248,8 @@ def _write(
             epoch=0,
             step_in_epoch=0,
             world_size=len(ranges),
-            emb_size=options.model.emb_size,
-            heads={"": HeadInfo(ranges[-1][1], ranges, options.head.loss_type)},
+            emb_size=saved["model"]["emb_size"],
+            heads={"": HeadInfo(ranges[-1][1], ranges, weights.loss_type)},
             options=saved,
             scalars={
                 METRICS_KEY: {},

@@ -28,7 +28,7 @@ from plsc.parallel.failure import on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.urls import base_name, shown
-from plsc.train.build import load_head
+from plsc.train.build import load_head, open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_unseen, open_labelled
 from plsc.train.targets import (
@@ -36,8 +36,6 @@ from plsc.train.targets import (
     Target,
     TestReader,
     evaluate_targets,
-    load_targets,
-    open_held_out,
     open_pairs,
     verify_target,
 )
@@ -50,13 +48,9 @@ def run_test(options: Options, world: World, user: UserParts) -> dict[str, Any]:
     trained = open_trained(options, world, user.model)
     config, checkpoint = trained.config, trained.checkpoint
     limit = int(config.train.fast_dev_run) or config.train.limit_test_batches
-    targets: list[Target | HeldOutSet] = []
-    targets += load_targets(config, user.test_reader, limit, world.size)
-    head = None
-    if config.data.val_dir is not None:
-        head = load_head(*checkpoint, world)
-        class_names = read_class_names(*checkpoint)
-        targets.append(open_held_out(config, head.class_num, class_names, limit, world))
+    head = None if config.data.val_dir is None else load_head(*checkpoint, world)
+    classes = None if head is None else (head.class_num, read_class_names(*checkpoint))
+    targets = open_targets(config, world, user.test_reader, limit, classes)
     check_any(targets, config.data.dataset_dir)
     results = evaluate_targets(trained.evaluated, targets, head)
     log_results(world, results)
@@ -166,7 +160,8 @@ class Evaluator:
         """Yield the verification of each pair file."""
         config, data = self.trained.config, self.data
         if data.pairs is None:
-            targets = load_targets(config, self.test_reader)
+            opened = open_targets(config, self.trained.world, self.test_reader)
+            targets = [target for target in opened if isinstance(target, Target)]
             check_any(targets, config.data.dataset_dir)
         else:
             place, is_strict = config.data, config.data.bad_images == "stop"

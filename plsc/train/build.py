@@ -36,6 +36,7 @@ from plsc.config.train import (
     listed_names,
     read_parameter_groups,
 )
+from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, OptionError, refusing
 from plsc.heads import (
     ROW_OPTIMIZERS,
@@ -69,6 +70,7 @@ from plsc.parallel.backbone import sum_gradients
 from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular
+from plsc.train.targets import HeldOutSet, Target, TestReader, load_targets, open_held_out
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +192,33 @@ def build_network(options: Config, world: World, custom: Custom | None) -> BaseM
     mode = training_mode(options.precision.mode, device)
     choose_memory_format(model, options.model.image_shape, device, in_16_bits=mode != "float32")
     return model
+
+
+def open_targets(
+    options: Config,
+    world: World,
+    test_reader: TestReader | None,
+    limit: int | float = 1.0,
+    classes: tuple[int, ClassNames | None] | None = None,
+) -> list[Target | HeldOutSet]:
+    """Return the pair files and lists of `data.val_targets`, and the held-out set of `data.val_dir`.
+
+    limit: of the batches of each. classes: number and names of those of the head; None: no held-out set.
+    """
+    data, batch = options.data, options.train.test_batch_size * world.size
+    how: Any = {"landmarks": data.landmarks, "is_strict": data.bad_images == "stop"}
+    targets: list[Target | HeldOutSet] = []
+    targets += load_targets(
+        data.val_targets, Path(data.dataset_dir), batch, limit, test_reader, allowed=data.allowed, **how
+    )
+    if classes is not None and data.val_dir is not None:
+        held_out = open_held_out(
+            data.val_dir, *classes, world, batch, limit, format_arguments=data.format_arguments, **how
+        )
+        if held_out.name in [target.name for target in targets]:
+            raise OptionError(f"a pair file is named {held_out.name!r}, as are the results on data.val_dir")
+        targets.append(held_out)
+    return targets
 
 
 def distribute_backbone(

@@ -42,6 +42,7 @@ from plsc.train.build import (
     build_updates,
     check_combinations,
     distribute_backbone,
+    open_targets,
     training_mode,
     with_rate,
 )
@@ -55,7 +56,6 @@ from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
 from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
-from plsc.train.targets import HeldOutSet, Target, load_targets, open_held_out
 from plsc.train.watch import LearningCheck, Progress, WeightAverage
 
 MOST_ROWS = 12  # of the table of layers
@@ -277,12 +277,9 @@ def build_run(
         checkpoint,
         network.example_input,
     )
-    targets: list[Target | HeldOutSet] = []
-    if options.train.with_test:
-        limit = options.train.limit_val_batches
-        targets += load_targets(options, user.test_reader, limit, world.size)
-        if options.data.val_dir is not None:
-            targets.append(open_held_out(options, data.class_num, data.class_names, limit, world))
+    limit, classes = options.train.limit_val_batches, (data.class_num, data.class_names)
+    is_tested = options.train.with_test
+    targets = open_targets(options, world, user.test_reader, limit, classes) if is_tested else []
     length = Length.of(data.loader.steps_per_epoch, checkpoint)
     total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from plsc.config import Config
 from plsc.config.option import shown_value
 from plsc.data.class_names import ClassNames
 from plsc.data.order import spread
@@ -71,16 +70,22 @@ def open_pairs(
 
 
 def load_targets(
-    options: Config, test_reader: TestReader | None = None, limit: int | float = 1.0, ranks: int = 1
+    names: str | None,
+    folder: Path,
+    batch: int,
+    limit: int | float = 1.0,
+    test_reader: TestReader | None = None,
+    *,
+    allowed: Sequence[str] = (),
+    landmarks: str | None = None,
+    is_strict: bool = True,
 ) -> list[Target]:
-    """Return the pair files and lists that `data.val_targets` names; by default lfw.bin if it exists.
+    """Return the pair files and lists of these names, separated by commas; None: lfw.bin if it exists.
 
-    limit: limit of the batches per file; at least ten pairs are left. Raises DataError for a missing or
-    damaged file, or one with too few pairs for ten folds.
+    folder: the dataset. limit: of the batches per file, of `batch` images; at least ten pairs are left.
+    allowed, landmarks, is_strict: see `open_pairs`. Raises DataError for a missing or damaged file, or one
+    with too few pairs for ten folds.
     """
-    data = options.data
-    how: Any = {"allowed": data.allowed, "landmarks": data.landmarks, "is_strict": data.bad_images == "stop"}
-    names, folder = data.val_targets, Path(data.dataset_dir)
     if test_reader is not None:
         targets = _read_targets(test_reader, str(folder), names or _DEFAULT_TARGET)
     else:
@@ -94,6 +99,7 @@ def load_targets(
             if place is None:
                 raise DataError(f"there is no pair file {stored}, {listed} or {name}")
             check_inside(place, folder)
+            how: Any = {"allowed": allowed, "landmarks": landmarks, "is_strict": is_strict}
             targets.append(open_pairs(str(place), name, **how))
     for target in targets:
         same = int(target.is_same.sum())
@@ -102,13 +108,7 @@ def load_targets(
                 f"{target.name} has {len(target.is_same)} pairs, {same} of them of the same class; expected "
                 f"at least {_FOLDS} pairs, with both same and different classes"
             )
-        if target.name == NAME and data.val_dir is not None:
-            raise OptionError(
-                f"there is a pair file named {NAME!r}, which is the name of the results on data.val_dir; "
-                "rename the file"
-            )
-    batch = options.train.test_batch_size * ranks / 2  # pairs
-    return [_limited(target, spread(target.is_same, batch, limit, _FOLDS)) for target in targets]
+    return [_limited(target, spread(target.is_same, batch / 2, limit, _FOLDS)) for target in targets]
 
 
 def _limited(target: Target, chosen: np.ndarray) -> Target:
@@ -155,16 +155,24 @@ class HeldOutSet:
 
 
 def open_held_out(
-    options: Config, class_num: int, class_names: ClassNames | None, limit: int | float, world: World
+    place: str,
+    class_num: int,
+    class_names: ClassNames | None,
+    world: World,
+    batch: int,
+    limit: int | float = 1.0,
+    *,
+    format_arguments: Mapping[str, Any] | None = None,
+    landmarks: str | None = None,
+    is_strict: bool = True,
 ) -> HeldOutSet:
     """Return the held-out set of `data.val_dir`.
 
-    class_num, class_names: the classes of the head; labels that are names are numbered like them. limit:
-    limit of the batches. Raises DataError if there are no images, or an image has a class that the head
-    lacks.
+    class_num, class_names: the classes of the head; labels that are names are numbered like them. limit: of
+    the batches, of `batch` images. The others: see `open_labelled`. Raises DataError if there are no images,
+    or an image has a class that the head lacks.
     """
-    data, place = options.data, options.data.val_dir
-    source = open_labelled(str(place), data.format_arguments, data.landmarks, data.bad_images == "stop")
+    source = open_labelled(place, format_arguments, landmarks, is_strict)
     if not len(source):
         raise DataError(f"data.val_dir {place} contains no images; choose another dataset")
     stored, own = source.labels(), class_names_of(source)
@@ -177,7 +185,7 @@ def open_held_out(
             )
         labels = class_names.numbers_of(own)[labels]
     elif class_names is not None:
-        _check_numbers(labels, class_names, str(place))
+        _check_numbers(labels, class_names, place)
     unknown = np.flatnonzero((labels < 0) | (labels >= class_num))
     if len(unknown):
         first = int(unknown[0])
@@ -189,7 +197,7 @@ def open_held_out(
         )
     if own is None and class_names is not None:
         world.log(f"data.val_dir: {first_and_last_class(source, class_names)}; its labels are class numbers")
-    chosen = spread(labels, options.train.test_batch_size * world.size, limit)
+    chosen = spread(labels, batch, limit)
     return HeldOutSet(ImagesOf(source, chosen), labels[chosen])
 
 

@@ -20,6 +20,7 @@ from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.machine import on_terminal
 from plsc.parallel.world import World
+from plsc.train.build import open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.data import (
     NO_AUGMENTATION,
@@ -29,7 +30,6 @@ from plsc.train.data import (
     open_training_data,
 )
 from plsc.train.run import run_training
-from plsc.train.targets import load_targets
 from plsc.utils import base64_reader
 from tests.images import write_dataset, write_pair_file
 
@@ -259,10 +259,10 @@ def test_wrong_readers_are_reported_with_what_was_expected(tmp_path):
         with pytest.raises(OptionError, match="train_reader"):
             open_training_data(options, world, reader, None, 4)
     with pytest.raises(OptionError, match="test_reader"):
-        load_targets(options, "lfw")
+        open_targets(options, World.single(), "lfw")
     for result in (None, ([1], ["lfw"]), ([], ["lfw"])):
         with pytest.raises(OptionError, match="test_reader"):
-            load_targets(options, lambda folder, names, result=result: result)
+            open_targets(options, World.single(), lambda folder, names, result=result: result)
 
 
 def test_secrets_of_urls_are_in_no_line_and_no_file_of_a_run(tmp_path, capfd):
@@ -300,7 +300,9 @@ def test_pair_files_lie_beside_a_data_file(tmp_path):
     folder = write_dataset(tmp_path / "set", classes=3, per_class=2)
     write_pair_file(folder / "lfw.bin", folder)
     convert(str(folder), str(folder / "train.rec"))
-    assert [target.name for target in load_targets(options_of(folder / "train.rec"), None)] == ["lfw"]
+    assert [
+        target.name for target in open_targets(options_of(folder / "train.rec"), World.single(), None)
+    ] == ["lfw"]
 
 
 @pytest.mark.parametrize("name", ["pairs.txt", "lfw.bin"])
@@ -309,7 +311,7 @@ def test_pairs_that_are_a_link_out_of_the_dataset_folder_are_not_read(tmp_path, 
     secret.write_text("hunter2")
     (folder / name).symlink_to(secret)
     with pytest.raises(DataError, match="link that leaves") as caught:
-        load_targets(options_of(folder, val_targets=name.removesuffix(".bin")), None)
+        open_targets(options_of(folder, val_targets=name.removesuffix(".bin")), World.single(), None)
     assert "hunter2" not in str(caught.value)
 
 

@@ -15,12 +15,12 @@ from plsc.parallel.world import World
 from plsc.train import build as network
 from plsc.train import run as build
 from plsc.train import step as step_module
-from plsc.train.build import build_scaler, check_combinations, execution_of
+from plsc.train.build import build_scaler, check_combinations, execution_of, open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.restore import restore
 from plsc.train.run import build_run
 from plsc.train.step import LossReader, Step
-from plsc.train.targets import evaluate_targets, load_targets
+from plsc.train.targets import evaluate_targets
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import Scripted, logged, scale_in_any_mode, train_scripted
 from tests.resuming import different, options_of, saved_at, tensors_of, train
@@ -162,7 +162,7 @@ def test_evaluation_is_in_float32(dataset, tmp_path):
         made = options(dataset, tmp_path / name, model__name="SmallResNet", precision__mode=name)
         run = build_run(made, WORLD, UserParts())
         evaluated = EvaluatedNetwork(run.network, WORLD, (3, 16, 16), 8, 0, True)
-        result = evaluate_targets(evaluated, load_targets(made))["lfw"]
+        result = evaluate_targets(evaluated, open_targets(made.resolve(), WORLD, None))["lfw"]
         accuracies[name] = (result.threshold, result.accuracy)
     assert accuracies["float32"] == accuracies["bfloat16"]
 
