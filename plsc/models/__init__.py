@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, refusing, suggest
 from plsc.models.base_model import BaseModel, evaluating
-from plsc.models.dry_run import check_model, describe
+from plsc.models.dry_run import check_model
 from plsc.models.layers import EmbeddingNeck
 from plsc.models.recomputation import find_blocks
 from plsc.names import DEFAULT_NECK, load_function, names_code
 from plsc.version import install
 
-__all__ = ["BaseModel", "build_model", "check_model", "describe", "find_blocks", "load_custom"]
+__all__ = ["BaseModel", "build_model", "check_model", "find_blocks", "load_custom"]
 
 TORCHVISION, TIMM = "torchvision/", "timm/"
 

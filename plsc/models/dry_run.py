@@ -1,4 +1,4 @@
-"""Run a network on blank images, or its example input, to check its output and describe its layers."""
+"""Run a network on blank images, or its example input, to check its output."""
 
 from __future__ import annotations
 
@@ -137,67 +137,3 @@ def choose_memory_format(
     except OptionError:
         network.input_layout = torch.preserve_format
         network.to(memory_format=torch.contiguous_format)
-
-
-def describe(model: nn.Module, image_shape: tuple[int, ...], most_rows: int | None = None) -> str:
-    """Return a table of the layers in call order: name, type, output shape, parameters.
-
-    A layer that is called twice has two rows; its parameters are counted once. With `most_rows`, the rows are
-    the parts of the network, divided further as long as there are not more rows.
-
-    Raises:
-        OptionError: the network fails for images of ``image_shape`` (C, H, W).
-    """
-    rows: list[tuple[str, str, str, str]] = []
-    counted: set[int] = set()
-
-    chosen = {name for name, layer in model.named_modules() if name and not any(layer.children())}
-    if most_rows is not None and len(chosen) > most_rows:
-        chosen = _main_parts(model, most_rows)
-
-    def note(name: str, layer: nn.Module, output: Any) -> None:
-        own = [p for p in layer.parameters() if id(p) not in counted]
-        counted.update(id(p) for p in own)
-        is_batch = isinstance(output, Tensor) and output.dim() > 0
-        shape = str(["b", *output.shape[1:]]).replace("'", "") if is_batch else "-"
-        rows.append((name, type(layer).__name__, shape, f"{sum(p.numel() for p in own):,}"))
-
-    handles = [
-        layer.register_forward_hook(lambda layer, _input, output, name=name: note(name, layer, output))
-        for name, layer in model.named_modules()
-        if name in chosen
-    ]
-    try:
-        dry_run(model, image_shape)
-    finally:
-        for handle in handles:
-            handle.remove()
-    table = [("layer", "kind", "output", "parameters"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    lines = [
-        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
-        for name, kind, shape, count in table
-    ]
-    parameters = list(model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in parameters) / 2**20
-    totals = (
-        f"{sum(p.numel() for p in parameters):,} parameters, {trained:,} of them trained, "
-        f"{size:,.1f} MiB; {sum(b.numel() for b in model.buffers()):,} numbers in buffers"
-    )
-    return "\n".join([*lines, totals])
-
-
-def _main_parts(model: nn.Module, most: int) -> set[str]:
-    """Return the names of the children; sequences are replaced by their items up to `most` names."""
-    parts = dict(model.named_children())
-    waiting = list(parts)
-    while waiting:
-        name = waiting.pop(0)
-        items = {f"{name}.{key}": one for key, one in parts[name].named_children()}
-        is_sequence = isinstance(parts[name], (nn.Sequential, nn.ModuleList))
-        if is_sequence and len(parts) - 1 + len(items) <= most:
-            del parts[name]
-            parts |= items
-            waiting += items
-    return set(parts)

@@ -30,7 +30,7 @@ from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
 from plsc.inputs import split_sizes
-from plsc.models import BaseModel, build_model, describe
+from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import load_function, names_code
 from plsc.parallel.world import World
@@ -58,7 +58,6 @@ from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
 from plsc.train.watch import LearningCheck, Progress, WeightAverage
 
-MOST_ROWS = 12  # of the table of layers
 _LARGE_ON_CPU = 10**7  # parameters of a network
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
 
@@ -265,7 +264,6 @@ def build_run(
     if world.device.type == "cuda" and network.example_input is None:
         # Images have few shapes: time cuDNN's algorithms for each, unless runs have to be equal.
         torch.backends.cudnn.benchmark = not options.train.deterministic
-    layers = describe(network, options.model.image_shape, MOST_ROWS) if world.is_main else ""
     global_batch = options.train.global_batch_size or options.train.batch_size * world.size
     # A source, the order of its samples, and a loader whose workers read, decode and augment them.
     data = open_training_data(
@@ -323,9 +321,7 @@ def build_run(
         targets=targets,
         samples=samples,
         settings=[dict(values) for values in (vars(optimizer), *optimizer.param_groups)],
-        notes=list(
-            filter(None, (layers, *data.notes, slow_note(network, world.device), options.idle_note()))
-        ),
+        notes=list(filter(None, (*data.notes, slow_note(network, world.device), options.idle_note()))),
         is_custom=user.model is not None or names_code(options.model.name),
         length=length,
         global_batch=global_batch,

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from plsc.errors import OptionError
-from plsc.models import BaseModel, check_model, describe
+from plsc.models import BaseModel, check_model
 
 
 class Recorder(BaseModel):
@@ -111,17 +111,3 @@ class MadeInACall(BaseModel):
 def test_check_model_rejects_parameters_created_in_each_call(way, what):
     with pytest.raises(OptionError, match=what):
         check_model(MadeInACall(way), (3, 2, 2), 8)
-
-
-def test_describe_lists_layers_with_shapes_and_counts_a_shared_layer_once():
-    class Shared(Recorder):
-        def build_network(self, input, label, is_train=True):
-            return super().build_network(self.norm(input), label, is_train)
-
-    lines = describe(Shared(), (3, 4, 4)).splitlines()
-    assert [line.split() for line in lines[1:4]] == [
-        ["norm", "BatchNorm2d", "[b,", "3,", "4,", "4]", "6"],
-        ["norm", "BatchNorm2d", "[b,", "3,", "4,", "4]", "0"],
-        ["fc", "Linear", "[b,", "8]", "32"],
-    ]
-    assert lines[4].startswith("38 parameters, 38 of them trained")

@@ -280,8 +280,8 @@ def test_one_class_is_refused_and_empty_classes_are_noted(dataset, tmp_path):
         build_run(options_for(tmp_path / "nested", tmp_path), World.single(), UserParts())
     options = options_for(dataset, tmp_path, head__class_num=5)
     run = build_run(options, World.single(), UserParts())
-    assert run.notes[1] == "images per class: least 0, median 3, most 3"
-    assert run.notes[2].startswith("note: 2 of 5 classes have no images, the first one is class 3")
+    assert run.notes[0] == "images per class: least 0, median 3, most 3"
+    assert run.notes[1].startswith("note: 2 of 5 classes have no images, the first one is class 3")
 
 
 def test_a_metric_that_no_checkpoint_would_have_is_refused(dataset, tmp_path):
