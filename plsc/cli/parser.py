@@ -226,7 +226,7 @@ class CommandParser(argparse.ArgumentParser):
             elif name == "config":
                 set_from_file(options, text)
             else:
-                options.set(name, from_text(text, find_option(name).kind, f"--{name}"), f"--{name}")
+                options.set(name, from_text(text, find_option(name).kind), f"--{name}")
         return {**values, "options": options} if self._takes_options else values
 
     def _hint(self, name: str) -> str:
@@ -235,7 +235,7 @@ class CommandParser(argparse.ArgumentParser):
         return re.sub(r"'([\w.]+)'", r"--\1", near)
 
     def _value(self, one: Argument, text: str) -> Any:
-        value = convert(from_text(text, one.kind, f"--{one.name}"), one.kind)
+        value = convert(from_text(text, one.kind), one.kind)
         if value is WRONG:
             kind = describe_kind(one.kind)
             self.error(f"--{one.name} is {text!r}; expected {kind} ({one.meaning})")

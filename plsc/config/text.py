@@ -13,34 +13,17 @@ import yaml
 from plsc.config.options import Options, all_options, find_option
 from plsc.errors import OptionError, suggest
 
-_LARGEST = 2**20  # bytes per file
 _EXPECTED = "a YAML file with lines such as 'train:' and, indented below it, '  batch_size: 128'"
 _FLOAT, _TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, a date is a string, and aliases are an error.
-
-    300 bytes of nested aliases can expand to gigabytes. where: file or flag, for the error.
-    """
+    """YAML in which 1e-3 is a number and a date is a string."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
         first: [(tag, pattern) for tag, pattern in found if tag not in (_FLOAT, _TIMESTAMP)]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def __init__(self, text: str, where: str) -> None:
-        super().__init__(text)
-        self._where = where
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            line = event.start_mark.line + 1
-            raise OptionError(
-                f"{self._where} has the YAML alias *{event.anchor} in line {line}; write its value"
-            )
-        return super().compose_node(parent, index)
 
 
 _Loader.add_implicit_resolver(
@@ -53,11 +36,11 @@ _Loader.add_implicit_resolver(
 _NUMBERS = re.compile(r"[-\d.eE ]+(,[-\d.eE ]+)+")  # 3,112,112
 
 
-def from_text(text: str, kind: Any, where: str) -> Any:
+def from_text(text: str, kind: Any) -> Any:
     """Parse a string as a value of type `kind`; return the string itself if that is impossible.
 
     A string option takes the text unchanged (or null, if None is allowed); other types are parsed as numbers
-    or YAML. where: the flag or file, for errors.
+    or YAML.
     """
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     for number in (int, float):
@@ -74,9 +57,7 @@ def from_text(text: str, kind: Any, where: str) -> Any:
     if any(typing.get_origin(one) is tuple for one in kinds) and _NUMBERS.fullmatch(text):
         text = f"[{text}]"
     try:
-        return _Loader(text, where).get_single_data()
-    except OptionError:
-        raise
+        return _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
@@ -84,13 +65,13 @@ def from_text(text: str, kind: Any, where: str) -> Any:
 def set_from_file(options: Options, name: str) -> None:
     """Set the options of a YAML file: lines ``train.batch_size: 64``, or nested groups.
 
-    Raises OptionError, with file and line, if the file cannot be read, is larger than 1 MiB, is not valid
-    YAML, has aliases, or has unknown options or invalid values.
+    Raises OptionError, with file and line, if the file cannot be read, is not valid YAML, or has unknown
+    options or invalid values.
     """
     for path, value, place in _entries(name):
         try:
             if isinstance(value, str):
-                value = from_text(value, find_option(path).kind, place)
+                value = from_text(value, find_option(path).kind)
             options.set(path, value, place)
         except OptionError as error:
             raise OptionError(f"{place}: {error}") from error
@@ -99,16 +80,11 @@ def set_from_file(options: Options, name: str) -> None:
 def _entries(name: str) -> list[tuple[str, Any, str]]:
     """Return path, value and place of each option in a file."""
     try:
-        with Path(name).open("rb") as file:
-            data = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise OptionError(f"cannot read {name!r}: {error.strerror}; expected {_EXPECTED}") from error
-    if len(data) > _LARGEST:
-        raise OptionError(f"{name} is larger than {_LARGEST} bytes; expected {_EXPECTED}")
-    try:
-        return _walk(_Loader(data.decode("utf-8-sig"), name), name)
+        return _walk(_Loader(Path(name).read_bytes().decode("utf-8-sig")), name)
     except OptionError:
         raise
+    except OSError as error:
+        raise OptionError(f"cannot read {name!r}: {error.strerror}; expected {_EXPECTED}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or " ".join(str(error).split())[:100]

@@ -31,7 +31,6 @@ def said_of(capsys, *arguments) -> str:
         (b"\xff\xfe", "", "utf-8"),
         (b"a: \0", "", "YAML"),
         ("[" * 100_000, "", "YAML"),
-        ("#" * 2**20 + "\n", "", "larger"),
     ],
 )
 def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(
@@ -42,21 +41,6 @@ def test_what_is_wrong_in_a_file_of_options_is_told_with_its_name_and_line(
     said = said_of(capsys, "config", f"--config={file}")
     assert f"error: {file}{place}" in said
     assert noun in said
-
-
-def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path, capsys):
-    bomb = "&a [x, x]"
-    for level in range(40):  # 2^41 strings
-        bomb = f"&a{level} [{bomb}, *a{level - 1 if level else ''}]"
-    file = tmp_path / "run.yaml"
-    file.write_text(f"optim:\n  groups: {bomb}\n")
-    assert f"{file} has the YAML alias *a in line 2" in said_of(capsys, "config", "--config", file)
-    for arguments in (
-        ["config", "--optim.groups", bomb],
-        ["config", f"--optim.groups={bomb}"],
-        ["plan", "--ranks", bomb],
-    ):
-        assert " has the YAML alias *a in line 1" in said_of(capsys, *arguments)
 
 
 def test_a_string_that_begins_with_a_star_is_a_string(capsys):
