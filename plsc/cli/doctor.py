@@ -123,14 +123,11 @@ def _head_kernels(device: Any) -> Finding:
 
 
 def _data_tools() -> Finding:
-    from plsc.data import decode, native
+    from plsc.data import native
 
-    parts = {"C library": native.library(), "simplejpeg": decode.decode_jpeg}
-    missing = [name for name, part in parts.items() if part is None]
-    if missing:
-        text = f"slower without {' and '.join(missing)}; install a C compiler and simplejpeg, then plsc again"
-        return Finding("warning", "data tools", text)
-    return Finding("ok", "data tools", ", ".join(parts))
+    if native.library() is None:
+        return Finding("warning", "data tools", "slower: no C library; install a C compiler, then plsc")
+    return Finding("ok", "data tools", "C library")
 
 
 def _collective(world: Any) -> Finding:

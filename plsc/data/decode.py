@@ -1,8 +1,8 @@
 """Decode the image of a sample to the network's input size.
 
 JPEG is decoded by simplejpeg (libjpeg-turbo), twice as fast as Pillow, and directly into the batch if the
-size matches. Pillow decodes all other formats, and JPEG if simplejpeg is missing. torchvision's decoders
-are not used: its decode_png crashes the process (segmentation fault, seen with 0.29) on a damaged PNG.
+size matches. Pillow decodes all other formats. torchvision's decoders are not used: its decode_png crashes
+the process (segmentation fault, seen with 0.29) on a damaged PNG.
 
 Encoded images are turned upright by their EXIF orientation here, and nowhere else.
 """
@@ -23,15 +23,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image as PillowImage
 from PIL import ImageFile, UnidentifiedImageError
+from simplejpeg import decode_jpeg, decode_jpeg_header
 
 from plsc.data.alignment import ALIGNED_SIZE, Face, align
 from plsc.errors import DataError
 from plsc.inputs import NO_IMAGE
-
-try:
-    from simplejpeg import decode_jpeg, decode_jpeg_header
-except ImportError:  # a platform without a wheel
-    decode_jpeg = None
 
 Image: TypeAlias = bytes | np.ndarray | torch.Tensor | PillowImage.Image | Face
 ImageShape: TypeAlias = tuple[int, int, int]
@@ -239,7 +235,7 @@ def decode_jpeg_of_size(data: bytes, out: np.ndarray) -> bool:
     libjpeg cannot write beyond ``out``, and nothing of another size is decoded. Raises DataError for a file
     over the limits.
     """
-    if not data.startswith(b"\xff\xd8") or decode_jpeg is None:
+    if not data.startswith(b"\xff\xd8"):
         return False
     _check_file(data)
     height, width = out.shape[:2]
@@ -266,10 +262,8 @@ def _frame_header(height: int, width: int) -> bytes:
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor:
     try:
-        pixels = _decode_strictly(data, channels) if decode_jpeg else _pixels_of(_open(data), channels)
+        pixels = _decode_strictly(data, channels)
     except ValueError:
-        if decode_jpeg is None:
-            raise
         # libjpeg reports its first warning: without those of the header, that is one of the scans.
         plain = _without_metadata(data)
         try:

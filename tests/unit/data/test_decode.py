@@ -30,17 +30,6 @@ def test_a_lossless_file_gives_its_pixels(kind):
     assert torch.equal(decoded, channels_first(picture.convert("RGB")))
 
 
-def test_without_simplejpeg_pillow_decodes_jpeg(monkeypatch):
-    data = encode(smooth_picture(3), "JPEG", quality=95, subsampling=0)
-    expected = decode_image(data, SHAPE)
-    monkeypatch.setattr("plsc.data.decode.decode_jpeg", None)
-    assert (decode_image(data, SHAPE).int() - expected.int()).abs().max() <= 4
-    for name, content in HOSTILE.items():
-        if name.startswith("jpeg"):
-            with pytest.raises(DataError):
-                decode_image(content, SHAPE)
-
-
 def test_transparency_is_laid_over_white():
     pixels = np.zeros((24, 20, 4), dtype=np.uint8)
     pixels[:, 10:, 3] = 255
