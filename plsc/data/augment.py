@@ -7,7 +7,6 @@ from ``augment``.
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 import traceback
@@ -168,9 +167,8 @@ def _change_picture(pixels: np.ndarray, augmentation: Augmentation, draws: Draws
     np.copyto(pixels, changed[:, :, None] if is_gray else changed)
 
 
-Transform = Callable[..., Any]
-"""``f(tensor [C, H, W]) -> tensor``, as in torchvision.transforms.v2, or ``f(image=array)["image"]`` with
-arrays [H, W, C], as in albumentations."""
+Transform = Callable[[torch.Tensor], Any]
+"""``f(tensor [C, H, W]) -> tensor``, as in torchvision.transforms.v2."""
 
 
 def apply_transform(
@@ -184,7 +182,7 @@ def apply_transform(
     key = hash_key(seed, epoch, sample, Operation.TRANSFORM)
     with IsolatedRandom(key).active():
         try:
-            result = _call(transform, pixels, key)
+            result = transform(torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = " ".join(str(error).split())
@@ -192,33 +190,6 @@ def apply_transform(
                 f"the transform raised {type(error).__name__}: {text} ({where.filename}:{where.lineno})"
             ) from error
     return _checked(result, (pixels.shape[2], *pixels.shape[:2]))
-
-
-def takes_image_by_name(transform: Transform) -> bool:
-    """Return whether a callable expects ``image=``: it is of albumentations, or requires that argument.
-
-    A function ``f(image)``, which accepts both, gets a tensor.
-    """
-    if any(kind.__module__.split(".")[0] == "albumentations" for kind in type(transform).__mro__):
-        return True
-    try:
-        parameters = inspect.signature(transform).parameters.values()
-    except (TypeError, ValueError):  # no signature: written in C
-        return False
-    is_positional = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
-    return not is_positional and any(p.name == "image" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _call(transform: Transform, pixels: np.ndarray, key: int) -> Any:
-    if not takes_image_by_name(transform):
-        return transform(torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")))
-    if hasattr(transform, "set_random_seed"):  # albumentations has its own generators
-        transform.set_random_seed(key % 2**32)
-    image = transform(image=pixels.copy())["image"]
-    if isinstance(image, np.ndarray):
-        image = image[:, :, None] if image.ndim == 2 else image
-        image = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
-    return image
 
 
 def _checked(result: Any, shape: tuple[int, ...]) -> torch.Tensor:

@@ -132,25 +132,6 @@ def test_a_transform_is_seeded_by_sample_and_does_not_change_global_generators()
     assert np.array_equal(IMAGE, before)
 
 
-class Compose:
-    """Like in albumentations 2: called by name, with its own generator."""
-
-    def __call__(self, *, image: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
-        noise = self.generator.integers(0, 2, image.shape, dtype=np.uint8)
-        return {"image": image[:, ::-1] + noise}
-
-    def set_random_seed(self, seed: int) -> None:
-        self.generator = np.random.default_rng(seed)
-
-
-def test_an_albumentations_transform_is_called_with_image_arrays_and_seeded():
-    first = transformed(Compose())
-    assert torch.equal(first, transformed(Compose()))
-    assert not torch.equal(first, transformed(Compose(), sample=4))
-    mirrored = torch.from_numpy(IMAGE[:, ::-1].copy()).permute(2, 0, 1)
-    assert (first - mirrored).max() == 1
-
-
 def fail(image: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such\ncolour")
 
@@ -162,7 +143,6 @@ def fail(image: torch.Tensor) -> torch.Tensor:
         (lambda image: image[:, 1:], "3, 3, 5"),
         (lambda image: image.int(), "int32"),
         (lambda image: image.float() / 0, "nan or inf"),
-        (lambda *, image: image, "IndexError"),
         (fail, r"ValueError: no such colour .*test_augment.py:\d+"),
     ],
 )
