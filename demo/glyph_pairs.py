@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,6 @@ from fonts import Face
 from glyph_classes import GlyphClass
 from PIL import Image
 from render import varied
-
-from plsc.data.pairs import write_pairs
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ def pixel_similarity(images: list[PairImage]) -> np.ndarray:
 def write_pair_files(stem: Path, pairs: list[Pair]) -> None:
     """Write the pair file `<stem>.bin` (in the format of lfw.bin) and its description `<stem>.tsv`."""
     encoded = [encode(image.image) for pair in pairs for image in (pair.first, pair.second)]
-    is_same = np.array([pair.kind == "same" for pair in pairs])
-    write_pairs(stem.with_suffix(".bin"), encoded, is_same)
+    is_same = [pair.kind == "same" for pair in pairs]
+    stem.with_suffix(".bin").write_bytes(pickle.dumps((encoded, is_same)))
     with stem.with_suffix(".tsv").open("w", encoding="utf-8") as file:
         file.write("kind\tfirst\tfirst face\tsecond\tsecond face\n")
         for pair in pairs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,6 @@ def turn_images(root: Path) -> None:
 
 def write_pair_file(path: Path, dataset: Path, pairs: int = 40, seed: int = 1) -> Path:
     """Write a pair file from a dataset's images, same and different pairs in turn."""
-    from plsc.data.pairs import write_pairs
-
     rng = np.random.default_rng(seed)
     by_label: dict[str, list[bytes]] = {}
     for line in (dataset / "label.txt").read_text().splitlines():
@@ -65,5 +64,5 @@ def write_pair_file(path: Path, dataset: Path, pairs: int = 40, seed: int = 1) -
         images.append(by_label[labels[first]][0])
         images.append(by_label[labels[other]][-1])
         is_same.append(pair % 2 == 0)
-    write_pairs(path, images, np.array(is_same))
+    path.write_bytes(pickle.dumps((images, is_same)))
     return path

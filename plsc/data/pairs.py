@@ -1,4 +1,4 @@
-"""Read and write verification pairs, pickled as ``(bins, issame_list)``, as for LFW, CFP-FP and AgeDB.
+"""Read verification pairs, pickled as ``(bins, issame_list)``, as for LFW, CFP-FP and AgeDB.
 
 ``bins`` has 2P encoded images, where pair p is the images 2p and 2p + 1; ``issame_list`` has P flags.
 This is the format of insightface's ``.bin`` files, by Python 2 or 3 with any pickle protocol. The pickle
@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import pickletools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -20,7 +19,6 @@ import numpy as np
 
 from plsc.data.sources.base import printable
 from plsc.errors import DataError
-from plsc.storage.publish import replacing
 from plsc.storage.regular import open_regular
 
 _MOST_BYTES = (
@@ -75,19 +73,6 @@ def read_pairs(path: str | os.PathLike[str]) -> PairSet:
         raise DataError(f"{path} is not a pair file, or damaged: {reason}") from error
     images, flags = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
     return _checked(images, flags, str(path))
-
-
-def write_pairs(
-    path: str | os.PathLike[str], images: Sequence[bytes], is_same: Sequence[bool] | np.ndarray
-) -> None:
-    """Write a pair file that insightface, and ``pickle.load`` of any Python 3, can read. The write is atomic.
-
-    Raises:
-        DataError: the number of images is not twice the number of flags, or the file cannot be written.
-    """
-    pairs = _checked(list(images), np.asarray(is_same).tolist(), f"the list for {path}")
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        pickle.dump((pairs.images, pairs.is_same.tolist()), file, protocol=4)
 
 
 class _Bounded:

@@ -1,10 +1,10 @@
+import pickle
 import random
 
 import numpy as np
 import pytest
 
 from plsc.data.decode import decode_image
-from plsc.data.pairs import write_pairs
 from plsc.errors import DataError
 from plsc.utils import jpeg_reader
 from tests.unit.data.conftest import encode, smooth_picture
@@ -35,7 +35,7 @@ def test_arc_train_yields_each_image_once_shuffled_normalised_and_randomly_mirro
 def test_pair_files_are_loaded_with_and_without_flip(tmp_path):
     images = [encode(smooth_picture(i), "PNG") for i in range(4)]
     for name in ("lfw", "cfp_fp"):
-        write_pairs(tmp_path / f"{name}.bin", images, np.array([True, False]))
+        (tmp_path / f"{name}.bin").write_bytes(pickle.dumps((images, [True, False])))
     loaded, names = jpeg_reader.test(tmp_path, "lfw, cfp_fp", image_size=(24, 20))
     assert names == ["lfw", "cfp_fp"]
     (plain, flipped), is_same = loaded[0]
@@ -45,7 +45,7 @@ def test_pair_files_are_loaded_with_and_without_flip(tmp_path):
     expected = (np.array(smooth_picture(2)).transpose(2, 0, 1).astype(np.float32) - 127.5) / 128
     assert np.array_equal(plain[2], expected)
     assert np.array_equal(flipped[2], expected[..., ::-1])
-    write_pairs(tmp_path / "bad.bin", [images[0], b"not an image"], np.array([True]))
+    (tmp_path / "bad.bin").write_bytes(pickle.dumps(([images[0], b"not an image"], [True])))
     with pytest.raises(DataError, match=r"image 1 of .*bad\.bin"):
         jpeg_reader.load_bin(tmp_path / "bad.bin", 16)
     for names in ("gone", " , "):
