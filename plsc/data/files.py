@@ -251,9 +251,10 @@ class PathTable:
     reading writes nothing.
     """
 
-    def __init__(self) -> None:
-        self._text = bytearray()
-        self._ends = array("q", [0])
+    def __init__(self, text: np.ndarray | None = None, ends: np.ndarray | None = None) -> None:
+        """Start with no path, or with the `arrays` of a table, which then cannot grow."""
+        self._text: Any = bytearray() if text is None else text
+        self._ends: Any = array("q", [0]) if ends is None else ends
 
     def append(self, path: bytes) -> None:
         """Append a path."""

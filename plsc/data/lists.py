@@ -24,7 +24,6 @@ import numpy as np
 from plsc.data.files import name_key
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.base import FileSource, printable
-from plsc.data.sources.rows import RowSource
 from plsc.errors import DataError, OptionError, check_name, suggest
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
@@ -62,7 +61,7 @@ def read_listing(location: str | Path, **reading: Any) -> tuple[Source, Listing]
             in a list.
     """
     source = open_source(location, **reading)
-    if not isinstance(source, FileSource | RowSource) or getattr(source, "is_base64", False):
+    if not isinstance(source, FileSource):
         raise DataError(f"the images of {shown(str(location))} are inside its files; expected image files")
     paths = source.paths()
     first: dict[str, int] = {}

@@ -37,7 +37,6 @@ from plsc.data.sources.base import (
     whole_number,
 )
 from plsc.data.sources.image_folders import open_images
-from plsc.data.sources.rows import RowSource
 from plsc.errors import DataError, OptionError, shown, suggest
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input
@@ -356,7 +355,7 @@ class Samples:
         # A custom Dataset may not be thread-safe.
         self.threads = 0 if isinstance(source, TorchDatasetSource) else threads
         self._where: Callable[[int], Any] = source.name
-        if isinstance(source, FileSource) or (isinstance(source, RowSource) and not source.is_base64):
+        if isinstance(source, FileSource):
             self._where = source.path
         self.has_paths = self._where != source.name
         if not self.count:

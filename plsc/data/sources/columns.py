@@ -183,23 +183,15 @@ def _parse_lines(text: str) -> dict[str, int]:
 
 
 def packed_names(names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the class names of the labels from 0 as the array ``names``, JSON; see `NamedLabelSource`."""
+    """Return the class names of the labels from 0 as the array ``names``, JSON; see `ColumnSource`."""
     return {"names": np.frombuffer(json.dumps(names).encode(), np.uint8)}
 
 
-class NamedLabelSource(IndexedSource):
-    """A source whose labels may have names: of ``numbers`` in its index, or of the labels from 0."""
+class ColumnSource(IndexedSource):
+    """A source with an image column and a label column; ``label_map`` maps class names to ids.
 
-    def _set_labels(self, found: Mapping[str, np.ndarray], label_map: str | Path | None) -> None:
-        names: list[str] | None = json.loads(found["names"].tobytes()) if "names" in found else None
-        if names is not None and label_map is None:
-            numbers = found["numbers"].tolist() if "numbers" in found else range(len(names))
-            self.class_names = dict(zip(numbers, names, strict=True))
-        self._labels = with_label_map(found["labels"], names, label_map)
-
-
-class ColumnSource(NamedLabelSource):
-    """A source with an image column and a label column; ``label_map`` maps class names to ids."""
+    Its labels may have names: of ``numbers`` in its index, or of the labels from 0.
+    """
 
     def __init__(
         self,
@@ -210,7 +202,12 @@ class ColumnSource(NamedLabelSource):
         label_map: str | Path | None = None,
     ) -> None:
         labels = LabelReader(names_wanted=label_map is not None)
-        self._set_labels(self._open(str(location), image_column, label_column, labels), label_map)
+        found = self._open(str(location), image_column, label_column, labels)
+        names: list[str] | None = json.loads(found["names"].tobytes()) if "names" in found else None
+        if names is not None and label_map is None:
+            numbers = found["numbers"].tolist() if "numbers" in found else range(len(names))
+            self.class_names = dict(zip(numbers, names, strict=True))
+        self._labels = with_label_map(found["labels"], names, label_map)
 
     @abstractmethod
     def _open(

@@ -207,11 +207,11 @@ def test_a_local_list_may_name_absolute_paths_and_with_allowed_urls(kind, tmp_pa
 
 def test_a_remote_list_may_name_its_own_bucket_and_a_local_one_absolute_paths_and_allowed_urls(tmp_path, s3):
     store = fsspec.filesystem("s3")
-    store.pipe({f"{s3}/a": PNG, f"{s3}/y/list.csv": f"path,label\n{s3}/a,3\n/etc/passwd,0".encode()})
-    source = open_source(f"{s3}/y/list.csv")
-    assert source[0] == (PNG, 3)
+    store.pipe({f"{s3}/a": PNG, f"{s3}/y/list.csv": f"path,label\n{s3}/a,3\n".encode()})
+    assert open_source(f"{s3}/y/list.csv")[0] == (PNG, 3)
+    store.pipe(f"{s3}/y/other.csv", b"path,label\n/etc/passwd,0")
     with pytest.raises(DataError, match="allowed"):
-        source[1]
+        open_source(f"{s3}/y/other.csv")
     (tmp_path / "b").write_bytes(PNG)
     (tmp_path / "list.txt").write_text(f"{tmp_path}/b\n{s3}/a\n")
     with pytest.raises(DataError, match=r"list\.txt:2: .*allowed"):
