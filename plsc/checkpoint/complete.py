@@ -117,16 +117,6 @@ def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manife
     return result
 
 
-def verify_weights(manifest: Manifest) -> None:
-    """Check every byte of the class weights of a checkpoint that are in files; no file is changed.
-
-    Raises CheckpointError: they are missing, damaged or of another checkpoint; DataError: a run uses them.
-    """
-    folder = manifest.options.get("head", {}).get("weights_file")
-    for _, file in _files_of(manifest, Path(str(folder))) if folder else ():
-        file.verify(mark_of(manifest.step, manifest.run_id))
-
-
 def _files_of(manifest: Manifest, folder: Path) -> Iterator[tuple[int, WeightsFile]]:
     """Yield the rank and file of all class weights of a checkpoint that are not in itself."""
     if Role(CLASS_WEIGHTS, "weight").key not in manifest.tensors:

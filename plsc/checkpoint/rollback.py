@@ -32,7 +32,6 @@ _MARK = re.compile(r"\d{12,}-[\w.-]*", re.ASCII)
 NEW = "new"  # name of a file that is about to replace another one
 START = "000000000000-"
 """Mark of the state before the first checkpoint."""
-Undo = Callable[[np.ndarray, np.ndarray], None]
 
 
 def mark_of(step: int, run_id: str) -> str:
@@ -121,7 +120,9 @@ class Journal:
         self._head[1:] = end + counted.nbytes + data.nbytes, crc32(counted.data, checksum)
         move_bytes(os.pwritev, self._file, self._head, 0)
 
-    def read(self, mark: str, undo: Undo = lambda *_: None) -> np.ndarray:
+    def read(
+        self, mark: str, undo: Callable[[np.ndarray, np.ndarray], object] = lambda *_: None
+    ) -> np.ndarray:
         """Read and check the journal of a checkpoint; return the checksums of all pages at it.
 
         undo: called with the numbers [n] and old bytes [n, page_bytes] of each block. Raises OSError;

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.checkpoint.rollback import NEW, START, Journal, Undo, checksums_of, damaged, replace_file, step_of
+from plsc.checkpoint.rollback import NEW, START, Journal, checksums_of, damaged, replace_file, step_of
 from plsc.data.native import crc32, move_blocks
 from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.heads.sampling import count_pages
@@ -162,27 +162,13 @@ class WeightsFile:
                     self._create()
                 else:
                     self._open_pages(mark)
-                    for newer in self._undo(mark, self._write_back):  # a kill meanwhile does no harm
+                    for newer in self._undo(mark):  # a kill meanwhile does no harm
                         self._journal.delete(newer)
                 self._write_header(_boot_id())
                 self._journal.begin(mark or START, self._checksums)
         finally:
             if not self._journal.is_open:
                 self._release()
-
-    def verify(self, mark: str) -> None:
-        """Read all pages in the state of a checkpoint; no file is changed. Raises as `open`."""
-        is_undone = np.zeros(self._count, bool)
-        try:
-            with self._reporting():
-                self._lock = FolderLock(self.folder)
-                self._open_pages(mark)
-                self._undo(mark, lambda numbers, _: np.put(is_undone, numbers, True))
-                kept = np.flatnonzero((self._checksums != 0) & ~is_undone)
-                for some in torch.from_numpy(kept).split(2**10):
-                    self._load(some)
-        finally:
-            self._release()
 
     def close(self) -> None:
         """Wait for writes and flush the files, which can then be used after a power cut."""
@@ -231,12 +217,12 @@ class WeightsFile:
         if os.fstat(self._pages).st_size != self.nbytes:
             raise damaged(self.folder, "pages", f"does not have {self.nbytes} bytes")
 
-    def _undo(self, mark: str, undo: Undo) -> list[str]:
-        """Call `undo` with all pages changed after a checkpoint, the newest first; return the later marks."""
+    def _undo(self, mark: str) -> list[str]:
+        """Write back all pages changed after a checkpoint, the newest first; return the later marks."""
         marks = [newer for newer in reversed(self._journal.marks()) if newer >= mark]
         checksums = [self._journal.read(newer) for newer in marks]  # before a change
         for newer in marks:
-            self._journal.read(newer, undo)
+            self._journal.read(newer, self._write_back)
         self._checksums = checksums[-1]
         return marks[:-1]
 

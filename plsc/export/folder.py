@@ -230,8 +230,6 @@ def write_card(folder: Path, about: dict[str, Any], manifest: Manifest, measured
         limits.append(f"- The graph differs from the network by up to {largest:.1e} per value.")
     header: dict[str, Any] = {"library_name": "plsc", "tags": ["plsc", network]}
     header |= {"pipeline_tag": _TASK} if "image_shape" in known else {}
-    if indexed := [_indexed(one) for one in measured if "tar_intervals" in one.values]:
-        header["model-index"] = [{"name": network, "results": indexed}]
     shown_lines = (line for section in measured for line in lines_of(section))
     # One level lower, and without the pictures and files of a report.
     results = [re.sub("^## ", "### ", line) for line in shown_lines if not line.startswith(("![", "["))]
@@ -245,17 +243,6 @@ def write_card(folder: Path, about: dict[str, Any], manifest: Manifest, measured
         *("## Limits", "", *limits, ""),
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-def _indexed(section: Section) -> dict[str, Any]:
-    """Return the result on a pair file for the ``model-index`` of the Hub."""
-    found, metrics = section.values, [{"type": "accuracy", "value": section.values["accuracy"]}]
-    for far, (low, high) in found["tar_intervals"].items():
-        if far not in found["unresolved_fars"]:
-            name = f"TAR at FAR {far}, 95% interval {low:.4f} to {high:.4f}"
-            metrics.append({"type": "tar", "value": found["tar_at_far"][far], "name": name})
-    task = {"type": _TASK, "name": "verification of pairs"}
-    return {"task": task, "dataset": {"type": section.title, "name": section.title}, "metrics": metrics}
 
 
 def _training_data(manifest: Manifest) -> list[str]:

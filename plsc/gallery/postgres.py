@@ -233,11 +233,6 @@ class PostgresStore:
         if size not in (0, self.size):
             raise CheckpointError(f"{self.path} has vectors of {self.size} values; the model has {size}")
         if model in known:
-            query = "SELECT 1 FROM pg_attribute WHERE attrelid = %s::regclass AND attname = 'mapped'"
-            if not connection.execute(query, [self._table]).fetchall():  # of plsc before 2026-11-26
-                connection.execute(
-                    f"ALTER TABLE {self._table} ADD IF NOT EXISTS mapped text NOT NULL DEFAULT ''"
-                )
             return
         if known:
             text = f"{self.path} has no entries of this network; those of others ({others}) are not searched"

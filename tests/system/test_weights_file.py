@@ -126,20 +126,15 @@ def test_what_cannot_be_resumed_and_a_flipped_bit_are_refused(dataset, tmp_path,
         entry(dataset, tmp_path / "d", **files).train()
     files["set_checkpoint_dir"] = str(second)
     first = entry(dataset, tmp_path / "run", **files, set_train_steps=7).train().checkpoint
-    assert main(["checkpoint", "verify", str(first)]) == 0
     # A flipped bit is found.
     path = tmp_path / "files" / "rank0" / "pages"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     copied = ["copy", first, tmp_path / "whole", "--weights_file", tmp_path / "files"]
-    for words in (["verify", first], copied):
-        assert main(["checkpoint", *map(str, words)]) == 1
-        assert "page 4 " in messages[-1]
+    assert main(["checkpoint", *map(str, copied)]) == 1
+    assert "page 4 " in messages[-1]
     assert not (tmp_path / "whole").exists()
-    shutil.rmtree(tmp_path / "files")
-    assert main(["checkpoint", "verify", str(first)]) == 1
-    assert "class weights" in messages[-1]
 
 
 def test_settings_that_do_not_fit_a_file_are_refused(dataset, tmp_path):

@@ -242,50 +242,24 @@ def swap_pages(pages):
     pages[PAGE_BYTES : 2 * PAGE_BYTES] = first
 
 
-@pytest.mark.parametrize(("damage", "page"), [(flip_bit, 10), (swap_pages, 0)])
-def test_a_damaged_page_is_never_used(opened, damage, page):
+@pytest.mark.parametrize("damage", [flip_bit, swap_pages])
+def test_a_damaged_page_is_never_used(opened, damage):
     head, _ = saved_run(opened, 8)
     head.file.close()
     path = head.file.folder / "pages"
     content = bytearray(path.read_bytes())
     damage(content)
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"pages .*page {page} "):
-        make_existing(head.file.folder).verify(mark_of(8, "run"))
     again, rows = opened(mark_of(8, "run"))
     with pytest.raises(CheckpointError, match=r"pages .*page \d+ "):
         train(again, rows, range(8, 16))
-
-
-def make_existing(folder):
-    return WeightsFile.existing(folder, range(CLASSES), DIMENSION)
-
-
-def test_verify_reads_every_state_that_can_be_resumed_and_changes_nothing(opened):
-    head, rows = opened()
-    for step in range(3):
-        train(head, rows, [step])
-        head.file.begin(mark_of(step + 1, "run"))
-    train(head, rows, [3])
-    head.file.close()
-    paths = [path for path in head.file.folder.iterdir() if path.name != ".lock"]
-    before = [path.read_bytes() for path in paths]
-    for step in range(3):
-        make_existing(head.file.folder).verify(mark_of(step + 1, "run"))
-    assert [path.read_bytes() for path in paths] == before
-    journal = head.file.folder / f"journal-{mark_of(2, 'run')}"
-    flipped = bytearray(journal.read_bytes())
-    flipped[-1] ^= 1
-    journal.write_bytes(flipped)
-    make_existing(head.file.folder).verify(mark_of(3, "run"))
-    with pytest.raises(CheckpointError, match="journal"):
-        make_existing(head.file.folder).verify(mark_of(2, "run"))
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         lambda journal, other: journal[:-PAGE_BYTES],
+        lambda journal, other: journal[:-1] + bytes([journal[-1] ^ 1]),
         lambda journal, other: journal[:TABLE] + bytes([journal[TABLE] + 1]) + journal[TABLE + 1 :],
         lambda journal, other: other,
         lambda journal, other: journal[:20],  # no table

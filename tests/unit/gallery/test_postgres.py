@@ -46,17 +46,6 @@ def ids_of(store):
     return [one.id for one in store.read(0, 10**6)]
 
 
-def test_a_table_without_mapped_entries_of_an_older_version_is_opened(database):
-    with opened(database) as store:
-        store.write(news(3))
-        before = contents(store)
-    with connected(database) as connection:
-        connection.execute("ALTER TABLE plsc_m1 DROP mapped")
-    with opened(database) as store:
-        assert contents(store) == before
-        assert len(store.write(news(1, seed=1))) == 1
-
-
 def test_both_stores_give_the_same_results_for_the_same_calls(database, tmp_path):
     with opened(database) as ours, opened(tmp_path / "s.sqlite") as sqlite:
         ours.build_index()
