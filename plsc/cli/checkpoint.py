@@ -132,25 +132,13 @@ def run_copy(source: str, destination: str, weights_file: str) -> None:
 
 
 def run_import(
-    source: str, target: str, model: str | None, emb_size: int | None, image_shape: str | None, **given: Any
+    source: str, target: str, model: str | None, emb_size: int | None, image_shape: Any, **given: Any
 ) -> None:
     """Convert weights from another program to a checkpoint."""
     from plsc.predict.importing import Network, import_checkpoint
 
-    network = Network(model, emb_size, _read_shape(image_shape))
-    imported = import_checkpoint(source, target, network=network, **given)
+    imported = import_checkpoint(source, target, network=Network(model, emb_size, image_shape), **given)
     print("\n".join(imported.lines()))
-
-
-def _read_shape(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(number) for number in text.strip("[]() ").split(","))
-    except ValueError as error:
-        raise OptionError(
-            f"image_shape is {text!r}; expected channels,height,width, such as 3,112,112"
-        ) from error
 
 
 _CHECKPOINT = word("checkpoint", "a checkpoint: a folder such as saved_model/5, or its fsspec URL")
@@ -173,7 +161,7 @@ GROUP = Group(
                     "emb_size", int, None, "size of the embedding; required if the files do not contain it"
                 ),
                 Argument(
-                    "image_shape", str, None, "channels,height,width; required if the files do not contain it"
+                    "image_shape", tuple[int, int, int], None, "required if the files do not contain it"
                 ),
                 Argument("loss_type", str, None, "loss type; default: that of the layout"),
                 Argument("class_num", int, None, "expected number of classes; another number is an error"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
 from plsc.config.data import FormatArguments
-from plsc.config.option import Size
+from plsc.config.option import Size, at_least
 from plsc.errors import OptionError
 from plsc.version import install
 
@@ -47,8 +47,6 @@ def run_inspect(location: str, check: int, seed: int, **reading: Any) -> None:
     from plsc.data.overview import inspect_dataset
     from plsc.data.sources import open_source
 
-    if check < 0:
-        raise OptionError(f"--check is {check}; expected a number of samples, or 0 for all")
     print(inspect_dataset(open_source(location, **reading), checked=check, seed=seed).render())
 
 
@@ -210,7 +208,7 @@ GROUP = Group(
                 _LOCATION,
                 *_READING,
                 Argument("landmarks", str, None, "file of landmarks, as data.landmarks: check aligned faces"),
-                Argument("check", int, 10_000, "number of random samples to decode; 0: all"),
+                Argument("check", int, 10_000, "random samples to decode; 0: all", check=at_least(0)),
                 Argument("seed", int, 0, "seed of the random samples"),
             ),
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from plsc.cli.data import ALLOWED
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
+from plsc.config.option import at_least
 from plsc.errors import DataError, OptionError, in_terminal, shown
 from plsc.serve import ServeOptions
 
@@ -51,8 +52,6 @@ def run_search(
     threshold, size = embedder.threshold, len(opened)
     if not size:
         raise DataError(f"{shown(gallery)} has no entries of this network")
-    if k < 1:
-        raise OptionError(f"k is {k}; expected the number of entries to find, 1 or more")
     expected = ""
     if capacity is not None and fpir is not None:
         threshold = capacity.strictest(fpir, size)
@@ -139,7 +138,7 @@ COMMANDS: dict[str, Command | Group] = {
             _MODEL,
             word("gallery", "a folder of plsc index, or a postgresql:// URL"),
             Argument("images", list[str], REQUIRED, "images, folders or list files", positional=True),
-            Argument("k", int, 5, "number of entries per image"),
+            Argument("k", int, 5, "number of entries per image", check=at_least(1)),
             Argument("fpir", float, None, "share of strangers to accept, for the threshold of unknown"),
             _NETWORK,
             ALLOWED,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command
+from plsc.config.option import at_least
 from plsc.errors import (
     LAUNCH_PREFIX,
     LAUNCHER_VARIABLE,
@@ -55,13 +56,6 @@ def run_launch(
     Raises OptionError for a wrong argument, DistributedError with the message of the rank that failed first,
     SystemExit after a signal.
     """
-    for flag, value, least in (
-        ("nproc", nproc, 1),
-        ("max-restarts", max_restarts, 0),
-        ("cpu-threads", cpu_threads, 1),
-    ):
-        if value is not None and value < least:
-            raise OptionError(f"--{flag} is {value}; expected at least {least}")
     nodes = _nodes(nnodes, rdzv_endpoint)
     is_alone = nodes[1] == 1
     address: str | None = "127.0.0.1"
@@ -345,17 +339,18 @@ def _failure(rank: int, failure: ProcessFailure, logs: dict[int, Path]) -> Distr
     return error
 
 
+_ONE = at_least(1)
 COMMAND = Command(
     "run a script on several devices, one process (rank) each, on one machine or several",
     run_launch,
     (
         Argument("devices", str, None, "GPU ids such as 0,2, or all, or cpu; default: all GPUs if any"),
-        Argument("nproc", int, None, "number of ranks on this machine; they use the first GPUs or the CPU"),
+        Argument("nproc", int, None, "ranks on this machine; they use the first GPUs or the CPU", check=_ONE),
         Argument("nnodes", str, "1", "number of machines, or MIN:MAX for an elastic run"),
         Argument("rdzv_endpoint", str, None, "host:port of one machine, for the rendezvous"),
-        Argument("max_restarts", int, 0, "how often all ranks are restarted after a failure"),
+        Argument("max_restarts", int, 0, "restarts of all ranks after a failure", check=at_least(0)),
         Argument("log_dir", str, None, "folder for a log file per rank; the console shows rank 0's"),
-        Argument("cpu_threads", int, None, "CPU threads per rank; default: OMP_NUM_THREADS or cores / ranks"),
+        Argument("cpu_threads", int, None, "per rank; default: OMP_NUM_THREADS, cores / ranks", check=_ONE),
         Argument("m", bool, False, "run a module, as python -m does"),
         Argument(
             "script", tuple[str, ...], REQUIRED, "script, or module, and its arguments", positional=True

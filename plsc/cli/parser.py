@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from plsc.config import Options, all_options, find_option
-from plsc.config.option import WRONG, convert, describe_kind
+from plsc.config.option import WRONG, Check, convert, describe_kind
 from plsc.config.options import nearest_option
 from plsc.config.text import from_text, set_from_file
 from plsc.errors import OptionError, did_you_mean
@@ -29,7 +29,7 @@ class Argument:
 
     kind: its type; bool makes a switch. default: default value, or REQUIRED. meaning: help text. positional:
     passed without ``--name``, and may be left out if it has a default; a list takes several words, a tuple
-    all that follow, flags included.
+    all that follow, flags included. check: as of an option.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Argument:
     default: Any
     meaning: str
     positional: bool = False
+    check: Check | None = None
 
 
 def arguments_of(factory: type) -> list[Argument]:
@@ -174,7 +175,8 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(*names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how)
 
     def _passes_words_on(self) -> bool:
-        return any(typing.get_origin(one.kind) is tuple for one in self._arguments.values())
+        words = [one for one in self._arguments.values() if one.positional]
+        return any(typing.get_origin(one.kind) is tuple for one in words)
 
     def _joined(self, words: Sequence[str]) -> list[str]:
         """Return the command line with ``--flag=true`` and ``--flag=false`` for the switches.
@@ -236,9 +238,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def _value(self, one: Argument, text: str) -> Any:
         value = convert(from_text(text, one.kind), one.kind)
-        if value is WRONG:
-            kind = describe_kind(one.kind)
-            self.error(f"--{one.name} is {text!r}; expected {kind} ({one.meaning})")
+        expected = describe_kind(one.kind) if value is WRONG else one.check and one.check(value)
+        if expected:
+            self.error(f"--{one.name} is {text!r}; expected {expected} ({one.meaning})")
         return value
 
 

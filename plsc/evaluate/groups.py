@@ -157,7 +157,7 @@ def _names_of(images: Sequence[Any]) -> Iterator[list[str]]:
     source = images.source if isinstance(images, ImagesOf) else None
     for index in map(int, images.which) if isinstance(images, ImagesOf) else range(len(images)):
         if isinstance(source, FileSource):
-            yield [name_key(FileSource.name(source, index)), name_key(str(source.path(index)))]
+            yield [name_key(FileSource.name(source, index)), name_key(source.path(index))]
         else:
             yield [str(index) if source is None else name_key(source.name(index))]
 

@@ -107,7 +107,7 @@ class ListedImages(FileSource):
         if isinstance(self.root, str):
             return
         for index in range(len(self)):
-            place = str(self.path(index))
+            place = self.path(index)
             if not is_url(place) and not os.path.isfile(place):  # noqa: PTH113 - False for a long name
                 text = f"{self.name(index)}: there is no such image in {self.root}"
                 raise DataError(text, kind="missing")

@@ -287,7 +287,7 @@ def join(folder: str, name: str) -> str:
 
 
 def place_of(folder: str, name: str) -> str:
-    """Return the path or URL of what `located` returned for a folder."""
+    """Return the path or URL of what `located` returned for a folder, or what the user named."""
     return name if is_url(name) else join(folder, name)
 
 

@@ -23,7 +23,7 @@ def get_train_image_list(data_dir: str | Path) -> list[tuple[str, int]]:
     """Return (absolute path, label) of each line of ``label.txt``, in order."""
     source = LabelFileSource(Path(data_dir).absolute())
     labels = source.labels().tolist()
-    return [(str(source.path(index)), label) for index, label in enumerate(labels)]
+    return [(source.path(index), label) for index, label in enumerate(labels)]
 
 
 def arc_train(

@@ -56,7 +56,7 @@ def test_a_mistake_gives_a_one_line_error(dataset, tmp_path, capsys):
         "does not exist": ["inspect", str(tmp_path / "gone")],
         "ends in .tar.zst": ["pack", str(dataset), str(tmp_path / "a.zip")],
         "label_map is set": ["convert", str(dataset), str(tmp_path / "a.rec"), "--label_map", "x"],
-        "--check is -1": ["inspect", str(dataset), "--check", "-1"],
+        "--check is": ["inspect", str(dataset), "--check", "-1"],
         "already exists": ["convert", str(dataset), str(dataset)],
         "expected an integer": ["inspect", str(dataset), "--check", "some"],
     }

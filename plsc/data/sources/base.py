@@ -24,7 +24,7 @@ from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.errors import DataError, add_note, naming, printable
 from plsc.storage.regular import open_regular
-from plsc.storage.urls import base_name, is_url, join, open_filesystem, parent_of, shown, with_retries
+from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, place_of, shown, with_retries
 
 IMAGE_START = re.compile(  # strict, because a list must not publish a private text file
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM.{13}\0{3}|II\*\0|MM\0\*|RIFF.{4}WEBP|P[1-6]\s|....ftyp", re.DOTALL
@@ -156,8 +156,7 @@ class FileSource(IndexedSource):
         folder: the folder of a relative `location`; by default that of the images.
         """
         if location is not None:
-            place = location if is_url(location) else join(folder or str(self.root), location)
-            self.landmarks = Landmarks(place, self._paths)
+            self.landmarks = Landmarks(place_of(folder or str(self.root), location), self._paths)
 
     def check_landmarks(self) -> None:
         """Raise DataError if there is a landmarks file that lacks some of the images."""
@@ -188,12 +187,9 @@ class FileSource(IndexedSource):
         names = (os.fsdecode(self._paths[index]) for index in range(len(self)))
         return [name if is_url(name) else posixpath.normpath(name) for name in names]
 
-    def path(self, index: int) -> Path | str:
+    def path(self, index: int) -> str:
         """Return the path or URL of the image file."""
-        name = os.fsdecode(self._paths[index])
-        if is_url(name):
-            return name
-        return join(self.root, name) if isinstance(self.root, str) else self.root / name
+        return place_of(str(self.root), os.fsdecode(self._paths[index]))
 
     def name(self, index: int) -> str:
         """Return the path below the folder."""
@@ -208,7 +204,7 @@ def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> 
     if is_url(name):
         root, name = parent_of(name), base_name(name)
     if name.startswith("/") or not is_url(root):
-        image = read_image_file(join(root, name), None if name.startswith("/") else folder)
+        image = read_image_file(posixpath.join(root, name), None if name.startswith("/") else folder)
         if name.startswith("/"):
             check_start(image)
         return image
@@ -216,7 +212,7 @@ def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> 
 
     def read() -> bytes | None:
         try:
-            return bytes(filesystem.cat_file(join(inside, name), start=0, end=MAX_FILE_BYTES + 1))
+            return bytes(filesystem.cat_file(posixpath.join(inside, name), start=0, end=MAX_FILE_BYTES + 1))
         except FileNotFoundError:
             return None
 
