@@ -55,6 +55,7 @@ log4j.appender.c.target=System.err
 log4j.appender.c.layout=org.apache.log4j.PatternLayout
 log4j.appender.c.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
 """
+SHORT_JAVA = "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"  # little to optimise in short runs
 _NODES = {"namenode": "namenode.NameNode", "datanode": "datanode.DataNode"}
 
 
@@ -79,7 +80,7 @@ class Hdfs:
     def start(self, node: str) -> None:
         """Start a node."""
         jars = f"{self.folder / 'conf'}:{_jar_folder()}/*"
-        java = ["java", "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", jars]
+        java = ["java", "-Xmx128m", *SHORT_JAVA, "-cp", jars]
         with (self.folder / f"{node}.log").open("ab") as log:
             self.processes[node] = subprocess.Popen(
                 [*java, f"org.apache.hadoop.hdfs.server.{_NODES[node]}"],
@@ -126,7 +127,7 @@ def hdfs_server() -> Iterator[Hdfs]:
         jars = f"{folder / 'conf'}:{_jar_folder()}/*"
         main = "org.apache.hadoop.hdfs.server.namenode.NameNode"
         subprocess.run(
-            ["java", "-cp", jars, main, "-format", "-nonInteractive", "-force"],
+            ["java", *SHORT_JAVA, "-cp", jars, main, "-format", "-nonInteractive", "-force"],
             check=True,
             capture_output=True,
         )

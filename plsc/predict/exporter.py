@@ -22,7 +22,6 @@ from plsc.data.batch import to_input
 from plsc.data.decode import decode_image
 from plsc.errors import CheckpointError, DataError, OptionError, suggest
 from plsc.evaluate.capacity import CapacityResult, evaluate_capacity
-from plsc.evaluate.plots import plot_roc
 from plsc.evaluate.report import Section
 from plsc.evaluate.verification import VerificationResult
 from plsc.export.folder import (
@@ -267,6 +266,8 @@ class Exporter:
         )
         measured = []
         for target, result in results:
+            from plsc.evaluate.plots import plot_roc  # importing matplotlib takes a third of a second
+
             about["accuracy"] = result.accuracy
             about["thresholds"] = thresholds_of(result)
             plot_roc({target.name: (result.cosines, target.is_same)}, folder / ROC_NAME)

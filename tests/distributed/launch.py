@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKING, TORCHRUN = (Path(__file__).with_name(name) for name in ("forking.py", "torchrun.py"))
+QUICKLY = "--run-path", "--start-method=fork"  # ranks are forks of the launcher
 
 
 def clean_environment(**changes: str | None) -> dict[str, str]:
@@ -43,14 +45,13 @@ def of_torchrun(script: str | Path, ranks: int, *args: str) -> list[str]:
     if not ranks:
         return [str(script), *args]
     # --standalone picks a free port, so that tests can run in parallel.
-    options = ["--standalone", f"--nproc-per-node={ranks}"]
-    return [str(Path(__file__).with_name("torchrun.py")), *options, str(script), *args]
+    return [str(TORCHRUN), "--standalone", f"--nproc-per-node={ranks}", *QUICKLY, str(script), *args]
 
 
 def run_torchrun(script: str | Path, ranks: int, *args: str, **how: Any) -> subprocess.CompletedProcess[str]:
     """Run a script with torchrun (plain Python for 0 ranks) and return its output. how: as of `run_ranks`.
 
-    For tests of torchrun's features, such as its failure summary. Only torchrun itself starts quickly.
+    For tests of torchrun's features, such as its failure summary.
     """
     script, *args = of_torchrun(script, ranks, *args)
     return run_ranks(script, 0, *args, **how)

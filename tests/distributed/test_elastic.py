@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from plsc.checkpoint import list_checkpoints
-from tests.distributed.launch import clean_environment
+from tests.distributed.launch import QUICKLY, TORCHRUN, Ranks, clean_environment
 from tests.distributed.test_interruption import wait_for, worker_pids
 from tests.images import write_dataset
 from tests.resuming import losses_of
@@ -33,46 +33,38 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-def start_node(ranks: int, port: int, is_host: bool, *args: str) -> subprocess.Popen[str]:
-    """Start a launcher as one of at most two nodes; the host of the rendezvous must stay alive."""
+def node(ranks: int, port: int, is_host: bool, *args: object) -> list[str]:
+    """Return the words that launch one of at most two nodes; the host of the rendezvous must stay alive."""
     settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
-    return subprocess.Popen(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=3",
-            f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=elastic",
-            f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
-            f"--rdzv-conf=is_host={is_host},{settings}", str(JOB), *args,
-        ],
-        # Without the variable torch 2.15 does not send the rendezvous address to a node that joins later.
-        env=clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+    return [
+        str(TORCHRUN), "--nnodes=1:2", "--max-restarts=3", f"--nproc-per-node={ranks}", *QUICKLY,
+        "--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--local-addr=127.0.0.1", f"--rdzv-conf=is_host={is_host},{settings}", str(JOB), *map(str, args),
+    ]  # fmt: skip
 
 
 def test_an_elastic_job_resumes_when_a_node_joins_or_dies(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 23 steps per epoch
     save_dir, port = tmp_path / "run", free_port()
-    nodes = [start_node(2, port, True, str(dataset), str(save_dir))]
+    # Without the variable torch 2.15 does not send the rendezvous address to a node that joins later.
+    changes = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    script, *words = node(2, port, True, dataset, save_dir)
+    host = Ranks(script, 0, *words, env=changes)
 
     def is_saved_by(ranks: int) -> bool:
         return any(manifest.world_size == ranks for _, manifest in list_checkpoints(save_dir))
 
-    try:
-        wait_for(lambda: is_saved_by(2), nodes[0])
-        nodes.append(start_node(1, port, False, str(dataset), str(save_dir)))
-        wait_for(lambda: is_saved_by(3), nodes[0])
-        doomed = [nodes[1].pid, *worker_pids(nodes[1])]
-        for pid in doomed:  # the launcher first, so that it does not restart ranks
-            os.kill(pid, signal.SIGKILL)
-        (save_dir / "hurry").touch()
-        output, _ = nodes[0].communicate(timeout=150)
-    finally:
-        for node in nodes:
-            if node.poll() is None:
-                for pid in worker_pids(node):
-                    os.kill(pid, signal.SIGKILL)
-                node.kill()
-    assert nodes[0].returncode == 0, output
+    wait_for(lambda: is_saved_by(2), host)
+    joining = [sys.executable, *node(1, port, False, dataset, save_dir)]
+    with subprocess.Popen(joining, env=clean_environment(**changes), start_new_session=True) as guest:
+        try:
+            wait_for(lambda: is_saved_by(3), host)
+        finally:
+            for pid in (guest.pid, *worker_pids(guest)):  # the launcher first, lest it restarts the rank
+                os.kill(pid, signal.SIGKILL)
+    (save_dir / "hurry").touch()
+    output = "".join(host.communicate(timeout=150))
+    assert host.returncode == 0, output
     grown = "ranks: 3 here, 2 in the checkpoint; the global batch size remains 4, with 1 or 2 images per rank"
     assert grown in output, output
     assert "at step" in output.split(grown)[1], output

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from plsc.checkpoint import list_checkpoints, read_manifest
-from tests.distributed.launch import Ranks, clean_environment, of_torchrun, run_ranks
+from tests.distributed.launch import FORKING, Ranks, of_torchrun, run_ranks
 from tests.images import write_dataset
 from tests.resuming import different, losses_of
 
@@ -98,12 +96,14 @@ def test_when_a_rank_is_killed_the_others_stop_within_seconds(dataset, tmp_path)
         read_manifest(path)
 
 
-def long_run(dataset, save_dir):
-    """Return the command of `plsc launch` and a run of which only a signal saves a checkpoint."""
+def start_long_run(dataset, tmp_path, first):
+    """Start `plsc launch`, after a line of Python, with a run of which only a signal saves a checkpoint."""
+    script, run = tmp_path / "start.py", f"runpy.run_path({str(FORKING)!r}, run_name='__main__')"
+    script.write_text(f"import os, runpy, signal\n{first}\n{run}")
     settings = "set_train_epochs=1000000", "set_save_every_n_epochs=1000000"
     workers = "set_num_workers=1", "transform=1"  # in a process
-    launcher = "-m", "plsc.cli", "launch", "--nproc", "1"
-    return [sys.executable, *launcher, str(JOB), str(dataset), str(save_dir), *settings, *workers]
+    words = JOB, dataset, tmp_path / "run", *settings, *workers
+    return Ranks(script, 0, "--nproc", "1", *map(str, words))
 
 
 def steps_of(save_dir):
@@ -112,42 +112,32 @@ def steps_of(save_dir):
 
 
 def test_ignored_signals_stay_ignored_as_under_nohup_and_another_saves(dataset, tmp_path):
-    ignored = "HUP", "TERM"
-    save_dir = tmp_path / "run"
-    shell = ["sh", "-c", f"trap '' {' '.join(ignored)}; exec \"$@\"", "sh"]
-    command = [*shell, *long_run(dataset, save_dir)]
-    job = subprocess.Popen(command, env=clean_environment(), start_new_session=True)
-    try:
-        wait_for(lambda: steps_of(save_dir) > 3, job)
-        for name in ignored:
-            for group in {job.pid, *(os.getpgid(pid) for pid in worker_pids(job))}:
-                os.killpg(group, getattr(signal, f"SIG{name}"))
-        before = steps_of(save_dir)
-        wait_for(lambda: steps_of(save_dir) > before + 3, job)
-        assert not list_checkpoints(save_dir)
-        job.send_signal(signal.SIGINT)
-        assert job.wait(60) == 128 + signal.SIGINT
-    finally:
-        job.kill()
+    ignored, save_dir = (signal.SIGHUP, signal.SIGTERM), tmp_path / "run"
+    ignore = "for number in {}, {}: signal.signal(number, signal.SIG_IGN)".format(*map(int, ignored))
+    job = start_long_run(dataset, tmp_path, ignore)
+    wait_for(lambda: steps_of(save_dir) > 3, job)
+    for number in ignored:
+        for group in {job.pid, *(os.getpgid(pid) for pid in worker_pids(job))}:
+            os.killpg(group, number)
+    before = steps_of(save_dir)
+    wait_for(lambda: steps_of(save_dir) > before + 3, job)
+    assert not list_checkpoints(save_dir)
+    os.kill(job.pid, signal.SIGINT)
+    output = job.communicate(60)
+    assert job.returncode == 128 + signal.SIGINT, output
     assert list_checkpoints(save_dir)[-1][1].step > before
 
 
 def test_a_run_whose_terminal_is_closed_saves(dataset, tmp_path):
     save_dir = tmp_path / "run"
     master, terminal = pty.openpty()
-    command = long_run(dataset, save_dir)
-    take = "import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # the controlling terminal
-    job = subprocess.Popen(
-        [sys.executable, "-c", f"{take}; os.execv({sys.executable!r}, {command!r})"],
-        env=clean_environment(), start_new_session=True, stdin=terminal, stdout=terminal, stderr=terminal,
-    )  # fmt: skip
-    try:
-        os.close(terminal)
-        wait_for(lambda: os.read(master, 2**16) and steps_of(save_dir) > 3, job)
-        os.close(master)  # as the end of an ssh session
-        assert job.wait(60) == 128 + signal.SIGHUP
-    finally:
-        job.kill()
+    take = f"one = os.open({os.ttyname(terminal)!r}, os.O_RDWR)"  # the controlling terminal
+    job = start_long_run(dataset, tmp_path, f"{take}; [os.dup2(one, stream) for stream in range(3)]")
+    wait_for(lambda: steps_of(save_dir) > 3, job)
+    os.close(terminal)
+    os.close(master)  # as the end of an ssh session
+    job.communicate(60)
+    assert job.returncode == 128 + signal.SIGHUP
     assert list_checkpoints(save_dir)[-1][1].step > 3
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ROOT, clean_environment, run_ranks
+from tests.distributed.launch import FORKING, ROOT, clean_environment, run_ranks
 from tests.distributed.test_interruption import JOB, wait_for
 from tests.images import write_dataset
 from tests.resuming import different, losses_of
@@ -75,7 +75,7 @@ class Machine:
 
     def launch(self, endpoint: str, ranks: int, *words: str) -> subprocess.Popen[bytes]:
         inside = ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", NAMED, self.name]
-        command = [sys.executable, "-m", "plsc.cli", "launch", "--nnodes", "2", "--nproc", str(ranks)]
+        command = [sys.executable, str(FORKING), "--nnodes", "2", "--nproc", str(ranks)]
         with self.output.open("wb") as file:
             return subprocess.Popen(
                 [*inside, *command, "--devices", "cpu", "--rdzv-endpoint", endpoint, *words],

@@ -14,6 +14,7 @@ import pyarrow.dataset
 import pytest
 
 from plsc.export import open_model
+from tests.hdfs_server import SHORT_JAVA
 from tests.serving import ROOT, export_model
 
 pytestmark = pytest.mark.slow
@@ -71,6 +72,7 @@ def run(code, folder):
         "HF_HOME": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",
         "SPARK_LOCAL_IP": "127.0.0.1",
+        "JAVA_TOOL_OPTIONS": " ".join(SHORT_JAVA),
     }
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
