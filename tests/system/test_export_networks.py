@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchvision.models import swin_transformer
+from torchvision.models import shufflenetv2, swin_transformer
 
 from plsc.checkpoint import Manifest
 from plsc.checkpoint.manifest import HeadInfo
@@ -80,12 +80,22 @@ def difference(folder, network, shape, precision, kind="onnx", flip=False):
     return compare(served, load_graph(folder, kind), images, precision)
 
 
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    """Make networks of few blocks, but each kind of them: deeper ones take long to export."""
+    monkeypatch.setitem(resnet.DEPTHS, 18, ((1, 2, 1, 1), False))
+    monkeypatch.setitem(resnet.DEPTHS, 101, ((1, 2, 1, 1), True))
+    monkeypatch.setitem(resnet.IRESNET_BLOCKS, 18, (1, 2, 1, 1))
+    swin, shuffle = swin_transformer.SwinTransformer, shufflenetv2.ShuffleNetV2
+    first = {"depths": [2, 1], "num_heads": [3, 6]}  # of four stages
+    monkeypatch.setattr(swin_transformer, "SwinTransformer", lambda **how: swin(**{**how, **first}))
+    monkeypatch.setattr(
+        shufflenetv2, "ShuffleNetV2", lambda _, *more, **how: shuffle([1, 2, 1], *more, **how)
+    )
+
+
 @pytest.mark.parametrize("name", [*OURS, *OTHERS])
-def test_the_graph_of_every_kind_of_network_equals_the_network(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(resnet.DEPTHS, 101, ((1, 2, 1, 1), True))  # its bottleneck blocks, but few of them
-    whole = swin_transformer.SwinTransformer
-    first = {"depths": [2, 2], "num_heads": [3, 6]}  # of its four stages
-    monkeypatch.setattr(swin_transformer, "SwinTransformer", lambda **how: whole(**{**how, **first}))
+def test_the_graph_of_every_kind_of_network_equals_the_network(name, tmp_path):
     network = build_model(name, 64, SHAPE)
     assert difference(tmp_path, network, SHAPE, "float32")[0] <= 1e-5
 
@@ -98,9 +108,11 @@ def test_the_graph_of_every_kind_of_network_equals_the_network(name, tmp_path, m
         ("timm/vit_tiny_patch16_224", "onnx", "float16"),
     ],
 )
-def test_networks_in_lower_precision(name, kind, precision, tmp_path):
+def test_networks_in_lower_precision(name, kind, precision, tmp_path, monkeypatch):
     if name.startswith("timm/"):
-        pytest.importorskip("timm")
+        vision = pytest.importorskip("timm").models.vision_transformer
+        whole = vision.VisionTransformer
+        monkeypatch.setattr(vision, "VisionTransformer", lambda **how: whole(**{**how, "depth": 2}))
     difference(tmp_path, build_model(name, 64, SHAPE), SHAPE, precision, kind)
 
 

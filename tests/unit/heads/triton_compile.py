@@ -34,7 +34,7 @@ OTHERS = (
     Shape(has_hard=True, is_sampled=True, dimension=1),
     *(Shape(batch, classes=20_000, dimension=64, products=BF16) for batch in (768, 1000)),  # a tile of a run
 )
-SHAPES = {90: (*HEAVY, *OTHERS), 80: HEAVY, 120: HEAVY}
+SHAPES = {90: (*HEAVY, *OTHERS), 80: HEAVY, 120: HEAVY[:1]}  # 120 has the matrix instructions of 80
 compiled = set()
 
 
