@@ -89,9 +89,8 @@ def few_blocks(monkeypatch):
     swin, shuffle = swin_transformer.SwinTransformer, shufflenetv2.ShuffleNetV2
     first = {"depths": [2, 1], "num_heads": [3, 6]}  # of four stages
     monkeypatch.setattr(swin_transformer, "SwinTransformer", lambda **how: swin(**{**how, **first}))
-    monkeypatch.setattr(
-        shufflenetv2, "ShuffleNetV2", lambda _, *more, **how: shuffle([1, 2, 1], *more, **how)
-    )
+    few = [1, 2, 1]
+    monkeypatch.setattr(shufflenetv2, "ShuffleNetV2", lambda _, *more, **how: shuffle(few, *more, **how))
 
 
 @pytest.mark.parametrize("name", [*OURS, *OTHERS])
