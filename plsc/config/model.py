@@ -262,9 +262,9 @@ class HeadOptions:
     )
     state_dtype: str = of_run(
         "float32",
-        "dtype of the optimizer state of class weights: float32, bfloat16, or int8 (sgd only)",
+        "dtype of the optimizer state of class weights: float32 or bfloat16",
         "set_row_state_dtype(dtype)",
-        one_of("float32", "bfloat16", "int8"),
+        one_of("float32", "bfloat16"),
         needs=SHARDED,
     )
     offload: bool = of_run(

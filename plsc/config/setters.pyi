@@ -107,8 +107,8 @@ class Setters:
         """
 
     def set_row_state_dtype(self, dtype: str) -> None:
-        """Set ``head.state_dtype``: dtype of the optimizer state of class weights: float32, bfloat16, or
-        int8 (sgd only); only if class weights are sharded (a loss dist_...). Default: 'float32'.
+        """Set ``head.state_dtype``: dtype of the optimizer state of class weights: float32 or bfloat16;
+        only if class weights are sharded (a loss dist_...). Default: 'float32'.
         """
 
     def set_head_offload(self, offload: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads.base import gather_batch
 from plsc.heads.geometry import normalised
-from plsc.heads.rules import BLOCK, MOMENTUM, MOMENTUM_SCALE, Rule, apply_rule
+from plsc.heads.rules import MOMENTUM, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
 from plsc.heads.softmax import ForwardContext
 from plsc.heads.update import rows_of
@@ -35,14 +35,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
     kind: str
     _empty_states: Callable[[Tensor], States]
-    state_dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
     def __init__(self, head: ShardedHead, state_dtype: str | torch.dtype, **settings: Any) -> None:
         for name, value in settings.items():
             if min(value if isinstance(value, tuple) else (value,)) < 0:
                 raise OptionError(f"{name} is {value}; expected 0 or more")
         self.head = head
-        self._dtype = read_dtype("state_dtype", state_dtype, self.state_dtypes)
+        self._dtype = read_dtype("state_dtype", state_dtype, ("float32", "bfloat16"))
         if head.weight.dtype is torch.float64:
             self._dtype = torch.float64
         parameters = [head.weight] + ([] if head.bias is None else [head.bias])
@@ -169,14 +168,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 class RowSGD(RowOptimizer):
-    """SGD with momentum and L2 decay, as torch.optim.SGD. State per class: D values of 4, 2 or 1 bytes.
+    """SGD with momentum and L2 decay, as torch.optim.SGD. State per class: D values of 4 or 2 bytes.
 
-    state_dtype: of the momentum: 'float32', 'bfloat16' (stochastic rounding) or 'int8' (stochastic rounding,
-    one scale per block of 256 values; 8-bit states: Dettmers et al. 2022).
+    state_dtype: of the momentum: 'float32' or 'bfloat16' (stochastic rounding).
     """
 
     kind = "sgd"
-    state_dtypes = ("float32", "bfloat16", "int8")
 
     def __init__(
         self,
@@ -192,13 +189,7 @@ class RowSGD(RowOptimizer):
         )
 
     def _empty_states(self, parameter: Tensor) -> States:
-        if not self.defaults["momentum"]:
-            return {}
-        states = {MOMENTUM: self._zeros(parameter)}
-        if states[MOMENTUM].dtype is torch.int8:
-            blocks = -(-states[MOMENTUM].shape[-1] // BLOCK)
-            states[MOMENTUM_SCALE] = parameter.new_zeros(*parameter.shape[:-1], blocks, dtype=torch.float32)
-        return states
+        return {MOMENTUM: self._zeros(parameter)} if self.defaults["momentum"] else {}
 
 
 class RowAdamW(RowOptimizer):

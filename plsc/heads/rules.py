@@ -20,9 +20,7 @@ RowIndex = Tensor | slice
 _LOW = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 
-MOMENTUM, MOMENTUM_SCALE = "momentum_buffer", "momentum_scale"
-BLOCK = 256
-"""Columns that share a scale in int8 states."""
+MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,8 @@ class Rule:
 
     Attributes:
         kind: the optimizer, which determines the states.
-            'sgd': momentum_buffer [rows, D], with momentum_scale [rows, blocks] if int8; none if momentum
-            is 0. 'adamw': exp_avg and exp_avg_sq [rows, D], steps int32 [rows] (sampled classes skip some
-            steps). 'adagrad': sum_of_squares [rows].
+            'sgd': momentum_buffer [rows, D]; none if momentum is 0. 'adamw': exp_avg and exp_avg_sq
+            [rows, D], steps int32 [rows] (sampled classes skip some steps). 'adagrad': sum_of_squares [rows].
         key: of the rounding noise of this step. Class weights use key, the states key + 1 and key + 2.
     """
 
@@ -60,8 +57,8 @@ def _sgd(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, indi
     """Apply SGD as torch.optim.SGD."""
     g = g + rule.weight_decay * w
     if rule.momentum:
-        m = _read_momentum(states, where, g) * rule.momentum + g
-        _write_momentum(states, where, m, indices, rule.key + 1)
+        m = states[MOMENTUM][where].to(g) * rule.momentum + g
+        _write(states[MOMENTUM], where, m, indices, rule.key + 1)
         g = g + rule.momentum * m if rule.nesterov else m
     w -= rule.lr * g
 
@@ -87,42 +84,14 @@ def _adagrad(rule: Rule, w: Tensor, g: Tensor, states: States, where: RowIndex, 
     w -= rule.lr * g / (h.sqrt() + rule.eps)[:, None]
 
 
-def kernel_states(rule: Rule, states: States, weight: Tensor, has_int8: bool = False) -> list[Tensor] | None:
-    """Return the states for a C or Triton kernel; None if the kernels do not support this rule or state.
-
-    has_int8: the kernels support int8 states.
-    """
-    names = {
-        "sgd": [MOMENTUM, MOMENTUM_SCALE],
-        "adamw": ["exp_avg", "exp_avg_sq"],
-        "adagrad": ["sum_of_squares"],
-    }
-    if rule.kind not in names:
-        return None
-    if rule.kind == "sgd" and not rule.momentum:
-        return []
-    found = [states[name] for name in names[rule.kind] if name in states]
-    for state in found:
-        is_known = state.dtype in (torch.float32, torch.bfloat16) or (has_int8 and state.dtype is torch.int8)
-        if not (is_known and state.device == weight.device and state.is_contiguous()):
-            return None
-    return found
-
-
-def _read_momentum(states: States, where: RowIndex, like: Tensor) -> Tensor:
-    levels = states[MOMENTUM][where]
-    if levels.dtype is not torch.int8:
-        return levels.to(like)
-    return from_int8(levels, states[MOMENTUM_SCALE][where]).to(like)
-
-
-def _write_momentum(states: States, where: RowIndex, values: Tensor, indices: Tensor, key: int) -> None:
-    if states[MOMENTUM].dtype is not torch.int8:
-        _write(states[MOMENTUM], where, values, indices, key)
-        return
-    levels, scale = to_int8(values, indices, key)
-    states[MOMENTUM][where] = levels.to(states[MOMENTUM].device)
-    states[MOMENTUM_SCALE][where] = scale.to(states[MOMENTUM_SCALE].device)
+def kernel_states(rule: Rule, states: States) -> list[Tensor]:
+    """Return the states in the order of the arguments of a C or Triton kernel."""
+    if rule.kind == "sgd":
+        return [states[MOMENTUM]] if rule.momentum else []
+    return [
+        states[name]
+        for name in {"adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum_of_squares",)}[rule.kind]
+    ]
 
 
 def _write(stored: Tensor, where: RowIndex, values: Tensor, indices: Tensor, key: int) -> None:
@@ -156,27 +125,6 @@ def to_bfloat16(values: Tensor, rows: Tensor, key: int) -> Tensor:
     rounded = (bits + random) & ~0xFFFF
     rounded = torch.where(values.isfinite(), rounded, bits)
     return rounded.view(torch.float32).bfloat16()  # exact: the low half is zero
-
-
-def to_int8(values: Tensor, rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Quantise float32 values [n, D] to int8 [n, D] with stochastic rounding; also return the scales.
-
-    The scales are [n, ceil(D / 256)], one per block: the largest magnitude of a block becomes 127.
-    """
-    n, dimension = values.shape
-    blocks = -(-dimension // BLOCK)
-    padded = torch.nn.functional.pad(values, (0, blocks * BLOCK - dimension))
-    scale = padded.view(n, blocks, BLOCK).abs().amax(dim=2) / 127
-    step = scale.repeat_interleave(BLOCK, dim=1)[:, :dimension]
-    fraction = (noise(rows, dimension, key) >> 8).to(values.dtype) / 2**24  # [0, 1)
-    levels = torch.where(step > 0, values / step, 0) + fraction
-    return levels.floor().clamp(-127, 127).to(torch.int8), scale
-
-
-def from_int8(levels: Tensor, scale: Tensor) -> Tensor:
-    """Return the float32 values that `to_int8` quantised."""
-    step = scale.repeat_interleave(BLOCK, dim=1)[:, : levels.shape[1]]
-    return levels.float() * step
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def test_a_run_goes_on_from_its_state_dicts_bit_for_bit(tmp_path):
             sampling=Sampling(ratio=0.9),
             row_dtype=torch.bfloat16,
         )
-        rows = RowSGD(head, lr=0.1, momentum=0.9, state_dtype="int8")
+        rows = RowSGD(head, lr=0.1, momentum=0.9, state_dtype="bfloat16")
         backbone = alone.make_backbone()
         optimizer = torch.optim.SGD(backbone.parameters(), lr=0.1, momentum=0.9)
         return {"head": head, "head_optimizer": rows, "backbone": backbone, "optimizer": optimizer}

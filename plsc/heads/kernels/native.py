@@ -181,15 +181,13 @@ class NativeBackend(TorchBackend):
         return out, self._update(context, tile, _Rule(), out)
 
     def update(self, contexts: list[ForwardContext], rows: Rows, rule: Rule, states: States) -> Tensor | None:
-        """See `TorchBackend.update`; for one context a single C call, if it supports rule and states."""
-        context, weight = contexts[0], rows.weight
-        used = kernel_states(rule, states, weight)
-        if used is None or len(contexts) > 1:
+        """See `TorchBackend.update`; for one context a single C call."""
+        if len(contexts) > 1:
             return super().update(contexts, rows, rule, states)
-        c_rule = _rule(rule, used, states.get("steps"), context.rows)
-        bias = self._update(context, slice(0, len(context.rows)), c_rule, None)
+        c_rule = _rule(rule, states, rows)
+        bias = self._update(contexts[0], slice(0, len(rows)), c_rule, None)
         # C writes unseen by autograd, which must refuse a backward pass through the old values.
-        torch.autograd.graph.increment_version(weight)
+        torch.autograd.graph.increment_version(rows.weight)
         return bias
 
     def _update(self, context: ForwardContext, tile: slice, rule: _Rule, out: Tensor | None) -> Tensor | None:
@@ -269,8 +267,7 @@ def _kept_shape(batch: int, rows: Rows) -> tuple[int, int, int]:
     return 2 * -(-batch // (2 * _PANEL)), len(rows), _PANEL
 
 
-def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, rows: Rows) -> _Rule:
-    """Return the C structure of a rule; states: from `kernel_states`."""
+def _rule(rule: Rule, states: States, rows: Rows) -> _Rule:
     count = len(rows.weight)
     shape = (count,) if rule.kind == "adagrad" else (count, rows.dimension)
     c_rule = _Rule(
@@ -283,9 +280,9 @@ def _rule(rule: Rule, states: list[Tensor], steps: Tensor | None, rows: Rows) ->
         beta2=rule.beta2,
         eps=rule.eps,
         key=rule.key & 0xFFFFFFFF,
-        steps=_checked("steps", steps, torch.int32, (count,)),
+        steps=_checked("steps", states.get("steps"), torch.int32, (count,)),
     )
-    for i, state in enumerate(states):
+    for i, state in enumerate(kernel_states(rule, states)):
         c_rule.state[i] = _checked("states", state, state.dtype, shape)
         c_rule.state_is_bf16[i] = state.dtype is torch.bfloat16
     return c_rule

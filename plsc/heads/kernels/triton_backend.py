@@ -120,10 +120,8 @@ class TritonBackend(TorchBackend):
         return dw, db
 
     def update(self, contexts: list[ForwardContext], rows: Rows, rule: Rule, states: States) -> Tensor | None:
-        """See `TorchBackend.update`; uses a fused kernel if there is one for the rule."""
-        used = kernel_states(rule, states, rows.weight, has_int8=True)
-        if used is None:
-            return super().update(contexts, rows, rule, states)
+        """See `TorchBackend.update`."""
+        used = kernel_states(rule, states)
         biases, parts = [], [(context, self._factors(context)) for context in contexts]
         for tile in rows.tiles(self.tile):
             dw, db = self._unit_gradients(parts, rows, tile)

@@ -134,7 +134,7 @@ def update(
     dw: [count, D], gradients of the unit class weights if is_cosine. kind: sgd, adamw, adagrad; 'none': only
     replace dw by the gradient of the class weights. number: int64, indices of the selected rows, without
     `first_row`; None: consecutive. state: momentum, exp_avg or sum of squares, or None. second_state:
-    exp_avg_sq, or the scales of an int8 momentum. rest1, rest2: 1 - beta1 and 1 - beta2.
+    exp_avg_sq, or None. rest1, rest2: 1 - beta1 and 1 - beta2.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, size)
@@ -153,10 +153,9 @@ def update(
         row_number = (_position(number, start + program) + first_row).to(tl.int64)
         noise_key = key.to(tl.uint32, bitcast=True)
         if kind == "sgd":
-            blocks: tl.constexpr = (dimension + 255) // 256
             w = _sgd(
-                w, g, state, second_state, place, row * blocks, inside, row_number, column, noise_key, lr,
-                momentum, weight_decay, nesterov, blocks, size,
+                w, g, state, place, inside, row_number, column, noise_key, lr, momentum, weight_decay,
+                nesterov,
             )  # fmt: skip
         elif kind == "adamw":
             w = _adamw(
@@ -176,43 +175,14 @@ def update(
 
 @triton.jit
 def _sgd(
-    w, g, state, scales, place, block, inside, row_number, column, key, lr, momentum, weight_decay,
-    nesterov: tl.constexpr, blocks: tl.constexpr, size: tl.constexpr,
+    w, g, state, place, inside, row_number, column, key, lr, momentum, weight_decay, nesterov: tl.constexpr
 ):  # fmt: skip
     g += weight_decay * w
     if state is not None:
-        m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
-        if scales is not None:
-            m *= tl.load(scales + block + column // 256, mask=inside, other=0.0)
-        m = m * momentum + g
-        if scales is not None:
-            _store_int8(
-                state + place, scales + block, m, inside, row_number, column, key + 1, blocks, size
-            )  # fmt: skip
-        else:
-            _store(state + place, m, inside, row_number, column, key + 1)
+        m = tl.load(state + place, mask=inside, other=0.0).to(tl.float32) * momentum + g
+        _store(state + place, m, inside, row_number, column, key + 1)
         g = g + momentum * m if nesterov else m
     return w - lr * g
-
-
-@triton.jit
-def _store_int8(
-    place, scales, values, inside, row_number, column, key, blocks: tl.constexpr, size: tl.constexpr
-):  # fmt: skip
-    """Store float32 values as levels and scales of blocks of 256, as `to_int8` of plsc/heads/rules.py."""
-    tl.debug_barrier()  # as in _adamw
-    width: tl.constexpr = min(size, 256)
-    # As integers, magnitudes have the same order, and NaN is the largest.
-    bits = tl.where(inside, values, 0.0).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-    peaks = tl.max(tl.reshape(bits, [size // width, width]), axis=1).to(tl.float32, bitcast=True)
-    steps = tl.div_rn(peaks, tl.full(peaks.shape, 127.0, tl.float32))
-    block = tl.arange(0, size // width)
-    tl.store(scales + block, steps, mask=block < blocks)
-    step = tl.reshape(tl.broadcast_to(steps[:, None], [size // width, width]), [size])
-    noise = (_noise(row_number, column, key) >> 8).to(tl.float32) / 2**24  # [0, 1)
-    levels = tl.floor(tl.where(step > 0, tl.div_rn(values, step), 0.0) + noise)
-    levels = tl.where(levels == levels, tl.clamp(levels, -127.0, 127.0), 0.0)  # NaN: 0
-    tl.store(place, levels.to(tl.int8), mask=inside)
 
 
 @triton.jit

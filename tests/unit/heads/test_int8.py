@@ -108,7 +108,7 @@ def test_a_head_computes_with_the_decoded_class_weights(margin, centers, kernels
 
 def test_offloaded_rows_get_the_same_codes():
     heads = [make_head(offload=offload, sampling=Sampling(0.3)) for offload in (False, True)]
-    optimizers = [RowSGD(head, lr=0.2, state_dtype="int8") for head in heads]
+    optimizers = [RowSGD(head, lr=0.2, state_dtype="bfloat16") for head in heads]
     for step in range(3):
         for head, rows in zip(heads, optimizers, strict=True):
             head(*batch(step)).loss.backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plsc.errors import OptionError
 from plsc.heads.kernels import choose_backend, native
-from plsc.heads.rules import Rule, apply_rule, to_int8
+from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.softmax import ENGINES, Execution, ForwardContext, Queries, Sums
 from plsc.heads.weights import SCALE_BYTES, Rows, States, decode_rows, encode_rows
 
@@ -303,9 +303,6 @@ def states_of(rule: Rule, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
             "steps": torch.randint(0, 5, shape[:1], generator=generator, dtype=torch.int32),
         }
     momentum = torch.randn(shape, generator=generator)
-    if dtype is INT8:
-        levels, scale = to_int8(momentum, torch.arange(len(momentum)), 0)
-        return {"momentum_buffer": levels, "momentum_scale": scale}
     return {"momentum_buffer": momentum.to(dtype)}
 
 
@@ -452,14 +449,3 @@ def test_unsupported_tensors_raise() -> None:
     for weight in (rows.weight.double(), rows.weight[:, ::2]):
         with pytest.raises(ValueError, match="contiguous"):
             native.NativeBackend().forward(replace(rows, weight=weight), queries, fixed_shift=0.0)
-
-
-def test_states_without_a_kernel_are_updated_in_python_with_the_kernels_gradients() -> None:
-    rows, queries = make(Shape())
-    context = some_context(Shape(), rows, queries)
-    plain = replace(rows, weight=rows.weight.clone())
-    states, plain_states = (states_of(RULES[1], rows, INT8) for _ in range(2))
-    apply_rule(RULES[1], plain, slice(0, len(rows)), gradients(context)[0], plain_states)
-    update(context, RULES[1], states)
-    assert torch.equal(rows.weight, plain.weight)
-    assert torch.equal(states["momentum_buffer"], plain_states["momentum_buffer"])

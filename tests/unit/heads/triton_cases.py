@@ -275,32 +275,6 @@ def test_class_logits_equal_the_formula(shape: Shape) -> None:
     torch.testing.assert_close(found.cpu().double(), z[:, 1:], rtol=0, atol=10 * tolerance(shape))
 
 
-@pytest.mark.parametrize(("rule", "dimension"), [(RULES[1], 21), (RULES[2], 256), (RULES[1], 301)])
-def test_int8_momentum_equals_a_float64_reference(rule: Rule, dimension: int) -> None:
-    context = there(case(Shape(18, 20, dimension, is_sampled=True)))
-    rows, everything = context.rows, slice(0, 20)
-    states = {name: state.to(DEVICE) for name, state in states_of(rule, rows, INT8).items()}
-    states["momentum_buffer"][rows.positions(slice(3, 4))] = 0  # a block of zeros
-    dw, _ = gradients(context)
-    dw[3] = 0
-    exact = replace(rows, weight=rows.weight.double())
-    exact_states = {name: x.double() if x.is_floating_point() else x.clone() for name, x in states.items()}
-    zero = replace(rule, weight_decay=0.0)
-    apply_rule(zero, exact, everything, dw.double(), exact_states)
-
-    context.backend._launch_update(
-        replace(rows, cosine=False), everything, dw, zero, [*states.values()], None
-    )
-
-    torch.testing.assert_close(rows.weight.double(), exact.weight, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        states["momentum_scale"].double(), exact_states["momentum_scale"], rtol=1e-6, atol=0
-    )
-    found, expected = (x["momentum_buffer"].int() for x in (states, exact_states))
-    assert (found - expected).abs().max() <= 1
-    assert (found != expected).double().mean() <= 1e-3
-
-
 @pytest.mark.parametrize(
     "shape",
     [Shape(18, 40, 21), Shape(18, 40, 21, is_sampled=True, cosine=False), Shape(18, 40, 21, centers=2)],

@@ -97,7 +97,7 @@ def launch_everything(shape, rules):
     for number, rule in enumerate(rules):
         states = states_of(rule, rows, (FLOAT, BF16)[number % 2])
         backend.update([context], rows, rule, states)
-    backend.update([context, context], rows, RULES[1], states_of(RULES[1], rows, INT8))
+    backend.update([context, context], rows, RULES[1], states_of(RULES[1], rows, BF16))
 
 
 launch, JITFunction.run = JITFunction.run, compile_only
