@@ -93,14 +93,12 @@ class WeightsFile:
         folder: of this rank, on a local disk.
         classes: the classes of this rank.
         emb_size: embedding size D.
-        seed, norm: of the initial class weights, see `plsc.heads.weights.initial_rows`.
+        seed: of the initial class weights, see `plsc.heads.weights.initial_rows`.
     """
 
-    def __init__(
-        self, folder: Path, classes: range, emb_size: int, seed: int, norm: float | None = None
-    ) -> None:
+    def __init__(self, folder: Path, classes: range, emb_size: int, seed: int) -> None:
         self.folder, self.classes = folder, classes
-        self._initial = (seed, emb_size, norm)
+        self._initial = (seed, emb_size)
         self._width = emb_size + SCALE_BYTES
         self.columns = {"weight": _Column(0, self._width, torch.int8, (self._width,))}
         self._count = count_pages(classes)
@@ -127,7 +125,7 @@ class WeightsFile:
         """Return the class weights in a folder, with the states in its header; not opened yet."""
         header = _read_header(folder)
         try:
-            file = cls(folder, classes, emb_size, header["seed"], header["norm"])
+            file = cls(folder, classes, emb_size, header["seed"])
             columns = {name: kind for name, kind in header["columns"].items() if name != "weight"}
             file.add_states({n: torch.empty(1, *s, dtype=getattr(torch, d)) for n, (d, s) in columns.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
@@ -323,11 +321,11 @@ class WeightsFile:
         new = torch.from_numpy(np.flatnonzero(self._checksums[number.numpy()] == 0))
         pages.data.index_fill_(0, new, 0)
         weights = pages.data.view(len(number), PAGE, self._width)[..., : self.columns["weight"].end]
-        seed, emb_size, norm = self._initial
+        seed, emb_size = self._initial
         block, several = self.classes.start // PAGE, max(1, _CHUNK // (PAGE * emb_size))
 
         for some in new.split(several):
-            drawn = initial_pages(seed, (number[some] + block).tolist(), emb_size, norm)
+            drawn = initial_pages(seed, (number[some] + block).tolist(), emb_size)
             weights[some] = drawn.view(torch.uint8).view(len(some), *weights.shape[1:])
         return pages
 
@@ -353,12 +351,12 @@ class WeightsFile:
     # The folder.
 
     def _layout(self) -> dict[str, Any]:
-        seed, emb_size, norm = self._initial
+        seed, emb_size = self._initial
         kinds = {
             name: [str(c.dtype).removeprefix("torch."), list(c.shape)] for name, c in self.columns.items()
         }
         classes = [self.classes.start, self.classes.stop]
-        return {"classes": classes, "emb_size": emb_size, "seed": seed, "norm": norm, "columns": kinds}
+        return {"classes": classes, "emb_size": emb_size, "seed": seed, "norm": None, "columns": kinds}
 
     def _write_header(self, boot: str) -> None:
         header = {"format": _FORMAT, "id": self._journal.key, "boot": boot, **self._layout()}

@@ -64,7 +64,7 @@ def build_head(
         emb_size: embedding size D.
         margin: the margin with its settings; its name must match the loss type. None: default settings.
         settings: the other arguments of `ShardedHead`. A replicated head supports only centers, row_dtype
-            (float32 or float64), initial_norm, seed and group.
+            (float32 or float64), seed and group.
 
     Raises:
         OptionError: unknown loss type, or an option that this head does not support.

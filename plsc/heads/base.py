@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,7 +74,6 @@ class Head(nn.Module):
         margin: how the logit of the label is computed (plsc.heads.margins).
         centers: sub-centres per class, K. With K > 1 `weight` is [C_local, K, D].
         row_dtype: dtype of `weight`.
-        initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
         file: where the class weights are; `weight` then has no memory. None: in memory.
         seed: of the initial weights, which do not depend on the number of ranks.
         group: the ranks that share the global batch; None: one process.
@@ -98,7 +96,6 @@ class Head(nn.Module):
         *,
         centers: int = 1,
         row_dtype: str | torch.dtype = torch.float32,
-        initial_norm: float | None = None,
         file: RowFile | None = None,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -119,15 +116,13 @@ class Head(nn.Module):
         self.group = group
         self.centers = centers
         start, stop = self.class_range
-        if initial_norm is not None and not 0 < initial_norm < math.inf:
-            raise OptionError(f"initial_norm is {initial_norm}; expected a number greater than 0")
         width = emb_size + scale_bytes(row_dtype)
         shape = (stop - start, width) if centers == 1 else (stop - start, centers, width)
         self.file = file
         if file is not None and start < stop:
             rows = torch.empty(shape, dtype=row_dtype, device="meta")
         else:
-            rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype, initial_norm)
+            rows = initial_rows(seed, start * centers, stop * centers, emb_size, row_dtype)
         self.weight = nn.Parameter(rows.view(shape), requires_grad=row_dtype is not torch.int8)
         bias_dtype = torch.float64 if row_dtype is torch.float64 else torch.float32
         self.bias = None if margin.is_cosine else nn.Parameter(torch.zeros(stop - start, dtype=bias_dtype))

@@ -99,7 +99,6 @@ class ShardedHead(Head):
         execution: how to compute; None: `Execution()`.
         row_dtype: dtype of the class weights: float32, bfloat16, int8 with a scale per class (both with
             stochastic rounding) or float64. int8 needs a row optimizer.
-        initial_norm: expected norm of a class's initial weights; None: 0.01 sqrt(D).
         offload: keep the class weights in CPU memory and copy those of a step to the device.
         file: where int8 class weights and their optimizer states are, such as
             plsc.checkpoint.weights_file.WeightsFile; those of a step are copied to the device. Needs a
@@ -127,7 +126,6 @@ class ShardedHead(Head):
         sampling: Sampling | None = None,
         execution: Execution | None = None,
         row_dtype: str | torch.dtype = torch.float32,
-        initial_norm: float | None = None,
         offload: bool = False,
         file: RowFile | None = None,
         on_nonfinite: str = "raise",
@@ -148,7 +146,6 @@ class ShardedHead(Head):
             margin,
             centers=centers,
             row_dtype=row_dtype,
-            initial_norm=initial_norm,
             file=file,
             seed=seed,
             group=group,

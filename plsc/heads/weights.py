@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,16 +46,9 @@ def read_dtype(name: str, value: str | torch.dtype, known: tuple[str, ...]) -> t
 
 
 def initial_rows(
-    seed: int,
-    start: int,
-    stop: int,
-    emb_size: int,
-    dtype: torch.dtype = torch.float32,
-    norm: float | None = None,
+    seed: int, start: int, stop: int, emb_size: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return normally distributed class weights [stop - start, emb_size] on the CPU, drawn in float32.
-
-    norm: expected norm of the weights of a class; None: a standard deviation of 0.01.
 
     Each block of 4096 classes (of 32 for int8) has its own generator, so a class gets the same weights on any
     number of ranks. Threads draw the blocks in parallel: 6e7 x 512 values take five minutes on one core.
@@ -67,9 +59,9 @@ def initial_rows(
 
     def fill(block: int) -> None:
         if dtype is torch.int8:
-            drawn = initial_pages(seed, [block], emb_size, norm)
+            drawn = initial_pages(seed, [block], emb_size)
         else:
-            drawn = _draw_blocks(seed, [block], size, emb_size, _deviation(emb_size, norm))
+            drawn = _draw_blocks(seed, [block], size, emb_size, _STANDARD_DEVIATION)
         base = block * size
         first, last = max(start, base), min(stop, base + size)
         rows[first - start : last - start] = drawn[first - base : last - base]
@@ -79,18 +71,14 @@ def initial_rows(
     return rows
 
 
-def initial_pages(seed: int, pages: Sequence[int], emb_size: int, norm: float | None) -> Tensor:
+def initial_pages(seed: int, pages: Sequence[int], emb_size: int) -> Tensor:
     """Return the initial int8 rows of these pages of `PAGE` classes, [pages * PAGE, emb_size + 4].
 
     All have the same scale: with one per row, a step that draws new pages would take longer.
     """
     codes = _draw_blocks(seed, pages, PAGE, emb_size, _CODES).round_().clamp_(-_HIGHEST_CODE, _HIGHEST_CODE)
-    scale = torch.tensor([_deviation(emb_size, norm) / _CODES], dtype=torch.float32).view(torch.int8)
+    scale = torch.tensor([_STANDARD_DEVIATION / _CODES], dtype=torch.float32).view(torch.int8)
     return torch.cat([codes.to(torch.int8), scale.expand(len(codes), -1)], dim=1)
-
-
-def _deviation(emb_size: int, norm: float | None) -> float:
-    return _STANDARD_DEVIATION if norm is None else norm / math.sqrt(emb_size)
 
 
 def _draw_blocks(seed: int, blocks: Sequence[int], size: int, emb_size: int, deviation: float) -> Tensor:

@@ -116,14 +116,6 @@ def test_automatic_scale_depends_on_the_number_of_classes(loss_type, classes, ex
     assert_equals_reference(head, *batch(9, 6, classes))
 
 
-@pytest.mark.parametrize("loss_type", ["dist_arcface", "arcface"])
-def test_initial_norm_sets_the_norm_of_class_weights(loss_type):
-    plain = build_head(loss_type, 500, 64, centers=2, seed=4).weight
-    head = build_head(loss_type, 500, 64, centers=2, seed=4, initial_norm=2.0)
-    torch.testing.assert_close(head.weight, plain * (2.0 / 8 / 0.01))
-    assert head.weight.norm(dim=2).mean().item() == pytest.approx(2.0, rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("loss_type", "kernels"),
     [
@@ -257,7 +249,6 @@ def test_nan_counts_as_the_lowest_logit():
     [
         (lambda: build_head("dist_arcfase", 5, 4), "did you mean 'dist_arcface'"),
         (lambda: build_head("dist_softmax", 5, 4, centers=2), "sub-centres"),
-        (lambda: build_head("arcface", 5, 4, initial_norm=0), "initial_norm"),
         (lambda: build_head("dist_arcface", 5, 4, row_dtype="half"), "row_dtype"),
         (lambda: Sampling(1.5), "sample ratio"),
         (lambda: Sampling(1.0, hard=0.5), "hard fraction"),
