@@ -62,7 +62,7 @@ def build_head(
         loss_type: one of LOSS_TYPES.
         class_num: total number of classes C.
         emb_size: embedding size D.
-        margin: the margin with its settings; its name must match the loss type. None: default settings.
+        margin: used instead of that of the loss type; None: that one, with its default settings.
         settings: the other arguments of `ShardedHead`. A replicated head supports only centers, row_dtype
             (float32 or float64), seed and group.
 
@@ -71,10 +71,7 @@ def build_head(
     """
     if loss_type not in LOSS_TYPES:
         raise OptionError(f"unknown loss type {loss_type!r}; {suggest(loss_type, LOSS_TYPES)}")
-    name = loss_type.removeprefix("dist_")
-    margin = build_margin(name) if margin is None else margin
-    if margin.name != name:
-        raise OptionError(f"loss type {loss_type} got the margin {margin.name}; expected {name}")
+    margin = build_margin(loss_type.removeprefix("dist_")) if margin is None else margin
     if loss_type.startswith("dist_"):
         return ShardedHead(class_num, emb_size, margin, **settings)
     sampling, offload = settings.pop("sampling", None), settings.pop("offload", False)

@@ -70,11 +70,9 @@ class Margin(nn.Module, ABC):
     def set_class_margins(self, margins: Tensor, counts: Tensor | None = None) -> None:
         """Use one margin per class, margins [C], instead of `margin`; call it before you create the head.
 
-        counts: images per class [C], for the message. Raises OptionError if the loss has no argument margin,
-        or for a margin that this argument may not have.
+        counts: images per class [C], for the message. Raises OptionError for a margin that the argument
+        margin may not have; KeyError if the loss has no such argument.
         """
-        if "margin" not in self._limits:
-            raise OptionError(f"{self.name} has no margins per class; use another loss, such as arcface")
         margins, (low, high) = margins.flatten(), self._limits["margin"]
         wrong = ~((margins >= low) & (margins <= high) & margins.isfinite())
         if wrong.any():

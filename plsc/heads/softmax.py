@@ -50,8 +50,6 @@ class Execution:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "products", read_dtype("products", self.products, _PRODUCTS))
-        if self.tile is not None and self.tile < 1:  # of no tile, all sums would be 0
-            raise OptionError(f"tile is {self.tile}; expected 1 or more, or None")
         if self.kernels not in (*BACKENDS, *ENGINES):
             raise OptionError(f"kernels is {self.kernels!r}; expected one of {', '.join(BACKENDS)}")
 

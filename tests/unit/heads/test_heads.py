@@ -254,7 +254,6 @@ def test_nan_counts_as_the_lowest_logit():
         (lambda: Sampling(1.0, hard=0.5), "hard fraction"),
         (lambda: Sampling({5: 1.0}), "sample ratio"),
         (lambda: Execution(products="float16"), "products"),
-        (lambda: Execution(tile=0), "tile"),
         (lambda: RowSGD(build_head("dist_arcface", 5, 4), lr=-1.0), "lr"),
         (lambda: RowAdamW(build_head("dist_arcface", 5, 4), state_dtype="int8"), "state_dtype"),
         (lambda: choose_backend("triton", CPU, torch.float32, torch.float32, None, 32), "triton kernels"),
