@@ -235,17 +235,14 @@ def build_custom(
     with refusing(f"{what} failed"):
         # Copies, because torch puts the defaults into the dicts.
         optimizer = factory([dict(group) for group in groups], **arguments)
-    if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
-        raise OptionError(
-            f"{what} returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer over the given "
-            "parameter groups, which has called super().__init__()"
-        )
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     wanted = {id(p) for group in groups for p in group["params"]}
-    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]} if is_optimizer else set()
     if wanted != taken:
         raise OptionError(
-            f"{what} returned an optimizer without {len(wanted - taken)} of the {len(wanted)} given "
-            f"parameters, and with {len(taken - wanted)} others; optim.freeze leaves parameters untrained"
+            f"{what} returned a {type(optimizer).__name__} of {len(wanted & taken)} of the {len(wanted)} given "
+            f"parameters, and {len(taken - wanted)} others; expected a torch.optim.Optimizer over exactly the "
+            "given parameter groups; optim.freeze leaves parameters untrained"
         )
     _check_settings(optimizer, groups, what)
     _check_inner(optimizer, what)

@@ -39,7 +39,7 @@ def recompute_activations(network: nn.Module, names: str) -> list[str]:
             in which ``*`` matches anything. Modules inside a matched module are skipped.
 
     Raises:
-        OptionError: a pattern matches no module or a module without forward, or there are no blocks.
+        OptionError: a pattern matches no module that has a forward, or there are no blocks.
     """
     chosen = select_modules(network, names)
     for name in chosen:
@@ -61,26 +61,21 @@ def select_modules(network: nn.Module, names: str) -> list[str]:
                 f"give module names instead, such as {parts}"
             )
         return blocks
-    known = [name for name, _ in network.named_modules() if name]
+    # A list has no forward; a pattern takes its items.
+    lists = (nn.ModuleList, nn.ModuleDict)
+    known = [name for name, module in network.named_modules() if name and not isinstance(module, lists)]
     patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
-            alone = f" ({pattern!r} cannot be combined with names)" if pattern in (NONE, ALL) else ""
             raise OptionError(
                 f"memory.recompute has {pattern!r}, which matches no module of "
-                f"{type(network).__name__}{alone}{did_you_mean(pattern, known)}; its modules are {parts}"
+                f"{type(network).__name__}{did_you_mean(pattern, known)}; its modules are {parts}"
             )
     chosen: list[str] = []
     for name in known:
         is_inside = any(name.startswith(f"{outer}.") for outer in chosen)
         if not is_inside and any(fnmatchcase(name, pattern) for pattern in patterns):
             chosen.append(name)
-    for name in chosen:
-        if isinstance(network.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
-            raise OptionError(
-                f"memory.recompute matches {name!r}, a list that has no forward; give its items "
-                f"instead: '{name}.*'"
-            )
     return chosen
 
 
