@@ -240,9 +240,9 @@ def build_custom(
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]} if is_optimizer else set()
     if wanted != taken:
         raise OptionError(
-            f"{what} returned a {type(optimizer).__name__} of {len(wanted & taken)} of the {len(wanted)} given "
-            f"parameters, and {len(taken - wanted)} others; expected a torch.optim.Optimizer over exactly the "
-            "given parameter groups; optim.freeze leaves parameters untrained"
+            f"{what} returned a {type(optimizer).__name__} with {len(wanted & taken)} of the {len(wanted)} "
+            f"given parameters and {len(taken - wanted)} others; expected a torch.optim.Optimizer over "
+            "exactly the given parameter groups; optim.freeze leaves parameters untrained"
         )
     _check_settings(optimizer, groups, what)
     _check_inner(optimizer, what)

@@ -7,28 +7,6 @@ import numpy as np
 from plsc.errors import DataError
 
 
-def tar_at_far(cosines: np.ndarray, is_same: np.ndarray, far: float) -> float:
-    """Return the highest true accept rate with a false accept rate of at most ``far``.
-
-    Exact, over all thresholds. Pairs with equal scores are accepted together.
-
-    Raises:
-        DataError: the pairs are all same or all different, or a score is not finite.
-    """
-    rates, accepted = roc_curve(cosines, is_same)
-    return float(accepted[np.searchsorted(rates, far, side="right") - 1])
-
-
-def area_under_roc(cosines: np.ndarray, is_same: np.ndarray) -> float:
-    """Return the AUC: the probability that a same pair scores above a different pair; ties count 1/2.
-
-    Raises:
-        DataError: the pairs are all same or all different, or a score is not finite.
-    """
-    far, tar = roc_curve(cosines, is_same)
-    return area_under(far, tar)
-
-
 def roc_curve(cosines: np.ndarray, is_same: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return ``(far, tar)``, each float64 [K + 1] for K distinct scores, from (0, 0) to (1, 1).
 
@@ -54,8 +32,16 @@ def curve_and_thresholds(
     return far, tar, np.append(np.inf, ranked[last_of_score])
 
 
+def tar_at_far(far: np.ndarray, tar: np.ndarray, rate: float) -> float:
+    """Return the highest TAR with a FAR of at most `rate` on a curve of `roc_curve`."""
+    return float(tar[np.searchsorted(far, rate, side="right") - 1])
+
+
 def area_under(far: np.ndarray, tar: np.ndarray) -> float:
-    """Return the area under a curve of `roc_curve`."""
+    """Return the area under a curve of `roc_curve`.
+
+    That is the probability that a same pair scores above a different pair; ties count 1/2.
+    """
     return float(np.sum(np.diff(far) * (tar[1:] + tar[:-1]) / 2))
 
 

@@ -33,7 +33,13 @@ from plsc.data.files import PathTable
 from plsc.data.sources.base import FileSource, check_start, printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
-from plsc.evaluate.curves import area_under, check_pairs, curve_and_thresholds, equal_error_rate
+from plsc.evaluate.curves import (
+    area_under,
+    check_pairs,
+    curve_and_thresholds,
+    equal_error_rate,
+    tar_at_far,
+)
 from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result, Section, Table, stem_of
 from plsc.storage.blocks import streamed, text_lines
@@ -364,7 +370,7 @@ def rates_of_curve(far: np.ndarray, tar: np.ndarray, is_same: np.ndarray) -> dic
     """Return the fields of `PairRates` for a curve of `roc_curve`."""
     positives = int(is_same.sum())
     negatives = len(is_same) - positives
-    at = {rate: float(tar[np.searchsorted(far, rate, side="right") - 1]) for rate in FARS}
+    at = {rate: tar_at_far(far, tar, rate) for rate in FARS}
     return {
         "tar_at_far": at,
         "tar_intervals": {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.errors import DataError
-from plsc.evaluate.curves import area_under_roc, equal_error_rate, roc_curve, tar_at_far
+from plsc.evaluate.curves import area_under, equal_error_rate, roc_curve, tar_at_far
 from plsc.evaluate.report import write_report
 from plsc.evaluate.verification import read_pair_list, scores, verify, wilson_interval
 
@@ -84,18 +84,18 @@ SCORED = (
 @given(SCORED, st.sampled_from([0.001, 0.1, 0.25, 0.29, 1 / 3, 0.5, 0.7, 1.0]))
 def test_tar_at_far_is_the_maximum_over_all_thresholds_and_auc_a_probability(scored, far):
     cosines, is_same = scored
-    assert tar_at_far(cosines, is_same, far) == pytest.approx(naive_tar(cosines, is_same, far))
+    assert tar_at_far(*roc_curve(cosines, is_same), far) == pytest.approx(naive_tar(cosines, is_same, far))
     # That a same pair scores higher than a different one
     wins = [1.0 if p > n else 0.5 if p == n else 0.0 for p in cosines[is_same] for n in cosines[~is_same]]
-    assert area_under_roc(cosines, is_same) == pytest.approx(np.mean(wins))
+    assert area_under(*roc_curve(cosines, is_same)) == pytest.approx(np.mean(wins))
 
 
 def test_tar_at_far_uses_all_allowed_false_accepts():
     # 0.29 * 100 is 28.999999999999996 in binary
     cosines = np.append(np.arange(100, 0, -1) / 100, 0.715)
     is_same = np.append(np.zeros(100, bool), True)
-    assert tar_at_far(cosines, is_same, 0.29) == 1.0
-    assert tar_at_far(cosines, is_same, 0.28) == 0.0
+    assert tar_at_far(*roc_curve(cosines, is_same), 0.29) == 1.0
+    assert tar_at_far(*roc_curve(cosines, is_same), 0.28) == 0.0
 
 
 def test_scores_are_cosines_of_pairs_across_chunks():
