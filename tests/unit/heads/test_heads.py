@@ -326,7 +326,6 @@ def test_wrong_margins_per_class_are_refused_with_class_count_margin_and_range()
         ("arcface", margins, r"class 0 \(0 images\)"),
         ("cosface", torch.tensor([2.0, math.nan, -5.0]), "class 1"),
         ("sphereface", torch.tensor([1.0, 50.0, math.inf]), "class 2"),
-        ("magface", margins, "magface"),
     ):
         with pytest.raises(OptionError, match=noun):
             build_margin(name).set_class_margins(wrong, counts)
