@@ -6,9 +6,7 @@ run on all ranks; the last checkpoint is intact.
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -187,7 +185,6 @@ class Context:
         world: the process groups, for collectives of your own.
         position: its step and epoch.
         total_steps: steps of the run; None for a reader of unknown length.
-        evaluated: names of the metrics of its evaluations, such as ``lfw accuracy``.
         folder: the local folder of checkpoints, metrics and plots.
         is_logged: whether the metrics of the current step are logged; from batch_start on.
         losses: (mean loss, images) of the steps whose losses became known since the last after_step or
@@ -207,7 +204,6 @@ class Context:
     world: World
     position: Position
     total_steps: int | None
-    evaluated: Sequence[str] = ()
     folder: Path = field(init=False)
     is_logged: bool = field(default=False, init=False)
     losses: list[tuple[float, int]] = field(default_factory=list, init=False)
@@ -522,14 +518,6 @@ class EarlyStopping(Callback):
         self._best = -math.inf
         self._epochs = 0
 
-    def run_start(self, context: Context) -> None:
-        """Raise OptionError if the name is nearly that of a metric which the run evaluates."""
-        digits = re.findall(r"\d", self.metric)  # ``val top10`` may be a metric of the user
-        names = {_plain(name): name for name in context.evaluated if re.findall(r"\d", name) == digits}
-        near = difflib.get_close_matches(_plain(self.metric), names, 1, cutoff=0.9)
-        if near and self.metric not in context.evaluated:
-            raise OptionError(f"there is no metric {self.metric!r}; did you mean {names[near[0]]!r}?")
-
     def epoch_end(self, context: Context) -> None:
         """Compare the metric with its best value."""
         value = self._sign * context.metric(self.metric)
@@ -547,7 +535,3 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best value and the epochs since."""
         self._best, self._epochs = float(state["best"]), int(state["epochs"])
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\W_]+", " ", name.lower())

@@ -17,8 +17,6 @@ from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import DataError, NotSavedError, TrainingInterrupted
 from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.models.sync_batch_norm import equal_buffers
-from plsc.names import names_code
-from plsc.optim import Schedule
 from plsc.parallel.collectives import gather_rows, span
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World
@@ -100,11 +98,6 @@ class Trainer:
         run = self._run
         if self._is_over():
             self._run.world.log(nothing_left(self._position.step, self._position.epoch))
-        elif line := zero_rate(
-            run.rate, self._position, run.total_steps, names_code(run.options.optim.schedule)
-        ):
-            self._is_stopped = True
-            self._run.world.log(line, logging.WARNING)
         try:
             self._run.call("run_start")
             if self._saver is not None:
@@ -431,27 +424,11 @@ def exchange_status(
     return StepStatus(max(signals), any(ended), any(saving), any(stopping), known_sizes)
 
 
-_MOST_CALLS = 2**20  # of a schedule function, to look for a rate above 0
-
-
 def nothing_left(step: int, epoch: int) -> str:
     """Return a line for a resumed run that has no steps left."""
     return (
         f"nothing left to train: the run has finished {step} steps and {epoch} epochs; to continue, increase "
         "train.epochs or train.steps"
-    )
-
-
-def zero_rate(rate: Schedule, position: Position, total_steps: int | None, is_custom: bool) -> str:
-    """Return a warning if the learning rate is 0 in all steps that are left, else an empty string."""
-    step, first = position.step, position.updates
-    # A named schedule that has reached 0 stays there; a function is called for each step.
-    left = (total_steps or 0) - step if is_custom else 1
-    if not 0 < left <= _MOST_CALLS or any(rate.factor(update) for update in range(first, first + left)):
-        return ""
-    return (
-        f"the learning rate is 0 from step {step + 1} to the end of the run, so no step is made; increase "
-        "the steps of the schedule, or choose another one"
     )
 
 

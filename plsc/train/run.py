@@ -311,7 +311,6 @@ def build_run(
         rows=rows,
         position=Position(),
         total_steps=total_steps,
-        evaluated=evaluated,
         mode=mode,
         assign_later=assign_later,
         compiled_sizes=sizes,
@@ -435,10 +434,11 @@ def describe_run(run: Run, checkpoint: OpenedCheckpoint | None) -> list[str]:
     if checkpoint is not None:
         folder, manifest = checkpoint
         resumed.append(f"resuming from {folder} at step {run.position.step}")
-        if manifest.lineage and not manifest.run_id and run.rate.factor(run.position.updates) < 0.01:
+        rest = run.rate.factor(run.position.updates)
+        if rest == 0 or (rest < 0.01 and manifest.lineage and not manifest.run_id):  # classes were changed
             resumed.append(
-                "note: the classes were changed, and the rest of the schedule has less than a hundredth of "
-                f"its learning rate; --model.pretrained {folder} begins a new one from these weights"
+                "note: the rest of the schedule has less than a hundredth of its learning rate; "
+                f"--model.pretrained {folder} begins a new one from these weights"
             )
     return [text, *resumed, _rates(run), *run.notes]
 

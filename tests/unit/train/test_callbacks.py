@@ -165,23 +165,6 @@ def test_an_error_in_the_next_epoch_waits_for_the_checkpoint_that_is_being_writt
     assert verify(tmp_path / "run/0").epoch == 1
 
 
-def test_early_stopping_refuses_a_misspelt_evaluation_metric_at_the_start(dataset, tmp_path):
-    ins = entry(dataset, tmp_path / "run", set_with_test=True)
-    ins.add_callback(EarlyStopping("LFW_acuracy"))
-    with pytest.raises(OptionError, match="'lfw accuracy'"):
-        ins.train()
-    assert not list((tmp_path / "run").glob("0*"))
-
-
-@pytest.mark.parametrize("metric", ["mean_loss", "lfw accuracy2"])
-def test_early_stopping_takes_other_metrics(dataset, tmp_path, metric):
-    ins = entry(dataset, tmp_path / "run", set_with_test=True)
-    if metric != "mean_loss":
-        ins.add_callback(lambda context: context.log(metric, 0.5), "after_step")
-    ins.add_callback(EarlyStopping(metric))
-    assert ins.train().epochs == 1
-
-
 def test_wrong_callbacks_raise_with_the_known_names(dataset, tmp_path):
     ins = entry(dataset, tmp_path / "run")
     with pytest.raises(OptionError, match="'after_step'"):
