@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import re
@@ -107,6 +108,34 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def find_layers(network: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules of these names. Raises OptionError, with similar names, if there is none."""
+    modules = dict(network.named_modules())
+    for name in names:
+        if name not in modules:
+            raise OptionError(f"there is no layer {name!r}; {suggest(name, modules)}")
+    return {name: modules[name] for name in names}
+
+
+@contextlib.contextmanager
+def keeping_outputs(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+    """Yield a dictionary to which the tensors that the layers return are added while the block runs."""
+    kept: dict[str, list[Tensor]] = {name: [] for name in layers}
+
+    def keep(module: nn.Module, inputs: Any, output: Any, *, to: list[Tensor]) -> None:
+        if isinstance(output, Tensor):
+            to.append(output.detach())
+
+    hooks = [
+        layer.register_forward_hook(functools.partial(keep, to=kept[name])) for name, layer in layers.items()
+    ]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class ForwardWrapper:

@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -37,14 +37,13 @@ from plsc.data.sources.base import (
     whole_number,
 )
 from plsc.data.sources.image_folders import open_images
-from plsc.errors import DataError, OptionError, shown, suggest
+from plsc.errors import DataError, OptionError, shown
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
 from plsc.inputs import Input
 from plsc.machine import Counter
-from plsc.models import BaseModel
-from plsc.models.base_model import evaluating
+from plsc.models.base_model import evaluating, find_layers, keeping_outputs
 from plsc.models.dry_run import dry_run
 from plsc.parallel.failure import on_every_rank, on_main_rank
 from plsc.parallel.world import World
@@ -237,7 +236,7 @@ class Predictor:
 
     def _describe_columns(self) -> dict[str, Any]:
         """Return dtype and shape of a row of each column, from blank images."""
-        with keeping_outputs(self.trained.network, self.request.layers) as kept:
+        with keeping_outputs(find_layers(self.trained.network, self.request.layers)) as kept:
             embedding = dry_run(self.trained.network, self.trained.config.model.image_shape)
             values = self._values(embedding.float().cpu().numpy(), kept)
         about = {name: {"dtype": "float32", "shape": list(array.shape[1:])} for name, array in values.items()}
@@ -284,7 +283,7 @@ class Predictor:
         with (
             evaluating(self.trained.network),
             torch.inference_mode(),
-            keeping_outputs(self.trained.network, self.request.layers) as kept,
+            keeping_outputs(find_layers(self.trained.network, self.request.layers)) as kept,
             closing(embedded),
         ):
             for batch, embedding in embedded:
@@ -301,14 +300,16 @@ class Predictor:
                     self._classes(np.empty((0, self.head.emb_size), np.float32))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
-    def _values(self, embedding: np.ndarray, kept: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    def _values(self, embedding: np.ndarray, kept: dict[str, list[Tensor]]) -> dict[str, np.ndarray]:
         if "value" not in self.request.fields:
             return {}
         outputs = {}
         for name in self.request.layers:
-            if name not in kept or len(kept[name]) != len(embedding):
+            last = kept[name][-1:]
+            kept[name].clear()
+            if not last or len(last[0]) != len(embedding):
                 raise OptionError(f"the layer {name!r} returns no tensor [batch, ...]; choose another layer")
-            outputs[name] = kept[name].float().cpu().numpy()
+            outputs[name] = last[0].float().cpu().numpy()
         if self.request.flatten and outputs:
             flat = [output.reshape(len(output), -1) for output in outputs.values()]
             outputs = {JOINED: np.concatenate(flat, axis=1)}
@@ -460,29 +461,6 @@ def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
             yield sample[0], whole_number(sample[1], name) if len(sample) > 1 else -1
         else:
             yield sample, -1
-
-
-@contextmanager
-def keeping_outputs(network: BaseModel, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that has the tensor that each layer returned last, while the block runs."""
-    modules, kept = dict(network.named_modules()), dict[str, Tensor]()
-    for name in layers:
-        if name not in modules:
-            raise OptionError(f"there is no layer {name!r}; {suggest(name, modules)}")
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                kept[name] = output.detach()
-
-        return hook
-
-    hooks = [modules[name].register_forward_hook(keep(name)) for name in layers]
-    try:
-        yield kept
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:

@@ -25,7 +25,7 @@ from plsc.errors import OptionError, suggest
 from plsc.heads import Head, HeadOutput, RowOptimizer
 from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
-from plsc.models.base_model import Initialization
+from plsc.models.base_model import Initialization, find_layers, keeping_outputs
 from plsc.models.precision import LossScaler
 from plsc.models.sync_batch_norm import SampleNumbers
 from plsc.optim import Factory, Schedule, ScheduleFunction
@@ -360,10 +360,7 @@ class Callbacks:
             for event in EVENTS
         }
         self._watching = [callback for callback in callbacks if callback.layers]
-        self._modules = dict(network.named_modules()) if self._watching else {}
-        for name in (name for callback in self._watching for name in callback.layers):
-            if name not in self._modules:
-                raise OptionError(f"a callback names the layer {name!r}; {suggest(name, self._modules)}")
+        self._modules = find_layers(network, [name for one in self._watching for name in one.layers])
 
     def __call__(self, event: str, context: Context) -> None:
         """Call the callbacks that have a method for the event, if they are due in this step."""
@@ -376,18 +373,8 @@ class Callbacks:
         """Keep the outputs of the layers that callbacks use in this step, by hooks that exist only here."""
         due = [callback for callback in self._watching if _is_due(callback, "after_forward", context.step)]
         names = {name for callback in due for name in callback.layers}
-        kept = context.current.layers = {name: [] for name in names}
-        hooks = [
-            self._modules[name].register_forward_hook(
-                lambda module, inputs, output, to=kept[name]: to.append(output.detach())
-            )
-            for name in names
-        ]
-        try:
+        with keeping_outputs({name: self._modules[name] for name in names}) as context.current.layers:
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def state(self, of_users: bool = False) -> tuple[dict[str, Any], CallbackTensors]:
         """Return the JSON of the callbacks' states, by name, and their tensors; a collective.
