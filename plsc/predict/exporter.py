@@ -47,7 +47,7 @@ from plsc.predict.network import Trained, open_trained
 from plsc.predict.predict import Samples, open_samples
 from plsc.predict.protocols import open_dataset
 from plsc.storage.publish import publishing_folder
-from plsc.storage.urls import is_url, shown
+from plsc.storage.urls import local_folder
 from plsc.train.build import open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.data import check_unseen
@@ -88,8 +88,6 @@ def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) ->
         with torch.inference_mode():
             expected = served(torch.from_numpy(some)).numpy()
         found = embed(some)
-        if found.shape != expected.shape:
-            raise CheckpointError(f"the {precision} graph returns {list(found.shape)} for {batch} images")
         # nan compares as the largest difference
         largest = float(np.maximum(largest, np.abs(found - expected).max()))
         lowest = float(np.minimum(lowest, (found * expected).sum(axis=1).min()))
@@ -129,19 +127,16 @@ class Conversion:
     layout: str = "plain"
 
     def __post_init__(self) -> None:
-        if self.layout not in DIVISORS:
-            raise OptionError(f"layout is {self.layout!r}; {suggest(self.layout, DIVISORS)}")
-        if self.layout != "plain" and self.graph not in (None, "onnx"):
-            raise OptionError(f"layout is {self.layout!r}, which needs an ONNX graph, not {self.graph!r}")
-        if self.graph is None:
-            return
-        if self.graph not in PRECISIONS:
-            raise OptionError(f"graph is {self.graph!r}; {suggest(str(self.graph), PRECISIONS)}")
-        known = PRECISIONS[self.graph]
-        if self.precision not in known:
-            raise OptionError(f"precision is {self.precision!r}; {self.graph!r} can have {', '.join(known)}")
-        if self.graph == "none" and (self.flip or self.unseen):
-            raise OptionError("flip and unseen need a graph; remove them, or choose one")
+        known = {"layout": (self.layout, DIVISORS), "graph": (self.graph or "none", PRECISIONS)}
+        if self.graph is not None:
+            known["precision"] = (self.precision, PRECISIONS.get(self.graph, [self.precision]))
+        for name, (value, names) in known.items():
+            if value not in names:
+                raise OptionError(f"{name} is {value!r}; {suggest(value, names)}")
+        other_layout = self.layout != "plain" and self.graph not in (None, "onnx")
+        if other_layout or (self.graph == "none" and (self.flip or self.unseen)):
+            needed = "an ONNX graph" if other_layout else "a graph"
+            raise OptionError(f"layout, flip and unseen need {needed}, not {self.graph!r}")
 
 
 def run_conversion(
@@ -165,11 +160,9 @@ def run_conversion(
     if conversion.graph != "none" and network.example_input is not None:
         name = type(network).__name__
         raise OptionError(f"{name} takes no images, so it has no graph; choose graph 'none', for the weights")
-    if output is None and is_url(config.checkpoint.save_dir):
-        raise OptionError(f"checkpoint.save_dir is {shown(config.checkpoint.save_dir)}; name a local folder")
     if conversion.layout == "insightface" and (shape := list(config.model.image_shape)) != [3, 112, 112]:
         raise OptionError(f"the images are {shape}; insightface needs [3, 112, 112]: choose another layout")
-    folder = output or Path(config.checkpoint.save_dir) / "model"
+    folder = output or local_folder(config.checkpoint.save_dir, "checkpoint.save_dir") / "model"
     exporter = Exporter(trained, user, conversion)
     as_graph = replace(trained, config=config.changed({"data.flip": conversion.flip}))
     results = exporter.evaluate(as_graph) if conversion.graph != "none" else []

@@ -105,11 +105,11 @@ class Request:
     flatten: bool = False
 
     def __post_init__(self) -> None:
-        wrong = [one for one in self.fields if one not in FIELDS]
-        if wrong or not self.fields:
-            raise OptionError(f"field is {list(self.fields)}; expected one or more of {', '.join(FIELDS)}")
-        if self.layers and "value" not in self.fields:
-            raise OptionError(f"layers are given, but field is {list(self.fields)}; add 'value'")
+        needed = {"value"} if self.layers else {*self.fields}
+        if not self.fields or not {*FIELDS} >= {*self.fields} >= needed:
+            raise OptionError(
+                f"field is {list(self.fields)}; expected one or more of {', '.join(FIELDS)}, with layers value"
+            )
         taken = {EMBEDDINGS, LABELS, IDS, PROBS, NAMES} & set(self.layers)
         if taken:
             raise OptionError(f"the layer {min(taken)!r} has the name of another output; rename the module")
