@@ -108,7 +108,7 @@ class Request:
         needed = {"value"} if self.layers else {*self.fields}
         if not self.fields or not {*FIELDS} >= {*self.fields} >= needed:
             raise OptionError(
-                f"field is {list(self.fields)}; expected one or more of {', '.join(FIELDS)}, with layers value"
+                f"field is {list(self.fields)}; expected some of {', '.join(FIELDS)}, with layers value"
             )
         taken = {EMBEDDINGS, LABELS, IDS, PROBS, NAMES} & set(self.layers)
         if taken:
