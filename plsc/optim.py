@@ -259,16 +259,6 @@ def implementation_flags(kind: OptimizerKind, device: torch.device) -> dict[str,
     return {**flags, "fused": wanted == "fused"} if kind.has_fused else flags
 
 
-def describe_implementation(optimizer: torch.optim.Optimizer) -> str:
-    """Return the implementation of step(), such as 'fused on cpu'; it determines the last bits."""
-    settings = optimizer.defaults
-    chosen = next((name for name in ("fused", "foreach") if settings.get(name)), "for_loop")
-    if settings.get("foreach") is None and not settings.get("fused"):
-        chosen = "torch's choice"
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    return f"{chosen} on {', '.join(sorted(devices)) or 'nothing'}"
-
-
 def finish_group(group: dict[str, Any]) -> None:
     """Set the learning rate before the schedule's factor."""
     group[FULL_RATE] = float(group["lr"]) * group.get(LR_FACTOR, 1.0)

@@ -42,7 +42,6 @@ from plsc.errors import CheckpointError
 from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from plsc.names import names_code
-from plsc.optim import describe_implementation
 from plsc.parallel.failure import own_result
 from plsc.storage.store import Store
 from plsc.storage.urls import base_name, is_url, parent_of, shown
@@ -108,7 +107,8 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         run.network.load_state_dict(extra, strict=False)
     if not take_own(run, own):
         seed_generators(run.world, run.options.train.seed, manifest.step)
-    return _lines_about_optimizer(run, scalars, {role.of for role in fresh if role.kind == OPTIMIZER})
+    new = {role.of for role in fresh if role.kind == OPTIMIZER}
+    return [f"the checkpoint has no optimizer state for {len(new)} parameters: it is initialised"] * bool(new)
 
 
 def _is_extra(role: Role) -> bool:
@@ -125,19 +125,6 @@ def _other_tensors(run: Run, path: Path, manifest: Manifest, loaded: Collection[
         return {}
     tensors = OpenCheckpoint(path, manifest).select({role.kind for role in wanted})
     return {role: tensors[role].read() for role in wanted}
-
-
-def _lines_about_optimizer(run: Run, scalars: dict[str, Any], fresh: set[str]) -> list[str]:
-    lines = []
-    here, before = describe_implementation(run.optimizer), scalars.get("optimizer_computed_by")
-    if before not in (None, here):
-        lines.append(
-            f"the optimizer step is computed by {here}, but by {before} in the checkpoint: results may "
-            "differ by rounding"
-        )
-    if fresh:
-        lines.append(f"the checkpoint has no optimizer state for {len(fresh)} parameters: it is initialised")
-    return lines
 
 
 def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:

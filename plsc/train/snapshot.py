@@ -48,7 +48,6 @@ from plsc.optim import (
     FULL_RATE,
     ExpectedStates,
     StateInfo,
-    describe_implementation,
     has_own_state_dict,
 )
 from plsc.parallel.collectives import class_ranges
@@ -449,7 +448,6 @@ def _scalars(run: Run) -> dict[str, Any]:
         "optimizer": type(run.optimizer).__name__,
         "updates": run.position.updates,
         "loss_scaling": None if run.scaler is None else run.scaler.state(),
-        "optimizer_computed_by": describe_implementation(run.optimizer),
         "optimizer_numbers": collect_numbers(run.network, run.head, run.optimizer),
     }
 
