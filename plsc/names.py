@@ -42,7 +42,7 @@ OPTIMIZERS = (
 )  # fmt: skip
 """Of plsc/optim.py."""
 
-SCHEDULES = ("step", "multi_step", "polynomial", "cosine", "exponential", "constant")
+SCHEDULES = ("step", "polynomial", "cosine", "constant")
 """Of plsc/train/build.py."""
 
 LOGGERS = ("jsonl", "tensorboard")

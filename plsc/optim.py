@@ -516,11 +516,6 @@ def cosine(first: int, last: int, end: float = 0.0, cycles: int = 1) -> Shape:
     return shape
 
 
-def exponential(first: int, last: int, end: float) -> Shape:
-    """Decay from base to base * end by a constant factor per step; from `last` on the rate is constant."""
-    return lambda step: end ** _share(step, first, last)
-
-
 def custom(function: Callable[[int], float], name: str) -> Shape:
     """Multiply the base rate by the result of a user's function, which must depend only on the step.
 

@@ -15,7 +15,6 @@ from plsc.config.setters import Setters
 from plsc.errors import OptionError
 from plsc.heads.margins import MARGINS, build_margin
 
-STEPS = ("step", "multi_step")
 NO_MARGINS = (1.0, 0.0, 0.0)
 PLSC_MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "sphereface": (1.35, 0.0, 0.0)}
 """Margins m1, m2 and m3 of PLSC in cos(m1 theta + m2) - m3: none, and the defaults of each loss."""
@@ -102,7 +101,7 @@ class OriginalSetters(Setters):
     def set_lr_schedule(self, schedule: Any, **arguments: Any) -> None:
         """Set ``optim.schedule``, by name; of a step schedule, arguments that were set before stay."""
         before, own = name_and_arguments(self.options.get("optim.schedule"))
-        is_step = schedule in STEPS and before in STEPS
+        is_step = schedule == before == "step"
         super().set_lr_schedule(schedule, **{**(own if is_step else {}), **arguments})
 
     def set_warmup_epochs(self, num: int) -> None:

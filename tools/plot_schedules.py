@@ -20,7 +20,6 @@ DRAWN = {
     "polynomial, power 2": {"name": "polynomial", "power": 2.0},
     "cosine": "cosine",
     "cosine, 3 cycles": {"name": "cosine", "cycles": 3},
-    "exponential, end 0.01": {"name": "exponential", "end_factor": 0.01},
     "constant": "constant",
 }
 

@@ -238,12 +238,12 @@ class Setters:
         """Set ``optim.freeze``: patterns of parameters to freeze, such as [stem, stages.0]. Default: ()."""
 
     def set_lr_schedule(self, schedule: str | dict[str, Any], **arguments: Any) -> None:
-        """Set ``optim.schedule``: learning rate schedule: cosine, polynomial, exponential, step,
-        multi_step, constant, or 'package.module:function'; or a mapping with name and arguments: steps
-        (last step of the fall; None: that of the run); end_factor (final learning rate, relative to
-        lr); cycles (number of cosine cycles (warm restarts)); power (power of the polynomial);
-        boundaries (steps at which step changes the learning rate); factor (factor of step at each of
-        the boundaries). Default: 'cosine'.
+        """Set ``optim.schedule``: learning rate schedule: cosine, polynomial, step, constant, or
+        'package.module:function'; or a mapping with name and arguments: steps (last step of the fall;
+        None: that of the run); end_factor (final learning rate, relative to lr); cycles (number of
+        cosine cycles (warm restarts)); power (power of the polynomial); boundaries (steps at which step
+        changes the learning rate); factor (factor of step at each of the boundaries). Default:
+        'cosine'.
         """
 
     def set_warmup_steps(self, num: int | str | None) -> None:

@@ -339,10 +339,8 @@ class ScheduleArguments:
 
 ACCEPTED = {
     "step": ("boundaries", "factor"),
-    "multi_step": ("boundaries", "factor"),
     "polynomial": ("steps", "end_factor", "power"),
     "cosine": ("steps", "end_factor", "cycles"),
-    "exponential": ("steps", "end_factor"),
 }
 """The arguments of each schedule; the others have none."""
 
@@ -437,7 +435,7 @@ class OptimOptions:
     )
     schedule: str | dict[str, Any] = of_run(  # noqa: RUF009
         "cosine",
-        "learning rate schedule: cosine, polynomial, exponential, step, multi_step, constant, or "
+        "learning rate schedule: cosine, polynomial, step, constant, or "
         "'package.module:function'; or a mapping with name and arguments: "
         f"{described_fields(ScheduleArguments)}",
         "set_lr_schedule(schedule, **arguments)",

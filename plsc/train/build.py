@@ -95,11 +95,6 @@ def check_combinations(options: Config, ranks: int) -> None:
             raise OptionError(f"speed.compile cannot be used with {other}; remove one of the two options")
     margin_of(options)
     optim = options.optim
-    schedule, falling = _schedule_of(optim.schedule)
-    if schedule == "exponential" and not falling.end_factor:
-        raise OptionError(
-            "end_factor of the exponential schedule is 0, which it never reaches; set a positive value"
-        )
     is_custom = names_code(optim.optimizer)
     if not is_custom and (expected := check_named_arguments(optim.optimizer_arguments or {})):
         raise OptionError(f"optim.optimizer_arguments of {optim.optimizer}: expected {expected}")
@@ -480,7 +475,7 @@ def build_schedule(
         return Schedule(base, _custom_shape(name, total_steps, function), warmup_steps)
     if name == "constant":
         return Schedule(base, updates.constant, warmup_steps)
-    if name in ("step", "multi_step"):
+    if name == "step":
         return Schedule(base, updates.steps_down(arguments.boundaries, arguments.factor), warmup_steps)
     last = arguments.steps or total_steps
     if last is None:
@@ -494,12 +489,9 @@ def build_schedule(
             f"steps; expected more than {warmup_steps}"
         )
     end = arguments.end_factor
-    falling = {
-        "cosine": lambda: updates.cosine(warmup_steps, last, end, arguments.cycles),
-        "exponential": lambda: updates.exponential(warmup_steps, last, end),
-        "polynomial": lambda: updates.polynomial(warmup_steps, last, arguments.power, end),
-    }
-    return Schedule(base, falling[name](), warmup_steps)
+    if name == "cosine":
+        return Schedule(base, updates.cosine(warmup_steps, last, end, arguments.cycles), warmup_steps)
+    return Schedule(base, updates.polynomial(warmup_steps, last, arguments.power, end), warmup_steps)
 
 
 def _schedule_of(value: str | Mapping[str, Any]) -> tuple[str, ScheduleArguments]:
