@@ -33,7 +33,7 @@ from plsc.seeds import hash_key
 from plsc.storage.publish import replacing
 from plsc.train.build import distribute_backbone
 from plsc.train.callbacks import Position, Run
-from plsc.train.layers import tensors_of
+from plsc.train.watch import tensors_of
 
 
 @dataclass
