@@ -283,9 +283,6 @@ def build_run(
     # For example a plsc.heads.ShardedHead and its RowSGD.
     counts = None if options.head.class_margins is None else data.count_images(world)
     head, rows = build_trained_head(options, data.class_num, world, counts)
-    if not (options.model.sync_batch_norm and world.size > 1):
-        rest = (data.num_samples or 0) % global_batch if options.data.last_batch == "keep" else 0
-        _check_batch_norm(network, rest or global_batch, world.size * options.train.micro_batches)
     # DDP with summed instead of averaged gradients; the network itself on a single rank.
     # A smaller last batch is not compiled: each size takes minutes.
     local = split_sizes(global_batch, world.size)[world.rank]
@@ -348,19 +345,6 @@ def _retention(keep_last: int, top_k: int, monitor: str | None, evaluated: Seque
             f"checkpoint.monitor is {metric!r}, which this run does not measure; {suggest(metric, known)}"
         )
     return Retention(keep_last, top_k, metric)
-
-
-def _check_batch_norm(network: BaseModel, smallest: int, parts: int) -> None:
-    """Raise OptionError for batches that are too small for batch norm: fewer than 2 images.
-
-    smallest: samples of the smallest batch over all ranks. parts: ranks times micro-batches.
-    """
-    norms = {m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    if norms.difference(network.kept_in_evaluation) and smallest // parts < 2:
-        raise OptionError(
-            f"batch norm needs 2 or more images at once, but the smallest batch has {smallest}, in {parts} "
-            "parts (ranks and micro-batches); increase train.batch_size, or set data.last_batch to pad"
-        )
 
 
 def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) -> None:

@@ -236,18 +236,6 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
         assert trained == ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc.weight"]
 
 
-def test_a_batch_from_which_batch_norm_cannot_learn_is_refused(dataset, tmp_path):
-    options = options_for(dataset, tmp_path, data__last_batch="keep")  # 9 images: 4, 4, 1
-    with pytest.raises(OptionError, match="batch norm"):
-        build_run(options, World.single(), UserParts())
-    options.set("train.micro_batches", 3)
-    options.set("data.last_batch", "pad")
-    with pytest.raises(OptionError, match="in 3 parts"):
-        build_run(options, World.single(), UserParts())
-    options.set("train.micro_batches", 1)
-    assert build_run(options, World.single(), UserParts()).total_steps == 3 * options.train.epochs
-
-
 def test_more_ranks_than_global_batch_is_refused():
     options = Options()
     options.set("train.global_batch_size", 3)
