@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import importlib.util
 import json
 import logging
 import math
-import shutil
 import signal
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from plsc.config.option import is_finite_number
 from plsc.config.train import listed_names
-from plsc.errors import OptionError, without_secrets
+from plsc.errors import refusing
 from plsc.parallel.backbone import gradient_values
 from plsc.storage.publish import replacing
 from plsc.storage.regular import open_regular, read_regular
@@ -52,16 +49,6 @@ def _text(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def _reachable(folder: Path) -> str:
-    """Return a path in UTF-8 of a folder, if necessary by a link, which is removed at exit."""
-    if _text(folder) == str(folder):
-        return str(folder)
-    link = Path(tempfile.mkdtemp(), "run")
-    link.symlink_to(folder.absolute())
-    atexit.register(shutil.rmtree, link.parent)
-    return str(link)
-
-
 _STEP_NAMES = {key: f"{key}_step" for key in ("loss", "accuracy", "accuracy_top5")}  # next to loss_epoch
 
 
@@ -71,7 +58,7 @@ class JsonLines:
     Lines after `step`, from an earlier attempt of a resumed run, are removed.
     """
 
-    def __init__(self, folder: Path, step: int, *_: Any) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / METRICS_NAME
         _drop_later_lines(self.path, step)
         self._file = open_regular(self.path, mode="ab")
@@ -95,13 +82,10 @@ class JsonLines:
 class TensorBoard:
     """Writes TensorBoard events to the folder. Events after `step` are hidden by TensorBoard."""
 
-    def __init__(self, folder: Path, step: int, options: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        self._writer = SummaryWriter(_reachable(folder), purge_step=step + 1)
-        for summary in hparams(flat_options(options), {"loss_epoch": 0.0}):
-            self._writer._get_file_writer().add_summary(summary)
+    def __init__(self, folder: Path, step: int) -> None:
+        with refusing("the logger tensorboard", f"run {install('tensorboard')}"):
+            from torch.utils.tensorboard import SummaryWriter
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write scalars."""
@@ -114,45 +98,19 @@ class TensorBoard:
         self._writer.close()
 
 
-LOGGERS: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
+LOGGERS: dict[str, Callable[[Path, int], Logger]] = {
     "jsonl": JsonLines,
     "tensorboard": TensorBoard,
 }
-"""The loggers by name; called with the folder of the run, the step from which it resumes (0: from scratch),
-and its options without secrets."""
-
-
-def check_packages(names: Iterable[str]) -> None:
-    """Raise OptionError if the package of a logger is not installed."""
-    for name in names:
-        if name != "jsonl" and importlib.util.find_spec(name) is None:
-            raise OptionError(
-                f"the logger {name!r} needs the package {name}, which is not installed; run {install(name)}"
-            )
-
-
-def flat_options(options: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """Return the options that have a value, by path, such as ``train.batch_size``: numbers and strings."""
-    return {
-        f"{group}.{name}": value if type(value) in (int, float) else _text(value)
-        for group, values in options.items()
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def _read_earlier(path: Path) -> str:
-    """Return the text of a regular file in its folder, not of a link; empty if there is none."""
-    try:
-        return read_regular(path, _MOST_BYTES, path.parent).decode(errors="replace")
-    except FileNotFoundError:
-        return ""
+"""The loggers by name; called with the folder of the run, and the step that it resumes (0: from scratch)."""
 
 
 def _drop_later_lines(path: Path, step: int) -> None:
     """Remove lines that an earlier attempt wrote after `step`, and incomplete lines."""
-    kept = []
-    for line in _read_earlier(path).splitlines():
+    kept, text = [], ""
+    with suppress(FileNotFoundError):
+        text = read_regular(path, _MOST_BYTES, path.parent).decode(errors="replace")
+    for line in text.splitlines():
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
@@ -184,9 +142,8 @@ class Logging(Callback):
         if not context.is_main:
             return
         context.folder.mkdir(parents=True, exist_ok=True)
-        options = without_secrets(context.options.as_dict())
         for name in listed_names(context.options.train.loggers):
-            self._open[name] = LOGGERS[name](context.folder, context.step, options)
+            self._open[name] = LOGGERS[name](context.folder, context.step)
         self._open |= {f"{type(one).__name__} {number}": one for number, one in enumerate(self._custom)}
 
     def epoch_start(self, context: Context) -> None:

@@ -49,7 +49,7 @@ from plsc.train.build import (
 from plsc.train.callbacks import Callback, Callbacks, Length, Logger, Position, Run, UserParts
 from plsc.train.data import open_training_data
 from plsc.train.folder import RunFolder
-from plsc.train.log import GradientNorm, Logging, check_packages
+from plsc.train.log import GradientNorm, Logging
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
@@ -251,7 +251,6 @@ def build_run(
     checkpoint: the checkpoint to resume; classes with names get their numbers from it.
     """
     check_combinations(options, world.size)
-    check_packages(listed_names(options.train.loggers))
     if options.speed.compile and any(callback.layers for callback in user.callbacks):
         raise OptionError("outputs of layers of a callback are not available with speed.compile")
     if options.train.deterministic:
